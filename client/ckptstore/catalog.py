@@ -1,0 +1,206 @@
+"""Which checkpoints exist: the committed outcomes of a store, newest first.
+
+There is no mutable pointer and no guessing from folders: a checkpoint exists if its outcome says
+committed and no tombstone hides it. Where two attempts of one step are committed, the later
+commit is the step's checkpoint and the earlier one is superseded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import groupby
+
+from ckptstore import names
+from ckptstore.commit import read_outcome
+from ckptstore.documents import Outcome
+from ckptstore.errors import Damaged, InvalidName, NoCheckpoint
+from ckptstore.names import Attempt, Reference, checkpoint_id
+from ckptstore.stores import Store
+
+_READERS = 16
+
+
+class State(StrEnum):
+    """What a listing knows of a checkpoint."""
+
+    COMMITTED = "committed"
+    SUPERSEDED = "superseded"
+    """A later commit of the same step exists."""
+    CORRUPT = "corrupt"
+    """Its outcome cannot be read; never latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One committed checkpoint, as its outcome describes it."""
+
+    run: str
+    attempt: Attempt
+    state: State
+    committed_at: float = 0.0
+    created_at: float = 0.0
+    """When the state was captured."""
+    world_size: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    num_entries: int = 0
+    num_shards: int = 0
+    manifest_digest: str = ""
+    manifest_bytes: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    problem: str = ""
+    """Why it is corrupt."""
+
+    @property
+    def id(self) -> str:
+        """run@step.ulid."""
+        return checkpoint_id(self.run, self.attempt)
+
+    @property
+    def step(self) -> int:
+        """The optimizer step it was captured at."""
+        return self.attempt.step
+
+    @property
+    def save_seconds(self) -> float:
+        """From capture to commit."""
+        return max(0.0, self.committed_at - self.created_at)
+
+
+def list_runs(store: Store) -> list[str]:
+    """The runs that have something in the store."""
+    return [name for name in store.list_folders("") if _is_run(name)]
+
+
+def list_checkpoints(store: Store, run: str) -> list[Checkpoint]:
+    """All checkpoints of a run that are not being deleted, by falling step; reads every outcome."""
+    attempts = visible_attempts(store, run)
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = list(pool.map(lambda attempt: _read(store, run, attempt), attempts))
+    return [c for group in _by_step(c for c in found if c is not None) for c in group]
+
+
+def latest(store: Store, run: str) -> Checkpoint:
+    """The newest checkpoint of a run: the highest step. Reads outcomes from the top until one counts.
+
+    Raises NoCheckpoint if the run has none.
+    """
+    for checkpoint in newest_first(store, run):
+        return checkpoint
+    raise NoCheckpoint(
+        f"run {run!r} has no checkpoint in {store.url}",
+        "The first save is still under way, or the run's name or the store is another",
+    )
+
+
+def newest_first(store: Store, run: str) -> Iterator[Checkpoint]:
+    """The checkpoints of a run that a restore may use, from the highest step down, read as they are asked for."""
+    for _, attempts in groupby(visible_attempts(store, run), key=lambda attempt: attempt.step):
+        found = (_read(store, run, attempt) for attempt in attempts)
+        for group in _by_step(c for c in found if c is not None):
+            yield from (c for c in group if c.state is State.COMMITTED)
+
+
+def find(store: Store, reference: Reference) -> Checkpoint:
+    """The checkpoint that a reference names. Raises NoCheckpoint."""
+    if reference.step is None:
+        return latest(store, reference.run)
+    if reference.ulid is not None:
+        attempt = Attempt(reference.step, reference.ulid)
+        checkpoint = None if _is_hidden(store, reference.run, attempt) else _read(store, reference.run, attempt)
+        candidates = [checkpoint] if checkpoint else []
+    else:
+        candidates = [c for c in newest_first(store, reference.run) if c.step == reference.step]
+    if not candidates:
+        raise NoCheckpoint(
+            f"run {reference.run!r} has no checkpoint at step {reference.step} in {store.url}",
+            "ckptctl ls shows what there is",
+        )
+    return candidates[0]
+
+
+def decided_attempts(store: Store, run: str) -> list[Attempt]:
+    """Attempts that have an outcome, committed or aborted, by falling step."""
+    return _attempts(info.key for info in store.list(names.commits_prefix(run)))
+
+
+def hidden_attempts(store: Store, run: str) -> list[Attempt]:
+    """Attempts that a tombstone hides."""
+    return _attempts(info.key for info in store.list(names.tombstones_prefix(run)))
+
+
+def visible_attempts(store: Store, run: str) -> list[Attempt]:
+    """Attempts that have an outcome and no tombstone, by falling step."""
+    # Outcomes first: a checkpoint deleted in between has its tombstone already.
+    decided = decided_attempts(store, run)
+    hidden = set(hidden_attempts(store, run))
+    return [attempt for attempt in decided if attempt not in hidden]
+
+
+def from_outcome(outcome: Outcome) -> Checkpoint | None:
+    """The checkpoint that an outcome describes; None if it is aborted."""
+    if outcome.committed is None:
+        return None
+    summary = outcome.committed.summary
+    return Checkpoint(
+        run=outcome.run,
+        attempt=Attempt.parse(outcome.attempt),
+        state=State.COMMITTED,
+        committed_at=outcome.at,
+        created_at=summary.created_at,
+        world_size=summary.world_size,
+        raw_bytes=summary.raw_bytes,
+        stored_bytes=summary.stored_bytes,
+        num_entries=summary.num_entries,
+        num_shards=summary.num_shards,
+        manifest_digest=outcome.committed.digest,
+        manifest_bytes=outcome.committed.bytes,
+        metrics=summary.metrics,
+    )
+
+
+def supersede(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """The checkpoints of one step with all but the latest commit marked superseded, latest first. Pure."""
+    ordered = sorted(checkpoints, key=lambda c: (c.state is State.COMMITTED, c.committed_at, c.attempt), reverse=True)
+    return [
+        c if i == 0 or c.state is State.CORRUPT else replace(c, state=State.SUPERSEDED) for i, c in enumerate(ordered)
+    ]
+
+
+def _by_step(checkpoints: Iterable[Checkpoint]) -> Iterator[list[Checkpoint]]:
+    for _, group in groupby(checkpoints, key=lambda c: c.step):
+        yield supersede(group)
+
+
+def _read(store: Store, run: str, attempt: Attempt) -> Checkpoint | None:
+    try:
+        outcome = read_outcome(store, run, attempt)
+    except Damaged as error:
+        return Checkpoint(run, attempt, State.CORRUPT, problem=str(error))
+    return from_outcome(outcome) if outcome else None
+
+
+def _is_hidden(store: Store, run: str, attempt: Attempt) -> bool:
+    return attempt in hidden_attempts(store, run)
+
+
+def _attempts(keys: Iterable[str]) -> list[Attempt]:
+    found = []
+    for key in keys:
+        name = key.rsplit("/", 1)[-1]
+        try:
+            found.append(Attempt.parse(name.removesuffix(".json")))
+        except InvalidName:
+            continue  # not ours: an operator's note, a half-copied file
+    return sorted(found, reverse=True)
+
+
+def _is_run(name: str) -> bool:
+    try:
+        names.check_run(name)
+    except InvalidName:
+        return False
+    return True

@@ -1,0 +1,230 @@
+"""The commit protocol: receipts are merged into a manifest, and one create-only object decides.
+
+Order of events for one attempt (docs/decisions/0001):
+
+    1. every rank makes its shard durable, then writes its receipt
+    2. a committer sees all receipts, merges them, creates manifest.json.zst
+    3. it creates the outcome as committed        <- from here on the checkpoint exists
+
+A collector of orphans creates the same outcome as aborted instead of 3. Create-only means that one
+of them wins; whoever loses reads the outcome and obeys. Any party may do 2 and 3: the merge
+is deterministic, so that a roll-forward after a crash gives the same manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptstore import names
+from ckptstore.clock import Clock
+from ckptstore.documents import (
+    FORMAT,
+    Committed,
+    Content,
+    Entries,
+    Manifest,
+    Outcome,
+    Receipt,
+    ReceiptRef,
+    Shard,
+    Slices,
+    Summary,
+    digest,
+    manifest_bytes,
+    pack_manifest,
+    parse_manifest,
+    parse_sealed,
+    seal,
+)
+from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.stores import Store
+
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReceipt:
+    """A receipt and the bytes it was read from."""
+
+    receipt: Receipt
+    data: bytes
+
+
+def identity() -> str:
+    """Who decides, for outcomes: host and process."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def read_receipt(store: Store, run: str, attempt: Attempt, rank: int) -> StoredReceipt:
+    """The receipt of `rank`, checked. Raises ObjectMissing, CorruptObject, StoreUnavailable."""
+    key = names.receipt_key(run, attempt, rank)
+    data = store.get(key)
+    receipt = parse_sealed(data, Receipt, store.object_url(key))
+    if (receipt.run, receipt.attempt, receipt.rank) != (run, str(attempt), rank):
+        raise CorruptObject(f"{store.object_url(key)} is the receipt of another rank or attempt")
+    return StoredReceipt(receipt, data)
+
+
+def receipt_ranks(store: Store, run: str, attempt: Attempt) -> set[int]:
+    """The ranks whose receipt is there."""
+    found = (names.receipt_rank(info.key) for info in store.list(names.attempt_prefix(run, attempt)))
+    return {rank for rank in found if rank is not None}
+
+
+def read_outcome(store: Store, run: str, attempt: Attempt) -> Outcome | None:
+    """The decision about an attempt, or None while there is none."""
+    key = names.outcome_key(run, attempt)
+    try:
+        data = store.get(key)
+    except ObjectMissing:
+        return None
+    outcome = parse_sealed(data, Outcome, store.object_url(key))
+    if (outcome.run, outcome.attempt) != (run, str(attempt)):
+        raise CorruptObject(f"{store.object_url(key)} is the outcome of another attempt")
+    return outcome
+
+
+def commit_attempt(store: Store, receipts: Sequence[StoredReceipt], clock: Clock) -> Outcome:
+    """Merge all receipts of an attempt and commit it; the checkpoint is durable on return.
+
+    receipts: those of all ranks, in rank order. Safe to call twice, and from several processes.
+    Raises AttemptAborted if the collector decided otherwise, StoreUnavailable if the decision
+    could not be learned: then nothing may be concluded, and calling again settles it.
+    """
+    manifest = merge(receipts)
+    attempt = Attempt.parse(manifest.attempt)
+    data = _create_manifest(store, manifest, attempt)
+    committed = Committed(digest=digest(data), bytes=len(data), summary=_summarize(manifest))
+    outcome = decide(store, manifest.run, attempt, committed, clock)
+    if outcome.committed is None:
+        raise AttemptAborted(
+            f"attempt {attempt} of run {manifest.run!r} was aborted by {outcome.by} before it was complete",
+            "Save again; if saves take longer than the collector's grace, raise the grace",
+        )
+    return outcome
+
+
+def decide(store: Store, run: str, attempt: Attempt, committed: Committed | None, clock: Clock) -> Outcome:
+    """Create the outcome of an attempt, or obey the one that is there. Durable on return.
+
+    The nonce tells a lost reply from a lost race: after a refusal or an error the object is read back.
+    """
+    now = clock()
+    proposal = Outcome(
+        format=FORMAT, kind="outcome", run=run, step=attempt.step, attempt=str(attempt),
+        committed=committed, nonce=new_ulid(now), by=identity(), at=now,
+    )  # fmt: skip
+    failure: StoreUnavailable | None = None
+    for _ in range(_TRIES):
+        try:
+            if store.put_if_absent(names.outcome_key(run, attempt), seal(proposal)):
+                return proposal
+        except StoreUnavailable as error:
+            failure = error
+        try:
+            outcome = read_outcome(store, run, attempt)
+        except StoreUnavailable as error:
+            failure = error
+            continue
+        if outcome is not None:
+            return outcome
+    raise failure or StoreUnavailable(
+        f"cannot learn the outcome of attempt {attempt} of run {run!r} in {store.url}",
+        "Nothing is lost: the attempt is committed or collected when the store answers again",
+    )
+
+
+def roll_forward(store: Store, run: str, attempt: Attempt, clock: Clock) -> Outcome | None:
+    """Commit an attempt whose committer died after all receipts were written. None if some are missing."""
+    ranks = receipt_ranks(store, run, attempt)
+    if not ranks:
+        return None
+    first = read_receipt(store, run, attempt, min(ranks))
+    if ranks != set(range(first.receipt.world_size)):
+        return None
+    receipts = [read_receipt(store, run, attempt, rank) for rank in sorted(ranks)]
+    return commit_attempt(store, receipts, clock)
+
+
+def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
+    """The manifest that follows from all receipts of an attempt, in rank order. Pure.
+
+    Raises CorruptObject if they do not belong together.
+    """
+    first = receipts[0].receipt
+    for rank, stored in enumerate(receipts):
+        receipt = stored.receipt
+        same = (receipt.run, receipt.attempt, receipt.world_size, receipt.rank)
+        if same != (first.run, first.attempt, len(receipts), rank):
+            raise CorruptObject(f"receipt {rank} of attempt {first.attempt} does not fit the others: {same}")
+    return Manifest(
+        format=FORMAT,
+        kind="manifest",
+        run=first.run,
+        step=first.step,
+        attempt=first.attempt,
+        world_size=first.world_size,
+        created_at=first.created_at,
+        receipts=[
+            ReceiptRef(rank=rank, digest=digest(stored.data), bytes=len(stored.data))
+            for rank, stored in enumerate(receipts)
+        ],
+        content=_merge_content([stored.receipt.content for stored in receipts]),
+        metrics=first.metrics,
+    )
+
+
+def _merge_content(contents: Sequence[Content]) -> Content:
+    shards: list[Shard] = []
+    entries = Entries(name=[], dtype=[], shape=[])
+    slices = Slices(entry=[], shard=[], at=[], box=[])
+    aliases: dict[str, str] = {}
+    trees: dict[str, object] = {}
+    index: dict[str, int] = {}
+    for content in contents:
+        for name, dtype, shape in zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True):
+            at = index.setdefault(name, len(index))
+            if at == len(entries.name):
+                entries.name.append(name)
+                entries.dtype.append(dtype)
+                entries.shape.append(shape)
+            elif (entries.dtype[at], entries.shape[at]) != (dtype, shape):
+                raise CorruptObject(f"two ranks disagree about the type or shape of entry {name!r}")
+        slices.entry.extend(index[content.entries.name[i]] for i in content.slices.entry)
+        slices.shard.extend(len(shards) + i for i in content.slices.shard)
+        slices.at.extend(content.slices.at)
+        slices.box.extend(content.slices.box)
+        shards.extend(content.shards)
+        aliases.update(content.aliases)
+        trees.update(content.trees)
+    return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=trees)
+
+
+def _summarize(manifest: Manifest) -> Summary:
+    content = manifest.content
+    return Summary(
+        world_size=manifest.world_size,
+        created_at=manifest.created_at,
+        raw_bytes=sum(sum(shard.chunks.raw) for shard in content.shards),
+        stored_bytes=sum(sum(shard.chunks.stored) for shard in content.shards),
+        num_entries=len(content.entries.name),
+        num_shards=len(content.shards),
+        metrics=manifest.metrics,
+    )
+
+
+def _create_manifest(store: Store, manifest: Manifest, attempt: Attempt) -> bytes:
+    """The manifest's bytes in the store, created here or by another committer of the same attempt."""
+    key = names.manifest_key(manifest.run, attempt)
+    data = pack_manifest(manifest)
+    if store.put_if_absent(key, data):
+        return data
+    # Another version of zstd may have packed the same content into other bytes: theirs count.
+    stored = store.get(key)
+    if stored != data and manifest_bytes(parse_manifest(stored, key)) != manifest_bytes(manifest):
+        raise CorruptObject(f"{store.object_url(key)} is not what the receipts say", "The attempt cannot be committed")
+    return stored

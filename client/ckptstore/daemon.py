@@ -1,0 +1,191 @@
+"""The HTTP client of ckptd: a Source, plus what only a daemon can do. One method per endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from ckptstore import wire
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.errors import CkptError, CorruptObject, DaemonUnavailable, error_from_code
+from ckptstore.names import Attempt, Reference
+
+_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+_RETRIES = 3
+_B = TypeVar("_B", bound=msgspec.Struct)
+
+
+class DaemonClient:
+    """A client of one daemon; use it from any thread, close it when done.
+
+    Every method raises DaemonUnavailable when no answer comes, or the error the daemon names.
+    """
+
+    def __init__(self, url: str, token: str | None = None, timeout: httpx.Timeout = _TIMEOUT) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout,
+            transport=httpx.HTTPTransport(retries=_RETRIES),
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    # Source
+
+    def runs(self) -> list[str]:
+        """Names of the runs."""
+        return [item.run for item in self.run_summaries()]
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        """All checkpoints of a run, by falling step; reads every page."""
+        return list(self._pages(run))
+
+    def newest_first(self, run: str) -> Iterator[Checkpoint]:
+        """The checkpoints of a run that a restore may use, by falling step."""
+        return (c for c in self._pages(run) if c.state is State.COMMITTED)
+
+    def latest(self, run: str | None = None) -> Checkpoint:
+        """The newest checkpoint of a run; without a run, the one committed last."""
+        query = {"run": run} if run is not None else {}
+        return self._json("GET", wire.LATEST, wire.CheckpointBody, params=query).checkpoint()
+
+    def find(self, reference: Reference) -> Checkpoint:
+        """The checkpoint that a reference names."""
+        if reference.step is None:
+            return self.latest(reference.run)
+        suffix = f".{reference.ulid}" if reference.ulid else ""
+        path = self._path(f"{reference.run}@{reference.step}{suffix}")
+        return self._json("GET", path, wire.CheckpointBody).checkpoint()
+
+    def manifest_data(self, checkpoint: Checkpoint) -> bytes:
+        """The stored manifest, unchecked."""
+        return self._request("GET", self._path(checkpoint.id, "manifest")).content
+
+    def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """The stored receipt of a rank, unchecked."""
+        return self._request("GET", self._path(checkpoint.id, "receipts", str(rank))).content
+
+    def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer with stored bytes of a shard, unchecked."""
+        if not len(buffer):
+            return
+        path = self._path(checkpoint.id, "shards", shard)
+        headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
+        done = 0
+        try:
+            with self._http.stream("GET", path, headers=headers) as response:
+                self._raise_for(response)
+                for part in response.iter_bytes(1 << 20):
+                    buffer[done : done + len(part)] = part[: len(buffer) - done]
+                    done += len(part)
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        if done != len(buffer):
+            raise CorruptObject(f"{self.url}{path} gave {done} bytes, {len(buffer)} were asked for")
+
+    def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
+        """Protect a checkpoint from deletion for `ttl_s` seconds."""
+        request = wire.LeaseRequest(id=checkpoint.id, holder=holder, ttl_s=ttl_s)
+        return self._json("POST", wire.LEASES, wire.LeaseBody, body=request).lease
+
+    def release_lease(self, run: str, lease: str) -> None:
+        """End a lease."""
+        self._request("DELETE", f"{wire.LEASES}/{quote(run, safe='')}/{quote(lease, safe='')}")
+
+    # What only a daemon does
+
+    def run_summaries(self) -> list[wire.RunBody]:
+        """All runs with their sizes and newest checkpoints."""
+        return self._json("GET", wire.RUNS, wire.RunsBody).items
+
+    def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> wire.Page:
+        """One page of a listing, by run and falling step."""
+        query: dict[str, str | int] = {"limit": limit}
+        if run is not None:
+            query["run"] = run
+        if cursor is not None:
+            query["cursor"] = cursor
+        return self._json("GET", wire.CHECKPOINTS, wire.Page, params=query)
+
+    def notify(self, run: str, attempt: Attempt) -> None:
+        """Tell the daemon that an attempt was committed; it checks for itself."""
+        self._request("POST", wire.NOTIFY, body=wire.NotifyRequest(run, str(attempt)))
+
+    def prune(self, keep_last: int, run: str | None = None, dry_run: bool = True) -> wire.PruneBody:
+        """Plan, and without dry_run execute, a prune of one run or all."""
+        request = wire.PruneRequest(keep_last=keep_last, run=run, dry_run=dry_run)
+        return self._json("POST", wire.PRUNE, wire.PruneBody, body=request, timeout=3600)
+
+    def reindex(self) -> wire.ReindexBody:
+        """Rebuild the daemon's index from the store."""
+        return self._json("POST", wire.REINDEX, wire.ReindexBody, timeout=3600)
+
+    def _pages(self, run: str) -> Iterator[Checkpoint]:
+        cursor = None
+        while True:
+            page = self.page(run, limit=wire.MAX_PAGE, cursor=cursor)
+            yield from (item.checkpoint() for item in page.items)
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    def _path(self, *parts: str) -> str:
+        return "/".join((wire.CHECKPOINTS, *(quote(part, safe="@") for part in parts)))
+
+    def _json(self, method: str, path: str, kind: type[_B], **options: Any) -> _B:
+        response = self._request(method, path, **options)
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise DaemonUnavailable(
+                f"{self.url}{path} gave an answer that is not ckptd's: {error}", "Is this the daemon's URL?"
+            ) from error
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None = None,
+        params: dict[str, str | int] | None = None,
+        timeout: float | None = None,
+    ) -> httpx.Response:
+        content = msgspec.json.encode(body) if body is not None else None
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        wait = httpx.Timeout(timeout, connect=5.0) if timeout else _TIMEOUT
+        try:
+            response = self._http.request(method, path, params=params, content=content, headers=headers, timeout=wait)
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        self._raise_for(response)
+        return response
+
+    def _raise_for(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        response.read()
+        raise self._error(response)
+
+    def _error(self, response: httpx.Response) -> CkptError:
+        try:
+            problem = msgspec.json.decode(response.content, type=wire.Problem)
+        except msgspec.DecodeError:
+            where = f"{response.request.method} {response.request.url}"
+            return DaemonUnavailable(
+                f"{where} answered {response.status_code}", "Is this the daemon's URL, and is it healthy?"
+            )
+        return error_from_code(problem.code, problem.detail, problem.hint)
+
+    def _unavailable(self, error: httpx.HTTPError) -> DaemonUnavailable:
+        return DaemonUnavailable(
+            f"ckptd at {self.url} did not answer: {type(error).__name__}: {error}",
+            "Check that it runs and that the URL is right; saves and restores also work straight from the store",
+        )

@@ -1,0 +1,367 @@
+"""The documents of a checkpoint: receipt, manifest, outcome, lease, tombstone. Typed, strict, bounded. No I/O.
+
+Small documents are sealed: a line of JSON, then a line holding its checksum. A manifest is
+zstd-compressed JSON whose checksum stands in the outcome. Documents are hostile input: nothing
+in them is believed before `parse_*` has checked it. docs/format.md specifies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import xxhash
+import zstandard
+
+from ckptstore import names
+from ckptstore.codecs import CODECS, MAX_CHUNK_BYTES, Buffer
+from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.errors import BadInput, CorruptObject, UnsupportedFormat
+
+FORMAT = 1
+"""Version of everything on the store. A reader refuses newer ones and reads all older ones."""
+
+MAX_SEALED_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 4 << 30
+# JSON full of checksums never compresses this well: more is a bomb.
+_BOMB_FLOOR = 16 << 20
+_BOMB_RATIO = 256
+_MAX_NAME = 4096
+_MAX_DIMENSIONS = 64
+_MAX_BYTES = 1 << 62
+
+JSON = Any
+"""A JSON value: None, bool, int, float, str, list or dict of them."""
+
+
+def digest(data: Buffer) -> str:
+    """xxh3-128 of `data`, as 32 lower-case hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Chunks(_Document, frozen=True):
+    """The chunks of one shard, as columns. They lie back to back, in this order, from byte 0 to the end."""
+
+    raw: list[int]
+    """Bytes before encoding."""
+    stored: list[int]
+    """Bytes in the shard."""
+    codec: list[str]
+    digest: list[str]
+    """xxh3-128 of the stored bytes."""
+
+
+class Shard(_Document, frozen=True):
+    """One file that one rank wrote."""
+
+    name: str
+    rank: int
+    chunks: Chunks
+
+
+class Entries(_Document, frozen=True):
+    """Tensors and arrays, as columns. Names are unique."""
+
+    name: list[str]
+    dtype: list[str]
+    shape: list[list[int]]
+
+
+class Slices(_Document, frozen=True):
+    """Where the elements of entries lie, as columns.
+
+    A slice is a row-major box of an entry, at byte `at` of the raw (decoded) stream of a shard.
+    """
+
+    entry: list[int]
+    """Index into Entries."""
+    shard: list[int]
+    """Index into the manifest's shards; always 0 in a receipt."""
+    at: list[int]
+    box: list[list[list[int]] | None]
+    """None: the whole entry; else [offsets, sizes]."""
+
+
+class Content(_Document, frozen=True):
+    """What a writer, or all of them, stored."""
+
+    shards: list[Shard]
+    entries: Entries
+    slices: Slices
+    aliases: dict[str, str]
+    """Further names of an entry (tied weights): alias to entry name."""
+    trees: dict[str, JSON]
+    """State that all ranks share, by item (model, optim, ...), as tagged JSON (trees.py)."""
+
+
+class Receipt(_Document, frozen=True):
+    """A rank's statement that everything it writes is durable."""
+
+    format: int
+    kind: Literal["receipt"]
+    run: str
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    created_at: float
+    content: Content
+    local: dict[str, JSON]
+    """State that belongs to this rank alone (RNG, data position), as tagged JSON."""
+    metrics: dict[str, float]
+
+
+class ReceiptRef(_Document, frozen=True):
+    """A receipt as the manifest names it."""
+
+    rank: int
+    digest: str
+    bytes: int
+
+
+class Manifest(_Document, frozen=True):
+    """All entries, slices and chunks of one checkpoint. A pure function of its receipts."""
+
+    format: int
+    kind: Literal["manifest"]
+    run: str
+    step: int
+    attempt: str
+    world_size: int
+    created_at: float
+    receipts: list[ReceiptRef]
+    content: Content
+    metrics: dict[str, float]
+
+
+class Summary(_Document, frozen=True):
+    """What listings show without opening a manifest."""
+
+    world_size: int
+    created_at: float
+    raw_bytes: int
+    stored_bytes: int
+    num_entries: int
+    num_shards: int
+    metrics: dict[str, float]
+
+
+class Committed(_Document, frozen=True):
+    """The manifest that a committed attempt consists of."""
+
+    digest: str
+    bytes: int
+    summary: Summary
+
+
+class Outcome(_Document, frozen=True):
+    """The create-only decision about one attempt: committed, or aborted (committed is None)."""
+
+    format: int
+    kind: Literal["outcome"]
+    run: str
+    step: int
+    attempt: str
+    committed: Committed | None
+    nonce: str
+    by: str
+    at: float
+
+
+class Lease(_Document, frozen=True):
+    """A reader's expiring claim on a checkpoint."""
+
+    format: int
+    kind: Literal["lease"]
+    attempt: str
+    holder: str
+    expires_at: float
+
+
+class Tombstone(_Document, frozen=True):
+    """The statement that a checkpoint is being deleted."""
+
+    format: int
+    kind: Literal["tombstone"]
+    attempt: str
+    by: str
+    at: float
+    reason: str
+
+
+Sealed = Receipt | Outcome | Lease | Tombstone
+_S = TypeVar("_S", Receipt, Outcome, Lease, Tombstone)
+_D = TypeVar("_D", bound=_Document)
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+def seal(document: Sealed) -> bytes:
+    """Two lines: the document as JSON, and the checksum of that line's bytes."""
+    body = msgspec.json.encode(document)
+    return body + _trailer(body)
+
+
+def parse_sealed(data: bytes, kind: type[_S], key: str) -> _S:
+    """The document in `data`, read from `key`, if every byte of it is as sealed and every field makes sense.
+
+    Raises CorruptObject or UnsupportedFormat.
+    """
+    if len(data) > MAX_SEALED_BYTES:
+        raise CorruptObject(f"{key} is larger than {MAX_SEALED_BYTES} bytes")
+    end = data.find(b"\n")
+    body = data[:end] if end >= 0 else data
+    if data != body + _trailer(body):
+        raise CorruptObject(f"{key} does not match its checksum")
+    document = _decode(body, kind, key)
+    _check_names(document, key)
+    if isinstance(document, Receipt):
+        _checked(key, _check_content, document.content)
+        if not 0 <= document.rank < document.world_size:
+            raise CorruptObject(f"{key}: rank {document.rank} is outside the world")
+    return document
+
+
+def pack_manifest(manifest: Manifest) -> bytes:
+    """The manifest as it is stored."""
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(manifest_bytes(manifest))
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The canonical JSON of a manifest: equal receipts give equal bytes."""
+    return msgspec.json.encode(manifest)
+
+
+def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manifest:
+    """The manifest in `data`, read from `key`; `expected` is the checksum of `data` in the outcome.
+
+    Raises CorruptObject or UnsupportedFormat.
+    """
+    if expected is not None and digest(data) != expected:
+        raise CorruptObject(f"{key} does not match the checksum in its outcome")
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+        if not 0 <= size <= min(MAX_MANIFEST_BYTES, _BOMB_FLOOR + _BOMB_RATIO * len(data)):
+            raise CorruptObject(f"{key} claims to unpack to {size} bytes")
+        body = zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise CorruptObject(f"{key} cannot be decompressed: {error}") from error
+    manifest = _decode(body, Manifest, key)
+    _check_names(manifest, key)
+    _checked(key, _check_content, manifest.content)
+    if [receipt.rank for receipt in manifest.receipts] != list(range(manifest.world_size)):
+        raise CorruptObject(f"{key} does not name one receipt per rank")
+    return manifest
+
+
+def _trailer(body: bytes) -> bytes:
+    return b'\n{"xxh3_128":"' + digest(body).encode() + b'"}\n'
+
+
+def _decode(body: bytes, kind: type[_D], key: str) -> _D:
+    try:
+        version = msgspec.json.decode(body, type=_Version).format
+        if version > FORMAT:
+            raise UnsupportedFormat(
+                f"{key} has format version {version}, this program reads up to {FORMAT}", "Upgrade ckptd"
+            )
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error
+
+
+def _check_names(document: _Document, key: str) -> None:
+    try:
+        attempt = names.Attempt.parse(document.attempt)  # type: ignore[attr-defined]
+        if isinstance(document, Receipt | Manifest | Outcome):
+            names.check_run(document.run)
+            if document.step != attempt.step:
+                raise CorruptObject(f"{key}: step {document.step} is not that of attempt {attempt}")
+    except BadInput as error:
+        raise CorruptObject(f"{key}: {error.message}") from error
+
+
+def _checked(key: str, check: Any, *args: Any) -> None:
+    try:
+        check(*args)
+    except (_Wrong, BadInput) as error:
+        raise CorruptObject(f"{key}: {error}") from error
+
+
+class _Wrong(Exception):
+    pass
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise _Wrong(message)
+
+
+def _same_length(what: str, *columns: Sequence[object]) -> None:
+    _require(len({len(column) for column in columns}) == 1, f"columns of {what} differ in length")
+
+
+def _check_content(content: Content) -> None:
+    raw_bytes = [_check_shard(shard) for shard in content.shards]
+    _require(len({shard.name for shard in content.shards}) == len(content.shards), "two shards of one name")
+    sizes = _check_entries(content.entries)
+    _check_slices(content, sizes, raw_bytes)
+    known = set(content.entries.name)
+    for alias, name in content.aliases.items():
+        _require(len(alias) <= _MAX_NAME and alias not in known, f"alias {alias[:80]!r} is not allowed")
+        _require(name in known, f"alias {alias[:80]!r} names no entry")
+
+
+def _check_shard(shard: Shard) -> int:
+    """Raw bytes of the shard."""
+    chunks = shard.chunks
+    names.check_shard(shard.name)
+    _same_length("chunks", chunks.raw, chunks.stored, chunks.codec, chunks.digest)
+    _require(all(0 < size <= MAX_CHUNK_BYTES for size in chunks.raw), "a chunk's raw size is out of bounds")
+    _require(all(0 < size <= MAX_CHUNK_BYTES for size in chunks.stored), "a chunk's size is out of bounds")
+    _require(set(chunks.codec) <= set(CODECS), "a chunk's codec is unknown")
+    _require(all(len(text) == 32 for text in chunks.digest), "a chunk's digest is not 32 digits")
+    return sum(chunks.raw)
+
+
+def _check_entries(entries: Entries) -> list[int]:
+    """Bytes of each entry."""
+    _same_length("entries", entries.name, entries.dtype, entries.shape)
+    _require(len(set(entries.name)) == len(entries.name), "two entries of one name")
+    _require(all(0 < len(name) <= _MAX_NAME for name in entries.name), "an entry's name is empty or too long")
+    _require(set(entries.dtype) <= ITEM_BYTES.keys(), "an entry's dtype is unknown")
+    _require(all(len(shape) <= _MAX_DIMENSIONS for shape in entries.shape), "an entry has too many dimensions")
+    _require(
+        all(0 <= size <= _MAX_BYTES for shape in entries.shape for size in shape),
+        "a dimension is out of bounds",
+    )
+    sizes = [prod(s) * ITEM_BYTES[d] for s, d in zip(entries.shape, entries.dtype, strict=True)]
+    _require(all(size <= _MAX_BYTES for size in sizes), "an entry's size is out of bounds")
+    return sizes
+
+
+def _check_slices(content: Content, entry_bytes: list[int], shard_bytes: list[int]) -> None:
+    slices, entries = content.slices, content.entries
+    _same_length("slices", slices.entry, slices.shard, slices.at, slices.box)
+    _require(all(0 <= index < len(entry_bytes) for index in slices.entry), "a slice names no entry")
+    _require(all(0 <= index < len(shard_bytes) for index in slices.shard), "a slice names no shard")
+    for entry, shard, at, box in zip(slices.entry, slices.shard, slices.at, slices.box, strict=True):
+        size = entry_bytes[entry]
+        if box is not None:
+            shape = entries.shape[entry]
+            _require(len(box) == 2 and len(box[0]) == len(box[1]) == len(shape), "a box has a wrong shape")
+            inside = all(
+                0 <= offset <= limit and 0 <= length <= limit - offset
+                for offset, length, limit in zip(*box, shape, strict=True)
+            )
+            _require(inside, "a box leaves its entry")
+            size = prod(box[1]) * ITEM_BYTES[entries.dtype[entry]]
+        _require(0 <= at <= shard_bytes[shard] - size, "a slice leaves its shard")

@@ -1,0 +1,252 @@
+"""Every failure this project names, with a code that never changes once released.
+
+    CkptError
+    ├── BadInput            the request is wrong; nothing was done
+    │   ├── InvalidName         invalid_name
+    │   ├── InvalidRequest      invalid_request
+    │   ├── InvalidPolicy       invalid_policy
+    │   ├── UnknownScheme       unknown_scheme
+    │   ├── UnsupportedObject   unsupported_object   (also a TypeError)
+    │   └── StateMismatch       state_mismatch
+    ├── NotFound            what was asked for does not exist
+    │   ├── NoCheckpoint        no_checkpoint
+    │   └── ObjectMissing       object_missing
+    ├── Damaged             stored bytes are not what was written, or not readable by this version
+    │   ├── CorruptObject       corrupt
+    │   └── UnsupportedFormat   unsupported_format
+    ├── Conflict            somebody else decided otherwise, or still needs the object
+    │   ├── AttemptAborted      attempt_aborted
+    │   └── CheckpointHeld      checkpoint_held
+    ├── Unavailable         the outside world failed; trying again may help
+    │   ├── StoreUnavailable    store_unavailable
+    │   ├── StoreFull           store_full
+    │   ├── StoreReadOnly       store_read_only
+    │   └── DaemonUnavailable   daemon_unavailable
+    └── SaveFailed          a background save did not become durable
+        ├── SaverDied           saver_died
+        └── ReceiptsMissing     receipts_missing
+
+The groups say what a handler would do. `http_status` and `exit_code` are the only
+translations, used by the daemon, its client and the command line alike.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+
+class CkptError(Exception):
+    """Base of all errors raised on purpose.
+
+    message: what happened, on which object. hint: what to do next.
+    """
+
+    code: ClassVar[str] = "error"
+    http_status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.hint}" if self.hint else self.message
+
+
+class BadInput(CkptError):
+    """The request is wrong; nothing was done."""
+
+    code = "bad_input"
+    http_status = 422
+    exit_code = 2
+
+
+class InvalidName(BadInput):
+    """A run, attempt, shard or checkpoint id that breaks the naming rules."""
+
+    code = "invalid_name"
+
+
+class InvalidRequest(BadInput):
+    """An argument outside its allowed values."""
+
+    code = "invalid_request"
+
+
+class InvalidPolicy(BadInput):
+    """A retention policy that would keep nothing, or makes no sense."""
+
+    code = "invalid_policy"
+
+
+class UnknownScheme(BadInput):
+    """No fsspec file system is installed for this URL scheme."""
+
+    code = "unknown_scheme"
+
+
+class UnsupportedObject(BadInput, TypeError):
+    """A leaf of the state is of a type that cannot be stored without pickle."""
+
+    code = "unsupported_object"
+
+
+class StateMismatch(BadInput):
+    """The checkpoint and the objects given to restore do not fit each other."""
+
+    code = "state_mismatch"
+
+
+class NotFound(CkptError):
+    """What was asked for does not exist."""
+
+    code = "not_found"
+    http_status = 404
+    exit_code = 4
+
+
+class NoCheckpoint(NotFound):
+    """No committed checkpoint answers the question."""
+
+    code = "no_checkpoint"
+
+
+class ObjectMissing(NotFound):
+    """An object that should be in the store is not there."""
+
+    code = "object_missing"
+
+
+class Damaged(CkptError):
+    """Stored bytes cannot be trusted or cannot be understood."""
+
+    code = "damaged"
+    exit_code = 5
+
+
+class CorruptObject(Damaged):
+    """Bytes differ from their checksum, or a document breaks its own rules."""
+
+    code = "corrupt"
+
+
+class UnsupportedFormat(Damaged):
+    """Written by a newer version of the format than this one reads."""
+
+    code = "unsupported_format"
+
+
+class Conflict(CkptError):
+    """Somebody else decided otherwise, or still needs the object."""
+
+    code = "conflict"
+    http_status = 409
+    exit_code = 6
+
+
+class AttemptAborted(Conflict):
+    """The collector of orphans decided that this attempt never happened."""
+
+    code = "attempt_aborted"
+    http_status = 410
+
+
+class CheckpointHeld(Conflict):
+    """A lease or a safety rule protects this checkpoint from deletion."""
+
+    code = "checkpoint_held"
+
+
+class Unavailable(CkptError):
+    """The outside world failed; trying again may help."""
+
+    code = "unavailable"
+    http_status = 503
+    exit_code = 7
+
+
+class StoreUnavailable(Unavailable):
+    """The store did not answer, or answered with an error."""
+
+    code = "store_unavailable"
+
+
+class StoreFull(Unavailable):
+    """No space or quota left in the store."""
+
+    code = "store_full"
+    http_status = 507
+
+
+class StoreReadOnly(Unavailable):
+    """The store refuses writes."""
+
+    code = "store_read_only"
+
+
+class DaemonUnavailable(Unavailable):
+    """ckptd did not answer."""
+
+    code = "daemon_unavailable"
+
+
+class SaveFailed(CkptError):
+    """A background save did not become durable."""
+
+    code = "save_failed"
+
+
+class SaverDied(SaveFailed):
+    """The saver process ended while saves were under way."""
+
+    code = "saver_died"
+
+
+class ReceiptsMissing(SaveFailed):
+    """Some ranks did not finish their shard in time, so nothing was committed."""
+
+    code = "receipts_missing"
+
+
+def _tree(cls: type[CkptError]) -> Iterator[type[CkptError]]:
+    yield cls
+    for child in cls.__subclasses__():
+        yield from _tree(child)
+
+
+def error_from_code(code: str, message: str, hint: str = "") -> CkptError:
+    """The error that crossed a process or HTTP boundary as its code; unknown codes give CkptError."""
+    by_code = {cls.code: cls for cls in _tree(CkptError)}
+    return by_code.get(code, CkptError)(message, hint)
+
+
+@contextmanager
+def store_errors(what: str, url: str) -> Iterator[None]:
+    """Translate the operating system's and fsspec's errors on object `url` into ours."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except FileNotFoundError as error:
+        raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
+    except Exception as error:
+        raise _translate(error, what, url) from error
+
+
+def _translate(error: Exception, what: str, url: str) -> CkptError:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFull(
+            f"cannot {what} {url}: no space left",
+            "Free space or prune old checkpoints (ckptctl prune); committed checkpoints are untouched",
+        )
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return StoreReadOnly(f"cannot {what} {url}: {error}", "Check the permissions or credentials of this process")
+    return StoreUnavailable(
+        f"cannot {what} {url}: {type(error).__name__}: {error}",
+        "Check that the store is mounted or reachable, and its credentials",
+    )

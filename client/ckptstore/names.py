@@ -1,0 +1,180 @@
+"""Names of runs, attempts, checkpoints and objects: validated on every way in. No I/O.
+
+A name that passes here contains no separator and no dot-dot, so that joining names
+can never leave the store's root.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import xxhash
+from ulid import ULID
+
+from ckptstore.errors import InvalidName
+
+MAX_STEP = 10**12 - 1
+LATEST = "latest"
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
+_SHARD = re.compile(r"shard-[0-9]{5}\.ckpt")
+_RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
+_REFERENCE = re.compile(r"(?P<run>[^@/]+)@(?P<step>latest|[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?")
+
+
+def check_run(run: str) -> str:
+    """`run` itself, or InvalidName."""
+    if not isinstance(run, str) or not _RUN.fullmatch(run) or ".." in run:
+        raise InvalidName(
+            f"run name {run!r} is not allowed",
+            "Use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..'",
+        )
+    return run
+
+
+def check_step(step: int) -> int:
+    """`step` itself, or InvalidName."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+        raise InvalidName(f"step {step!r} is not allowed", f"Use an integer from 0 to {MAX_STEP}")
+    return step
+
+
+def check_ulid(ulid: str) -> str:
+    """`ulid` itself, or InvalidName."""
+    if not isinstance(ulid, str) or not _ULID.fullmatch(ulid):
+        raise InvalidName(f"{ulid!r} is not a ULID", "A ULID is 26 characters of Crockford's base 32")
+    return ulid
+
+
+def check_shard(name: str) -> str:
+    """`name` itself, or InvalidName."""
+    if not isinstance(name, str) or not _SHARD.fullmatch(name):
+        raise InvalidName(f"shard name {name!r} is not allowed", "Shards are named shard-00000.ckpt")
+    return name
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Attempt:
+    """One try to write one step of one run: the step and a ULID. Orders by step."""
+
+    step: int
+    ulid: str
+
+    def __post_init__(self) -> None:
+        check_step(self.step)
+        check_ulid(self.ulid)
+
+    def __str__(self) -> str:
+        return f"{self.step:012d}-{self.ulid}"
+
+    @staticmethod
+    def parse(text: str) -> Attempt:
+        """The attempt that `str` wrote, or InvalidName."""
+        step, dash, ulid = text.partition("-")
+        if not dash or len(step) != 12 or not (step.isascii() and step.isdigit()):
+            raise InvalidName(f"{text!r} is not an attempt", "An attempt is named <12-digit step>-<ULID>")
+        return Attempt(int(step), ulid)
+
+
+def new_ulid(now: float) -> str:
+    """A fresh ULID for the moment `now` (seconds since the epoch)."""
+    return str(ULID.from_timestamp(now))
+
+
+def derive_ulid(session: str, step: int, count: int) -> str:
+    """The ULID of the `count`-th save of `step` in a session: equal on all ranks without asking them.
+
+    Keeps the session's 48-bit time and replaces its 80 random bits by a hash.
+    """
+    digest = xxhash.xxh3_128_digest(f"{session}/{step}/{count}".encode())
+    return str(ULID(ULID.from_str(session).bytes[:6] + digest[:10]))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A checkpoint as people name it: run@step, run@step.ulid or run@latest (step None)."""
+
+    run: str
+    step: int | None
+    ulid: str | None = None
+
+    @staticmethod
+    def parse(text: str) -> Reference:
+        """The reference that `text` spells, or InvalidName."""
+        match = _REFERENCE.fullmatch(text)
+        if match is None or (match["step"] == LATEST and match["ulid"]):
+            raise InvalidName(f"{text!r} is not a checkpoint id", "Write RUN@STEP, RUN@STEP.ULID or RUN@latest")
+        step = None if match["step"] == LATEST else int(match["step"])
+        ulid = check_ulid(match["ulid"]) if match["ulid"] else None
+        return Reference(check_run(match["run"]), step, ulid)
+
+
+def checkpoint_id(run: str, attempt: Attempt) -> str:
+    """The full id of one checkpoint: run@step.ulid."""
+    return f"{run}@{attempt.step}.{attempt.ulid}"
+
+
+def shard_name(rank: int) -> str:
+    """The file that `rank` writes."""
+    return f"shard-{rank:05d}.ckpt"
+
+
+# Keys, relative to the store's root.
+
+
+def commits_prefix(run: str) -> str:
+    """Prefix of all outcome objects of a run."""
+    return f"{check_run(run)}/commits/"
+
+
+def attempts_prefix(run: str) -> str:
+    """Prefix of all attempts of a run."""
+    return f"{check_run(run)}/attempts/"
+
+
+def leases_prefix(run: str) -> str:
+    """Prefix of all leases of a run."""
+    return f"{check_run(run)}/leases/"
+
+
+def tombstones_prefix(run: str) -> str:
+    """Prefix of all tombstones of a run."""
+    return f"{check_run(run)}/tombstones/"
+
+
+def outcome_key(run: str, attempt: Attempt) -> str:
+    """The create-only object that decides an attempt."""
+    return f"{commits_prefix(run)}{attempt}.json"
+
+
+def tombstone_key(run: str, attempt: Attempt) -> str:
+    """The object that hides a checkpoint while it is being deleted."""
+    return f"{tombstones_prefix(run)}{attempt}.json"
+
+
+def attempt_prefix(run: str, attempt: Attempt) -> str:
+    """Prefix of everything an attempt writes before its outcome."""
+    return f"{attempts_prefix(run)}{attempt}/"
+
+
+def shard_key(run: str, attempt: Attempt, name: str) -> str:
+    """One shard of an attempt."""
+    return attempt_prefix(run, attempt) + check_shard(name)
+
+
+def receipt_key(run: str, attempt: Attempt, rank: int) -> str:
+    """The receipt of `rank`."""
+    return f"{attempt_prefix(run, attempt)}shard-{rank:05d}.json"
+
+
+def receipt_rank(key: str) -> int | None:
+    """The rank whose receipt is at `key`, or None if no receipt is."""
+    match = _RECEIPT.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def manifest_key(run: str, attempt: Attempt) -> str:
+    """The merged manifest of an attempt."""
+    return f"{attempt_prefix(run, attempt)}manifest.json.zst"

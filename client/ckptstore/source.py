@@ -1,0 +1,138 @@
+"""Where checkpoints are read from: a store, or a daemon that has the store. One interface for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, Protocol
+
+from ckptstore import catalog, leases, names
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import Clock, system_clock
+from ckptstore.documents import Manifest, Receipt, digest, parse_manifest, parse_sealed
+from ckptstore.errors import CorruptObject, NoCheckpoint
+from ckptstore.names import Reference
+from ckptstore.stores import Store, open_store
+
+
+class Source(Protocol):
+    """What a reader needs. Every method may be called from any thread."""
+
+    url: str
+
+    def runs(self) -> list[str]:
+        """Names of the runs."""
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        """All checkpoints of a run, by falling step."""
+
+    def newest_first(self, run: str) -> Iterator[Checkpoint]:
+        """The checkpoints of a run that a restore may use, by falling step, as they are asked for."""
+
+    def latest(self, run: str | None = None) -> Checkpoint:
+        """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
+
+    def find(self, reference: Reference) -> Checkpoint:
+        """The checkpoint that a reference names. Raises NoCheckpoint."""
+
+    def manifest_data(self, checkpoint: Checkpoint) -> bytes:
+        """The stored manifest, unchecked."""
+
+    def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """The stored receipt of a rank, unchecked."""
+
+    def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer with stored bytes of a shard, unchecked."""
+
+    def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
+        """Protect a checkpoint from deletion for `ttl_s` seconds; returns the lease's id. Raises NoCheckpoint."""
+
+    def release_lease(self, run: str, lease: str) -> None:
+        """End a lease; one that is gone already is fine."""
+
+
+class StoreSource:
+    """Reads straight from the store."""
+
+    def __init__(self, store: Store, clock: Clock = system_clock) -> None:
+        self.store = store
+        self.url = store.url
+        self._clock = clock
+
+    def runs(self) -> list[str]:
+        """Folders of the store that have a run's name."""
+        return catalog.list_runs(self.store)
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        """Reads all outcomes of the run."""
+        return catalog.list_checkpoints(self.store, run)
+
+    def newest_first(self, run: str) -> Iterator[Checkpoint]:
+        """Reads outcomes from the top."""
+        return catalog.newest_first(self.store, run)
+
+    def latest(self, run: str | None = None) -> Checkpoint:
+        """Reads outcomes from the top of one run, or of each."""
+        if run is not None:
+            return catalog.latest(self.store, run)
+        newest = chain.from_iterable(_first(catalog.newest_first(self.store, name)) for name in self.runs())
+        found = max(newest, key=lambda checkpoint: checkpoint.committed_at, default=None)
+        if found is None:
+            raise NoCheckpoint(f"no run has a checkpoint in {self.url}", "Is this the right store?")
+        return found
+
+    def find(self, reference: Reference) -> Checkpoint:
+        """Reads the outcomes of one step, or from the top."""
+        return catalog.find(self.store, reference)
+
+    def manifest_data(self, checkpoint: Checkpoint) -> bytes:
+        """One read."""
+        return self.store.get(names.manifest_key(checkpoint.run, checkpoint.attempt))
+
+    def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """One read."""
+        return self.store.get(names.receipt_key(checkpoint.run, checkpoint.attempt, rank))
+
+    def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
+        """One ranged read."""
+        self.store.get_range(names.shard_key(checkpoint.run, checkpoint.attempt, shard), offset, buffer)
+
+    def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
+        """Writes a lease object, then looks for a tombstone."""
+        return leases.take_lease(self.store, checkpoint.run, checkpoint.attempt, holder, ttl_s, self._clock)
+
+    def release_lease(self, run: str, lease: str) -> None:
+        """Deletes the lease object."""
+        leases.release_lease(self.store, run, lease)
+
+
+def open_source(url: str, token: str | None = None, options: Mapping[str, Any] | None = None) -> Source:
+    """The daemon at an http(s):// URL, or the store at any other one."""
+    if url.startswith(("http://", "https://")):
+        # Trainers that read the store itself need no HTTP client.
+        from ckptstore.daemon import DaemonClient
+
+        return DaemonClient(url, token)
+    return StoreSource(open_store(url, options))
+
+
+def read_manifest(source: Source, checkpoint: Checkpoint) -> Manifest:
+    """The checked manifest of a checkpoint. Raises Damaged, ObjectMissing or Unavailable."""
+    key = f"{checkpoint.id}/manifest.json.zst"
+    manifest = parse_manifest(source.manifest_data(checkpoint), key, expected=checkpoint.manifest_digest)
+    if (manifest.run, manifest.attempt) != (checkpoint.run, str(checkpoint.attempt)):
+        raise CorruptObject(f"{key} is the manifest of another attempt")
+    return manifest
+
+
+def read_receipt(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> Receipt:
+    """The checked receipt of a rank. Raises Damaged, ObjectMissing or Unavailable."""
+    key = f"{checkpoint.id}/receipt of rank {rank}"
+    data = source.receipt_data(checkpoint, rank)
+    if digest(data) != manifest.receipts[rank].digest:
+        raise CorruptObject(f"{key} does not match the checksum in its manifest")
+    return parse_sealed(data, Receipt, key)
+
+
+def _first(checkpoints: Iterator[Checkpoint]) -> list[Checkpoint]:
+    return [checkpoint for checkpoint, _ in zip(checkpoints, range(1), strict=False)]

@@ -1,0 +1,6 @@
+"""Bytes by key, on any fsspec file system."""
+
+from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
+from ckptstore.stores.opening import open_store
+
+__all__ = ["ObjectInfo", "ObjectWriter", "Store", "open_store"]

@@ -1,0 +1,125 @@
+"""The contract of a store. Nothing else in this project touches a file system or an object store.
+
+What a store must provide:
+- a key is visible either with all of its bytes or not at all, except for objects being written
+  through `open_writer`, whose names are unique to an attempt;
+- a read or a list that begins after a write returned sees that write;
+- `put_if_absent` has at most one winner per key, also between processes and machines.
+
+Keys are relative, separated by "/", and made by ckptstore.names only. All methods may be called
+from any thread. Errors are StoreUnavailable, StoreFull, StoreReadOnly and ObjectMissing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from ckptstore.codecs import Buffer
+from ckptstore.errors import CorruptObject
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object, as a listing tells it."""
+
+    key: str
+    bytes: int
+    modified_at: float
+    """Seconds since the epoch, by the store's clock."""
+
+
+class ObjectWriter(ABC):
+    """One object being written from front to back. Leaving the `with` block normally makes it durable.
+
+    Leaving it by an exception removes what was written. Not for use by several threads at once.
+    """
+
+    @abstractmethod
+    def write(self, data: Buffer) -> None:
+        """Append `data`; the caller may reuse the buffer afterwards."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the object durable."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove what was written; never raises."""
+
+    def __enter__(self) -> ObjectWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+
+class Store(ABC):
+    """Bytes by key under one root."""
+
+    url: str
+    """Where the root is, for people and error messages; never holds credentials."""
+    shared_between_processes: bool = True
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer) -> None:
+        """Write an object whole, replacing any other; durable on return."""
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        """Write an object whole unless it exists; durable on return.
+
+        False means "exists", which after a lost reply may be this very call's doing: whoever needs
+        to know must read the object back (ckptstore.commit does).
+        """
+
+    @abstractmethod
+    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        """Write a large object from front to back. size_hint: expected bytes, 0 for unknown."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """The whole object."""
+
+    @abstractmethod
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """Read bytes from `offset` into the caller's buffer; returns how many, short only at the object's end."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Bytes of the object."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key starts with `prefix` (which ends with "/", or is empty), in key order."""
+
+    @abstractmethod
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """The names directly below `prefix` that hold objects, in order, without "/"."""
+
+    @abstractmethod
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Delete objects; one that does not exist counts as deleted."""
+
+    def get_range(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
+        count = self.read_into(key, offset, buffer)
+        if count != len(buffer):
+            raise CorruptObject(
+                f"{self.object_url(key)} ends after {offset + count} bytes, {offset + len(buffer)} were expected"
+            )
+
+    def object_url(self, key: str) -> str:
+        """The URL of one object, for messages."""
+        return f"{self.url}/{key}"

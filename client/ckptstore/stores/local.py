@@ -1,0 +1,219 @@
+"""A folder on a local or network file system.
+
+Durable means: the file is fsynced, then its name (rename or link), then the folder that holds the name.
+fsspec's local file system does none of the three, hence this class.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ckptstore.clock import system_clock
+from ckptstore.codecs import Buffer
+from ckptstore.errors import store_errors
+from ckptstore.names import new_ulid
+from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
+
+_TEMPORARY = ".tmp-"
+_STALE_TEMPORARY_S = 24 * 3600
+
+
+class LocalStore(Store):
+    """A store in a folder; the folder is made at the first write."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(os.path.abspath(os.path.expanduser(root)))
+        self.url = self.root.as_uri()
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write to a temporary file in the same folder, then rename."""
+        path = self._path(key)
+        with store_errors("write", self.object_url(key)), _Temporary(path, data) as temporary:
+            os.replace(temporary, path)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        """Write to a temporary file in the same folder, then link: link fails if the name exists."""
+        path = self._path(key)
+        with store_errors("create", self.object_url(key)):
+            if path.exists():
+                return False
+            with _Temporary(path, data) as temporary:
+                try:
+                    os.link(temporary, path)
+                except FileExistsError:
+                    return False
+            return True
+
+    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        """Write in place: the name is unique to an attempt and means nothing before its receipt."""
+        with store_errors("write", self.object_url(key)):
+            return _LocalWriter(self._path(key), self.object_url(key))
+
+    def get(self, key: str) -> bytes:
+        """The whole file."""
+        with store_errors("read", self.object_url(key)):
+            return self._path(key).read_bytes()
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """Positional reads straight into the buffer."""
+        with store_errors("read", self.object_url(key)):
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                done = 0
+                while done < len(buffer):
+                    count = os.preadv(fd, [buffer[done:]], offset + done)
+                    if count == 0:
+                        break
+                    done += count
+                return done
+            finally:
+                os.close(fd)
+
+    def size(self, key: str) -> int:
+        """Bytes of the file."""
+        with store_errors("look at", self.object_url(key)):
+            return self._path(key).stat().st_size
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Walk the folder; temporary files are not objects."""
+        with store_errors("list", self.object_url(prefix)):
+            yield from sorted(self._walk(self._path(prefix)), key=lambda info: info.key)
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """The folders directly below."""
+        with store_errors("list", self.object_url(prefix)):
+            try:
+                with os.scandir(self._path(prefix)) as entries:
+                    yield from sorted(entry.name for entry in entries if entry.is_dir())
+            except FileNotFoundError:
+                return
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Unlink, then remove folders that became empty, so that a listing stays short."""
+        folders = set()
+        for key in keys:
+            path = self._path(key)
+            with store_errors("delete", self.object_url(key)):
+                path.unlink(missing_ok=True)
+            folders.add(path.parent)
+        for folder in folders:
+            self._remove_if_empty(folder)
+
+    def _path(self, key: str) -> Path:
+        return self.root / key
+
+    def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
+        try:
+            entries = list(os.scandir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from self._walk(Path(entry.path))
+                    continue
+                status = entry.stat()
+            except FileNotFoundError:
+                continue  # deleted by somebody else meanwhile
+            if entry.name.startswith(_TEMPORARY):
+                _remove_stale(entry.path, status)
+            elif stat.S_ISREG(status.st_mode):
+                key = Path(entry.path).relative_to(self.root).as_posix()
+                yield ObjectInfo(key, status.st_size, status.st_mtime)
+
+    def _remove_if_empty(self, folder: Path) -> None:
+        try:
+            for entry in os.scandir(folder):
+                if entry.name.startswith(_TEMPORARY):
+                    _remove_stale(entry.path, entry.stat())
+            if folder != self.root:
+                folder.rmdir()
+        except OSError:
+            pass  # not empty, or gone already: both are fine
+
+
+class _Temporary:
+    """A durable temporary file beside `path`; its name is gone on exit and the folder is fsynced."""
+
+    def __init__(self, path: Path, data: Buffer) -> None:
+        self._path = path
+        self._data = data
+        self._temporary = path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
+
+    def __enter__(self) -> Path:
+        make_folders(self._path.parent)
+        fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _write_all(fd, memoryview(self._data))
+            os.fsync(fd)
+        except BaseException:
+            self._temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        return self._temporary
+
+    def __exit__(self, *_: object) -> None:
+        self._temporary.unlink(missing_ok=True)
+        sync_folder(self._path.parent)
+
+
+class _LocalWriter(ObjectWriter):
+    def __init__(self, path: Path, url: str) -> None:
+        self._path = path
+        self._url = url
+        make_folders(path.parent)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, data: Buffer) -> None:
+        with store_errors("write", self._url):
+            _write_all(self._fd, memoryview(data))
+
+    def commit(self) -> None:
+        with store_errors("write", self._url):
+            os.fsync(self._fd)
+            sync_folder(self._path.parent)
+        os.close(self._fd)
+        self._fd = -1
+
+    def abort(self) -> None:
+        try:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._path.unlink(missing_ok=True)
+        except OSError:
+            pass  # without a receipt the file is an orphan, collected later
+
+
+def make_folders(folder: Path) -> None:
+    """Make `folder` and its parents, each durable before the next."""
+    if folder.is_dir():
+        return
+    make_folders(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    view = data.cast("B") if data.nbytes else data
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done:])
+
+
+def _remove_stale(path: str, status: os.stat_result) -> None:
+    # A killed process leaves its temporary file behind; one in use is seconds old.
+    if system_clock() - status.st_mtime > _STALE_TEMPORARY_S:
+        Path(path).unlink(missing_ok=True)

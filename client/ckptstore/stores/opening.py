@@ -1,0 +1,48 @@
+"""From a URL to a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec
+
+from ckptstore.errors import UnknownScheme, store_errors
+from ckptstore.stores.base import Store
+from ckptstore.stores.local import LocalStore
+from ckptstore.stores.remote import FsspecStore
+
+# Listings that lie about what was just committed are worse than slow ones.
+_FRESH = {"use_listings_cache": False}
+_S3 = {"default_cache_type": "none", "config_kwargs": {"max_pool_connections": 64}}
+
+
+def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
+    """The store at `url`: a path, file://, memory://, s3:// or any other fsspec scheme.
+
+    options: storage options of the fsspec file system (endpoint_url, key, ...). What fsspec and the
+    service's own library read from the environment (FSSPEC_S3_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...)
+    works as well. Raises UnknownScheme or StoreUnavailable; nothing is written.
+    """
+    scheme, separator, path = url.partition("://")
+    if not separator:
+        scheme, path = "file", url
+    if scheme in ("file", "local"):
+        if not path:
+            raise UnknownScheme(f"store URL {url!r} names no folder", "Write file:///folder or a path")
+        return LocalStore(path)
+    defaults: dict[str, Any] = dict(_FRESH)
+    if scheme in ("s3", "s3a"):
+        defaults |= _S3
+    try:
+        implementation: Any = fsspec.get_filesystem_class(scheme)  # type: ignore[no-untyped-call]
+    except (ImportError, ValueError) as error:
+        raise UnknownScheme(
+            f"store URL {url!r} has scheme {scheme!r}, which is not available: {error}",
+            "Use file://, or install the scheme's fsspec package (for s3: pip install 'ckptd[s3]')",
+        ) from error
+    if scheme == "memory":
+        defaults = {}
+    with store_errors("open", url):
+        fs = implementation(**{**defaults, **(options or {})})
+        return FsspecStore(fs, fs._strip_protocol(url), url)

@@ -1,0 +1,170 @@
+"""Any other fsspec file system: memory, S3, GCS, Azure and the rest.
+
+What is durable on return is what the service promises for a finished PUT or upload.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import Any
+
+from ckptstore.codecs import Buffer
+from ckptstore.errors import store_errors
+from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
+
+_MIN_PART_BYTES = 32 << 20
+_MAX_PARTS = 9_000  # S3 takes 10,000
+
+# fsspec's memory file system checks and then writes; one lock makes that one step, and its
+# objects are visible to this process only.
+_MEMORY_LOCK = threading.Lock()
+
+
+class FsspecStore(Store):
+    """A store on an fsspec file system.
+
+    The file system must refuse `pipe_file(mode="create")` atomically when the object exists. AWS S3
+    and SeaweedFS do (docs/decisions/0002); services that accept the condition and overwrite
+    cannot arbitrate between two committers.
+    """
+
+    def __init__(self, fs: Any, root: str, url: str) -> None:
+        self._fs = fs
+        self._root = root.rstrip("/")
+        self.url = url.rstrip("/")
+        self._in_memory = "memory" in _protocols(fs)
+        self.shared_between_processes = not self._in_memory
+
+    def put(self, key: str, data: Buffer) -> None:
+        """One PUT."""
+        with store_errors("write", self.object_url(key)):
+            self._fs.pipe_file(self._path(key), bytes(data))
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        """One conditional PUT."""
+        with store_errors("create", self.object_url(key)):
+            try:
+                if self._in_memory:
+                    with _MEMORY_LOCK:
+                        self._fs.pipe_file(self._path(key), bytes(data), mode="create")
+                else:
+                    self._fs.pipe_file(self._path(key), bytes(data), mode="create")
+            except OSError as error:
+                # 412 and 409 arrive as FileExistsError, EINVAL or EBUSY, depending on what the
+                # server's reply says beside its status.
+                refused = isinstance(error, FileExistsError) or error.errno in (errno.EINVAL, errno.EBUSY)
+                if refused and self._exists(key):
+                    return False
+                raise
+            return True
+
+    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        """A multipart upload where the service has them."""
+        part_bytes = max(_MIN_PART_BYTES, -(-size_hint // _MAX_PARTS))
+        with store_errors("write", self.object_url(key)):
+            file = self._fs.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
+        return _FsspecWriter(file, self.object_url(key))
+
+    def get(self, key: str) -> bytes:
+        """One GET."""
+        with store_errors("read", self.object_url(key)):
+            return bytes(self._fs.cat_file(self._path(key)))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """One ranged GET, copied into the buffer."""
+        if not len(buffer):
+            return 0
+        with store_errors("read", self.object_url(key)):
+            try:
+                data = self._fs.cat_file(self._path(key), start=offset, end=offset + len(buffer))
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # 416: nothing at this offset
+                    return 0
+                raise
+            buffer[: len(data)] = data
+            return len(data)
+
+    def size(self, key: str) -> int:
+        """One HEAD."""
+        with store_errors("look at", self.object_url(key)):
+            return int(self._fs.size(self._path(key)))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """A recursive listing, page by page underneath."""
+        with store_errors("list", self.object_url(prefix)):
+            try:
+                found = self._fs.find(self._path(prefix).rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return
+        for path in sorted(found):
+            info = found[path]
+            yield ObjectInfo(self._key(path), int(info["size"]), _modified_at(info))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """One level of a listing."""
+        with store_errors("list", self.object_url(prefix)):
+            try:
+                found = self._fs.ls(self._path(prefix).rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return
+        yield from sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """One DELETE per object: bulk deletes hide which key failed, and some servers refuse them."""
+        for key in keys:
+            with store_errors("delete", self.object_url(key)):
+                try:
+                    self._fs.rm_file(self._path(key))
+                except FileNotFoundError:
+                    pass  # deleted is what was asked for
+
+    def _exists(self, key: str) -> bool:
+        return bool(self._fs.exists(self._path(key)))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _key(self, path: str) -> str:
+        return path.removeprefix(self._root).lstrip("/")
+
+
+class _FsspecWriter(ObjectWriter):
+    def __init__(self, file: Any, url: str) -> None:
+        self._file = file
+        self._url = url
+
+    def write(self, data: Buffer) -> None:
+        with store_errors("write", self._url):
+            self._file.write(data)
+
+    def commit(self) -> None:
+        with store_errors("write", self._url):
+            self._file.close()
+            self._file.commit()
+
+    def abort(self) -> None:
+        try:
+            self._file.discard()
+            # fsspec's close() would flush and upload what is left.
+            self._file.closed = True
+        except Exception:
+            pass  # an upload that cannot be aborted now is collected with its attempt
+
+
+def _protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _modified_at(info: dict[str, Any]) -> float:
+    for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = info.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            return datetime.fromisoformat(value).timestamp()
+    return 0.0

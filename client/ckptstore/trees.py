@@ -1,0 +1,167 @@
+"""Plain Python values as tagged JSON, and back, exactly. No pickle, no torch, no I/O.
+
+None, booleans, strings, integers below 2**53, finite floats, lists and dicts with plain string
+keys are themselves. Everything else is an object with the key "$" that names its type:
+
+    {"$": "tuple", "v": [...]}        {"$": "set" | "frozenset", "v": [...]}
+    {"$": "dict", "v": [[k, v]...]}   any other keys, or a key that begins with "$"
+    {"$": "odict", "v": [[k, v]...]}  OrderedDict
+    {"$": "int", "v": "-123..."}      {"$": "float", "v": "nan" | "inf" | "-inf"}
+    {"$": "complex", "v": [re, im]}   {"$": "bytes", "v": "<base64>"}
+    {"$": "tensor" | "array", ...}    a leaf that lies in a shard ("name") or here ("dtype", "shape", "data")
+    {"$": <other>, ...}               a leaf of the caller's own
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckptstore.documents import JSON
+from ckptstore.errors import CorruptObject, UnsupportedObject
+
+_SAFE_INT = 1 << 53
+_MAX_DEPTH = 200
+TAG = "$"
+
+Leaf = Callable[[str, Any], JSON]
+"""(path, object) to JSON for types this module does not know, or raise UnsupportedObject."""
+Unleaf = Callable[[str, dict[str, Any]], Any]
+"""(path, tagged object) to a value for tags this module does not know."""
+
+
+def unsupported(path: str, value: object) -> UnsupportedObject:
+    """The error for a leaf that cannot be stored."""
+    kind = type(value)
+    return UnsupportedObject(
+        f"state at {path!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without pickle",
+        "Convert it to numbers, strings, lists, dicts, tensors or arrays, or give the object "
+        "state_dict/load_state_dict",
+    )
+
+
+def encode_tree(value: Any, path: str, leaf: Leaf, depth: int = 0) -> JSON:
+    """`value` as tagged JSON. `leaf` handles tensors and whatever else; subclasses are not silently reduced."""
+    if depth > _MAX_DEPTH:
+        raise UnsupportedObject(f"state at {path!r} is nested more than {_MAX_DEPTH} deep", "Does it contain itself?")
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind in _SCALARS:
+        return _SCALARS[kind](value)
+
+    def child(key: object, item: Any) -> JSON:
+        return encode_tree(item, f"{path}/{key}", leaf, depth + 1)
+
+    if kind is list:
+        return [child(i, item) for i, item in enumerate(value)]
+    if kind in (tuple, set, frozenset):
+        return {TAG: kind.__name__, "v": [child(i, item) for i, item in enumerate(value)]}
+    if kind is dict and all(type(key) is str and not key.startswith(TAG) for key in value):
+        return {key: child(key, item) for key, item in value.items()}
+    if kind in (dict, OrderedDict):
+        tag = "dict" if kind is dict else "odict"
+        return {TAG: tag, "v": [[child("key", key), child(key, item)] for key, item in value.items()]}
+    return leaf(path, value)
+
+
+def decode_tree(tree: JSON, path: str, unleaf: Unleaf) -> Any:
+    """The value that `encode_tree` was given. Raises CorruptObject where the JSON is not a tagged tree."""
+    if isinstance(tree, list):
+        return [decode_tree(item, f"{path}/{i}", unleaf) for i, item in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    if TAG not in tree:
+        return {key: decode_tree(item, f"{path}/{key}", unleaf) for key, item in tree.items()}
+    tag = tree[TAG]
+    try:
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag](decode_tree(item, f"{path}/{i}", unleaf) for i, item in enumerate(tree["v"]))
+        if tag in _ATOMS:
+            return _ATOMS[tag](tree["v"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed {tag!r}: {error}") from error
+    return unleaf(path, tree)
+
+
+def leaves(tree: JSON, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, tagged object) of each tensor and array in a tree, in order."""
+    if isinstance(tree, list):
+        for i, item in enumerate(tree):
+            yield from leaves(item, f"{path}/{i}")
+    elif isinstance(tree, dict):
+        if tree.get(TAG) in ("tensor", "array"):
+            yield path, tree
+        elif TAG in tree:
+            yield from _tagged_leaves(tree, path)
+        else:
+            for key, item in tree.items():
+                yield from leaves(item, f"{path}/{key}")
+
+
+def _tagged_leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    items = tree.get("v")
+    if tree[TAG] in ("dict", "odict"):
+        for key, item in items or ():
+            yield from leaves(item, f"{path}/{key}")
+    elif isinstance(items, list):
+        yield from leaves(items, path)
+
+
+def encode_bytes(data: bytes | bytearray | memoryview) -> str:
+    """Base64 text of `data`."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def decode_bytes(text: str) -> bytes:
+    """The bytes that `encode_bytes` was given, or ValueError."""
+    return base64.b64decode(text, validate=True)
+
+
+def _int(value: int) -> JSON:
+    return value if -_SAFE_INT < value < _SAFE_INT else {TAG: "int", "v": str(value)}
+
+
+def _float(value: float) -> JSON:
+    # JSON cannot say nan and inf. Payloads of NaN are kept in tensors and arrays only.
+    return value if math.isfinite(value) else {TAG: "float", "v": str(value)}
+
+
+def _complex(value: complex) -> JSON:
+    return {TAG: "complex", "v": [_float(value.real), _float(value.imag)]}
+
+
+def _bytes(value: bytes) -> JSON:
+    return {TAG: "bytes", "v": encode_bytes(value)}
+
+
+def _pairs(items: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+    yield from items
+
+
+def _real(value: JSON) -> float:
+    return float(value["v"]) if isinstance(value, dict) else float(value)
+
+
+_SCALARS: dict[type, Callable[[Any], JSON]] = {
+    int: _int,
+    float: _float,
+    complex: _complex,
+    bytes: _bytes,
+}
+_CONTAINERS: dict[str, Callable[[Iterator[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": lambda items: dict(_pairs(items)),
+    "odict": lambda items: OrderedDict(_pairs(items)),
+}
+_ATOMS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "float": float,
+    "complex": lambda v: complex(_real(v[0]), _real(v[1])),
+    "bytes": decode_bytes,
+}

@@ -1,0 +1,94 @@
+"""Checkpoints written without torch, for tests of everything below the training library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import names
+from ckptstore.catalog import Checkpoint, from_outcome
+from ckptstore.clock import Clock, system_clock
+from ckptstore.commit import StoredReceipt, commit_attempt
+from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.shards import Entry, chunk_table, encode_chunk, entry_tables, place_entries, plan_chunks, raw_bytes
+from ckptstore.stores import Store
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def sample_arrays(seed: int = 0) -> dict[str, npt.NDArray[Any]]:
+    """A little of everything: several chunks, several codecs, an empty and a zero-dimensional array."""
+    rng = np.random.default_rng(seed)
+    return {
+        "model/weight": (rng.standard_normal((700, 1024)) * 0.02).astype(np.float32),
+        "model/half": (rng.standard_normal((64, 33)) * 0.02).astype(np.float16),
+        "model/ids": rng.integers(0, 50, (1000,), dtype=np.int64),
+        "model/empty": np.zeros((0, 3), dtype=np.float32),
+        "model/scalar": np.array(seed, dtype=np.int32),
+    }
+
+
+def write_rank(
+    store: Store,
+    run: str,
+    attempt: Attempt,
+    arrays: Arrays,
+    rank: int = 0,
+    world_size: int = 1,
+    metrics: Mapping[str, float] | None = None,
+    clock: Clock = system_clock,
+) -> StoredReceipt:
+    """What one rank's saver writes: its shard (if it has arrays), then its receipt."""
+    placed = place_entries(Entry(name, str(a.dtype), a.shape) for name, a in arrays.items())
+    raw = bytearray(raw_bytes(placed))
+    for place in placed:
+        raw[place.at : place.at + place.entry.bytes] = np.ascontiguousarray(arrays[place.entry.name]).tobytes()
+    chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
+    shards = []
+    if placed:
+        with store.open_writer(names.shard_key(run, attempt, names.shard_name(rank)), len(raw)) as writer:
+            for chunk in chunks:
+                writer.write(chunk.data)
+        shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks))]
+    entries, slices = entry_tables(placed)
+    tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
+    receipt = Receipt(
+        format=FORMAT,
+        kind="receipt",
+        run=run,
+        step=attempt.step,
+        attempt=str(attempt),
+        rank=rank,
+        world_size=world_size,
+        created_at=clock(),
+        content=Content(
+            shards=shards, entries=entries, slices=slices, aliases={}, trees={"model": tree} if arrays else {}
+        ),
+        local={"epoch": rank},
+        metrics=dict(metrics or {}),
+    )
+    data = seal(receipt)
+    store.put(names.receipt_key(run, attempt, rank), data)
+    return StoredReceipt(receipt, data)
+
+
+def write_checkpoint(
+    store: Store,
+    run: str = "gpt",
+    step: int = 0,
+    arrays: Arrays | None = None,
+    metrics: Mapping[str, float] | None = None,
+    clock: Clock = system_clock,
+) -> Checkpoint:
+    """A committed checkpoint of a single process."""
+    attempt = Attempt(step, new_ulid(clock()))
+    receipt = write_rank(
+        store, run, attempt, sample_arrays(step) if arrays is None else arrays, metrics=metrics, clock=clock
+    )
+    checkpoint = from_outcome(commit_attempt(store, [receipt], clock))
+    assert checkpoint is not None
+    return checkpoint
