@@ -5,7 +5,7 @@ keys are themselves. Everything else is an object with the key "$" that names it
 
     {"$": "tuple", "v": [...]}        {"$": "set" | "frozenset", "v": [...]}
     {"$": "dict", "v": [[k, v]...]}   any other keys, or a key that begins with "$"
-    {"$": "odict", "v": [[k, v]...]}  OrderedDict
+    {"$": "odict" | "counter", "v": [[k, v]...]}   OrderedDict, Counter
     {"$": "int", "v": "-123..."}      {"$": "float", "v": "nan" | "inf" | "-inf"}
     {"$": "complex", "v": [re, im]}   {"$": "bytes", "v": "<base64>"}
     {"$": "tensor" | "array", ...}    a leaf that lies in a shard ("name") or here ("dtype", "shape", "data")
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,9 +62,8 @@ def encode_tree(value: Any, path: str, leaf: Leaf, depth: int = 0) -> JSON:
         return {TAG: kind.__name__, "v": [child(i, item) for i, item in enumerate(value)]}
     if kind is dict and all(type(key) is str and not key.startswith(TAG) for key in value):
         return {key: child(key, item) for key, item in value.items()}
-    if kind in (dict, OrderedDict):
-        tag = "dict" if kind is dict else "odict"
-        return {TAG: tag, "v": [[child("key", key), child(key, item)] for key, item in value.items()]}
+    if kind in _MAPPINGS:
+        return {TAG: _MAPPINGS[kind], "v": [[child("key", key), child(key, item)] for key, item in value.items()]}
     return leaf(path, value)
 
 
@@ -104,7 +103,7 @@ def leaves(tree: JSON, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _tagged_leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     items = tree.get("v")
-    if tree[TAG] in ("dict", "odict"):
+    if tree[TAG] in _MAPPINGS.values():
         for key, item in items or ():
             yield from leaves(item, f"{path}/{key}")
     elif isinstance(items, list):
@@ -152,12 +151,14 @@ _SCALARS: dict[type, Callable[[Any], JSON]] = {
     complex: _complex,
     bytes: _bytes,
 }
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
 _CONTAINERS: dict[str, Callable[[Iterator[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "dict": lambda items: dict(_pairs(items)),
     "odict": lambda items: OrderedDict(_pairs(items)),
+    "counter": lambda items: Counter(dict(_pairs(items))),
 }
 _ATOMS: dict[str, Callable[[Any], Any]] = {
     "int": int,
