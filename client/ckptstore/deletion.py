@@ -144,8 +144,8 @@ def _abort_if_old(store: Store, run: str, attempt: Attempt, clock: Clock, grace_
     except Damaged:
         return False
     if outcome is None:
-        newest = max((info.modified_at for info in store.list(names.attempt_prefix(run, attempt))), default=0.0)
-        if clock() - newest < grace_s:
+        newest = max((info.modified_at for info in store.list(names.attempt_prefix(run, attempt))), default=None)
+        if newest is None or clock() - newest < grace_s:
             return False
         outcome = decide(store, run, attempt, None, clock)
     return outcome.committed is None

@@ -19,6 +19,7 @@ from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
 
 _TEMPORARY = ".tmp-"
 _STALE_TEMPORARY_S = 24 * 3600
+_CREATE_TRIES = 20
 
 
 class LocalStore(Store):
@@ -144,8 +145,7 @@ class _Temporary:
         self._temporary = path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
 
     def __enter__(self) -> Path:
-        make_folders(self._path.parent)
-        fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = _create(self._temporary)
         try:
             _write_all(fd, memoryview(self._data))
             os.fsync(fd)
@@ -165,8 +165,7 @@ class _LocalWriter(ObjectWriter):
     def __init__(self, path: Path, url: str) -> None:
         self._path = path
         self._url = url
-        make_folders(path.parent)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._fd = _create(path)
 
     def write(self, data: Buffer) -> None:
         with store_errors("write", self._url):
@@ -184,8 +183,9 @@ class _LocalWriter(ObjectWriter):
             if self._fd >= 0:
                 os.close(self._fd)
             self._path.unlink(missing_ok=True)
+            self._path.parent.rmdir()
         except OSError:
-            pass  # without a receipt the file is an orphan, collected later
+            pass  # other shards are there; or without a receipt the file is an orphan, collected later
 
 
 def make_folders(folder: Path) -> None:
@@ -204,6 +204,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _create(path: Path) -> int:
+    """A descriptor of a new file, whose folder another process may be removing as empty at the same time."""
+    for _ in range(_CREATE_TRIES):
+        make_folders(path.parent)
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            continue
+    raise FileNotFoundError(path)
 
 
 def _write_all(fd: int, data: memoryview) -> None:
