@@ -1,0 +1,35 @@
+# The verbs of this project. CONTRIBUTING.md says when to use which.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test check fmt bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m examples.demo
+
+test: check
+	$(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=term
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: setup
+	$(BIN)/python -m bench stall
+	$(BIN)/python -m bench codec
+
+clean:
+	rm -rf .venv demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
