@@ -98,10 +98,15 @@ def latest(store: Store, run: str) -> Checkpoint:
 
 def newest_first(store: Store, run: str) -> Iterator[Checkpoint]:
     """The checkpoints of a run that a restore may use, from the highest step down, read as they are asked for."""
+    return (c for c in candidates(store, run) if c.state is State.COMMITTED)
+
+
+def candidates(store: Store, run: str) -> Iterator[Checkpoint]:
+    """As newest_first, with those whose outcome is corrupt, so that a restore can say what it skips."""
     for _, attempts in groupby(visible_attempts(store, run), key=lambda attempt: attempt.step):
         found = (_read(store, run, attempt) for attempt in attempts)
         for group in _by_step(c for c in found if c is not None):
-            yield from (c for c in group if c.state is State.COMMITTED)
+            yield from (c for c in group if c.state is not State.SUPERSEDED)
 
 
 def find(store: Store, reference: Reference) -> Checkpoint:

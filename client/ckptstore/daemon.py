@@ -49,9 +49,9 @@ class DaemonClient:
         """All checkpoints of a run, by falling step; reads every page."""
         return list(self._pages(run))
 
-    def newest_first(self, run: str) -> Iterator[Checkpoint]:
-        """The checkpoints of a run that a restore may use, by falling step."""
-        return (c for c in self._pages(run) if c.state is State.COMMITTED)
+    def candidates(self, run: str) -> Iterator[Checkpoint]:
+        """What a restore tries in turn, by falling step; corrupt ones only to be reported."""
+        return (c for c in self._pages(run) if c.state is not State.SUPERSEDED)
 
     def latest(self, run: str | None = None) -> Checkpoint:
         """The newest checkpoint of a run; without a run, the one committed last."""

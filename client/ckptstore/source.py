@@ -26,8 +26,8 @@ class Source(Protocol):
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """All checkpoints of a run, by falling step."""
 
-    def newest_first(self, run: str) -> Iterator[Checkpoint]:
-        """The checkpoints of a run that a restore may use, by falling step, as they are asked for."""
+    def candidates(self, run: str) -> Iterator[Checkpoint]:
+        """What a restore tries in turn, by falling step, as it is asked for; corrupt ones only to be reported."""
 
     def latest(self, run: str | None = None) -> Checkpoint:
         """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
@@ -67,9 +67,9 @@ class StoreSource:
         """Reads all outcomes of the run."""
         return catalog.list_checkpoints(self.store, run)
 
-    def newest_first(self, run: str) -> Iterator[Checkpoint]:
+    def candidates(self, run: str) -> Iterator[Checkpoint]:
         """Reads outcomes from the top."""
-        return catalog.newest_first(self.store, run)
+        return catalog.candidates(self.store, run)
 
     def latest(self, run: str | None = None) -> Checkpoint:
         """Reads outcomes from the top of one run, or of each."""

@@ -1,0 +1,62 @@
+"""Asynchronous, verified, atomic checkpoints for PyTorch training.
+
+    import ckpt
+
+    ckpt.init("file:///mnt/ckpts", run="gpt-small")
+    restored = ckpt.restore(model, optim, scheduler=sched, loader=loader)
+    ...
+    ckpt.save_async(model, optim, step, scheduler=sched, loader=loader)
+    ...
+    ckpt.close()
+
+Names are loaded when first used: the saver process imports this package and must not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.checkpointer import Checkpointer
+    from ckpt.default import close, init, latest, load, restore, save, save_async, wait
+    from ckpt.restore.pipeline import Restored
+    from ckpt.save.handle import SaveHandle, Timings
+    from ckptstore.catalog import Checkpoint
+    from ckptstore.errors import CkptError
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "CkptError",
+    "Restored",
+    "SaveHandle",
+    "Timings",
+    "close",
+    "init",
+    "latest",
+    "load",
+    "restore",
+    "save",
+    "save_async",
+    "wait",
+]
+
+_HOME = {
+    "Checkpoint": "ckptstore.catalog",
+    "Checkpointer": "ckpt.checkpointer",
+    "CkptError": "ckptstore.errors",
+    "Restored": "ckpt.restore.pipeline",
+    "SaveHandle": "ckpt.save.handle",
+    "Timings": "ckpt.save.handle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    return getattr(import_module(_HOME.get(name, "ckpt.default")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,188 @@
+"""Collecting the leaves of a state: tensors that go into the shard, small values that go into a tree.
+
+Nothing is copied here: leaves alias live tensors until they are staged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.dtypes import BY_NAME, NAMES
+from ckptstore.documents import JSON
+from ckptstore.dtypes import NUMPY
+from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.shards import Entry
+from ckptstore.trees import TAG, decode_bytes, encode_bytes, encode_tree, unsupported
+
+_INLINE_BYTES = 64 << 10
+"""Rank-local tensors up to this size lie in the receipt, so that a rank without other state writes no shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor to be staged, under its entry's name."""
+
+    entry: Entry
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class Captured:
+    """What one rank saves: leaves for its shard, trees for its receipt."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    trees: dict[str, JSON] = field(default_factory=dict)
+    local: dict[str, JSON] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+class Collector:
+    """Builds a Captured, item by item. Used by one thread for one save."""
+
+    def __init__(self, rank: int) -> None:
+        self.captured = Captured()
+        self._prefix = f"rank-{rank:05d}/"
+        self._names: set[str] = set()
+        self._seen: dict[tuple[object, ...], str] = {}
+
+    def add_shared(self, item: str, value: Any) -> None:
+        """State that is the same on all ranks: its tensors go into the shard."""
+        self.captured.trees[item] = encode_tree(value, item, self._shared_leaf)
+
+    def add_local(self, item: str, value: Any) -> None:
+        """State of this rank alone: small tensors stay in the tree."""
+        self.captured.local[item] = encode_tree(value, item, self._local_leaf)
+
+    def _shared_leaf(self, path: str, value: Any) -> JSON:
+        if isinstance(value, torch.Tensor):
+            return {TAG: "tensor", "name": self._store(path, value), **_device(value)}
+        if isinstance(value, np.ndarray):
+            return {TAG: "array", "name": self._store(path, _from_array(path, value))}
+        return _small_leaf(path, value)
+
+    def _local_leaf(self, path: str, value: Any) -> JSON:
+        if not isinstance(value, torch.Tensor | np.ndarray):
+            return _small_leaf(path, value)
+        if value.nbytes > _INLINE_BYTES:
+            return self._shared_leaf(self._prefix + path, value)
+        if isinstance(value, np.ndarray):
+            return {TAG: "array", **_inline(path, _from_array(path, value))}
+        return {TAG: "tensor", **_inline(path, value), **_device(value)}
+
+    def _store(self, path: str, tensor: torch.Tensor) -> str:
+        """Add a tensor to the shard once; returns the name of its entry."""
+        dtype = _dtype(path, tensor)
+        key = (
+            tensor.device,
+            tensor.data_ptr(),
+            dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        known = self._seen.get(key)
+        if known is not None and tensor.numel():
+            self.captured.aliases[self._fresh(path)] = known
+            return known
+        name = self._fresh(path)
+        self._seen[key] = name
+        self.captured.leaves.append(Leaf(Entry(name, dtype, tuple(tensor.shape)), tensor.detach()))
+        return name
+
+    def _fresh(self, path: str) -> str:
+        # A dict may hold both 1 and "1", whose paths are equal.
+        name, count = path, 1
+        while name in self._names:
+            count += 1
+            name = f"{path}#{count}"
+        self._names.add(name)
+        return name
+
+
+def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
+    """The tensor that lies in a tree itself. Raises CorruptObject if it is malformed."""
+    try:
+        data, dtype, shape = bytearray(decode_bytes(leaf["data"])), BY_NAME[leaf["dtype"]], leaf["shape"]
+        if not data:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed tensor: {error}") from error
+
+
+def small_value(path: str, leaf: dict[str, Any]) -> Any:
+    """The value of a tag that `_small_leaf` wrote. Raises CorruptObject."""
+    try:
+        tag, value = leaf[TAG], leaf["v"]
+        if tag == "size":
+            return torch.Size(value)
+        if tag == "dtype":
+            return BY_NAME[value]
+        if tag == "device":
+            return torch.device(value)
+        if tag == "scalar":
+            return np.frombuffer(decode_bytes(value), dtype=NUMPY[leaf["dtype"]])[0]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed value: {error}") from error
+    raise CorruptObject(f"tree at {path!r} holds the unknown tag {tag!r}")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable in place."""
+    if not tensor.numel():
+        return memoryview(bytearray())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _small_leaf(path: str, value: Any) -> JSON:
+    if isinstance(value, np.generic) and value.dtype.name in NUMPY:
+        return {TAG: "scalar", "dtype": value.dtype.name, "v": encode_bytes(value.tobytes())}
+    kind = type(value)
+    if kind is torch.Size:
+        return {TAG: "size", "v": list(value)}
+    if kind is torch.dtype and value in NAMES:
+        return {TAG: "dtype", "v": NAMES[value]}
+    if kind is torch.device:
+        return {TAG: "device", "v": str(value)}
+    raise unsupported(path, value)
+
+
+def _inline(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+    dtype = _dtype(path, tensor)
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return {"dtype": dtype, "shape": list(tensor.shape), "data": encode_bytes(tensor_bytes(host))}
+
+
+def _device(tensor: torch.Tensor) -> dict[str, str]:
+    # A restore puts the tensor where its kind of device is now, not on a numbered one.
+    return {} if tensor.device.type == "cpu" else {"device": tensor.device.type}
+
+
+def _dtype(path: str, tensor: torch.Tensor) -> str:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = f"{type(tensor).__name__} with layout {tensor.layout} on device {tensor.device}"
+        raise UnsupportedObject(
+            f"tensor at {path!r} is a {kind}, which this version cannot store",
+            "Store dense tensors; sharded tensors (FSDP, tensor parallel) are not supported yet",
+        )
+    if tensor.dtype not in NAMES:
+        raise UnsupportedObject(f"tensor at {path!r} has type {tensor.dtype}", "Convert it to another type")
+    return NAMES[tensor.dtype]
+
+
+def _from_array(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    # dtype.name does not tell byte orders apart.
+    if type(array) is not np.ndarray or NUMPY.get(array.dtype.name) != array.dtype:
+        raise UnsupportedObject(
+            f"array at {path!r} is a {type(array).__name__} of type {array.dtype}",
+            "Store plain arrays of numbers or booleans in native byte order",
+        )
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    return torch.from_numpy(array)

@@ -1,0 +1,302 @@
+"""The facade: one run's checkpoints, as the training loop sees them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ckpt.capture.leaves import Captured
+from ckpt.capture.state import Optimizers, Subject, capture
+from ckpt.config import Config, configure
+from ckpt.distributed import World
+from ckpt.restore.pipeline import Restored, Restorer
+from ckpt.restore.tensors import load_tensors
+from ckpt.save.client import SaveClient
+from ckpt.save.handle import SaveHandle
+from ckpt.save.messages import Job, Setup
+from ckpt.save.stage import Layout
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import system_clock
+from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint
+from ckptstore.names import Attempt, Reference, check_step, derive_ulid, new_ulid
+from ckptstore.source import Source, open_source
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves and restores one run. Use it from one thread, the training thread; handles may go anywhere.
+
+    Nothing is read or written before the first call that needs to. It is a context manager:
+    leaving the block is `close()`. So is the end of the interpreter.
+    """
+
+    def __init__(
+        self,
+        store: str | None = None,
+        *,
+        run: str | None = None,
+        daemon: str | None = None,
+        token: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        writer: Literal["process", "thread"] = "process",
+        slots: int = 2,
+        compress: Literal["fast", "off"] = "fast",
+        commit_timeout_s: float = 1800.0,
+        settle_timeout_s: float = 120.0,
+    ) -> None:
+        """See ckpt.config.Config for each argument. Raises InvalidName, InvalidRequest or UnknownScheme."""
+        self.config: Config = configure(
+            store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots, compress=compress,
+            commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s,
+        )  # fmt: skip
+        self._source: Source = open_source(self.config.source, self.config.token, self.config.options)
+        self._pid = os.getpid()
+        self._client: SaveClient | None = None
+        self._session: str | None = None
+        self._saves_of_step: Counter[int] = Counter()
+        self._layout = Layout.of([])
+        self._lease: str | None = None
+        _close_at_exit(self)
+
+    def save_async(
+        self,
+        model: nn.Module | None = None,
+        optim: Optimizers | None = None,
+        step: int = 0,
+        *,
+        grads: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        **extras: Any,
+    ) -> SaveHandle:
+        """Copy the state to host memory and return; it becomes durable in the background.
+
+        model: any module, also inside DistributedDataParallel or torch.compile. optim: an optimizer, or
+        a sequence or mapping of them. grads: also keep the gradients, for a save in the middle of an accumulation
+        window. extras: further modules (EMA), objects with state_dict/load_state_dict, or plain data; all but
+        modules are kept per rank. RNG state is always kept.
+
+        On return the state may change, and the snapshot is durable soon even if this process is killed
+        (writer="process"). Under a process group every rank calls it with the same step; the first call
+        is a collective, later ones are not. Raises the error of an earlier background save, UnsupportedObject,
+        or InvalidRequest; then nothing was taken.
+        """
+        started = time.perf_counter()
+        client = self._saving_client()
+        client.raise_failure()
+        check_step(step)
+        subject = Subject.of(model, optim, extras)
+        world = self._agree(subject)
+        captured = capture(subject, world.rank, grads)
+        attempt = Attempt(step, derive_ulid(self._session_ulid, step, self._saves_of_step[step]))
+        handle = self._stage(client, captured, attempt, _numbers(metrics), started)
+        self._saves_of_step[step] += 1
+        return handle
+
+    def save(
+        self, model: nn.Module | None = None, optim: Optimizers | None = None, step: int = 0, **arguments: Any
+    ) -> Checkpoint:
+        """As save_async, but return when the checkpoint of all ranks is durable."""
+        return self.save_async(model, optim, step, **arguments).result()
+
+    def restore(
+        self,
+        model: nn.Module | None = None,
+        optim: Optimizers | None = None,
+        *,
+        checkpoint: str | int | None = None,
+        strict: bool = True,
+        **extras: Any,
+    ) -> Restored | None:
+        """Give the objects the state of a checkpoint back, in place; None if the run has none yet.
+
+        checkpoint: a step or an id; by default the newest, or the one before it if the newest turns out
+        to be corrupt (`Restored.skipped` says so). strict: every tensor and every keyword must be in the
+        checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported.
+        Keywords whose value is plain data come back in `Restored.values`.
+
+        Every chunk is verified before it is placed. Under a process group this is a collective and all ranks get
+        the same checkpoint. Raises StateMismatch before anything is changed; after CorruptObject or an
+        unreachable store, the objects hold a mixture and must not be trained on.
+        """
+        if self._client is not None:
+            self.wait()
+        world = World()
+        restorer = Restorer(self._source, self.config, world)
+        restored = restorer.restore(Subject.of(model, optim, extras), self._reference(checkpoint), strict)
+        if restored is not None:
+            self._lease = restored.lease
+        if not self.config.read_only:
+            self._saving_client().start()
+        return restored
+
+    def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:
+        """Tensors without a model: those whose name matches the pattern, e.g. "model/*", verified, on the CPU.
+
+        Raises NoCheckpoint, CorruptObject, ObjectMissing or Unavailable.
+        """
+        return load_tensors(self._source, self._source.find(self._reference(checkpoint)), names)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint of the run, or None."""
+        try:
+            return self._source.latest(self.config.run)
+        except NoCheckpoint:
+            return None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every save is durable; raises the first error of one that is not, or TimeoutError."""
+        if self._client is None or os.getpid() != self._pid:
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for handle in self._client.pending:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            handle.result(left)
+        self._client.raise_failure()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Return when every save is durable, and end the saver. A second close does nothing.
+
+        Raises the error of a save that failed and was not seen, or TimeoutError; a saver process
+        that is out of time goes on by itself.
+        """
+        if os.getpid() != self._pid:
+            return  # a forked child has neither the arena nor the saver
+        client, self._client = self._client, None
+        try:
+            if client is not None:
+                client.close(timeout)
+                client.raise_failure()
+        finally:
+            self._release_lease()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def saver_pid(self) -> int | None:
+        """Process id of the saver, while there is one."""
+        return self._client.saver_pid if self._client is not None else None
+
+    @property
+    def _session_ulid(self) -> str:
+        assert self._session is not None
+        return self._session
+
+    def _saving_client(self) -> SaveClient:
+        if os.getpid() != self._pid:
+            raise InvalidRequest("this Checkpointer belongs to another process", "Make one after the fork")
+        if self.config.read_only:
+            raise InvalidRequest(
+                f"{self.config.source} is a daemon, which serves reads only", "Pass the store's URL as store="
+            )
+        if self._client is None:
+            world = World()
+            setup = Setup(
+                store=self.config.source,
+                options=dict(self.config.options),
+                run=self.config.run,
+                rank=world.rank,
+                world_size=world.size,
+                compress=self.config.compress == "fast",
+                commit_timeout_s=self.config.commit_timeout_s,
+                daemon=self.config.daemon,
+                token=self.config.token,
+            )
+            self._client = SaveClient(setup, self.config.in_process, self.config.slots)
+        return self._client
+
+    def _agree(self, subject: Subject) -> World:
+        """Once: all ranks take rank 0's session, and make sure that rank 0 may write for them."""
+        world = World()
+        if self._session is None:
+            sessions = world.gather((new_ulid(system_clock()), world.signature(subject.modules)))
+            world.check_replicated([signature for _, signature in sessions])
+            self._session = sessions[0][0]
+        return world
+
+    def _stage(
+        self, client: SaveClient, captured: Captured, attempt: Attempt, metrics: dict[str, float], started: float
+    ) -> SaveHandle:
+        if [leaf.entry for leaf in captured.leaves] != self._layout.entries:
+            self._layout = Layout.of(captured.leaves)
+        layout, slot = self._layout, None
+        waiting = time.perf_counter()
+        if captured.leaves:
+            slot = client.acquire(layout.num_bytes)
+        staging = time.perf_counter()
+        if slot is not None:
+            try:
+                slot.stager.stage(captured.leaves, layout)
+            except BaseException:
+                client.release(slot)
+                raise
+        staged = time.perf_counter()
+        handle = SaveHandle(attempt.step, layout.num_bytes)
+        job = Job(
+            number=client.next_number(),
+            slot=slot.number if slot is not None else None,
+            attempt=str(attempt),
+            created_at=system_clock(),
+            entries=layout.rows,
+            aliases=captured.aliases,
+            trees=captured.trees,
+            local=captured.local,
+            metrics=metrics,
+            lease=self._lease,
+        )
+        self._lease = None
+        client.submit(job, handle)
+        handle._measure(blocked_s=time.perf_counter() - started, wait_s=staging - waiting, stage_s=staged - staging)
+        return handle
+
+    def _reference(self, checkpoint: str | int | None) -> Reference:
+        if checkpoint is None:
+            return Reference(self.config.run, None)
+        if isinstance(checkpoint, int):
+            return Reference(self.config.run, check_step(checkpoint))
+        return Reference.parse(checkpoint)
+
+    def _release_lease(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                self._source.release_lease(self.config.run, lease)
+            except CkptError as error:
+                logger.warning("lease %s was not released and will expire: %s", lease, error)
+
+
+def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    return {name: float(value) for name, value in (metrics or {}).items()}
+
+
+def _close_at_exit(checkpointer: Checkpointer) -> None:
+    """Close it when the interpreter ends, while threads may still be started; hold no reference until then."""
+    reference = weakref.ref(checkpointer)
+
+    def close() -> None:
+        found = reference()
+        if found is None:
+            return
+        try:
+            found.close()
+        except Exception:
+            logger.exception("a save was not durable when the interpreter ended")
+
+    # atexit itself comes too late: thread pools refuse work by then.
+    threading._register_atexit(close)  # type: ignore[attr-defined]

@@ -1,0 +1,79 @@
+"""Every knob of a Checkpointer, validated once; environment variables fill what is not given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptstore.errors import InvalidRequest
+from ckptstore.names import check_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """How one run is saved and restored."""
+
+    store: str | None
+    """Where checkpoints are: a path, file://, s3://, memory:// or any other fsspec URL. CKPT_STORE."""
+    run: str
+    """The training lineage. CKPT_RUN."""
+    daemon: str | None
+    """URL of ckptd: told of commits; read from where no store is given. CKPTD_URL."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer token for the daemon. CKPT_TOKEN."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Storage options of the fsspec file system."""
+    writer: Literal["process", "thread"] = "process"
+    """Whether a saver process or threads of the trainer encode and upload."""
+    slots: int = 2
+    """Snapshots in host memory at most, each one state size."""
+    compress: Literal["fast", "off"] = "fast"
+    """fast: float-split and zstd, lossless; off: bytes as they are."""
+    commit_timeout_s: float = 1800.0
+    """How long a committer waits for the receipts of all ranks."""
+    settle_timeout_s: float = 120.0
+    """How long a restore waits for the saver of a killed predecessor on this host."""
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        if self.store is None and self.daemon is None:
+            raise InvalidRequest("no store and no daemon are given", "Pass store= or set CKPT_STORE, or CKPTD_URL")
+        if self.writer not in ("process", "thread"):
+            raise InvalidRequest(f"writer {self.writer!r} is unknown", "Use 'process' or 'thread'")
+        if self.compress not in ("fast", "off"):
+            raise InvalidRequest(f"compress {self.compress!r} is unknown", "Use 'fast' or 'off'")
+        if self.slots < 1:
+            raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
+
+    @property
+    def source(self) -> str:
+        """What restores read from."""
+        url = self.store or self.daemon
+        assert url is not None
+        return url
+
+    @property
+    def read_only(self) -> bool:
+        """A daemon serves reads; savers write to the store itself."""
+        return self.source.startswith(("http://", "https://"))
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the pipeline runs in threads here; memory:// exists in this process only."""
+        return self.writer == "thread" or self.source.startswith("memory://")
+
+
+def configure(store: str | None, run: str | None, daemon: str | None, token: str | None, **knobs: Any) -> Config:
+    """The configuration from arguments and environment. Raises InvalidName or InvalidRequest."""
+    run = run or os.environ.get("CKPT_RUN")
+    if run is None:
+        raise InvalidRequest("no run is given", "Pass run= or set CKPT_RUN")
+    return Config(
+        store=store or os.environ.get("CKPT_STORE"),
+        run=run,
+        daemon=daemon or os.environ.get("CKPTD_URL"),
+        token=token or os.environ.get("CKPT_TOKEN"),
+        **knobs,
+    )

@@ -1,0 +1,88 @@
+"""The module functions: one Checkpointer for the process, made by `init` or, from the environment, by first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.capture.state import Optimizers
+from ckpt.checkpointer import Checkpointer
+from ckpt.restore.pipeline import Restored
+from ckpt.restore.tensors import load_tensors
+from ckpt.save.handle import SaveHandle
+from ckptstore.catalog import Checkpoint
+from ckptstore.names import Reference
+from ckptstore.source import open_source
+
+_default: Checkpointer | None = None
+
+
+def init(store: str | None = None, **arguments: Any) -> Checkpointer:
+    """Make the process's Checkpointer; arguments as Checkpointer's. One that was there is closed first."""
+    global _default
+    close()
+    _default = Checkpointer(store, **arguments)
+    return _default
+
+
+def save_async(
+    model: nn.Module | None = None,
+    optim: Optimizers | None = None,
+    step: int = 0,
+    *,
+    grads: bool = False,
+    metrics: Mapping[str, float] | None = None,
+    **extras: Any,
+) -> SaveHandle:
+    """See Checkpointer.save_async."""
+    return _current().save_async(model, optim, step, grads=grads, metrics=metrics, **extras)
+
+
+def save(
+    model: nn.Module | None = None, optim: Optimizers | None = None, step: int = 0, **arguments: Any
+) -> Checkpoint:
+    """See Checkpointer.save."""
+    return _current().save(model, optim, step, **arguments)
+
+
+def restore(model: nn.Module | None = None, optim: Optimizers | None = None, **arguments: Any) -> Restored | None:
+    """See Checkpointer.restore."""
+    return _current().restore(model, optim, **arguments)
+
+
+def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:
+    """Tensors without a model. checkpoint: a step or id, or a URL: store or daemon, a slash, and an id.
+
+    ckpt.load("s3://bucket/ckpts/gpt-small@1000", names="model/*")
+    """
+    if isinstance(checkpoint, str) and "/" in checkpoint:
+        url, _, reference = checkpoint.rpartition("/")
+        source = open_source(url)
+        return load_tensors(source, source.find(Reference.parse(reference)), names)
+    return _current().load(checkpoint, names)
+
+
+def latest() -> Checkpoint | None:
+    """See Checkpointer.latest."""
+    return _current().latest()
+
+
+def wait(timeout: float | None = None) -> None:
+    """See Checkpointer.wait."""
+    if _default is not None:
+        _default.wait(timeout)
+
+
+def close(timeout: float | None = None) -> None:
+    """See Checkpointer.close."""
+    global _default
+    checkpointer, _default = _default, None
+    if checkpointer is not None:
+        checkpointer.close(timeout)
+
+
+def _current() -> Checkpointer:
+    return _default if _default is not None else init()

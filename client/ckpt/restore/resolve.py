@@ -1,0 +1,54 @@
+"""Resolve: which checkpoint to restore, and keep it from being deleted meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from ckpt.config import Config
+from ckpt.save.presence import wait_for_savers
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import system_clock
+from ckptstore.commit import identity
+from ckptstore.deletion import advance, undecided_attempts
+from ckptstore.errors import StoreReadOnly
+from ckptstore.names import Reference
+from ckptstore.source import Source, StoreSource
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 24 * 3600.0
+"""A run that resumed keeps what it resumed from at most so long, or until its first commit."""
+
+
+def settle(source: Source, config: Config) -> None:
+    """Let saves of a killed predecessor finish: those under way on this host, and those that lack only the commit."""
+    if config.read_only:
+        return
+    if not wait_for_savers(config.source, config.run, config.settle_timeout_s):
+        logger.warning(
+            "a saver of run %r is still at work on this host after %.0f s; what it commits later is not restored",
+            config.run,
+            config.settle_timeout_s,
+        )
+    if isinstance(source, StoreSource):
+        for attempt in undecided_attempts(source.store, config.run):
+            if advance(source.store, config.run, attempt, system_clock):
+                logger.warning("committed %s, which was complete but for its commit", attempt)
+
+
+def candidates(source: Source, reference: Reference) -> Iterator[Checkpoint]:
+    """What to try, best first: all of the run's for its newest, else just the one that is named."""
+    if reference.step is None:
+        yield from source.candidates(reference.run)
+    else:
+        yield source.find(reference)
+
+
+def take_lease(source: Source, checkpoint: Checkpoint) -> str | None:
+    """Protect the checkpoint from deletion; None where this process may not write. Raises NoCheckpoint."""
+    try:
+        return source.take_lease(checkpoint, f"restore:{identity()}", LEASE_S)
+    except StoreReadOnly as error:
+        logger.info("restoring %s without a lease: %s", checkpoint.id, error)
+        return None

@@ -1,0 +1,30 @@
+"""Reading tensors without a model."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+
+from ckpt.restore.destinations import Destinations
+from ckpt.restore.resolve import take_lease
+from ckptstore.catalog import Checkpoint
+from ckptstore.reading import fetch, plan_reads
+from ckptstore.source import Source, read_manifest
+
+
+def load_tensors(source: Source, checkpoint: Checkpoint, pattern: str) -> dict[str, torch.Tensor]:
+    """The tensors whose name matches a shell pattern, on the CPU, by name; further names of a tensor share it."""
+    lease = take_lease(source, checkpoint)
+    try:
+        content = read_manifest(source, checkpoint).content
+        destinations = Destinations(content)
+        entry_of = {**{name: name for name in content.entries.name}, **content.aliases}
+        wanted = {name: entry for name, entry in entry_of.items() if fnmatchcase(name, pattern)}
+        tensors = {entry: destinations.new(entry) for entry in dict.fromkeys(wanted.values())}
+        fetch(source, checkpoint, plan_reads(content, destinations.names), destinations.buffers())
+        destinations.place()
+        return {name: tensors[entry] for name, entry in wanted.items()}
+    finally:
+        if lease is not None:
+            source.release_lease(checkpoint.run, lease)

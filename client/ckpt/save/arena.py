@@ -1,0 +1,151 @@
+"""The arena: slots of shared memory, each holding one snapshot from staging until its shard is durable."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ckpt.save.segment import Segment, populate
+from ckpt.save.stage import Stager
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSlot:
+    """One slot: memory, and the copier into it."""
+
+    number: int
+    segment: Segment
+    stager: Stager
+
+
+class Listener(Protocol):
+    """Who must know which slots there are."""
+
+    def add_slot(self, number: int, segment: Segment) -> None:
+        """A slot was made."""
+
+    def forget_slot(self, number: int) -> None:
+        """A slot is gone."""
+
+
+class Arena:
+    """At most `num_slots` slots. Made when first needed, all pages provided, then reused by every save.
+
+    acquire and close belong to the training thread; release may be called from any thread.
+    """
+
+    def __init__(self, num_slots: int, listener: Listener) -> None:
+        self._num_slots = num_slots
+        self._listener = listener
+        self._changed = threading.Condition()
+        self._slots: dict[int, ArenaSlot] = {}
+        self._idle: set[int] = set()
+        self._making = 0
+        self._numbers = 0
+        self._wanted_bytes = 0
+        self._background: threading.Thread | None = None
+
+    @property
+    def segments(self) -> dict[int, Segment]:
+        """All slots' memory, by number."""
+        with self._changed:
+            return {number: slot.segment for number, slot in self._slots.items()}
+
+    def acquire(self, num_bytes: int, timeout_s: float) -> ArenaSlot | None:
+        """An idle slot of at least `num_bytes`, now in use; made if there may be more. None if none is idle in time."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._wanted_bytes = num_bytes
+            while True:
+                self._drop_small()
+                if self._idle:
+                    number = min(self._idle)
+                    self._idle.remove(number)
+                    return self._slots[number]
+                if len(self._slots) + self._making < self._num_slots:
+                    self._making += 1
+                    break
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return None
+        return self._make(num_bytes, idle=False)
+
+    def prepare_rest(self) -> None:
+        """Make the remaining slots in the background, if memory allows, so that no later save waits for it."""
+        if self._background is None and self._num_slots > 1:
+            self._background = threading.Thread(target=self._make_rest, name="ckpt-arena", daemon=True)
+            self._background.start()
+
+    def release(self, number: int) -> None:
+        """The slot may be staged into again."""
+        with self._changed:
+            if number in self._slots:
+                self._idle.add(number)
+                self._drop_small()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give up all slots."""
+        if self._background is not None:
+            self._background.join()
+        with self._changed:
+            for slot in self._slots.values():
+                slot.segment.close()
+            self._slots.clear()
+            self._idle.clear()
+
+    def _make_rest(self) -> None:
+        while True:
+            with self._changed:
+                num_bytes = self._wanted_bytes
+                if len(self._slots) + self._making >= self._num_slots:
+                    return
+                available = available_bytes()
+                if available is not None and available < 2 * num_bytes:
+                    logger.warning("memory for one snapshot only: a save waits until the one before is uploaded")
+                    self._num_slots = 1
+                    return
+                self._making += 1
+            self._make(num_bytes, idle=True)
+
+    def _make(self, num_bytes: int, idle: bool) -> ArenaSlot:
+        try:
+            segment = Segment(num_bytes)
+            populate(segment)
+        except BaseException:
+            with self._changed:
+                self._making -= 1
+            raise
+        with self._changed:
+            self._making -= 1
+            slot = ArenaSlot(self._numbers, segment, Stager(segment))
+            self._numbers += 1
+            self._slots[slot.number] = slot
+            self._listener.add_slot(slot.number, segment)
+            if idle:
+                self._idle.add(slot.number)
+            self._changed.notify_all()
+        return slot
+
+    def _drop_small(self) -> None:
+        """Give up idle slots that the state has outgrown."""
+        for number in list(self._idle):
+            if self._slots[number].segment.num_bytes < self._wanted_bytes:
+                self._idle.remove(number)
+                self._slots.pop(number).segment.close()
+                self._listener.forget_slot(number)
+
+
+def available_bytes() -> int | None:
+    """Memory that could be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) << 10 if found else None

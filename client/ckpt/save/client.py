@@ -1,0 +1,169 @@
+"""The trainer's side of saving: slots, handles, and what became of earlier saves.
+
+All public methods belong to the training thread; reports arrive on the writer's threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ckpt.save.arena import Arena, ArenaSlot
+from ckpt.save.handle import SaveHandle
+from ckpt.save.messages import Done, Failed, Job, Progress, Released, Report, Setup
+from ckpt.save.segment import Segment
+from ckpt.save.writers import ProcessWriter, ThreadWriter, Writer
+from ckptstore.catalog import from_outcome
+from ckptstore.documents import Outcome, parse_sealed
+from ckptstore.errors import CkptError, SaverDied, error_from_code
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 30.0
+
+
+class SaveClient:
+    """An arena and handles around one writer, which is replaced when it has died."""
+
+    def __init__(self, setup: Setup, in_process: bool, num_slots: int) -> None:
+        self._setup = setup
+        self._in_process = in_process
+        self._arena = Arena(num_slots, self)
+        self._lock = threading.Lock()
+        self._under_way: dict[int, tuple[SaveHandle, int | None]] = {}
+        self._finished: list[SaveHandle] = []
+        self._deaths: list[SaverDied] = []
+        self._numbers = 0
+        self._writer: Writer | None = None
+
+    @property
+    def pending(self) -> list[SaveHandle]:
+        """Saves under way, oldest first."""
+        with self._lock:
+            return [handle for handle, _ in self._under_way.values()]
+
+    @property
+    def saver_pid(self) -> int | None:
+        """Process id of the saver, if there is one."""
+        writer = self._writer
+        return writer.pid if isinstance(writer, ProcessWriter) else None
+
+    def start(self) -> Writer:
+        """The writer, started unless it runs."""
+        writer = self._writer
+        if writer is None:
+            if self._in_process:
+                writer = ThreadWriter(self._setup, self._on_report)
+            else:
+                writer = ProcessWriter(self._setup, self._on_report, self._on_death)
+            for number, segment in self._arena.segments.items():
+                writer.add_slot(number, segment)
+            self._writer = writer
+        return writer
+
+    def raise_failure(self) -> None:
+        """Raise the death of a saver or the error of an earlier save that nobody has seen yet; the rest is logged.
+
+        A dead saver is replaced first, so that whoever goes on after the error can.
+        """
+        with self._lock:
+            finished, self._finished = self._finished, []
+            errors: list[CkptError] = [*self._deaths]
+            self._deaths = []
+        errors += [error for handle in finished if (error := handle._unseen_error) is not None]
+        if errors:
+            self.start()
+            for error in errors[1:]:
+                logger.error("another background save failed: %s", error)
+            raise errors[0]
+
+    def acquire(self, num_bytes: int) -> ArenaSlot:
+        """An idle slot, waiting for one if all are in use."""
+        while (slot := self._arena.acquire(num_bytes, _PATIENCE_S)) is None:
+            logger.warning("training waits for an idle slot: saves take longer than the interval between them")
+        return slot
+
+    def release(self, slot: ArenaSlot) -> None:
+        """Give a slot back that no job was submitted for."""
+        self._arena.release(slot.number)
+
+    def next_number(self) -> int:
+        """A number for a job."""
+        self._numbers += 1
+        return self._numbers
+
+    def submit(self, job: Job, handle: SaveHandle) -> None:
+        """Hand a staged snapshot over; from now on its slot is the writer's."""
+        writer = self.start()
+        with self._lock:
+            self._under_way[job.number] = (handle, job.slot)
+        writer.submit(job)
+        if self._writer is not writer:
+            self._on_death(SaverDied("the saver process died", "The next save starts a new one"))
+        self._arena.prepare_rest()
+
+    def close(self, timeout_s: float | None) -> None:
+        """Wait until every save is durable or has failed, then end the writer and give the arena back.
+
+        Raises TimeoutError if that takes longer; a saver process then goes on by itself.
+        """
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close(timeout_s)
+        self._arena.close()
+
+    # What the arena tells.
+
+    def add_slot(self, number: int, segment: Segment) -> None:
+        """Make a new slot known to the writer."""
+        if self._writer is not None:
+            self._writer.add_slot(number, segment)
+
+    def forget_slot(self, number: int) -> None:
+        """Tell the writer of a slot that is gone."""
+        if self._writer is not None:
+            self._writer.forget_slot(number)
+
+    # What the writer tells.
+
+    def _on_report(self, report: Report) -> None:
+        with self._lock:
+            handle, slot = self._under_way[report.number]
+            if isinstance(report, Released):
+                self._under_way[report.number] = (handle, None)
+            elif isinstance(report, Done | Failed):
+                del self._under_way[report.number]
+                self._finished.append(handle)
+        if slot is not None and isinstance(report, Released | Failed):
+            self._arena.release(slot)
+        _tell(handle, report)
+
+    def _on_death(self, error: SaverDied) -> None:
+        with self._lock:
+            lost, self._under_way = list(self._under_way.values()), {}
+            self._writer = None
+            self._deaths.append(error)
+        for handle, _ in lost:
+            handle._fail(error)
+        for _, slot in lost:
+            if slot is not None:
+                self._arena.release(slot)
+
+
+def _tell(handle: SaveHandle, report: Report) -> None:
+    if isinstance(report, Progress):
+        handle._advance(report.done_bytes)
+    elif isinstance(report, Released):
+        handle._measure(
+            queue_s=report.queue_s,
+            encode_s=report.encode_s,
+            upload_s=report.upload_s,
+            stored_bytes=report.stored_bytes,
+        )
+    elif isinstance(report, Done):
+        handle._measure(commit_s=report.commit_s)
+        checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
+        assert checkpoint is not None
+        handle._succeed(checkpoint)
+    else:
+        handle._fail(error_from_code(report.code, report.message, report.hint))

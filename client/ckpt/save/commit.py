@@ -1,0 +1,107 @@
+"""Commit: the receipt of this rank, then the checkpoint of all ranks. No torch, no collective.
+
+Rank 0 learns from receipts in the store that the others are done; the others learn from the outcome.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckpt.save.messages import Job, Setup
+from ckpt.save.upload import Uploaded
+from ckptstore import names
+from ckptstore.clock import Clock
+from ckptstore.commit import (
+    StoredReceipt,
+    commit_attempt,
+    read_outcome,
+    read_receipt,
+    receipt_ranks,
+)
+from ckptstore.documents import FORMAT, Content, Outcome, Receipt, Shard, seal
+from ckptstore.errors import AttemptAborted, ReceiptsMissing
+from ckptstore.names import Attempt
+from ckptstore.shards import Placed, entry_tables
+from ckptstore.stores import Store
+
+_T = TypeVar("_T")
+_FIRST_WAIT_S = 0.02
+_LONGEST_WAIT_S = 2.0
+
+
+def write_receipt(
+    store: Store, setup: Setup, job: Job, placed: list[Placed], uploaded: Uploaded | None
+) -> StoredReceipt:
+    """State that everything this rank writes is durable; the receipt itself is durable on return."""
+    attempt = Attempt.parse(job.attempt)
+    shards = []
+    if uploaded is not None:
+        shards = [Shard(name=names.shard_name(setup.rank), rank=setup.rank, chunks=uploaded.chunks)]
+    entries, slices = entry_tables(placed)
+    receipt = Receipt(
+        format=FORMAT,
+        kind="receipt",
+        run=setup.run,
+        step=attempt.step,
+        attempt=job.attempt,
+        rank=setup.rank,
+        world_size=setup.world_size,
+        created_at=job.created_at,
+        content=Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees),
+        local=job.local,
+        metrics=job.metrics,
+    )
+    data = seal(receipt)
+    store.put(names.receipt_key(setup.run, attempt, setup.rank), data)
+    return StoredReceipt(receipt, data)
+
+
+def commit(store: Store, setup: Setup, own: StoredReceipt, clock: Clock) -> Outcome:
+    """The committed outcome of the attempt; the checkpoint exists on return.
+
+    Raises ReceiptsMissing if ranks are not done within the time-out, AttemptAborted if a collector was faster.
+    """
+    attempt = Attempt.parse(own.receipt.attempt)
+    if setup.rank == 0:
+        return commit_attempt(store, _all_receipts(store, setup, own, attempt), clock)
+    outcome = _wait(lambda: read_outcome(store, setup.run, attempt), setup.commit_timeout_s)
+    if outcome is None:
+        raise ReceiptsMissing(
+            f"attempt {attempt} of run {setup.run!r} was not committed within {setup.commit_timeout_s:.0f} s",
+            "Look at rank 0: its saver commits for all ranks",
+        )
+    if outcome.committed is None:
+        raise AttemptAborted(f"attempt {attempt} of run {setup.run!r} was aborted by {outcome.by}", "Save again")
+    return outcome
+
+
+def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt]:
+    world = set(range(setup.world_size))
+    if world == {0}:
+        return [own]
+    present: set[int] = set()
+
+    def complete() -> bool:
+        present.update(receipt_ranks(store, setup.run, attempt))
+        return present >= world
+
+    if not _wait(complete, setup.commit_timeout_s):
+        missing = sorted(world - present)
+        raise ReceiptsMissing(
+            f"ranks {missing[:8]} of {setup.world_size} did not finish attempt {attempt} of run {setup.run!r} "
+            f"within {setup.commit_timeout_s:.0f} s",
+            "Look at those ranks; nothing was committed, and earlier checkpoints are untouched",
+        )
+    return [own, *(read_receipt(store, setup.run, attempt, rank) for rank in sorted(world - {0}))]
+
+
+def _wait(ask: Callable[[], _T], timeout_s: float) -> _T:
+    """Ask until the answer is true or the time is up, ever more slowly; returns the last answer."""
+    deadline = time.monotonic() + timeout_s
+    pause = _FIRST_WAIT_S
+    while not (answer := ask()) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_WAIT_S)
+    return answer

@@ -1,0 +1,25 @@
+"""Encode: chunks of a snapshot, compressed and hashed by a few threads, in order, under a byte budget. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ckptstore.shards import ChunkSpan, EncodedChunk, encode_chunk
+
+THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
+_AHEAD = 2  # chunks encoded and waiting, beyond one per thread
+
+
+def encode_chunks(raw: memoryview, spans: Sequence[ChunkSpan], compress: bool) -> Iterator[EncodedChunk]:
+    """The chunks in order. At most THREADS + 2 of them are in memory at a time."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
+        waiting: deque[Future[EncodedChunk]] = deque()
+        for span in spans:
+            if len(waiting) >= THREADS + _AHEAD:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(encode_chunk, raw, span, compress))
+        while waiting:
+            yield waiting.popleft().result()

@@ -1,0 +1,106 @@
+"""What the trainer knows of one save under way."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+from ckptstore.catalog import Checkpoint
+from ckptstore.errors import CkptError
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of a save went, in seconds, and its size. Zero until known."""
+
+    blocked_s: float = 0.0
+    """The training thread was inside save_async."""
+    wait_s: float = 0.0
+    """Of that, waiting for an idle slot."""
+    stage_s: float = 0.0
+    """Of that, copying."""
+    queue_s: float = 0.0
+    """The snapshot waited for earlier ones."""
+    encode_s: float = 0.0
+    """The upload waited for encoded chunks."""
+    upload_s: float = 0.0
+    commit_s: float = 0.0
+    """From this rank's receipt to the commit of all ranks."""
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+
+class SaveHandle:
+    """One save. All methods may be called from any thread."""
+
+    def __init__(self, step: int, raw_bytes: int) -> None:
+        self.step = step
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        self._checkpoint: Checkpoint | None = None
+        self._error: CkptError | None = None
+        self._seen = False
+        self._done_bytes = 0
+        self._timings = Timings(raw_bytes=raw_bytes)
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._error else "committed"
+        return f"<SaveHandle step={self.step} {state}>"
+
+    def done(self) -> bool:
+        """Whether it is committed or has failed."""
+        return self._finished.is_set()
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """The committed checkpoint: durable, and restorable by anybody.
+
+        Waits at most `timeout` seconds, then raises TimeoutError; raises the save's own error if it failed.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"save of step {self.step} is not durable after {timeout} s")
+        if (error := self.exception()) is not None:
+            raise error
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    def exception(self) -> CkptError | None:
+        """The error of a save that failed; None while it is under way or committed.
+
+        An error that was seen here is not raised again by the next save.
+        """
+        self._seen = True
+        return self._error
+
+    @property
+    def timings(self) -> Timings:
+        """What is known so far."""
+        return self._timings
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Raw bytes uploaded by this rank, and all of them."""
+        return self._done_bytes, self._timings.raw_bytes
+
+    # For the client only.
+
+    @property
+    def _unseen_error(self) -> CkptError | None:
+        return None if self._seen else self._error
+
+    def _advance(self, done_bytes: int) -> None:
+        self._done_bytes = done_bytes
+
+    def _measure(self, **known: float) -> None:
+        # The training thread and the writer's threads learn different parts.
+        with self._lock:
+            self._timings = replace(self._timings, **known)  # type: ignore[arg-type]
+
+    def _succeed(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._done_bytes = self._timings.raw_bytes
+        self._finished.set()
+
+    def _fail(self, error: CkptError) -> None:
+        self._error = error
+        self._seen = False
+        self._finished.set()

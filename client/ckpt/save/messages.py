@@ -1,0 +1,179 @@
+"""What trainer and saver say to each other: JSON over a Unix socket, length first. No torch.
+
+Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, Job per save, Stop. Saver to trainer:
+Progress, Released, Done, Failed. The trainer's death is the end of the stream: the saver finishes its jobs.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ckptstore.documents import JSON
+
+_LENGTH = struct.Struct("<Q")
+_MAX_FDS = 4
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Where to write, once per saver."""
+
+    store: str
+    options: dict[str, Any]
+    run: str
+    rank: int
+    world_size: int
+    compress: bool
+    commit_timeout_s: float
+    daemon: str | None
+    token: str | None
+
+
+class Slot(msgspec.Struct, frozen=True, tag=True):
+    """A segment of the arena; its descriptor travels with the message."""
+
+    number: int
+    num_bytes: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """A slot that no job will use again."""
+
+    slot: int
+
+
+class EntryRow(msgspec.Struct, frozen=True, array_like=True):
+    """One staged entry and its offset in the slot."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+
+
+class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One snapshot to be made durable."""
+
+    number: int
+    slot: int | None
+    """None: this rank has no shard."""
+    attempt: str
+    created_at: float
+    entries: list[EntryRow]
+    aliases: dict[str, str]
+    trees: dict[str, JSON]
+    local: dict[str, JSON]
+    metrics: dict[str, float]
+    lease: str | None
+    """A lease that this commit makes needless."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Finish all jobs, then exit."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Raw bytes of a job that are uploaded."""
+
+    number: int
+    done_bytes: int
+
+
+class Released(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The shard and its receipt are durable: the slot may be reused."""
+
+    number: int
+    slot: int | None
+    encode_s: float
+    upload_s: float
+    queue_s: float
+    stored_bytes: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The checkpoint exists."""
+
+    number: int
+    outcome: str
+    """The sealed outcome."""
+    commit_s: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The job did not become durable; its slot may be reused."""
+
+    number: int
+    slot: int | None
+    code: str
+    message: str
+    hint: str
+
+
+Command = Setup | Slot | Forget | Job | Stop
+Report = Progress | Released | Done | Failed
+
+
+class Channel:
+    """One end of the socket. One thread sends, one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._pending = bytearray()
+        self._fds: list[int] = []
+
+    def send(self, message: Command | Report, fds: Sequence[int] = ()) -> None:
+        """Raises OSError if the other end is gone, or does not read for longer than the socket's time-out."""
+        body = msgspec.json.encode(message)
+        head = _LENGTH.pack(len(body))
+        if fds:
+            self._sock.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+        else:
+            self._sock.sendall(head)
+        self._sock.sendall(body)
+
+    def receive(self, kind: Any) -> Any | None:
+        """The next message of union `kind`; None at the end of the stream."""
+        head = self._exactly(_LENGTH.size)
+        if head is None:
+            return None
+        body = self._exactly(_LENGTH.unpack(head)[0])
+        if body is None:
+            return None
+        return msgspec.json.decode(body, type=kind)
+
+    def take_fd(self) -> int:
+        """The descriptor that came with the Slot just received."""
+        return self._fds.pop(0)
+
+    def close(self) -> None:
+        """Close this end; a thread that receives from it sees the end of the stream."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end is gone already
+        self._sock.close()
+
+    def close_in_child(self) -> None:
+        """Close a forked copy of the descriptor, leaving the parent's connection alone."""
+        self._sock.close()
+
+    def _exactly(self, count: int) -> bytes | None:
+        while len(self._pending) < count:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, _MAX_FDS)
+            except TimeoutError:
+                continue  # the time-out is for sending
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._pending += data
+            self._fds += fds
+        taken = bytes(self._pending[:count])
+        del self._pending[:count]
+        return taken

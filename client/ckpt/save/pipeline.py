@@ -1,0 +1,142 @@
+"""The stages behind the training thread, joined: encode, upload, receipt, commit. No torch.
+
+Jobs are encoded and uploaded one after the other, in order; waiting for other ranks happens in a
+second thread, so that it never delays the next upload.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckpt.save.commit import commit, write_receipt
+from ckpt.save.encode import encode_chunks
+from ckpt.save.messages import Done, Failed, Job, Progress, Released, Report, Setup
+from ckpt.save.upload import Uploaded, upload_shard
+from ckptstore import names
+from ckptstore.clock import Clock, system_clock
+from ckptstore.commit import StoredReceipt
+from ckptstore.documents import Outcome, seal
+from ckptstore.errors import CkptError
+from ckptstore.leases import release_lease
+from ckptstore.names import Attempt
+from ckptstore.shards import Entry, Placed, plan_chunks, raw_bytes
+from ckptstore.stores import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A job and the bytes it is about."""
+
+    job: Job
+    raw: memoryview
+    received_at: float
+
+
+class SavePipeline:
+    """Makes snapshots durable, in the saver process or in threads of the trainer.
+
+    submit and close are called by one thread; `report` is called from the pipeline's own threads.
+    """
+
+    def __init__(
+        self, store: Store, setup: Setup, report: Callable[[Report], None], clock: Clock = system_clock
+    ) -> None:
+        self._store = store
+        self._setup = setup
+        self._report = report
+        self._clock = clock
+        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
+
+    def submit(self, job: Job, raw: memoryview) -> None:
+        """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
+        self._uploads.submit(self._upload, _Snapshot(job, raw, time.perf_counter()))
+
+    def close(self) -> None:
+        """Return when every submitted job is durable or has failed."""
+        self._uploads.shutdown(wait=True)
+        self._commits.shutdown(wait=True)
+
+    def _upload(self, snapshot: _Snapshot) -> None:
+        job = snapshot.job
+        try:
+            receipt, released = self._make_durable(snapshot)
+        except BaseException as error:
+            self._fail(job, job.slot, error)
+            return
+        self._report(released)
+        self._commits.submit(self._commit, job, receipt)
+
+    def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
+        job, started = snapshot.job, time.perf_counter()
+        placed = [Placed(Entry(row.name, row.dtype, row.shape), row.at) for row in job.entries]
+        uploaded = self._upload_shard(job, snapshot.raw, placed) if placed else None
+        receipt = write_receipt(self._store, self._setup, job, placed, uploaded)
+        total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
+        released = Released(
+            number=job.number,
+            slot=job.slot,
+            queue_s=started - snapshot.received_at,
+            encode_s=max(0.0, total - upload_s),
+            upload_s=upload_s,
+            stored_bytes=uploaded.stored_bytes if uploaded else 0,
+        )
+        return receipt, released
+
+    def _upload_shard(self, job: Job, raw: memoryview, placed: list[Placed]) -> Uploaded:
+        setup = self._setup
+        key = names.shard_key(setup.run, Attempt.parse(job.attempt), names.shard_name(setup.rank))
+        return upload_shard(
+            self._store,
+            key,
+            raw_bytes(placed),
+            encode_chunks(raw, plan_chunks(placed), setup.compress),
+            lambda done: self._report(Progress(job.number, done)),
+        )
+
+    def _commit(self, job: Job, receipt: StoredReceipt) -> None:
+        started = time.perf_counter()
+        try:
+            outcome = commit(self._store, self._setup, receipt, self._clock)
+        except BaseException as error:
+            self._fail(job, None, error)
+            return
+        self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
+        self._release_lease(job)
+        self._notify(outcome)
+
+    def _release_lease(self, job: Job) -> None:
+        if job.lease is None:
+            return
+        try:
+            release_lease(self._store, self._setup.run, job.lease)
+        except CkptError as error:
+            logger.warning("lease %s was not released and will expire: %s", job.lease, error)
+
+    def _notify(self, outcome: Outcome) -> None:
+        """Tell the daemon; it would find the commit by listing, only later."""
+        if self._setup.daemon is None or self._setup.rank != 0:
+            return
+        from ckptstore.daemon import DaemonClient
+
+        client = DaemonClient(self._setup.daemon, self._setup.token)
+        try:
+            client.notify(outcome.run, Attempt.parse(outcome.attempt))
+        except CkptError as error:
+            logger.warning("the daemon was not told of %s: %s", outcome.attempt, error)
+        finally:
+            client.close()
+
+    def _fail(self, job: Job, slot: int | None, error: BaseException) -> None:
+        logger.error("save of attempt %s failed", job.attempt, exc_info=error)
+        if isinstance(error, CkptError):
+            code, message, hint = error.code, error.message, error.hint
+        else:
+            code, message, hint = "save_failed", f"{type(error).__name__}: {error}", ""
+        self._report(Failed(number=job.number, slot=slot, code=code, message=message, hint=hint))

@@ -1,0 +1,76 @@
+"""The saver process: receives snapshots in shared memory and makes them durable. No torch.
+
+It is a session of its own and holds the arena by descriptor. When the trainer dies, the socket ends: the saver
+finishes every job it was given, then exits. While it lives it holds an inherited lock (presence.py),
+by which the next trainer on this host knows that a save is still under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+
+from ckpt.save.messages import Channel, Command, Forget, Job, Report, Setup, Slot
+from ckpt.save.pipeline import SavePipeline
+from ckpt.save.segment import Segment
+from ckptstore.errors import CkptError
+from ckptstore.stores import open_store
+
+NICENESS = 5
+
+
+class _Reporter:
+    """Sends reports while somebody listens; several threads report."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def __call__(self, report: Report) -> None:
+        try:
+            with self._lock:
+                self._channel.send(report)
+        except OSError:
+            pass  # the trainer is gone; what matters is in the store
+
+
+def main(fd: int) -> int:
+    """Serve the trainer at the other end of socket `fd` until it stops or dies. Returns the exit status."""
+    logging.basicConfig(format="%(asctime)s ckpt saver %(process)d: %(message)s", stream=sys.stderr)
+    os.nice(NICENESS)
+    channel = Channel(socket.socket(fileno=fd))
+    setup = channel.receive(Command)
+    if not isinstance(setup, Setup):
+        return 1
+    pipeline = SavePipeline(open_store(setup.store, setup.options), setup, _Reporter(channel))
+    _serve(channel, pipeline)
+    pipeline.close()
+    channel.close()
+    return 0
+
+
+def _serve(channel: Channel, pipeline: SavePipeline) -> None:
+    segments: dict[int, Segment] = {}
+    while (command := channel.receive(Command)) is not None:
+        if isinstance(command, Slot):
+            segments[command.number] = Segment(command.num_bytes, channel.take_fd())
+        elif isinstance(command, Forget):
+            segments.pop(command.slot).close()
+        elif isinstance(command, Job):
+            raw = segments[command.slot].view if command.slot is not None else memoryview(b"")
+            pipeline.submit(command, raw)
+        else:
+            return
+
+
+def run(fd: int) -> None:
+    """Entry point of the process."""
+    try:
+        status = main(fd)
+    except CkptError as error:
+        print(error, file=sys.stderr)
+        status = 1
+    sys.exit(status)

@@ -1,0 +1,107 @@
+"""Shared memory that the trainer stages into and the saver reads from. No torch.
+
+A segment has no name in any file system: it lives as long as somebody holds its descriptor or a
+mapping, so that a SIGKILLed trainer loses nothing and a finished saver leaks nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+_POPULATE_STRIDE = 64 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+_after_fork: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+class _Closable(Protocol):
+    def close_in_child(self) -> None:
+        """Close descriptors that a fork copied."""
+
+
+def close_after_fork(resource: _Closable) -> None:
+    """Have `resource.close_in_child()` called in forked children (DataLoader workers), which hold nothing of ours."""
+    _after_fork.add(resource)
+
+
+def _close_all() -> None:
+    for resource in list(_after_fork):
+        resource.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+class Segment:
+    """A stretch of shared memory, mapped into this process. Forked children have neither mapping nor descriptor."""
+
+    def __init__(self, num_bytes: int, fd: int | None = None) -> None:
+        """Make a segment, or map the one behind a received descriptor."""
+        self.num_bytes = num_bytes
+        self.fd = make_shared_memory(num_bytes) if fd is None else fd
+        self.map = mmap.mmap(self.fd, max(1, num_bytes))
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.map.madvise(mmap.MADV_DONTFORK)
+        close_after_fork(self)
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, writable."""
+        return memoryview(self.map)[: self.num_bytes]
+
+    def close(self) -> None:
+        """Give up the descriptor. The mapping goes with the last view of it."""
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Give up the descriptor; the mapping was never inherited."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def make_shared_memory(num_bytes: int, anonymous: Callable[[], int] | None = None) -> int:
+    """A descriptor of fresh shared memory, not inherited by exec."""
+    fd = (anonymous or _ANONYMOUS)()
+    os.ftruncate(fd, max(1, num_bytes))
+    return fd
+
+
+def memfd() -> int:
+    """Linux: memory with no name at all."""
+    return os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
+
+
+def posix_shared_memory() -> int:
+    """Elsewhere: POSIX shared memory, unlinked at once, so that only descriptors keep it."""
+    import _posixshmem  # type: ignore[import-not-found]
+
+    name = f"/ckpt-{secrets.token_hex(8)}"
+    fd = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    _posixshmem.shm_unlink(name)
+    return int(fd)
+
+
+_ANONYMOUS = memfd if sys.platform == "linux" else posix_shared_memory
+
+
+def populate(segment: Segment) -> None:
+    """Have the kernel provide all pages now, so that no later copy waits for them. Releases the GIL."""
+    if not segment.num_bytes:
+        return
+    view = (ctypes.c_char * segment.num_bytes).from_buffer(segment.map)
+    start = ctypes.addressof(view)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    for at in range(0, segment.num_bytes, _POPULATE_STRIDE):
+        size = min(_POPULATE_STRIDE, segment.num_bytes - at)
+        if sys.platform != "linux" or libc.madvise(start + at, size, _MADV_POPULATE_WRITE) != 0:
+            libc.memset(start + at, 0, size)

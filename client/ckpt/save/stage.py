@@ -1,0 +1,71 @@
+"""Stage: copy the captured leaves into a slot of the arena. After it, training may go on.
+
+This is the only stage on the training thread: it waits for memory, and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckpt.capture.leaves import Leaf
+from ckpt.save.messages import EntryRow
+from ckpt.save.segment import Segment
+from ckptstore.shards import Entry, Placed, place_entries, raw_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the leaves of a snapshot lie in its slot: the raw stream of the shard to be."""
+
+    entries: list[Entry]
+    """In the order of capture."""
+    placed: list[Placed]
+    order: list[int]
+    """Index of the leaf at each place."""
+    rows: list[EntryRow]
+    num_bytes: int
+
+    @staticmethod
+    def of(leaves: Sequence[Leaf]) -> Layout:
+        """The layout that these leaves have in every save."""
+        entries = [leaf.entry for leaf in leaves]
+        placed = place_entries(entries)
+        index = {entry.name: i for i, entry in enumerate(entries)}
+        order = [index[place.entry.name] for place in placed]
+        rows = [EntryRow(place.entry.name, place.entry.dtype, place.entry.shape, place.at) for place in placed]
+        return Layout(entries, placed, order, rows, raw_bytes(placed))
+
+
+class Stager:
+    """Copies into one segment, through tensors that view it; they are kept between saves."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
+        self._placed: list[Placed] | None = None
+        self._views: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def stage(self, leaves: Sequence[Leaf], layout: Layout) -> None:
+        """Copy all leaves. On return the slot holds them, also those from a GPU."""
+        if layout.placed != self._placed:
+            self._views = [
+                self._view(place, leaves[i].tensor) for place, i in zip(layout.placed, layout.order, strict=True)
+            ]
+            self._placed = layout.placed
+        streams = set()
+        for view, i in zip(self._views, layout.order, strict=True):
+            tensor = leaves[i].tensor
+            if tensor.is_cuda:
+                streams.add(torch.cuda.current_stream(tensor.device))
+            view.copy_(tensor, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+
+    def _view(self, place: Placed, tensor: torch.Tensor) -> torch.Tensor:
+        flat = self._arena[place.at : place.at + place.entry.bytes]
+        if not place.entry.bytes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return flat.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,43 @@
+"""Upload: the encoded chunks of one shard, written back to back. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ckptstore.documents import Chunks
+from ckptstore.shards import EncodedChunk, chunk_table
+from ckptstore.stores import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """A durable shard."""
+
+    chunks: Chunks
+    stored_bytes: int
+    upload_s: float
+    """Time spent in the store, without waiting for chunks."""
+
+
+def upload_shard(
+    store: Store, key: str, raw_bytes: int, chunks: Iterable[EncodedChunk], progress: Callable[[int], None]
+) -> Uploaded:
+    """Write the shard; durable on return, gone on an error. progress gets the raw bytes written so far."""
+    written: list[EncodedChunk] = []
+    spent, done = 0.0, 0
+    started = time.perf_counter()
+    with store.open_writer(key, size_hint=raw_bytes) as writer:
+        spent += time.perf_counter() - started
+        for chunk in chunks:
+            started = time.perf_counter()
+            writer.write(chunk.data)
+            spent += time.perf_counter() - started
+            done += chunk.raw
+            written.append(EncodedChunk(b"", chunk.raw, chunk.stored, chunk.codec, chunk.digest))
+            progress(done)
+        started = time.perf_counter()
+    spent += time.perf_counter() - started
+    table = chunk_table(written)
+    return Uploaded(table, sum(table.stored), spent)
