@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from ckpt.config import Config
-from ckpt.save.presence import wait_for_savers
+from ckpt.save.presence import wait_for_orphans
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.commit import identity
@@ -25,7 +25,7 @@ def settle(source: Source, config: Config) -> None:
     """Let saves of a killed predecessor finish: those under way on this host, and those that lack only the commit."""
     if config.read_only:
         return
-    if not wait_for_savers(config.source, config.run, config.settle_timeout_s):
+    if not wait_for_orphans(config.source, config.run, config.settle_timeout_s):
         logger.warning(
             "a saver of run %r is still at work on this host after %.0f s; what it commits later is not restored",
             config.run,

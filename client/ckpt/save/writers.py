@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ckpt.save.messages import Channel, Command, Forget, Job, Report, Setup, Slot, Stop
 from ckpt.save.pipeline import SavePipeline
-from ckpt.save.presence import announce
+from ckpt.save.presence import Presence
 from ckpt.save.segment import Segment, close_after_fork
 from ckptstore.errors import SaverDied
 from ckptstore.stores import open_store
@@ -86,7 +86,9 @@ class ProcessWriter:
         ours, theirs = socket.socketpair()
         ours.settimeout(_SEND_TIMEOUT_S)
         with theirs:
-            self._process = _start(theirs.fileno(), announce(setup.store, setup.run), self._stderr.fileno())
+            self._presence = Presence(setup.store, setup.run)
+            self._process = _start(theirs.fileno(), self._presence.saver, self._stderr.fileno())
+            self._presence.inherited()
         self._channel = Channel(ours)
         close_after_fork(self._channel)
         self._listener = threading.Thread(target=self._listen, name="ckpt-reports", daemon=True)
@@ -119,6 +121,7 @@ class ProcessWriter:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"saves are not durable after {timeout_s} s; the saver goes on") from None
         self._listener.join()
+        self._presence.close()
         self._channel.close()
         self._stderr.close()
 
@@ -134,6 +137,7 @@ class ProcessWriter:
         while (report := self._channel.receive(Report)) is not None:
             self._on_report(report)
         status = self._process.wait()
+        self._presence.close()
         if not self._closing or status != 0:
             self._on_death(self._obituary(status))
 
@@ -150,18 +154,15 @@ class ProcessWriter:
 def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:
     # The saver imports from where the trainer imports, never from whatever folder it is started in.
     code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.save.saver import run; run({sock})"
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            pass_fds=(sock, lock),
-            start_new_session=True,
-            env=_environment(os.environ),
-        )
-    finally:
-        os.close(lock)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        pass_fds=(sock, lock),
+        start_new_session=True,
+        env=_environment(os.environ),
+    )
 
 
 def _environment(inherited: Mapping[str, str]) -> dict[str, Any]:
