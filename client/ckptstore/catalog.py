@@ -16,7 +16,7 @@ from itertools import groupby
 from ckptstore import names
 from ckptstore.commit import read_outcome
 from ckptstore.documents import Outcome
-from ckptstore.errors import Damaged, InvalidName, NoCheckpoint
+from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.stores import Store
 
@@ -181,9 +181,10 @@ def _by_step(checkpoints: Iterable[Checkpoint]) -> Iterator[list[Checkpoint]]:
 
 
 def _read(store: Store, run: str, attempt: Attempt) -> Checkpoint | None:
+    # A newer format is not damage: to skip it would be to resume from the wrong step.
     try:
         outcome = read_outcome(store, run, attempt)
-    except Damaged as error:
+    except CorruptObject as error:
         return Checkpoint(run, attempt, State.CORRUPT, problem=str(error))
     return from_outcome(outcome) if outcome else None
 

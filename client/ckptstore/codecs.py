@@ -96,9 +96,12 @@ def _unzstd(stored: Buffer, expected: int) -> bytes:
         size = zstandard.get_frame_parameters(stored).content_size
         if size != expected:
             raise CorruptObject(f"zstd frame holds {size} bytes, its document says {expected}")
-        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=expected)
+        raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=expected, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptObject(f"zstd frame cannot be decoded: {error}") from error
+    if len(raw) != expected:  # a skippable frame claims a size and unpacks to nothing
+        raise CorruptObject(f"zstd frame unpacks to {len(raw)} bytes, its document says {expected}")
+    return raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,8 @@ def _split(layout: _FloatLayout, raw: memoryview) -> list[Buffer]:
 
 
 def _join(layout: _FloatLayout, stored: memoryview, into: memoryview) -> None:
+    if len(into) % np.dtype(layout.word).itemsize:
+        raise CorruptObject(f"float-split chunk has a raw size of {len(into)} bytes, which is not whole elements")
     words: Plane = np.frombuffer(into, dtype=layout.word)
     width = words.itemsize - 1
     at = 0

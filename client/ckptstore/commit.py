@@ -32,6 +32,7 @@ from ckptstore.documents import (
     Shard,
     Slices,
     Summary,
+    check_manifest,
     digest,
     manifest_bytes,
     pack_manifest,
@@ -161,7 +162,7 @@ def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
         same = (receipt.run, receipt.attempt, receipt.world_size, receipt.rank)
         if same != (first.run, first.attempt, len(receipts), rank):
             raise CorruptObject(f"receipt {rank} of attempt {first.attempt} does not fit the others: {same}")
-    return Manifest(
+    manifest = Manifest(
         format=FORMAT,
         kind="manifest",
         run=first.run,
@@ -176,6 +177,9 @@ def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
         content=_merge_content([stored.receipt.content for stored in receipts]),
         metrics=first.metrics,
     )
+    # What no reader would take must not be committed.
+    check_manifest(manifest, f"the manifest of attempt {first.attempt}")
+    return manifest
 
 
 def _merge_content(contents: Sequence[Content]) -> Content:

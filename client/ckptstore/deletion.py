@@ -8,7 +8,7 @@ Deletes are idempotent; whoever finds half of one finishes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ckptstore import names
@@ -16,7 +16,7 @@ from ckptstore.catalog import Checkpoint, decided_attempts, hidden_attempts, lis
 from ckptstore.clock import Clock
 from ckptstore.commit import decide, identity, read_outcome, roll_forward
 from ckptstore.documents import FORMAT, Tombstone, seal
-from ckptstore.errors import AttemptAborted, CheckpointHeld, Damaged, InvalidName
+from ckptstore.errors import AttemptAborted, CheckpointHeld, Damaged, InvalidName, ObjectMissing
 from ckptstore.leases import active_leases, expired_leases
 from ckptstore.names import Attempt
 from ckptstore.retention import Policy, Verdict, judge
@@ -76,17 +76,26 @@ def apply_prune(
 
 
 def delete_checkpoint(store: Store, checkpoint: Checkpoint, reason: str, clock: Clock) -> None:
-    """Hide and delete one checkpoint; gone for good on return. Raises CheckpointHeld if it is leased."""
+    """Hide and delete one checkpoint; gone for good on return.
+
+    Raises CheckpointHeld if it is leased. Nothing has happened then, unless the reader came in this very
+    moment: the checkpoint is hidden, stays readable while the lease lasts, and is collected after it.
+    """
     run, attempt = checkpoint.run, checkpoint.attempt
+    _check_not_held(store, checkpoint, clock)
     tombstone = Tombstone(
         format=FORMAT, kind="tombstone", attempt=str(attempt), by=identity(), at=clock(), reason=reason
     )
     store.put(names.tombstone_key(run, attempt), seal(tombstone))
-    holders = active_leases(store, run, clock).get(attempt)
-    if holders:
-        store.delete_many([names.tombstone_key(run, attempt)])
-        raise CheckpointHeld(f"{checkpoint.id} is being read by {', '.join(holders)}", "Try again later")
+    # A tombstone is never taken back: somebody else may be deleting behind it already.
+    _check_not_held(store, checkpoint, clock)
     _sweep(store, run, attempt)
+
+
+def _check_not_held(store: Store, checkpoint: Checkpoint, clock: Clock) -> None:
+    holders = active_leases(store, checkpoint.run, clock).get(checkpoint.attempt)
+    if holders:
+        raise CheckpointHeld(f"{checkpoint.id} is being read by {', '.join(holders)}", "Try again later")
 
 
 def collect(store: Store, run: str, clock: Clock, grace_s: float = ORPHAN_GRACE_S) -> Collected:
@@ -95,8 +104,9 @@ def collect(store: Store, run: str, clock: Clock, grace_s: float = ORPHAN_GRACE_
     Ages are differences between the store's own times and `clock`, which must not be minutes apart.
     """
     freed = 0
-    hidden = hidden_attempts(store, run)
-    for attempt in hidden:
+    hidden = set(hidden_attempts(store, run))
+    held = active_leases(store, run, clock)
+    for attempt in hidden - held.keys():
         freed += _sweep(store, run, attempt)
     rolled, aborted = [], []
     decided = set(decided_attempts(store, run))
@@ -108,7 +118,7 @@ def collect(store: Store, run: str, clock: Clock, grace_s: float = ORPHAN_GRACE_
         elif _abort_if_old(store, run, attempt, clock, grace_s):
             freed += _delete_data(store, run, attempt)
             aborted.append(attempt)
-    _forget(store, run, clock)
+    _forget(store, run, clock, held)
     return Collected(tuple(rolled), tuple(aborted), freed)
 
 
@@ -116,7 +126,7 @@ def advance(store: Store, run: str, attempt: Attempt, clock: Clock) -> bool:
     """Commit an undecided attempt if all of its receipts are there. True if it is now committed."""
     try:
         return roll_forward(store, run, attempt, clock) is not None
-    except (AttemptAborted, Damaged):
+    except (AttemptAborted, Damaged, ObjectMissing):  # missing: another collector was faster
         return False
 
 
@@ -165,11 +175,13 @@ def _delete_data(store: Store, run: str, attempt: Attempt) -> int:
     return sum(info.bytes for info in objects)
 
 
-def _forget(store: Store, run: str, clock: Clock) -> None:
+def _forget(store: Store, run: str, clock: Clock, held: Collection[Attempt]) -> None:
     """Remove expired leases, and tombstones and aborted outcomes that no committer can contradict any more."""
     store.delete_many(expired_leases(store, run, clock))
     cutoff = clock() - TOMBSTONE_KEPT_S
-    store.delete_many(info.key for info in list(store.list(names.tombstones_prefix(run))) if info.modified_at < cutoff)
+    spared = {names.tombstone_key(run, attempt) for attempt in held}
+    tombstones = list(store.list(names.tombstones_prefix(run)))
+    store.delete_many(info.key for info in tombstones if info.modified_at < cutoff and info.key not in spared)
     for info in list(store.list(names.commits_prefix(run))):
         if info.modified_at < cutoff:
             _forget_aborted(store, run, info.key)

@@ -7,8 +7,9 @@ in them is believed before `parse_*` has checked it. docs/format.md specifies th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from math import prod
+from math import isfinite, prod
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ import zstandard
 from ckptstore import names
 from ckptstore.codecs import CODECS, MAX_CHUNK_BYTES, Buffer
 from ckptstore.dtypes import ITEM_BYTES
-from ckptstore.errors import BadInput, CorruptObject, UnsupportedFormat
+from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
 
 FORMAT = 1
 """Version of everything on the store. A reader refuses newer ones and reads all older ones."""
@@ -28,6 +29,7 @@ MAX_MANIFEST_BYTES = 4 << 30
 # JSON full of checksums never compresses this well: more is a bomb.
 _BOMB_FLOOR = 16 << 20
 _BOMB_RATIO = 256
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _MAX_NAME = 4096
 _MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
@@ -205,7 +207,12 @@ class _Version(msgspec.Struct):
 
 
 def seal(document: Sealed) -> bytes:
-    """Two lines: the document as JSON, and the checksum of that line's bytes."""
+    """Two lines: the document as JSON, and the checksum of that line's bytes.
+
+    Raises InvalidRequest if a metric is not finite: JSON would turn it into null, which no reader takes.
+    """
+    if isinstance(document, Receipt) and not all(map(isfinite, document.metrics.values())):
+        raise InvalidRequest(f"metrics {document.metrics} are not all finite", "Leave out nan and inf")
     body = msgspec.json.encode(document)
     return body + _trailer(body)
 
@@ -224,9 +231,9 @@ def parse_sealed(data: bytes, kind: type[_S], key: str) -> _S:
     document = _decode(body, kind, key)
     _check_names(document, key)
     if isinstance(document, Receipt):
-        _checked(key, _check_content, document.content)
-        if not 0 <= document.rank < document.world_size:
-            raise CorruptObject(f"{key}: rank {document.rank} is outside the world")
+        _checked(key, _check_receipt, document)
+    if isinstance(document, Outcome) and document.committed is not None:
+        _checked(key, _check_committed, document.committed)
     return document
 
 
@@ -251,15 +258,20 @@ def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manife
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 <= size <= min(MAX_MANIFEST_BYTES, _BOMB_FLOOR + _BOMB_RATIO * len(data)):
             raise CorruptObject(f"{key} claims to unpack to {size} bytes")
-        body = zstandard.ZstdDecompressor().decompress(data)
+        body = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptObject(f"{key} cannot be decompressed: {error}") from error
     manifest = _decode(body, Manifest, key)
+    check_manifest(manifest, key)
+    return manifest
+
+
+def check_manifest(manifest: Manifest, key: str) -> None:
+    """CorruptObject unless every field of the manifest makes sense."""
     _check_names(manifest, key)
     _checked(key, _check_content, manifest.content)
     if [receipt.rank for receipt in manifest.receipts] != list(range(manifest.world_size)):
         raise CorruptObject(f"{key} does not name one receipt per rank")
-    return manifest
 
 
 def _trailer(body: bytes) -> bytes:
@@ -269,6 +281,8 @@ def _trailer(body: bytes) -> bytes:
 def _decode(body: bytes, kind: type[_D], key: str) -> _D:
     try:
         version = msgspec.json.decode(body, type=_Version).format
+        if version < 1:
+            raise CorruptObject(f"{key} has format version {version}")
         if version > FORMAT:
             raise UnsupportedFormat(
                 f"{key} has format version {version}, this program reads up to {FORMAT}", "Upgrade ckptd"
@@ -309,6 +323,20 @@ def _same_length(what: str, *columns: Sequence[object]) -> None:
     _require(len({len(column) for column in columns}) == 1, f"columns of {what} differ in length")
 
 
+def _check_receipt(receipt: Receipt) -> None:
+    _require(0 <= receipt.rank < receipt.world_size, f"rank {receipt.rank} is outside the world")
+    owners = {shard.rank for shard in receipt.content.shards}
+    _require(owners <= {receipt.rank}, "a receipt names the shard of another rank")
+    _check_content(receipt.content)
+
+
+def _check_committed(committed: Committed) -> None:
+    summary = committed.summary
+    counts = (committed.bytes, summary.raw_bytes, summary.stored_bytes, summary.num_entries, summary.num_shards)
+    _require(min(*counts, summary.world_size - 1) >= 0, "a count is out of bounds")
+    _require(_is_digest(committed.digest), "the manifest's digest is not 32 digits")
+
+
 def _check_content(content: Content) -> None:
     raw_bytes = [_check_shard(shard) for shard in content.shards]
     _require(len({shard.name for shard in content.shards}) == len(content.shards), "two shards of one name")
@@ -328,8 +356,12 @@ def _check_shard(shard: Shard) -> int:
     _require(all(0 < size <= MAX_CHUNK_BYTES for size in chunks.raw), "a chunk's raw size is out of bounds")
     _require(all(0 < size <= MAX_CHUNK_BYTES for size in chunks.stored), "a chunk's size is out of bounds")
     _require(set(chunks.codec) <= set(CODECS), "a chunk's codec is unknown")
-    _require(all(len(text) == 32 for text in chunks.digest), "a chunk's digest is not 32 digits")
+    _require(all(map(_is_digest, chunks.digest)), "a chunk's digest is not 32 digits")
     return sum(chunks.raw)
+
+
+def _is_digest(text: str) -> bool:
+    return _DIGEST.fullmatch(text) is not None
 
 
 def _check_entries(entries: Entries) -> list[int]:

@@ -21,7 +21,8 @@
     │   ├── StoreUnavailable    store_unavailable
     │   ├── StoreFull           store_full
     │   ├── StoreReadOnly       store_read_only
-    │   └── DaemonUnavailable   daemon_unavailable
+    │   ├── DaemonUnavailable   daemon_unavailable
+    │   └── IndexUnavailable    index_unavailable
     └── SaveFailed          a background save did not become durable
         ├── SaverDied           saver_died
         └── ReceiptsMissing     receipts_missing
@@ -192,6 +193,12 @@ class DaemonUnavailable(Unavailable):
     """ckptd did not answer."""
 
     code = "daemon_unavailable"
+
+
+class IndexUnavailable(Unavailable):
+    """The daemon's database did not answer."""
+
+    code = "index_unavailable"
 
 
 class SaveFailed(CkptError):

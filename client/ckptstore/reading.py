@@ -65,7 +65,7 @@ def plan_reads(content: Content, wanted: Collection[str]) -> list[ChunkRead]:
     Raises CorruptObject if the slices of a wanted entry do not cover it exactly.
     """
     entries, slices = content.entries, content.slices
-    covered = dict.fromkeys(wanted, 0)
+    covered: dict[str, list[tuple[int, int]]] = {name: [] for name in wanted}
     layouts = [_ShardLayout.of(shard) for shard in content.shards]
     pieces: dict[tuple[int, int], list[Piece]] = {}
     for index, shard, at, box in zip(slices.entry, slices.shard, slices.at, slices.box, strict=True):
@@ -74,7 +74,7 @@ def plan_reads(content: Content, wanted: Collection[str]) -> list[ChunkRead]:
             continue
         item = ITEM_BYTES[entries.dtype[index]]
         for into, size in _runs(entries.shape[index], box, item):
-            covered[name] += size
+            covered[name].append((into, size))
             for chunk, piece in layouts[shard].split(name, at, into, size):
                 pieces.setdefault((shard, chunk), []).append(piece)
             at += size
@@ -232,11 +232,16 @@ def _runs(shape: Sequence[int], box: Sequence[Sequence[int]] | None, item: int) 
         yield start * item, run
 
 
-def _check_cover(content: Content, covered: Mapping[str, int]) -> None:
+def _check_cover(content: Content, covered: Mapping[str, list[tuple[int, int]]]) -> None:
     expected = entry_bytes(content)
-    for name, size in covered.items():
-        if size != expected[name]:
+    for name, runs in covered.items():
+        end = 0
+        for start, size in sorted(runs):
+            if start != end:
+                break
+            end += size
+        if end != expected[name]:
             raise CorruptObject(
-                f"the slices of entry {name!r} hold {size} of its {expected[name]} bytes",
+                f"the slices of entry {name!r} have a gap or an overlap at byte {end} of {expected[name]}",
                 "The checkpoint was written by a faulty program; use another one",
             )

@@ -6,7 +6,7 @@ keys are themselves. Everything else is an object with the key "$" that names it
     {"$": "tuple", "v": [...]}        {"$": "set" | "frozenset", "v": [...]}
     {"$": "dict", "v": [[k, v]...]}   any other keys, or a key that begins with "$"
     {"$": "odict" | "counter", "v": [[k, v]...]}   OrderedDict, Counter
-    {"$": "int", "v": "-123..."}      {"$": "float", "v": "nan" | "inf" | "-inf"}
+    {"$": "int", "v": "-0x1f..."}     {"$": "float", "v": "nan" | "inf" | "-inf"}
     {"$": "complex", "v": [re, im]}   {"$": "bytes", "v": "<base64>"}
     {"$": "tensor" | "array", ...}    a leaf that lies in a shard ("name") or here ("dtype", "shape", "data")
     {"$": <other>, ...}               a leaf of the caller's own
@@ -24,7 +24,8 @@ from ckptstore.documents import JSON
 from ckptstore.errors import CorruptObject, UnsupportedObject
 
 _SAFE_INT = 1 << 53
-_MAX_DEPTH = 200
+_MAX_DEPTH = 100
+_MAX_JSON_DEPTH = 2 * _MAX_DEPTH + 2  # a mapping with odd keys is two levels of JSON
 TAG = "$"
 
 Leaf = Callable[[str, Any], JSON]
@@ -48,8 +49,10 @@ def encode_tree(value: Any, path: str, leaf: Leaf, depth: int = 0) -> JSON:
     if depth > _MAX_DEPTH:
         raise UnsupportedObject(f"state at {path!r} is nested more than {_MAX_DEPTH} deep", "Does it contain itself?")
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if value is None or kind is bool:
         return value
+    if kind is str:
+        return _text(value, path)
     if kind in _SCALARS:
         return _SCALARS[kind](value)
 
@@ -61,53 +64,68 @@ def encode_tree(value: Any, path: str, leaf: Leaf, depth: int = 0) -> JSON:
     if kind in (tuple, set, frozenset):
         return {TAG: kind.__name__, "v": [child(i, item) for i, item in enumerate(value)]}
     if kind is dict and all(type(key) is str and not key.startswith(TAG) for key in value):
-        return {key: child(key, item) for key, item in value.items()}
+        return {_text(key, path): child(key, item) for key, item in value.items()}
     if kind in _MAPPINGS:
         return {TAG: _MAPPINGS[kind], "v": [[child("key", key), child(key, item)] for key, item in value.items()]}
     return leaf(path, value)
 
 
-def decode_tree(tree: JSON, path: str, unleaf: Unleaf) -> Any:
+def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
     """The value that `encode_tree` was given. Raises CorruptObject where the JSON is not a tagged tree."""
+    _check_depth(depth, path)
+
+    def child(key: object, item: JSON) -> Any:
+        return decode_tree(item, f"{path}/{key}", unleaf, depth + 1)
+
     if isinstance(tree, list):
-        return [decode_tree(item, f"{path}/{i}", unleaf) for i, item in enumerate(tree)]
+        return [child(i, item) for i, item in enumerate(tree)]
     if not isinstance(tree, dict):
         return tree
     if TAG not in tree:
-        return {key: decode_tree(item, f"{path}/{key}", unleaf) for key, item in tree.items()}
+        return {key: child(key, item) for key, item in tree.items()}
     tag = tree[TAG]
     try:
         if tag in _CONTAINERS:
-            return _CONTAINERS[tag](decode_tree(item, f"{path}/{i}", unleaf) for i, item in enumerate(tree["v"]))
+            return _CONTAINERS[tag]([child(i, item) for i, item in enumerate(tree["v"])])
         if tag in _ATOMS:
             return _ATOMS[tag](tree["v"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise CorruptObject(f"tree at {path!r} holds a malformed {tag!r}: {error}") from error
     return unleaf(path, tree)
 
 
-def leaves(tree: JSON, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(path, tagged object) of each tensor and array in a tree, in order."""
+def leaves(tree: JSON, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, tagged object) of each tensor and array in a tree, in order. Raises CorruptObject like decode_tree."""
+    _check_depth(depth, path)
     if isinstance(tree, list):
         for i, item in enumerate(tree):
-            yield from leaves(item, f"{path}/{i}")
+            yield from leaves(item, f"{path}/{i}", depth + 1)
     elif isinstance(tree, dict):
         if tree.get(TAG) in ("tensor", "array"):
             yield path, tree
         elif TAG in tree:
-            yield from _tagged_leaves(tree, path)
+            yield from _tagged_leaves(tree, path, depth)
         else:
             for key, item in tree.items():
-                yield from leaves(item, f"{path}/{key}")
+                yield from leaves(item, f"{path}/{key}", depth + 1)
 
 
-def _tagged_leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _tagged_leaves(tree: dict[str, Any], path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
     items = tree.get("v")
-    if tree[TAG] in _MAPPINGS.values():
-        for key, item in items or ():
-            yield from leaves(item, f"{path}/{key}")
-    elif isinstance(items, list):
-        yield from leaves(items, path)
+    if not isinstance(items, list):
+        return
+    if tree[TAG] not in _MAPPINGS.values():
+        yield from leaves(items, path, depth + 1)
+        return
+    for pair in items:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise CorruptObject(f"tree at {path!r} holds a malformed {tree[TAG]!r}")
+        yield from leaves(pair[1], f"{path}/{pair[0]}", depth + 2)
+
+
+def _check_depth(depth: int, path: str) -> None:
+    if depth > _MAX_JSON_DEPTH:
+        raise CorruptObject(f"tree at {path[:80]!r}... is nested more than {_MAX_JSON_DEPTH} deep")
 
 
 def encode_bytes(data: bytes | bytearray | memoryview) -> str:
@@ -120,8 +138,19 @@ def decode_bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedObject(
+            f"state at {path!r} holds text that is not Unicode: {value[:80]!r}", "Store it as bytes (os.fsencode)"
+        ) from error
+    return value
+
+
 def _int(value: int) -> JSON:
-    return value if -_SAFE_INT < value < _SAFE_INT else {TAG: "int", "v": str(value)}
+    # Hexadecimal: Python limits the digits of decimal conversions.
+    return value if -_SAFE_INT < value < _SAFE_INT else {TAG: "int", "v": hex(value)}
 
 
 def _float(value: float) -> JSON:
@@ -137,10 +166,6 @@ def _bytes(value: bytes) -> JSON:
     return {TAG: "bytes", "v": encode_bytes(value)}
 
 
-def _pairs(items: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-    yield from items
-
-
 def _real(value: JSON) -> float:
     return float(value["v"]) if isinstance(value, dict) else float(value)
 
@@ -152,16 +177,16 @@ _SCALARS: dict[type, Callable[[Any], JSON]] = {
     bytes: _bytes,
 }
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
-_CONTAINERS: dict[str, Callable[[Iterator[Any]], Any]] = {
+_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
-    "dict": lambda items: dict(_pairs(items)),
-    "odict": lambda items: OrderedDict(_pairs(items)),
-    "counter": lambda items: Counter(dict(_pairs(items))),
+    "dict": dict,
+    "odict": OrderedDict,
+    "counter": lambda items: Counter(dict(items)),
 }
 _ATOMS: dict[str, Callable[[Any], Any]] = {
-    "int": int,
+    "int": lambda v: int(v, 16),
     "float": float,
     "complex": lambda v: complex(_real(v[0]), _real(v[1])),
     "bytes": decode_bytes,

@@ -27,7 +27,8 @@ class LocalStore(Store):
 
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
-        self.url = self.root.as_uri()
+        # Not Path.as_uri, which quotes: open_store(store.url) must find the same folder.
+        self.url = f"file://{self.root}"
 
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""
@@ -158,7 +159,10 @@ class _Temporary:
 
     def __exit__(self, *_: object) -> None:
         self._temporary.unlink(missing_ok=True)
-        sync_folder(self._path.parent)
+        try:
+            sync_folder(self._path.parent)
+        except FileNotFoundError:
+            pass  # the object was deleted meanwhile, and its folder with it
 
 
 class _LocalWriter(ObjectWriter):
@@ -209,8 +213,8 @@ def sync_folder(folder: Path) -> None:
 def _create(path: Path) -> int:
     """A descriptor of a new file, whose folder another process may be removing as empty at the same time."""
     for _ in range(_CREATE_TRIES):
-        make_folders(path.parent)
         try:
+            make_folders(path.parent)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
             continue

@@ -81,7 +81,8 @@ class FsspecStore(Store):
             try:
                 data = self._fs.cat_file(self._path(key), start=offset, end=offset + len(buffer))
             except OSError as error:
-                if error.errno == errno.EINVAL:  # 416: nothing at this offset
+                # 416, nothing at this offset, arrives as EINVAL, like any other bad request.
+                if error.errno == errno.EINVAL and self.size(key) <= offset:
                     return 0
                 raise
             buffer[: len(data)] = data
