@@ -65,13 +65,15 @@ class Collector:
         return _small_leaf(path, value)
 
     def _local_leaf(self, path: str, value: Any) -> JSON:
-        if not isinstance(value, torch.Tensor | np.ndarray):
-            return _small_leaf(path, value)
-        if value.nbytes > _INLINE_BYTES:
-            return self._shared_leaf(self._prefix + path, value)
         if isinstance(value, np.ndarray):
+            if value.nbytes > _INLINE_BYTES:
+                return self._shared_leaf(self._prefix + path, value)
             return {TAG: "array", **_inline(path, _from_array(path, value))}
-        return {TAG: "tensor", **_inline(path, value), **_device(value)}
+        if isinstance(value, torch.Tensor):
+            if value.numel() * value.element_size() > _INLINE_BYTES:
+                return self._shared_leaf(self._prefix + path, value)
+            return {TAG: "tensor", **_inline(path, value), **_device(value)}
+        return _small_leaf(path, value)
 
     def _store(self, path: str, tensor: torch.Tensor) -> str:
         """Add a tensor to the shard once; returns the name of its entry."""

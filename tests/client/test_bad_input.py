@@ -1,0 +1,206 @@
+"""Bad input gets a typed error that names the object and the remedy, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.clock import system_clock
+from ckptstore.deletion import apply_prune, plan_prune
+from ckptstore.documents import Outcome, digest, parse_sealed, seal
+from ckptstore.errors import (
+    BadInput,
+    CkptError,
+    DaemonUnavailable,
+    InvalidName,
+    InvalidRequest,
+    NoCheckpoint,
+    StateMismatch,
+    StoreFull,
+    StoreReadOnly,
+    UnknownScheme,
+    UnsupportedFormat,
+    UnsupportedObject,
+)
+from ckptstore.retention import Policy
+from ckptstore.source import StoreSource
+from ckptstore.stores import open_store
+from ckptstore.verify import verify
+from tests.support.training import same_state
+
+
+@pytest.mark.parametrize("run", ["../x", "", "a/b", "a..b", ".hidden", "x" * 200, "a b"])
+def test_bad_run_name(run: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        Checkpointer(str(tmp_path), run=run)
+    assert caught.value.code in ("invalid_name", "invalid_request")
+    assert caught.value.hint
+
+
+def test_unknown_scheme_names_the_url_and_the_package() -> None:
+    with pytest.raises(UnknownScheme, match="gopher://x") as caught:
+        Checkpointer("gopher://x", run="r")
+    assert "install" in caught.value.hint
+
+
+def test_neither_store_nor_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CKPT_STORE", "CKPTD_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidRequest, match="no store"):
+        Checkpointer(run="r")
+
+
+def test_unreachable_daemon() -> None:
+    with Checkpointer("http://127.0.0.1:9", run="r") as checkpointer:
+        with pytest.raises(DaemonUnavailable, match=r"127\.0\.0\.1:9"):
+            checkpointer.restore(nn.Linear(2, 2))
+        with pytest.raises(InvalidRequest, match="daemon"):
+            checkpointer.save_async(nn.Linear(2, 2), None, 0)
+
+
+def test_an_unreachable_daemon_does_not_hinder_saving(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="r", daemon="http://127.0.0.1:9") as checkpointer:
+        assert checkpointer.save(nn.Linear(2, 2), None, 3).step == 3
+
+
+@pytest.mark.parametrize("step", [-1, 10**12, 1.5, True, "7"])
+def test_bad_step(step: object, tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer, pytest.raises(InvalidName):
+        checkpointer.save_async(nn.Linear(2, 2), None, step)  # type: ignore[arg-type]
+
+
+def test_unsupported_objects_are_named_by_their_path(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        for value in (
+            object(),
+            {"a": [lambda: None]},
+            {"s": torch.zeros(2, 2).to_sparse()},
+            torch.zeros(1, device="meta"),
+        ):
+            with pytest.raises(UnsupportedObject, match="mine") as caught:
+                checkpointer.save_async(nn.Linear(2, 2), None, 0, mine=value)
+            assert isinstance(caught.value, TypeError)
+            assert caught.value.hint
+        assert checkpointer.save(nn.Linear(2, 2), None, 1).step == 1
+
+
+def test_reserved_names(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer, pytest.raises(InvalidRequest, match="rng"):
+        checkpointer.save_async(nn.Linear(2, 2), None, 0, rng=1)
+
+
+def test_strict_restore_reports_every_difference_and_changes_nothing(tmp_path: Path) -> None:
+    saved = nn.ModuleDict({"same": nn.Linear(3, 3), "gone": nn.Linear(2, 2), "shape": nn.Linear(4, 4, bias=False)})
+    other = nn.ModuleDict({"same": nn.Linear(3, 3), "new": nn.Linear(2, 2), "shape": nn.Linear(4, 5, bias=False)})
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(saved, None, 0)
+        with pytest.raises(StateMismatch) as caught:
+            checkpointer.restore(other, scheduler=None)
+        for part in ("model/new.weight", "model/gone.weight", "[4, 4]", "[5, 4]", "scheduler"):
+            assert part in str(caught.value)
+        assert same_state(dict(other.state_dict()), before)
+
+        restored = checkpointer.restore(other, scheduler=None, strict=False)
+        assert restored is not None
+        assert restored.missing == ["model/new.weight", "model/new.bias", "scheduler"]
+        assert restored.unexpected == ["model/gone.weight", "model/gone.bias"]
+        assert len(restored.mismatched) == 1
+    assert same_state(other["same"].state_dict(), saved["same"].state_dict())
+    assert same_state(dict(other["new"].state_dict()), {k[4:]: v for k, v in before.items() if k.startswith("new")})
+
+
+def test_optimizer_of_other_parameters(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        optim = torch.optim.AdamW(model.parameters())
+        checkpointer.save(model, optim, 0)
+        with pytest.raises(StateMismatch, match=r"1\.weight"):
+            checkpointer.restore(model, torch.optim.AdamW(model[0].parameters()))
+
+
+def test_no_such_checkpoint(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        assert checkpointer.restore(nn.Linear(2, 2)) is None
+        assert checkpointer.latest() is None
+        checkpointer.save(nn.Linear(2, 2), None, 5)
+        with pytest.raises(NoCheckpoint, match="step 6"):
+            checkpointer.restore(nn.Linear(2, 2), checkpoint=6)
+
+
+def test_newer_format_is_refused_not_skipped(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, None, 1)
+        newest = checkpointer.save(model, None, 2)
+        path = tmp_path / "r" / "commits" / f"{newest.attempt}.json"
+        outcome = parse_sealed(path.read_bytes(), Outcome, "x")
+        body = seal(outcome).split(b"\n")[0].replace(b'"format":1', b'"format":99')
+        path.write_bytes(body + b'\n{"xxh3_128":"' + digest(body).encode() + b'"}\n')
+        with pytest.raises(UnsupportedFormat, match="99"):
+            checkpointer.restore(model)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_full_disk_fails_the_save_and_keeps_the_others(small_disk: Path) -> None:
+    model = nn.Linear(1024, 1536, bias=False)  # 6 MiB
+    with Checkpointer(str(small_disk), run="r", compress="off") as checkpointer:
+        committed, failure = [], None
+        for step in range(5):
+            try:
+                committed.append(checkpointer.save(model, None, step))
+            except CkptError as error:
+                failure = error
+                break
+        assert isinstance(failure, StoreFull)
+        assert "prune" in failure.hint
+        assert len(committed) == 3
+        store = open_store(str(small_disk))
+        assert all(verify(StoreSource(store), checkpoint).ok for checkpoint in committed)
+        # What the failed save wrote is gone, so that pruning one checkpoint makes room for the next.
+        assert {info.key.split("/")[2] for info in store.list("r/attempts/")} == {str(c.attempt) for c in committed}
+        apply_prune(store, plan_prune(store, "r", Policy(2), system_clock), system_clock)
+        assert checkpointer.save(model, None, 9).step == 9
+
+
+def test_read_only_folder(small_disk: Path) -> None:
+    model = nn.Linear(4, 4)
+    with Checkpointer(str(small_disk), run="r") as checkpointer:
+        checkpointer.save(model, None, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with Checkpointer(str(small_disk), run="r") as checkpointer:
+        restored = checkpointer.restore(model)
+        assert restored is not None
+        assert restored.step == 1
+        with pytest.raises(StoreReadOnly, match="small"):
+            checkpointer.save(model, None, 2)
+
+
+def test_a_failed_background_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    checkpointer = Checkpointer(str(blocked), run="r")
+    handle = checkpointer.save_async(nn.Linear(2, 2), None, 0)
+    assert handle._finished.wait(30)
+    with pytest.raises(CkptError, match="file"):
+        checkpointer.save_async(nn.Linear(2, 2), None, 1)
+    assert handle.exception() is not None
+    checkpointer.close()

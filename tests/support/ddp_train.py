@@ -1,0 +1,69 @@
+"""A rank of a data-parallel run: `ddp_train FOLDER STEPS SAVE_AT [MODE]`. Prints the losses as exact floats.
+
+It restores what there is, trains to STEPS, saving at SAVE_AT. MODE: forbid-collectives, different, grow.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt import Checkpointer
+from ckptstore.errors import CkptError
+from tests.support.ddp import join
+from tests.support.training import seed_all
+
+
+def main() -> None:
+    """Train."""
+    folder, steps, save_at, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:])
+    rank = join()
+    seed_all(5 + (rank if mode == "different" else 0))
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
+    if mode != "different":
+        model = DistributedDataParallel(model)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sched = torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, total_steps=100)
+    seed_all(100 + rank)
+    losses = []
+    with Checkpointer(folder, run="ddp") as checkpointer:
+        restored = checkpointer.restore(model, optim, scheduler=sched, seen=None)
+        start = restored.step + 1 if restored else 0
+        for step in range(start, steps):
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            sched.step()
+            losses.append(loss.item())
+            if step == save_at:
+                checkpointer.save_async(model, optim, step, scheduler=sched, seen=f"rank {rank}")
+                if mode == "forbid-collectives":
+                    forbid_collectives()
+                    checkpointer.save_async(model, optim, step + 1000, scheduler=sched, seen=f"rank {rank}").result(60)
+                    break
+    print([value.hex() for value in losses])
+    print(restored.values["seen"] if restored else "nothing")
+    dist.destroy_process_group()
+
+
+def forbid_collectives() -> None:
+    """From now on any collective is an error."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a collective after the first save")
+
+    for name in ("all_gather_object", "broadcast_object_list", "all_gather", "broadcast", "barrier", "all_reduce"):
+        setattr(dist, name, refuse)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except CkptError as caught:
+        print(f"{caught.code}: {caught}")
+        sys.exit(3)
