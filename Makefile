@@ -12,7 +12,7 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
-	$(BIN)/python -m examples.demo
+	$(BIN)/python examples/demo.py
 
 test: check
 	$(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=term

@@ -1,0 +1,1 @@
+"""Benchmarks: python -m bench NAME. Nothing here is imported by the product."""
