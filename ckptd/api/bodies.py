@@ -1,0 +1,35 @@
+"""JSON bodies, in and out, as ckptstore.wire defines them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ckptstore.errors import InvalidRequest
+
+MAX_BODY_BYTES = 64 << 10
+_B = TypeVar("_B", bound=msgspec.Struct)
+
+
+async def read_body(request: Request, kind: type[_B]) -> _B:
+    """The body of a request. Raises InvalidRequest."""
+    # Browsers send other types across sites without asking first, and a web page must not be able to prune.
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise InvalidRequest("the body is not declared as JSON", "Send Content-Type: application/json")
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise InvalidRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", "Requests are small; is this one?")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not a {kind.__name__}: {error}", "See docs/operations.md") from error
+
+
+def json_response(body: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer; equal bodies give equal bytes."""
+    return Response(msgspec.json.encode(body), status, headers, "application/json")

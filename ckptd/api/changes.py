@@ -1,0 +1,74 @@
+"""Changing: notify, prune, reindex, leases."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from starlette.responses import Response
+
+from ckptd.api.bodies import json_response, read_body
+from ckptd.api.context import Given
+from ckptd.services.pruning import Pruned
+from ckptstore import wire
+from ckptstore.names import Attempt, Reference, check_run
+from ckptstore.retention import Policy
+
+router = APIRouter()
+
+
+@router.post(wire.NOTIFY)
+async def notify(request: Request, given: Given) -> Response:
+    """An attempt was committed: look at its outcome in the store now, rather than at the next poll."""
+    body = await read_body(request, wire.NotifyRequest)
+    attempt = Attempt.parse(body.attempt)
+    found = await given.threads.store(given.services.synchronizing.notify, check_run(body.run), attempt)
+    return json_response(wire.CheckpointBody.of(found))
+
+
+@router.post(wire.PRUNE)
+async def prune(request: Request, given: Given) -> Response:
+    """Delete what the policy does not keep; a dry run, the default, only says what that is."""
+    body = await read_body(request, wire.PruneRequest)
+    policy = Policy(keep_last=body.keep_last)
+    run = check_run(body.run) if body.run is not None else None
+    done = await given.threads.store(given.services.pruning.prune, policy, run, body.dry_run)
+    return json_response(_prune_body(done, body.dry_run))
+
+
+@router.post(wire.REINDEX)
+async def reindex(given: Given) -> Response:
+    """Read every outcome in the store again."""
+    num_runs, num_checkpoints = await given.threads.store(given.services.synchronizing.reindex)
+    return json_response(wire.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
+
+
+@router.post(wire.LEASES)
+async def take_lease(request: Request, given: Given) -> Response:
+    """Protect a checkpoint from deletion for some seconds."""
+    body = await read_body(request, wire.LeaseRequest)
+    reference = Reference.parse(body.id)
+    run, lease = await given.threads.store(given.services.protection.take, reference, body.holder, body.ttl_s)
+    return json_response(wire.LeaseBody(run=run, lease=lease), 201)
+
+
+@router.delete(wire.LEASES + "/{run}/{lease}")
+async def release_lease(
+    given: Given, run: Annotated[str, Path(max_length=128)], lease: Annotated[str, Path(max_length=26)]
+) -> Response:
+    """End a lease; one that is gone already is fine."""
+    await given.threads.store(given.services.protection.release, run, lease)
+    return Response(status_code=204)
+
+
+def _prune_body(pruned: Pruned, dry_run: bool) -> wire.PruneBody:
+    items = [
+        wire.PruneItem(checkpoint=wire.CheckpointBody.of(verdict.checkpoint), reasons=list(verdict.reasons))
+        for verdict in pruned.verdicts
+    ]
+    return wire.PruneBody(
+        dry_run=dry_run,
+        items=items,
+        freed_bytes=sum(checkpoint.stored_bytes for checkpoint in pruned.removed),
+        held=[checkpoint.id for checkpoint in pruned.spared],
+    )

@@ -1,0 +1,56 @@
+"""What every endpoint is given, and how it calls blocking code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ParamSpec, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import Depends, Request
+
+from ckptd.metrics import Metrics
+from ckptd.services import Services
+
+INDEX_THREADS = 16
+STORE_THREADS = 32
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Threads:
+    """Two pools, so that a store that hangs cannot keep the index from answering."""
+
+    def __init__(self) -> None:
+        self._index = CapacityLimiter(INDEX_THREADS)
+        self._store = CapacityLimiter(STORE_THREADS)
+
+    async def index(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+        """Run what only asks the index."""
+        return await to_thread.run_sync(partial(work, *args, **options), limiter=self._index)
+
+    async def store(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+        """Run what waits for the store; given up by its caller, the thread ends by itself."""
+        return await to_thread.run_sync(partial(work, *args, **options), limiter=self._store, abandon_on_cancel=True)
+
+
+@dataclass(slots=True)
+class Context:
+    """One app's services, threads and counters."""
+
+    services: Services
+    threads: Threads
+    metrics: Metrics
+    leaving: bool = False
+    """SIGTERM came: say so in /readyz."""
+
+
+async def _context(request: Request) -> Context:
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context
+
+
+Given = Annotated[Context, Depends(_context)]

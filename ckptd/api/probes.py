@@ -1,0 +1,53 @@
+"""For orchestrators and monitoring: alive, ready, metrics. No token is asked for."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import PlainTextResponse, Response
+
+from ckptd.api.bodies import json_response
+from ckptd.api.context import Context, Given
+from ckptstore.errors import IndexUnavailable
+
+router = APIRouter()
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """What the daemon needs, each "ok" or what is wrong with it."""
+
+    ready: bool
+    database: str
+    store: str
+    leaving: bool
+
+
+@router.get("/livez")
+async def live() -> Response:
+    """The process answers: restarting it would help nobody."""
+    return PlainTextResponse("ok\n")
+
+
+@router.get("/readyz")
+async def ready(given: Given) -> Response:
+    """200 if the database answers, the store was just listed and the index equals it; else 503."""
+    database = await given.threads.index(_database_problem, given)
+    store = given.services.freshness.problem()
+    body = Readiness(not (database or store or given.leaving), database or "ok", store or "ok", given.leaving)
+    return json_response(body, 200 if body.ready else 503, {"Cache-Control": "no-store"})
+
+
+@router.get("/metrics")
+async def metrics(given: Given) -> Response:
+    """Prometheus text."""
+    text = await given.threads.index(generate_latest, given.metrics.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def _database_problem(given: Context) -> str:
+    try:
+        given.services.catalogue.ping()
+    except IndexUnavailable as error:
+        return str(error)
+    return ""

@@ -1,0 +1,93 @@
+"""The wiring: the only place where the daemon's objects are made and joined."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from ckptd.api import changes, checkpoints, probes, problems
+from ckptd.api.context import INDEX_THREADS, STORE_THREADS, Context, Threads
+from ckptd.api.middleware import Authentication, Requests
+from ckptd.index import Database, Index
+from ckptd.metrics import Metrics
+from ckptd.services import Catalogue, Freshness, Objects, Protection, Pruning, Services, Synchronizing
+from ckptd.services.collecting import Collecting
+from ckptd.services.gauges import Gauges
+from ckptd.services.periodic import Periodic
+from ckptd.services.recovery import Recovery
+from ckptd.settings import Settings
+from ckptstore.clock import Clock, system_clock
+from ckptstore.errors import InvalidRequest
+from ckptstore.stores import Store, open_store
+
+_LOG = logging.getLogger(__name__)
+_BACKGROUND_THREADS = 2
+_STOP_TIMEOUT_S = 2.0
+_STALE_AFTER_ROUNDS = 6
+_STALE_AFTER_S = 60.0
+
+
+def create_app(settings: Settings, store: Store | None = None, clock: Clock = system_clock) -> FastAPI:
+    """The daemon as an ASGI app; its index is migrated on return, its background work begins with its lifespan.
+
+    store: instead of the one that settings name. Raises BadInput or IndexUnavailable.
+    """
+    store = store or open_store(settings.store)
+    if not store.shared_between_processes:
+        raise InvalidRequest(f"{store.url} is visible to one process only", "Use file:// or an object store")
+    metrics = Metrics()
+    database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
+    _LOG.info("serving %s with the index at %s", store.url, database.url)
+    index = Index(database)
+    index.adopt(store.url)
+    freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
+    recovery = Recovery(store, clock, settings.commit_grace_seconds)
+    synchronizing = Synchronizing(store, index, recovery, freshness, metrics, clock)
+    catalogue = Catalogue(index, freshness, store.url)
+    services = Services(
+        catalogue=catalogue,
+        freshness=freshness,
+        objects=Objects(store, catalogue),
+        protection=Protection(store, catalogue, clock),
+        pruning=Pruning(store, synchronizing, metrics, clock),
+        synchronizing=synchronizing,
+    )
+    metrics.registry.register(Gauges(index, freshness, clock))
+    collecting = Collecting(store, metrics, clock, settings.orphan_grace_seconds)
+    background = [
+        Periodic("synchronizing", synchronizing.round, settings.poll_seconds),
+        Periodic("collecting", collecting.round, settings.collect_seconds),
+    ]
+    return _assemble(Context(services, Threads(), metrics), settings.token, background, database)
+
+
+def _assemble(context: Context, token: str, background: list[Periodic], database: Database) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        for work in background:
+            work.start()
+        yield
+        for work in background:
+            work.stop(_STOP_TIMEOUT_S)
+        database.close()
+
+    app = FastAPI(
+        title="ckptd",
+        version=version("ckptd"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    problems.install(app)
+    for module in (probes, checkpoints, changes):
+        app.include_router(module.router)
+    # The last one added is the outermost.
+    app.add_middleware(Authentication, token=token)
+    app.add_middleware(Requests, metrics=context.metrics)
+    return app

@@ -1,0 +1,27 @@
+"""What the daemon counts, for Prometheus. One registry per app, so that two apps in a process do not collide."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+
+class Metrics:
+    """The counters. Any thread may use them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"ckptd_{name}", text, labels, registry=self.registry)
+
+        self.http_requests = counter("http_requests", "Requests answered.", "method", "route", "status")
+        self.http_seconds = Histogram(
+            "ckptd_http_request_seconds", "Time to the end of the answer.", ["route"], registry=self.registry
+        )
+        self.read_bytes = counter("read_bytes", "Bytes of checkpoints sent to readers.")
+        self.store_errors = counter("store_errors", "Failures of the store.", "op", "code")
+        self.rolled_forward = counter("rolled_forward", "Attempts committed because their own committer did not.")
+        self.orphans_aborted = counter("orphans_aborted", "Unfinished attempts that were given up and deleted.")
+        self.orphan_freed_bytes = counter("orphan_freed_bytes", "Bytes freed by deleting orphans.")
+        self.prune_deleted = counter("prune_deleted", "Checkpoints deleted by prunes.")
+        self.prune_freed_bytes = counter("prune_freed_bytes", "Stored bytes of the checkpoints that prunes deleted.")

@@ -1,0 +1,75 @@
+"""Serving until SIGTERM: say so in /readyz, close the port, let open requests end, exit 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from ckptd.api.context import Context
+from ckptd.settings import Settings
+
+_LOG = logging.getLogger(__name__)
+_KEEP_ALIVE_S = 75
+_LAST_WAIT_S = 0.5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn closes its port as soon as it is asked to stop, and then dies by the signal; we do neither."""
+
+    def __init__(self, config: uvicorn.Config, context: Context, notice_s: float) -> None:
+        super().__init__(config)
+        self._context = context
+        self._notice_s = notice_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            for listening in server.sockets:
+                host, port = listening.getsockname()[:2]
+                _LOG.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._context.leaving:
+            self._close()  # asked twice: no more notice
+            return
+        self._context.leaving = True
+        notice = threading.Timer(self._notice_s, self._close)
+        notice.daemon = True
+        notice.start()
+
+    def _close(self) -> None:
+        self.should_exit = True
+
+
+def serve(app: FastAPI, settings: Settings) -> None:
+    """Answer requests until a signal comes, then drain; returns when the last answer is sent or given up."""
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+    )
+    _Server(config, app.state.context, settings.notice_seconds).run()
+    _LOG.info("stopped")
+    if _is_stuck():
+        # A read that a dead store never answers must not keep the process from ending. Nothing is lost:
+        # what matters is in the store, and the index is closed.
+        logging.shutdown()
+        os._exit(0)
+
+
+def _is_stuck() -> bool:
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    for thread in others:
+        thread.join(_LAST_WAIT_S)
+    return any(thread.is_alive() for thread in others)

@@ -1,0 +1,48 @@
+"""Collects orphans: unfinished attempts nobody works on any more, half deletions, expired leases."""
+
+from __future__ import annotations
+
+import logging
+
+from ckptd.metrics import Metrics
+from ckptstore.catalog import list_runs
+from ckptstore.clock import Clock
+from ckptstore.deletion import collect
+from ckptstore.errors import CkptError
+from ckptstore.stores import Store
+
+_LOG = logging.getLogger(__name__)
+
+
+class Collecting:
+    """Runs the collector over all runs. For one background thread."""
+
+    def __init__(self, store: Store, metrics: Metrics, clock: Clock, grace_s: float) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._grace_s = grace_s
+
+    def round(self) -> None:
+        """Collect in every run; one that fails is tried again next time. Never raises CkptError."""
+        try:
+            for run in list_runs(self._store):
+                self._collect(run)
+        except CkptError as error:
+            self._count(error)
+
+    def _collect(self, run: str) -> None:
+        try:
+            collected = collect(self._store, run, self._clock, self._grace_s)
+        except CkptError as error:
+            self._count(error)
+            return
+        self._metrics.rolled_forward.inc(len(collected.rolled_forward))
+        self._metrics.orphans_aborted.inc(len(collected.aborted))
+        self._metrics.orphan_freed_bytes.inc(collected.freed_bytes)
+        if collected.aborted:
+            _LOG.info("gave up %d attempts of run %s, %d bytes", len(collected.aborted), run, collected.freed_bytes)
+
+    def _count(self, error: CkptError) -> None:
+        _LOG.warning("cannot collect orphans: %s", error)
+        self._metrics.store_errors.labels("collect", error.code).inc()

@@ -1,0 +1,75 @@
+"""Whether the index may be believed. "There is none" is only said of a store that was listed just now.
+
+A trainer that is told "no checkpoint" starts from scratch, so the absence of one must never be
+concluded from a store that did not answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+
+from ckptstore.clock import Clock
+from ckptstore.errors import CkptError, StoreUnavailable
+
+
+class Freshness:
+    """What the last listings of the store came to. Any thread may ask or tell."""
+
+    def __init__(self, clock: Clock, stale_after_s: float) -> None:
+        self._clock = clock
+        self._stale_after_s = stale_after_s
+        self._lock = threading.Lock()
+        self._started_at = clock()
+        self._succeeded_at: float | None = None
+        self._listed_at: float | None = None
+        self._synced: set[str] = set()
+        self._failures: dict[str | None, CkptError] = {}
+
+    def report(self, began_at: float, runs: Collection[str], failures: Mapping[str, CkptError]) -> None:
+        """A round that began at `began_at` listed the store; some of its runs may have failed."""
+        with self._lock:
+            self._listed_at = began_at
+            self._synced = (self._synced & set(runs)) | (set(runs) - failures.keys())
+            self._failures = dict(failures.items())
+            if not failures:
+                self._succeeded_at = began_at
+
+    def report_failure(self, error: CkptError) -> None:
+        """A round could not even list the runs."""
+        with self._lock:
+            self._failures = {None: error}
+
+    def lag_s(self) -> float:
+        """Seconds since the index was last known to equal the store, or since the start."""
+        with self._lock:
+            return max(0.0, self._clock() - (self._succeeded_at or self._started_at))
+
+    def problem(self) -> str:
+        """Why the index does not equal the store now; empty if it does."""
+        with self._lock:
+            return self._doubt(None, found=False)
+
+    def check(self, run: str | None, found: bool) -> None:
+        """Raise StoreUnavailable if the index cannot answer a question about `run` (None: about all).
+
+        found: what the index has is believed once the run was read whole; that something is missing is
+        believed only if the last listing succeeded, and not long ago.
+        """
+        with self._lock:
+            doubt = self._doubt(run, found)
+        if doubt:
+            raise StoreUnavailable(doubt, "The index may not equal the store; try again when /readyz says so")
+
+    def _doubt(self, run: str | None, found: bool) -> str:
+        failures = {name: error for name, error in self._failures.items() if run is None or name in (None, run)}
+        if self._listed_at is not None and found:
+            failures = {
+                name: error for name, error in failures.items() if name is not None and name not in self._synced
+            }
+        if failures:
+            return next(iter(failures.values())).message
+        if self._listed_at is None:
+            return "the store has not been listed yet"
+        age = self._clock() - self._listed_at
+        return f"the store was last listed {age:.0f} s ago" if age > self._stale_after_s and not found else ""

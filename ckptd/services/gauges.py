@@ -1,0 +1,51 @@
+"""Figures about checkpoints, computed when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ckptd.index import Index
+from ckptd.services.freshness import Freshness
+from ckptstore.clock import Clock
+from ckptstore.errors import IndexUnavailable
+
+
+class Gauges(Collector):
+    """The newest checkpoint of each run, and how far the index may be behind the store."""
+
+    def __init__(self, index: Index, freshness: Freshness, clock: Clock) -> None:
+        self._index = index
+        self._freshness = freshness
+        self._clock = clock
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that registering asks no database."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the index; without a database only the lag is left."""
+        lag = GaugeMetricFamily("ckptd_index_lag_seconds", "Time since the index was known to equal the store.")
+        lag.add_metric([], self._freshness.lag_s())
+        yield lag
+        try:
+            summaries = self._index.summaries()
+        except IndexUnavailable:
+            return
+        age = GaugeMetricFamily(
+            "ckptd_checkpoint_age_seconds", "Time since the newest checkpoint was committed.", labels=["run"]
+        )
+        step = GaugeMetricFamily("ckptd_last_committed_step", "Step of the newest checkpoint.", labels=["run"])
+        count = GaugeMetricFamily("ckptd_checkpoints", "Checkpoints of all states.", labels=["run"])
+        stored = GaugeMetricFamily("ckptd_stored_bytes", "Bytes of the checkpoints in the store.", labels=["run"])
+        now = self._clock()
+        for summary in summaries:
+            count.add_metric([summary.run], summary.num_checkpoints)
+            stored.add_metric([summary.run], summary.stored_bytes)
+            if summary.latest is not None:
+                age.add_metric([summary.run], max(0.0, now - summary.latest.committed_at))
+                step.add_metric([summary.run], summary.latest.step)
+        yield from (age, step, count, stored)
