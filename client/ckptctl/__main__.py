@@ -1,0 +1,5 @@
+"""python -m ckptctl."""
+
+from ckptctl.cli import main
+
+main()

@@ -1,0 +1,10 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+RunOption = Annotated[str | None, typer.Option("--run", "-r", metavar="RUN", help="One run only.", show_default=False)]
+CheckpointArgument = Annotated[str, typer.Argument(metavar="ID", help="RUN@STEP, RUN@STEP.ULID or RUN@latest.")]

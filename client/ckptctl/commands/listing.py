@@ -1,0 +1,152 @@
+"""ls, latest, runs: what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import typer
+
+from ckptctl import human
+from ckptctl.commands.arguments import RunOption
+from ckptctl.render import Block, Column, Facts, Row, Table
+from ckptctl.session import Session
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.wire import CheckpointBody, RunBody
+
+STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.CORRUPT: "red"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("ls")(list_checkpoints)
+    app.command("latest")(show_latest)
+    app.command("runs")(list_runs)
+
+
+def list_checkpoints(
+    ctx: typer.Context,
+    run: RunOption = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The newest N of each run.", show_default=False)
+    ] = None,
+) -> None:
+    """List checkpoints, by run and falling step."""
+    session: Session = ctx.obj
+    shown: list[Checkpoint] = []
+    for name, found in session.checkpoints(run).items():
+        shown += found[:limit]
+        if len(found) > len(found[:limit]):
+            session.screen.note(f"{len(found[:limit])} of {human.count(len(found), 'checkpoint')} of run {name} shown")
+    if not shown:
+        session.screen.note(f"no checkpoint in {session.source.url}")
+    bodies = [CheckpointBody.of(c) for c in shown]
+    session.screen.emit(bodies, [c.id for c in shown], [checkpoint_table(shown, session.clock())] if shown else [])
+
+
+def show_latest(ctx: typer.Context, run: RunOption = None) -> None:
+    """Show the newest checkpoint.
+
+    That is the highest step of --run, or without a run the checkpoint that was committed last.
+    """
+    session: Session = ctx.obj
+    found = session.source.latest(run)
+    session.screen.emit(CheckpointBody.of(found), [found.id], [checkpoint_facts(found, session.clock())])
+
+
+def list_runs(ctx: typer.Context) -> None:
+    """List runs, with what they hold."""
+    session: Session = ctx.obj
+    if session.target.is_daemon:
+        runs = session.daemon("runs").run_summaries()
+    else:
+        runs = [summarize_run(name, found) for name, found in session.checkpoints(None).items()]
+    if not runs:
+        session.screen.note(f"no run in {session.source.url}")
+    session.screen.emit(runs, [run.run for run in runs], _run_blocks(runs, session.clock()))
+
+
+def summarize_run(run: str, checkpoints: Iterable[Checkpoint]) -> RunBody:
+    """What a run holds; its checkpoints come by falling step."""
+    found = list(checkpoints)
+    latest = next((c for c in found if c.state is State.COMMITTED), None)
+    return RunBody(
+        run=run,
+        num_checkpoints=len(found),
+        stored_bytes=sum(c.stored_bytes for c in found),
+        latest=CheckpointBody.of(latest) if latest else None,
+    )
+
+
+def short_id(checkpoint: Checkpoint) -> str:
+    """The shortest id that names this checkpoint and no other."""
+    if checkpoint.state is State.COMMITTED:
+        return f"{checkpoint.run}@{checkpoint.step}"
+    return checkpoint.id
+
+
+def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
+    """Checkpoints, one a row."""
+    columns = (
+        Column("CHECKPOINT"),
+        Column("STATE"),
+        Column("AGE", right=True),
+        Column("SIZE", right=True),
+        Column("STORED", right=True, drop=2),
+        Column("SAVED IN", right=True, drop=3),
+        Column("RANKS", right=True, drop=4),
+        Column("METRICS", drop=1),
+    )
+    return Table(columns, [Row(_cells(c, now), STATE_STYLES[c.state]) for c in checkpoints])
+
+
+def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
+    """All that a listing knows of one checkpoint."""
+    c = checkpoint
+    age = human.age(now - c.committed_at)
+    stored = f"{human.size(c.stored_bytes)} stored ({human.ratio(c.stored_bytes, c.raw_bytes)})"
+    entries, shards = human.count(c.num_entries, "entry"), human.count(c.num_shards, "shard")
+    pairs = [
+        ("checkpoint", c.id),
+        ("state", c.state),
+        ("committed", f"{human.moment(c.committed_at)}, {age} ago; {human.duration(c.save_seconds)} after its capture"),
+        ("size", f"{human.size(c.raw_bytes)}, {stored}"),
+        ("holds", f"{entries} in {shards}, written by {human.count(c.world_size, 'rank')}"),
+        ("metrics", human.metrics(c.metrics) or "none"),
+    ]
+    return Facts(pairs)
+
+
+def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:
+    if c.state is State.CORRUPT:
+        return (short_id(c), c.state, "?", "?", "?", "?", "?", c.problem)
+    return (
+        short_id(c),
+        c.state,
+        human.age(now - c.committed_at),
+        human.size(c.raw_bytes),
+        human.size(c.stored_bytes),
+        human.duration(c.save_seconds),
+        str(c.world_size),
+        human.metrics(c.metrics),
+    )
+
+
+def _run_blocks(runs: Iterable[RunBody], now: float) -> Iterator[Block]:
+    columns = (
+        Column("RUN"),
+        Column("CHECKPOINTS", right=True),
+        Column("STORED", right=True),
+        Column("LATEST"),
+        Column("AGE", right=True),
+    )
+    rows = [Row(_run_cells(run, now)) for run in runs]
+    if rows:
+        yield Table(columns, rows)
+
+
+def _run_cells(run: RunBody, now: float) -> tuple[str, ...]:
+    counts = (run.run, f"{run.num_checkpoints:,}", human.size(run.stored_bytes))
+    if run.latest is None:
+        return (*counts, "none", "")
+    return (*counts, f"step {run.latest.step}", human.age(now - run.latest.committed_at))

@@ -1,0 +1,165 @@
+"""show: what one checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ckptctl import human
+from ckptctl.commands.arguments import CheckpointArgument
+from ckptctl.commands.listing import checkpoint_facts
+from ckptctl.render import Block, Column, Row, Table
+from ckptctl.session import Session
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.documents import Content, Shard
+from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.names import Reference
+from ckptstore.reading import entry_bytes
+from ckptstore.source import Source, read_manifest
+from ckptstore.wire import CheckpointBody
+
+
+class EntryBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry as JSON. `aliases`: further names of the same bytes (tied weights)."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    aliases: list[str]
+
+
+class ShardBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard as JSON."""
+
+    name: str
+    rank: int
+    num_chunks: int
+    raw_bytes: int
+    stored_bytes: int
+    codecs: list[str]
+
+
+class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint and what it holds, as JSON."""
+
+    checkpoint: CheckpointBody
+    entries: list[EntryBody]
+    shards: list[ShardBody]
+    items: list[str]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("show")(show)
+
+
+def show(
+    ctx: typer.Context,
+    checkpoint: CheckpointArgument,
+    entries: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only entries with such a name, like 'model/*'.", show_default=False),
+    ] = None,
+) -> None:
+    """Show one checkpoint: its facts, entries and shards."""
+    session: Session = ctx.obj
+    found = find_readable(session.source, checkpoint)
+    content = read_manifest(session.source, found).content
+    chosen = [entry for entry in _entries(content) if entries is None or _matches(entry, entries)]
+    if entries is not None and not chosen:
+        raise InvalidRequest(f"no entry of {found.id} matches {entries!r}", "Without --entries all are shown")
+    body = ContentBody(
+        checkpoint=CheckpointBody.of(found),
+        entries=chosen,
+        shards=[_shard(shard) for shard in content.shards],
+        items=sorted(content.trees),
+    )
+    session.screen.emit(body, [found.id], _blocks(found, body, session.clock()))
+
+
+def find_readable(source: Source, text: str) -> Checkpoint:
+    """The checkpoint that `text` names. Raises InvalidName, NoCheckpoint, or CorruptObject for a damaged outcome."""
+    found = source.find(Reference.parse(text))
+    if found.state is State.CORRUPT:
+        raise CorruptObject(f"{found.id} cannot be read: {found.problem}", "Use another checkpoint")
+    return found
+
+
+def _entries(content: Content) -> list[EntryBody]:
+    sizes = entry_bytes(content)
+    aliases: dict[str, list[str]] = {}
+    for alias, name in sorted(content.aliases.items()):
+        aliases.setdefault(name, []).append(alias)
+    columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
+    return [
+        EntryBody(name=name, dtype=dtype, shape=shape, bytes=sizes[name], aliases=aliases.get(name, []))
+        for name, dtype, shape in columns
+    ]
+
+
+def _matches(entry: EntryBody, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in (entry.name, *entry.aliases))
+
+
+def _shard(shard: Shard) -> ShardBody:
+    return ShardBody(
+        name=shard.name,
+        rank=shard.rank,
+        num_chunks=len(shard.chunks.raw),
+        raw_bytes=sum(shard.chunks.raw),
+        stored_bytes=sum(shard.chunks.stored),
+        codecs=sorted(set(shard.chunks.codec)),
+    )
+
+
+def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]:
+    yield checkpoint_facts(found, now)
+    if body.entries:
+        yield ""
+        yield _entry_table(body.entries)
+    if body.shards:
+        yield ""
+        yield _shard_table(body.shards)
+
+
+def _entry_table(entries: Sequence[EntryBody]) -> Table:
+    columns = [Column("ENTRY"), Column("DTYPE"), Column("SHAPE"), Column("SIZE", right=True)]
+    if any(entry.aliases for entry in entries):
+        columns.append(Column("ALSO NAMED"))
+    rows = [
+        (entry.name, entry.dtype, _shape(entry.shape), human.size(entry.bytes), ", ".join(entry.aliases))
+        for entry in entries
+    ]
+    return Table(tuple(columns), [Row(cells[: len(columns)]) for cells in rows])
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " × ".join(str(length) for length in shape) or "scalar"
+
+
+def _shard_table(shards: Sequence[ShardBody]) -> Table:
+    columns = (
+        Column("SHARD"),
+        Column("RANK", right=True),
+        Column("CHUNKS", right=True),
+        Column("SIZE", right=True),
+        Column("STORED", right=True),
+        Column("CODECS"),
+    )
+    rows = [
+        (
+            s.name,
+            str(s.rank),
+            f"{s.num_chunks:,}",
+            human.size(s.raw_bytes),
+            human.size(s.stored_bytes),
+            ", ".join(s.codecs),
+        )
+        for s in shards
+    ]
+    return Table(columns, [Row(cells) for cells in rows])

@@ -1,0 +1,126 @@
+"""verify: whether every byte is as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ckptctl import human
+from ckptctl.commands.arguments import RunOption
+from ckptctl.commands.listing import short_id
+from ckptctl.render import Block, Column, Row, Table
+from ckptctl.session import Session
+from ckptctl.target import leased
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
+from ckptstore.names import Reference
+from ckptstore.reading import Progress
+from ckptstore.source import Source
+from ckptstore.verify import Verification
+from ckptstore.verify import verify as verify_checkpoint
+
+
+class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check of one checkpoint found, as JSON."""
+
+    id: str
+    ok: bool
+    num_chunks: int
+    stored_bytes: int
+    problems: list[str]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("verify")(verify)
+
+
+def verify(
+    ctx: typer.Context,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="RUN@STEP, RUN@STEP.ULID or RUN@latest.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All checkpoints, or all of --run.")] = False,
+    run: RunOption = None,
+) -> None:
+    """Read everything and check it against its checksums.
+
+    Goes on after a problem and lists all of them. With -o id it prints the damaged checkpoints.
+    """
+    session: Session = ctx.obj
+    chosen = _choose(session, checkpoint, everything, run)
+    results = list(_verify_each(session, chosen))
+    damaged = [result for result in results if not result.ok]
+    session.screen.emit([_body(result) for result in results], [r.checkpoint.id for r in damaged], _blocks(results))
+    if damaged:
+        raise CorruptObject(
+            f"{len(damaged)} of {human.count(len(results), 'checkpoint')} damaged",
+            "A restore passes over them; restore the bytes from a copy, or prune",
+        )
+
+
+def _choose(session: Session, checkpoint: str | None, everything: bool, run: str | None) -> list[Checkpoint]:
+    if (checkpoint is not None) == everything or (run is not None and not everything):
+        raise InvalidRequest("verify takes one checkpoint's ID, or --all and perhaps --run")
+    if checkpoint is not None:
+        return [session.source.find(Reference.parse(checkpoint))]
+    return [c for found in session.checkpoints(run).values() for c in found]
+
+
+def _verify_each(session: Session, checkpoints: Sequence[Checkpoint]) -> Iterator[Verification]:
+    with session.screen.progress("verifying", sum(c.stored_bytes for c in checkpoints)) as progress:
+        for checkpoint in checkpoints:
+            try:
+                yield _verify_leased(session.source, checkpoint, progress)
+            except NoCheckpoint:
+                if len(checkpoints) == 1:
+                    raise
+                session.screen.note(f"{checkpoint.id} was deleted meanwhile")
+
+
+def _verify_leased(source: Source, checkpoint: Checkpoint, progress: Progress) -> Verification:
+    if checkpoint.state is State.CORRUPT:
+        return verify_checkpoint(source, checkpoint)
+    # Without a lease, a prune in between would look like damage.
+    with leased(source, checkpoint):
+        return verify_checkpoint(source, checkpoint, progress)
+
+
+def _body(result: Verification) -> VerificationBody:
+    return VerificationBody(
+        id=result.checkpoint.id,
+        ok=result.ok,
+        num_chunks=result.num_chunks,
+        stored_bytes=result.stored_bytes,
+        problems=list(result.problems),
+    )
+
+
+def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
+    columns = (
+        Column("CHECKPOINT"),
+        Column("CHUNKS", right=True),
+        Column("STORED", right=True),
+        Column("RESULT"),
+    )
+    rows = [
+        Row(
+            (short_id(r.checkpoint), f"{r.num_chunks:,}", human.size(r.stored_bytes), _verdict(r)),
+            "" if r.ok else "red",
+        )
+        for r in results
+    ]
+    if rows:
+        yield Table(columns, rows)
+    for result in results:
+        if not result.ok:
+            yield ""
+            yield f"{result.checkpoint.id}:"
+            yield from (f"  {problem}" for problem in result.problems)
+
+
+def _verdict(result: Verification) -> str:
+    return "ok" if result.ok else human.count(len(result.problems), "problem")

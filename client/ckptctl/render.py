@@ -1,0 +1,215 @@
+"""What commands print: results to stdout as table, json, jsonl or id; notes, questions and progress to stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from ckptctl.exits import ConfirmationMissing
+from ckptstore.errors import CkptError
+
+_GAP = 2
+_SHORTENED = 12
+_UNLIMITED = 10_000
+
+
+class Output(StrEnum):
+    """Forms of a result."""
+
+    TABLE = "table"
+    JSON = "json"
+    JSONL = "jsonl"
+    ID = "id"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table."""
+
+    header: str
+    right: bool = False
+    drop: int = 0
+    """Where the terminal is too narrow, columns go by falling `drop`; 0 stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a table."""
+
+    cells: tuple[str, ...]
+    style: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cells", tuple(printable(cell) for cell in self.cells))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under headers. The last column is shortened before any other."""
+
+    columns: tuple[Column, ...]
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values, one pair a line."""
+
+    pairs: Sequence[tuple[str, str]]
+
+
+Block = Table | Facts | str
+"""A string is a line of text."""
+
+
+class Screen:
+    """The terminal, or whatever stands in its place. Used by one thread; `progress` callbacks by any."""
+
+    def __init__(self, output: Output, color: bool, quiet: bool) -> None:
+        self.output = output
+        self._quiet = quiet
+        self._out = _console(sys.stdout, color)
+        self._err = _console(sys.stderr, color)
+
+    def emit(self, body: object, ids: Iterable[str], blocks: Iterable[Block]) -> None:
+        """Print one result in the form that was asked for; `blocks` is only consumed for tables."""
+        if self.output is Output.TABLE:
+            self.preview(blocks)
+        elif self.output is Output.ID:
+            self._lines(ids)
+        elif self.output is Output.JSONL:
+            items = body if isinstance(body, list) else [body]
+            self._lines(msgspec.json.encode(item).decode() for item in items)
+        else:
+            self._lines([msgspec.json.format(msgspec.json.encode(body), indent=2).decode()])
+
+    def preview(self, blocks: Iterable[Block]) -> None:
+        """Show people what they are about to be asked about."""
+        if self.output is Output.TABLE:
+            for block in blocks:
+                self._print(block)
+
+    def note(self, text: str) -> None:
+        """Say something that is not the result."""
+        if not self._quiet:
+            self._err.print(Text(printable(text)), soft_wrap=True)
+
+    def confirm(self, question: str) -> None:
+        """Return if the person at the terminal says yes, raise ConfirmationMissing otherwise."""
+        if self.output is not Output.TABLE or not sys.stdin.isatty():
+            raise ConfirmationMissing(
+                "nothing was deleted: there is nobody to ask", "Add --yes to go ahead, or --dry-run to only look"
+            )
+        self._err.print(Text(f"{printable(question)} [y/N] "), end="", soft_wrap=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise ConfirmationMissing("nothing was deleted: not confirmed")
+
+    @contextmanager
+    def progress(self, label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+        """A bar while bytes are worked through; only for people who watch."""
+        if self._quiet or not self._err.is_terminal:
+            yield lambda _: None
+            return
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            DownloadColumn(binary_units=True),
+            TimeRemainingColumn(compact=True),
+        )
+        with Progress(*columns, console=self._err, transient=True) as bar:
+            task = bar.add_task(printable(label), total=total_bytes)
+            yield lambda count: bar.advance(task, count)
+
+    def _print(self, block: Block) -> None:
+        if isinstance(block, Table):
+            lines = table_lines(block, self._out.width)
+        else:
+            lines = facts_lines(block) if isinstance(block, Facts) else iter([Text(printable(block))])
+        for line in lines:
+            self._out.print(line, soft_wrap=True)
+
+    def _lines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._out.file.write(line + "\n")
+        self._out.file.flush()
+
+
+def report_error(error: CkptError, output: Output, color: bool = True) -> None:
+    """Print an error on stderr: a sentence for people, an object with its code for programs."""
+    if output in (Output.JSON, Output.JSONL):
+        body = {"code": error.code, "message": error.message, "hint": error.hint}
+        sys.stderr.write(msgspec.json.encode(body).decode() + "\n")
+        return
+    line = Text.assemble(("error:", "bold red"), " ", printable(" ".join(str(error).split())))
+    _console(sys.stderr, color).print(line, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters spelled out: names come from the store and may try to steer the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def fitting(table: Table, width: int) -> list[tuple[int, int]]:
+    """(index, width) of the columns that are shown in `width` characters. Pure."""
+    natural = [
+        max(cell_len(text) for text in (column.header, *(row.cells[i] for row in table.rows)))
+        for i, column in enumerate(table.columns)
+    ]
+    last = len(natural) - 1
+    least = [*natural[:last], min(natural[last], max(len(table.columns[last].header), _SHORTENED))]
+    shown = list(range(len(natural)))
+    while sum(least[i] + _GAP for i in shown) - _GAP > width:
+        droppable = [i for i in shown if table.columns[i].drop]
+        if not droppable:
+            break
+        shown.remove(max(droppable, key=lambda i: table.columns[i].drop))
+    spare = width - sum(least[i] + _GAP for i in shown) + _GAP
+    return [(i, least[i] + max(0, min(spare, natural[i] - least[i]))) for i in shown]
+
+
+def table_lines(table: Table, width: int) -> Iterator[Text]:
+    """The header and the rows of a table. Pure."""
+    shown = fitting(table, width)
+    yield _line([(table.columns[i], table.columns[i].header, size) for i, size in shown], "bold")
+    for row in table.rows:
+        yield _line([(table.columns[i], row.cells[i], size) for i, size in shown], row.style)
+
+
+def facts_lines(facts: Facts) -> Iterator[Text]:
+    """The pairs of facts, values under one another. Pure."""
+    indent = max(len(name) for name, _ in facts.pairs) + _GAP
+    for name, value in facts.pairs:
+        yield Text.assemble((name.ljust(indent), "bold"), printable(value))
+
+
+def _line(cells: Sequence[tuple[Column, str, int]], style: str) -> Text:
+    parts = []
+    for column, text, size in cells:
+        cell = Text(text)
+        cell.truncate(size, overflow="ellipsis")
+        cell.align("right" if column.right else "left", size)
+        parts.append(cell)
+    parts[-1].rstrip()
+    line = Text(" " * _GAP).join(parts)
+    line.style = style
+    return line
+
+
+def _console(file: Any, color: bool) -> Console:
+    # A pipe has no width: nothing is shortened for it unless COLUMNS asks for that.
+    width = None if file.isatty() or "COLUMNS" in os.environ else _UNLIMITED
+    return Console(file=file, width=width, no_color=True if not color else None, highlight=False, markup=False)

@@ -1,0 +1,69 @@
+"""What every command is given: the target it works on, the screen it prints to, the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+from ckptctl.render import Screen
+from ckptctl.target import Target, open_target
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import Clock, system_clock
+from ckptstore.errors import InvalidRequest, NoCheckpoint
+from ckptstore.names import check_run
+from ckptstore.source import Source, StoreSource
+from ckptstore.stores import Store
+
+if TYPE_CHECKING:
+    from ckptstore.daemon import DaemonClient
+
+
+class Session:
+    """One call of the program. The target is chosen and opened when a command first asks for it."""
+
+    def __init__(self, choose: Callable[[], Target], screen: Screen, clock: Clock = system_clock) -> None:
+        self.screen = screen
+        self.clock = clock
+        self._choose = choose
+
+    @cached_property
+    def target(self) -> Target:
+        """The daemon or store. Raises InvalidRequest if it is not clear which."""
+        return self._choose()
+
+    @cached_property
+    def source(self) -> Source:
+        """The target, opened."""
+        return open_target(self.target)
+
+    def store(self, command: str) -> Store:
+        """The store, for a command that needs one."""
+        if self.target.is_daemon:
+            raise InvalidRequest(f"{command} works on a store, not through a daemon", "Use --store instead of --url")
+        return cast(StoreSource, self.source).store
+
+    def daemon(self, command: str) -> DaemonClient:
+        """The daemon, for a command that needs one."""
+        if not self.target.is_daemon:
+            raise InvalidRequest(f"{command} works through a daemon, not on a store", "Use --url instead of --store")
+        return cast("DaemonClient", self.source)
+
+    def checkpoints(self, run: str | None) -> dict[str, list[Checkpoint]]:
+        """The checkpoints of one run, or of all, by run and falling step. NoCheckpoint if the named run has none."""
+        if run is None:
+            return {name: self.source.checkpoints(name) for name in self.source.runs()}
+        found = self.source.checkpoints(check_run(run))
+        if not found:
+            raise no_checkpoints(run, self.source.url)
+        return {run: found}
+
+    def close(self) -> None:
+        """Close the connections to a daemon."""
+        if "source" in self.__dict__ and self.target.is_daemon:
+            self.daemon("close").close()
+
+
+def no_checkpoints(run: str, url: str) -> NoCheckpoint:
+    """The error for a run that was named and has nothing."""
+    return NoCheckpoint(f"run {run!r} has no checkpoint in {url}", "ckptctl runs shows what there is")

@@ -1,0 +1,86 @@
+"""What a command talks to: a daemon, or a store."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckptstore.catalog import Checkpoint
+from ckptstore.errors import CkptError, InvalidRequest, StoreReadOnly, StoreUnavailable
+from ckptstore.source import Source, StoreSource, open_source
+from ckptstore.stores.local import LocalStore
+
+_HTTP = ("http://", "https://")
+_LEASE_S = 600.0
+_SLOWEST_BYTES_PER_S = 10 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where checkpoints are read from, as the caller chose it."""
+
+    url: str
+    is_daemon: bool
+    token: str | None = None
+
+
+def choose_target(url: str | None, store: str | None, token: str | None, explicit: Collection[str]) -> Target:
+    """The daemon at `url` or the store at `store`. Raises InvalidRequest unless exactly one is meant.
+
+    explicit: which of "url" and "store" stand on the command line; they win over the environment.
+    """
+    if url and store and len({"url", "store"} & set(explicit)) == 1:
+        url, store = (url, None) if "url" in explicit else (None, store)
+    if url and store:
+        raise InvalidRequest(
+            "both a daemon (--url, CKPTD_URL) and a store (--store, CKPT_STORE) are given",
+            "Choose one with --url or --store on the command line",
+        )
+    if url:
+        if not url.startswith(_HTTP):
+            raise InvalidRequest(
+                f"--url {url} is not the address of a daemon", "Use http://..., or --store for a store"
+            )
+        return Target(url, is_daemon=True, token=token)
+    if store:
+        if store.startswith(_HTTP):
+            raise InvalidRequest(f"--store {store} is not a store", "Use --url for a daemon")
+        return Target(store, is_daemon=False)
+    raise InvalidRequest(
+        "neither a daemon nor a store is given",
+        "Pass --url http://HOST:PORT or --store URL, or set CKPTD_URL or CKPT_STORE",
+    )
+
+
+def open_target(target: Target) -> Source:
+    """The source at a target. A store's folder that does not exist is StoreUnavailable, not an empty store."""
+    source = open_source(target.url, target.token)
+    if isinstance(source, StoreSource) and isinstance(source.store, LocalStore) and not source.store.root.is_dir():
+        raise StoreUnavailable(
+            f"the store's folder {source.store.root} does not exist",
+            "Check the path and that it is mounted; the first save makes the folder",
+        )
+    return source
+
+
+@contextmanager
+def leased(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
+    """Keep a checkpoint from being deleted while it is read whole. Raises NoCheckpoint if that has begun."""
+    ttl_s = _LEASE_S + checkpoint.stored_bytes / _SLOWEST_BYTES_PER_S
+    holder = f"ckptctl on {socket.gethostname()} (process {os.getpid()})"
+    try:
+        lease = source.take_lease(checkpoint, holder, ttl_s)
+    except StoreReadOnly:
+        # Who may only read can still read; a deletion in between is noticed as a missing object.
+        yield
+        return
+    try:
+        yield
+    finally:
+        try:
+            source.release_lease(checkpoint.run, lease)
+        except CkptError:
+            pass  # it expires by itself, and what happened while it was held matters more
