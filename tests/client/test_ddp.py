@@ -1,4 +1,4 @@
-"""Data parallel with two gloo processes: one shard file, own state of every rank, no collective after the first save."""
+"""Data parallel, two gloo processes: one shard file, every rank's own state, no collective after the first save."""
 
 from __future__ import annotations
 

@@ -121,9 +121,6 @@ class ProcessWriter:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"saves are not durable after {timeout_s} s; the saver goes on") from None
         self._listener.join()
-        self._presence.close()
-        self._channel.close()
-        self._stderr.close()
 
     def _send(self, command: Command, fds: Sequence[int] = ()) -> None:
         try:
@@ -137,9 +134,12 @@ class ProcessWriter:
         while (report := self._channel.receive(Report)) is not None:
             self._on_report(report)
         status = self._process.wait()
+        error = None if self._closing and status == 0 else self._obituary(status)
         self._presence.close()
-        if not self._closing or status != 0:
-            self._on_death(self._obituary(status))
+        self._channel.close()
+        self._stderr.close()
+        if error is not None:
+            self._on_death(error)
 
     def _obituary(self, status: int) -> SaverDied:
         cause = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

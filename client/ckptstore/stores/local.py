@@ -85,13 +85,15 @@ class LocalStore(Store):
             yield from sorted(self._walk(self._path(prefix)), key=lambda info: info.key)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """The folders directly below."""
+        """The folders directly below that hold more than what a killed process left of a write."""
         with store_errors("list", self.object_url(prefix)):
             try:
-                with os.scandir(self._path(prefix)) as entries:
-                    yield from sorted(entry.name for entry in entries if entry.is_dir())
+                folders = sorted(entry.name for entry in os.scandir(self._path(prefix)) if entry.is_dir())
             except FileNotFoundError:
                 return
+            for name in folders:
+                if next(self._walk(self._path(prefix + name)), None) is not None:
+                    yield name
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """Unlink, then remove folders that became empty, so that a listing stays short."""
@@ -108,6 +110,7 @@ class LocalStore(Store):
         return self.root / key
 
     def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
+        """The objects below a folder, removing what killed processes left long ago."""
         try:
             entries = list(os.scandir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -121,7 +124,7 @@ class LocalStore(Store):
             except FileNotFoundError:
                 continue  # deleted by somebody else meanwhile
             if entry.name.startswith(_TEMPORARY):
-                _remove_stale(entry.path, status)
+                _remove_stale(Path(entry.path), status)
             elif stat.S_ISREG(status.st_mode):
                 key = Path(entry.path).relative_to(self.root).as_posix()
                 yield ObjectInfo(key, status.st_size, status.st_mtime)
@@ -130,7 +133,7 @@ class LocalStore(Store):
         try:
             for entry in os.scandir(folder):
                 if entry.name.startswith(_TEMPORARY):
-                    _remove_stale(entry.path, entry.stat())
+                    _remove_stale(Path(entry.path), entry.stat())
             if folder != self.root:
                 folder.rmdir()
         except OSError:
@@ -228,7 +231,11 @@ def _write_all(fd: int, data: memoryview) -> None:
         done += os.write(fd, view[done:])
 
 
-def _remove_stale(path: str, status: os.stat_result) -> None:
+def _remove_stale(path: Path, status: os.stat_result) -> None:
     # A killed process leaves its temporary file behind; one in use is seconds old.
     if system_clock() - status.st_mtime > _STALE_TEMPORARY_S:
-        Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        try:
+            path.parent.rmdir()
+        except OSError:
+            pass  # it holds objects

@@ -152,7 +152,12 @@ class _FsspecWriter(ObjectWriter):
             # fsspec's close() would flush and upload what is left.
             self._file.closed = True
         except Exception:
-            pass  # an upload that cannot be aborted now is collected with its attempt
+            pass  # the service's life-cycle rule for unfinished uploads has the last word
+        try:
+            # The memory file system shows objects from the start; a commit whose reply was lost has happened.
+            self._file.fs.rm_file(self._file.path)
+        except Exception:
+            pass  # an object without a receipt is collected with its attempt
 
 
 def _protocols(fs: Any) -> tuple[str, ...]:

@@ -1,0 +1,58 @@
+"""A trainer to be killed: `kill_train STORE [DAEMON]`. Its weights are a function of the step.
+
+It checks what it resumes from, then saves step after step, telling on standard output: "resumed STEP",
+"saver PID", "saved STEP" (right after save_async returned), "died" (the saver's death was reported).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.errors import SaverDied
+
+SIZE = 300_000
+
+
+def weights(step: int) -> torch.Tensor:
+    """The weights of a step."""
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(step))
+
+
+def say(*words: object) -> None:
+    """One line, at once."""
+    print(*words, flush=True)
+
+
+def main() -> None:
+    """Train until killed."""
+    model = nn.ParameterDict({"w": torch.zeros(SIZE)})
+    daemon = sys.argv[2] if len(sys.argv) > 2 else None
+    checkpointer = Checkpointer(sys.argv[1], run="kill", daemon=daemon)
+    restored = checkpointer.restore(model)
+    step = restored.step if restored else 0
+    if restored and not torch.equal(model["w"], weights(step)):
+        say("WRONG", step)
+        sys.exit(9)
+    say("resumed", step)
+    while True:
+        step += 1
+        with torch.no_grad():
+            model["w"].copy_(weights(step))
+        try:
+            checkpointer.save_async(model, None, step)
+        except SaverDied:
+            say("died", step)
+            step -= 1
+            continue
+        say("saver", checkpointer.saver_pid)
+        say("saved", step)
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()
