@@ -100,9 +100,12 @@ def write_whole(path: Path, force: bool, fill: Callable[[Path], None]) -> None:
     _check_free(path, force)
     temporary = path.parent / f".{path.name}.{uuid4().hex[:8]}.tmp"
     try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
         fill(temporary)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
+        temporary.chmod(mode)  # safetensors makes a file for its owner alone
         _check_free(path, force)
         os.replace(temporary, path)
         sync_folder(path.parent)

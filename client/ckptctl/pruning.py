@@ -9,7 +9,7 @@ from ckptstore.clock import Clock
 from ckptstore.deletion import PrunePlan, apply_prune, plan_prune
 from ckptstore.names import check_run
 from ckptstore.reading import Progress
-from ckptstore.retention import Policy, Verdict
+from ckptstore.retention import Policy
 from ckptstore.stores import Store
 from ckptstore.wire import CheckpointBody, PruneBody, PruneItem
 
@@ -51,11 +51,8 @@ class _StorePruning:
     def apply(self, progress: Progress) -> PruneBody:
         spared: list[str] = []
         for plan in self._plans:
-            for checkpoint in plan.remove:
-                # One at a time: what is spared is told without its id.
-                if apply_prune(self._store, PrunePlan(plan.run, (Verdict(checkpoint, ()),)), self._clock):
-                    spared.append(checkpoint.id)
-                progress(checkpoint.stored_bytes)
+            held = apply_prune(self._store, plan, self._clock, lambda c: progress(c.stored_bytes))
+            spared += [checkpoint.id for checkpoint in held]
         return self._body(dry_run=False, spared=spared)
 
     def _body(self, dry_run: bool, spared: list[str]) -> PruneBody:

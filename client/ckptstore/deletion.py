@@ -63,16 +63,16 @@ def plan_prune(store: Store, run: str, policy: Policy, clock: Clock) -> PrunePla
 
 def apply_prune(
     store: Store, plan: PrunePlan, clock: Clock, progress: Callable[[Checkpoint], None] = lambda _: None
-) -> list[CheckpointHeld]:
+) -> list[Checkpoint]:
     """Delete what the plan removes. Returns those that were spared because a reader came in between."""
-    held = []
+    spared = []
     for checkpoint in plan.remove:
         try:
             delete_checkpoint(store, checkpoint, "prune", clock)
-        except CheckpointHeld as error:
-            held.append(error)
+        except CheckpointHeld:
+            spared.append(checkpoint)
         progress(checkpoint)
-    return held
+    return spared
 
 
 def delete_checkpoint(store: Store, checkpoint: Checkpoint, reason: str, clock: Clock) -> None:

@@ -130,8 +130,12 @@ def fetch(
         progress(read.raw)
 
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="ckpt-fetch") as pool:
-        for future in [pool.submit(work, read) for read in reads]:
-            future.result()
+        try:
+            for future in [pool.submit(work, read) for read in reads]:
+                future.result()
+        except BaseException:  # an interrupt as well: the pool waits for all that is queued
+            stop.set()
+            raise
 
 
 def fetch_stored(source: Source, checkpoint: Checkpoint, read: ChunkRead) -> memoryview:

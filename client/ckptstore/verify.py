@@ -65,6 +65,10 @@ def verify(
             note(error)
     reads = plan_all(manifest.content)
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="ckpt-verify") as pool:
-        for future in [pool.submit(check, read) for read in reads]:
-            future.result()
+        try:
+            for future in [pool.submit(check, read) for read in reads]:
+                future.result()
+        except BaseException:  # an interrupt as well: the pool would wait for all that is queued
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return Verification(checkpoint, len(reads), sum(read.stored for read in reads), tuple(sorted(problems)))
