@@ -334,6 +334,7 @@ def _check_committed(committed: Committed) -> None:
     summary = committed.summary
     counts = (committed.bytes, summary.raw_bytes, summary.stored_bytes, summary.num_entries, summary.num_shards)
     _require(min(*counts, summary.world_size - 1) >= 0, "a count is out of bounds")
+    _require(max(*counts, summary.world_size) <= _MAX_BYTES, "a count is out of bounds")
     _require(_is_digest(committed.digest), "the manifest's digest is not 32 digits")
 
 

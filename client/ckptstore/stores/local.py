@@ -92,8 +92,12 @@ class LocalStore(Store):
             except FileNotFoundError:
                 return
             for name in folders:
-                if next(self._walk(self._path(prefix + name)), None) is not None:
-                    yield name
+                try:
+                    if next(self._walk(self._path(prefix + name)), None) is None:
+                        continue
+                except PermissionError:
+                    pass  # lost+found, for one: let the caller, who knows names, decide
+                yield name
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """Unlink, then remove folders that became empty, so that a listing stays short."""
@@ -131,9 +135,10 @@ class LocalStore(Store):
 
     def _remove_if_empty(self, folder: Path) -> None:
         try:
-            for entry in os.scandir(folder):
-                if entry.name.startswith(_TEMPORARY):
-                    _remove_stale(Path(entry.path), entry.stat())
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith(_TEMPORARY):
+                        _remove_stale(Path(entry.path), entry.stat())
             if folder != self.root:
                 folder.rmdir()
         except OSError:
@@ -200,7 +205,10 @@ def make_folders(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folders(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        pass  # made by somebody else meanwhile (exist_ok=True fails if it is gone again by now)
     sync_folder(folder.parent)
 
 

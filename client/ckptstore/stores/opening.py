@@ -27,8 +27,8 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
     scheme, separator, path = url.partition("://")
     if not separator:
         scheme, path = "file", url
-    if scheme in ("file", "local"):
-        if not path:
+    if scheme in ("", "file", "local"):
+        if not scheme or not path:
             raise UnknownScheme(f"store URL {url!r} names no folder", "Write file:///folder or a path")
         return LocalStore(path)
     defaults: dict[str, Any] = dict(_FRESH)

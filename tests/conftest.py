@@ -1,0 +1,71 @@
+"""Fixtures of all tests: stores to write to. Under xdist all S3 tests share one worker and one server."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.stores import Store, open_store
+from tests.support import seaweed
+from tests.support.seaweed import S3Service
+
+STORE_KINDS = ("local", "memory", "s3")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests that share one worker (pytest-xdist)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        on_s3 = callspec is not None and callspec.params.get("store") == "s3"
+        if on_s3 or {"s3_service", "s3_store"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("s3"))
+
+
+@dataclass(frozen=True, slots=True)
+class S3Location:
+    """An empty place on a real S3 service."""
+
+    url: str
+    service: S3Service
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Storage options for open_store."""
+        return self.service.options
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same for another process, which is given the URL only."""
+        return {**os.environ, **self.service.environment}
+
+
+@pytest.fixture(scope="session")
+def s3_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    """One SeaweedFS server per worker that needs one."""
+    with seaweed.running_service(tmp_path_factory.mktemp("seaweed")) as service:
+        yield service
+
+
+@pytest.fixture
+def s3_store(s3_service: S3Service) -> S3Location:
+    """A fresh prefix on the S3 service."""
+    return S3Location(f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}", s3_service)
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A fresh store; a folder unless the test is parametrised, indirectly, over STORE_KINDS."""
+    kind = getattr(request, "param", "local")
+    if kind == "s3":
+        location: S3Location = request.getfixturevalue("s3_store")
+        return open_store(location.url, location.options)
+    return open_store(f"memory://{uuid.uuid4().hex}" if kind == "memory" else str(tmp_path / "store"))

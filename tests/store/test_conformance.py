@@ -1,0 +1,277 @@
+"""The contract of stores/base.py, kept by every store alike; watched from outside where that is possible."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ckptstore.clock import system_clock
+from ckptstore.errors import CorruptObject, ObjectMissing
+from ckptstore.stores import ObjectWriter, Store, open_store
+from tests.conftest import STORE_KINDS, S3Location
+from tests.support import seaweed
+from tests.support.stores import race
+
+every_store = pytest.mark.parametrize("store", STORE_KINDS, indirect=True)
+
+
+def abandon(writer: ObjectWriter, data: bytes) -> None:
+    """Write `data`, then leave the writer by an error."""
+
+    def write_and_fail() -> None:
+        with writer:
+            writer.write(data)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_and_fail()
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    return [info.key for info in store.list(prefix)]
+
+
+@every_store
+def test_put_replaces_whole_objects(store: Store) -> None:
+    store.put("run/a", b"first, and longer")
+    store.put("run/a", b"second")
+    assert store.get("run/a") == b"second"
+    assert store.size("run/a") == 6
+    store.put("run/empty", b"")
+    assert store.get("run/empty") == b""
+    store.put("run/view", memoryview(bytearray(b"a view")))
+    assert store.get("run/view") == b"a view"
+
+
+@every_store
+def test_put_if_absent_never_replaces(store: Store) -> None:
+    assert store.put_if_absent("run/a", b"first")
+    assert not store.put_if_absent("run/a", b"second")
+    assert store.get("run/a") == b"first"
+    store.delete_many(["run/a"])
+    assert store.put_if_absent("run/a", b"third")
+    assert store.get("run/a") == b"third"
+
+
+@every_store
+def test_put_if_absent_has_one_winner_among_threads(store: Store, request: pytest.FixtureRequest) -> None:
+    # SeaweedFS backs off for a second when eight create at once: fewer contestants there, the same law.
+    rounds, contestants = (6, 3) if "s3" in request.node.name else (20, 8)
+    for number in range(rounds):
+        key = f"run/{number}"
+        results = race(*(partial(store.put_if_absent, key, b"%d" % i) for i in range(contestants)))
+        winners = [index for index, result in enumerate(results) if result is True]
+        assert len(winners) == 1, results
+        assert results.count(False) == contestants - 1, results
+        assert store.get(key) == b"%d" % winners[0]
+
+
+def _create_many(root: str, me: int, start: str, rounds: int) -> list[int]:
+    store = open_store(root)
+    store.put(f"ready/{me}", b"")
+    while not os.path.exists(start):
+        pass
+    return [number for number in range(rounds) if store.put_if_absent(f"run/{number}", b"%d" % me)]
+
+
+def test_put_if_absent_has_one_winner_among_processes(tmp_path: Path) -> None:
+    rounds, processes, root = 50, 4, str(tmp_path / "store")
+    start = tmp_path / "start"
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pending = [pool.apply_async(_create_many, (root, me, str(start), rounds)) for me in range(processes)]
+        store = open_store(root)
+        while len(keys(store, "ready/")) < processes:
+            pass
+        start.touch()
+        won = [result.get(timeout=60) for result in pending]
+    assert sorted(number for mine in won for number in mine) == list(range(rounds))
+    for me, mine in enumerate(won):
+        assert all(store.get(f"run/{number}") == b"%d" % me for number in mine)
+
+
+@every_store
+def test_readers_see_old_or_new_bytes_never_a_mixture(store: Store) -> None:
+    values = {b"%d" % i * 100_000 for i in range(10)}
+    store.put("run/a", min(values))
+
+    def write() -> None:
+        for value in sorted(values):
+            store.put("run/a", value)
+
+    def read() -> bool:
+        return all(store.get("run/a") in values for _ in range(50))
+
+    assert race(write, read, read)[1:] == [True, True]
+
+
+@every_store
+def test_ranged_reads(store: Store) -> None:
+    store.put("run/a", b"0123456789")
+
+    def read(offset: int, size: int) -> bytes:
+        buffer = bytearray(b"." * size)
+        count = store.read_into("run/a", offset, memoryview(buffer))
+        assert buffer[count:] == b"." * (size - count), "wrote behind what it says it read"
+        return bytes(buffer[:count])
+
+    assert read(0, 10) == b"0123456789"
+    assert read(3, 4) == b"3456"
+    assert read(8, 5) == b"89"
+    assert read(10, 5) == b""
+    assert read(1000, 5) == b""
+    assert read(4, 0) == b""
+
+
+@every_store
+def test_get_range_demands_every_byte(store: Store) -> None:
+    store.put("run/a", b"0123456789")
+    buffer = memoryview(bytearray(4))
+    store.get_range("run/a", 6, buffer)
+    assert bytes(buffer) == b"6789"
+    with pytest.raises(CorruptObject, match="ends after 10 bytes, 11 were expected"):
+        store.get_range("run/a", 7, buffer)
+    with pytest.raises(ObjectMissing):
+        store.get_range("run/b", 0, buffer)
+
+
+@every_store
+def test_lists_are_ordered_and_stop_at_the_prefix(store: Store) -> None:
+    assert keys(store) == keys(store, "run/") == []
+    assert list(store.list_folders("")) == []
+    for key in ("run/b/2", "run/a/1", "run/b/10", "run-2/x", "run/top", "r/y"):
+        store.put(key, key.encode())
+    assert keys(store, "run/") == ["run/a/1", "run/b/10", "run/b/2", "run/top"]
+    assert keys(store, "run/b/") == ["run/b/10", "run/b/2"]
+    assert keys(store, "nothing/") == []
+    assert keys(store) == ["r/y", "run-2/x", "run/a/1", "run/b/10", "run/b/2", "run/top"]
+    assert list(store.list_folders("")) == ["r", "run", "run-2"]
+    assert list(store.list_folders("run/")) == ["a", "b"]
+    assert list(store.list_folders("nothing/")) == []
+
+
+@every_store
+def test_a_listing_tells_sizes_and_times(store: Store) -> None:
+    store.put("run/a", b"12345")
+    store.put("run/b", b"")
+    first, second = store.list("run/")
+    assert (first.bytes, second.bytes) == (5, 0)
+    assert abs(system_clock() - first.modified_at) < 60
+
+
+@every_store
+def test_deleting_is_idempotent(store: Store) -> None:
+    for key in ("run/a", "run/b", "run/c"):
+        store.put(key, b"x")
+    store.delete_many(iter(["run/a", "run/never", "run/b"]))
+    store.delete_many(["run/a"])
+    store.delete_many([])
+    assert keys(store) == ["run/c"]
+    with pytest.raises(ObjectMissing, match="run/a"):
+        store.get("run/a")
+
+
+@every_store
+def test_missing_objects_are_named(store: Store) -> None:
+    for call in (store.get, store.size):
+        with pytest.raises(ObjectMissing, match="run/missing"):
+            call("run/missing")
+    with pytest.raises(ObjectMissing, match="run/missing"):
+        store.read_into("run/missing", 0, memoryview(bytearray(1)))
+
+
+@every_store
+@pytest.mark.parametrize("sizes", [(), (0,), (3,), (1, 0, 2), (5 << 20, 1)])
+def test_a_writer_makes_one_object_of_its_parts(store: Store, sizes: tuple[int, ...]) -> None:
+    parts = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
+    with store.open_writer("run/a", sum(sizes)) as writer:
+        for part in parts:
+            buffer = bytearray(part)
+            writer.write(memoryview(buffer))
+            buffer[:] = b"!" * len(buffer)  # the caller may reuse its buffer at once
+    assert store.get("run/a") == b"".join(parts)
+    assert keys(store) == ["run/a"]
+
+
+@every_store
+def test_an_abandoned_writer_leaves_nothing(store: Store) -> None:
+    abandon(store.open_writer("run/a", 100), b"some of it")
+    assert keys(store) == []
+    with store.open_writer("run/a", 100) as writer:
+        writer.write(b"again")
+    assert store.get("run/a") == b"again"
+
+
+def test_many_parts_to_s3(s3_store: S3Location) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+    piece = os.urandom(7 << 20)
+    with store.open_writer("run/large") as writer:  # parts of 32 MiB: three, the last one short
+        for _ in range(10):
+            writer.write(piece)
+    assert store.size("run/large") == 70 << 20
+    for part in (0, 4, 9):  # the fifth piece lies across a boundary of parts
+        buffer = bytearray(len(piece))
+        store.get_range("run/large", part * len(piece), memoryview(buffer))
+        assert buffer == piece
+
+
+def test_an_abandoned_upload_leaves_no_parts_on_s3(s3_store: S3Location) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+
+    def pending() -> list[str]:
+        return [key for key in seaweed.pending_uploads(s3_store.service) if key.split("/")[0] in s3_store.url]
+
+    writer = store.open_writer("run/large")
+    writer.write(bytes(40 << 20))
+    assert len(pending()) == 1, "the test must begin an upload to prove anything"
+    abandon(writer, b"some more")
+    assert keys(store) == []
+    assert pending() == []
+
+
+def test_s3_by_environment_alone(s3_store: S3Location) -> None:
+    """What a saver process gets: a URL and an environment."""
+    program = "import sys; from ckptstore.stores import open_store; open_store(sys.argv[1]).put('run/a', b'hello')"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, s3_store.url],
+        env=s3_store.environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert open_store(s3_store.url, s3_store.options).get("run/a") == b"hello"
+
+
+def test_local_files_being_written_are_not_objects(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    (tmp_path / "run").mkdir()
+    fresh, stale = tmp_path / "run" / ".tmp-fresh", tmp_path / "run" / ".tmp-stale"
+    fresh.write_bytes(b"")
+    stale.write_bytes(b"")
+    os.utime(stale, (0, 0))
+    assert keys(store) == []
+    assert fresh.exists()
+    assert not stale.exists(), "a killed process's file is removed after a day"
+
+
+def test_local_urls_lead_back_to_the_same_folder(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "a folder with ü and %20"))
+    store.put("run/a", b"x")
+    assert open_store(store.url).get("run/a") == b"x"
+
+
+def test_local_folders_may_vanish_while_objects_are_made(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+
+    def come_and_go(name: str) -> bool:
+        for _ in range(100):
+            store.put(f"run/leases/{name}", b"x")
+            store.delete_many([f"run/leases/{name}"])
+        return True
+
+    results = race(*(partial(come_and_go, str(i)) for i in range(4)))
+    assert results == [True] * 4
+    assert keys(store) == []

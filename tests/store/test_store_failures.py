@@ -1,0 +1,112 @@
+"""What goes wrong in the outside world arrives as a typed error that names the object, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckptstore.catalog import latest
+from ckptstore.errors import CkptError, NoCheckpoint, StoreFull, StoreReadOnly, StoreUnavailable, UnknownScheme
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store, open_store
+from ckptstore.verify import verify
+from tests.support.checkpoints import write_checkpoint
+
+
+@contextmanager
+def small_file_system(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if mounted.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def write_many(store: Store, steps: Iterable[int]) -> None:
+    for step in steps:
+        write_checkpoint(store, step=step)
+
+
+def test_a_full_disk_is_named_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "small", "4m") as folder:
+        store = open_store(str(folder))
+        first = write_checkpoint(store, step=1)
+        with pytest.raises(StoreFull, match="no space left") as caught:
+            write_many(store, range(2, 10))
+        assert "prune" in caught.value.hint
+        for checkpoint in (first, latest(store, "gpt")):
+            assert verify(StoreSource(store), checkpoint).ok
+        with pytest.raises(StoreFull):
+            store.put("gpt/leases/x", bytes(8 << 20))
+        assert not list(store.list("gpt/leases/"))
+        assert not list(folder.rglob(".tmp-*")), "half a file was left behind"
+
+
+def test_a_read_only_folder(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "small", "4m") as folder:
+        store = open_store(str(folder))
+        checkpoint = write_checkpoint(store)
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        for write in (
+            lambda: store.put("gpt/a", b"x"),
+            lambda: store.put_if_absent("gpt/a", b"x"),
+            lambda: store.open_writer("gpt/new/a"),
+            lambda: store.delete_many([info.key for info in store.list("gpt/")]),
+        ):
+            with pytest.raises(StoreReadOnly):
+                write()
+        assert verify(StoreSource(store), checkpoint).ok, "reading goes on"
+
+
+@pytest.mark.parametrize("url", ["nonsense://x/y", "file://", "://", ""])
+def test_unknown_schemes(url: str) -> None:
+    with pytest.raises(UnknownScheme) as caught:
+        open_store(url)
+    assert caught.value.hint
+
+
+def test_an_unreachable_s3_service_is_unavailable_within_seconds() -> None:
+    pytest.importorskip("s3fs")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: refuses
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        store = open_store("s3://bucket/root", {"endpoint_url": endpoint, "key": "a", "secret": "b"})
+        begin = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="s3://bucket/root/gpt"):
+            latest(store, "gpt")
+        assert time.monotonic() - begin < 30
+
+
+def test_an_empty_store_has_no_checkpoint_which_is_another_thing(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpoint, match="gpt"):
+        latest(open_store(str(tmp_path / "never-written")), "gpt")
+
+
+def test_a_file_in_the_place_of_the_root(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CkptError, match="file"):
+        open_store(str(tmp_path / "file")).put("gpt/a", b"x")
+
+
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere; test_a_read_only_folder covers the error")
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(StoreReadOnly, match="Permission denied"):
+            open_store(str(tmp_path)).put("gpt/a", b"x")
+    finally:
+        tmp_path.chmod(0o700)

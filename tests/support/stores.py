@@ -1,0 +1,128 @@
+"""Stores that fail on purpose, and a clock that tests move."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from ckptstore.clock import system_clock
+from ckptstore.codecs import Buffer
+from ckptstore.errors import StoreUnavailable
+from ckptstore.stores import ObjectInfo, ObjectWriter, Store
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class MovableClock:
+    """The real time, ahead by as much as the test says."""
+
+    ahead_s: float = 0.0
+
+    def __call__(self) -> float:
+        return system_clock() + self.ahead_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.ahead_s += seconds
+
+
+@dataclass
+class Faults:
+    """Makes one call of a store fail: the one numbered `fail_at`, counted from 0 over all its methods.
+
+    before: nothing happened. after: it happened, and the reply was lost.
+    """
+
+    fail_at: int = -1
+    mode: Literal["before", "after"] = "before"
+    calls: list[str] = field(default_factory=list)
+
+    def around(self, what: str, call: Callable[[], _T]) -> _T:
+        """Do `call`, or fail in its place, or fail after it."""
+        failing = len(self.calls) == self.fail_at
+        self.calls.append(what)
+        if failing and self.mode == "before":
+            raise StoreUnavailable(f"{what}: injected, nothing happened")
+        result = call()
+        if failing:
+            raise StoreUnavailable(f"{what}: injected, the reply was lost")
+        return result
+
+
+class FaultyStore(Store):
+    """Another store, behind Faults."""
+
+    def __init__(self, store: Store, faults: Faults) -> None:
+        self._store = store
+        self._faults = faults
+        self.url = store.url
+        self.shared_between_processes = store.shared_between_processes
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._faults.around(f"put {key}", lambda: self._store.put(key, data))
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        return self._faults.around(f"put_if_absent {key}", lambda: self._store.put_if_absent(key, data))
+
+    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        writer = self._faults.around(f"open_writer {key}", lambda: self._store.open_writer(key, size_hint))
+        return _FaultyWriter(writer, self._faults, key)
+
+    def get(self, key: str) -> bytes:
+        return self._faults.around(f"get {key}", lambda: self._store.get(key))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        return self._faults.around(f"read_into {key}", lambda: self._store.read_into(key, offset, buffer))
+
+    def size(self, key: str) -> int:
+        return self._faults.around(f"size {key}", lambda: self._store.size(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter(self._faults.around(f"list {prefix}", lambda: [*self._store.list(prefix)]))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        return iter(self._faults.around(f"list_folders {prefix}", lambda: [*self._store.list_folders(prefix)]))
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        # One call per object, so that a deletion is interrupted in the middle as well.
+        for key in keys:
+            self._faults.around(f"delete {key}", lambda key=key: self._store.delete_many([key]))  # type: ignore[misc]
+
+
+class _FaultyWriter(ObjectWriter):
+    def __init__(self, writer: ObjectWriter, faults: Faults, key: str) -> None:
+        self._writer = writer
+        self._faults = faults
+        self._key = key
+
+    def write(self, data: Buffer) -> None:
+        self._faults.around(f"write {self._key}", lambda: self._writer.write(data))
+
+    def commit(self) -> None:
+        self._faults.around(f"commit {self._key}", self._writer.commit)
+
+    def abort(self) -> None:
+        self._writer.abort()
+
+
+def race(*contestants: Callable[[], _T]) -> list[_T | BaseException]:
+    """What each contestant returned or raised, all started at the same moment in threads of their own."""
+    start = threading.Barrier(len(contestants))
+    results: list[_T | BaseException] = [RuntimeError("did not run")] * len(contestants)
+
+    def run(index: int) -> None:
+        start.wait()
+        try:
+            results[index] = contestants[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(contestants))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
