@@ -35,7 +35,7 @@ checkpoints = Table(
     Column("num_shards", BigInteger, nullable=False),
     Column("manifest_digest", String(32), nullable=False),
     Column("manifest_bytes", BigInteger, nullable=False),
-    Column("metrics", Text, nullable=False, comment="JSON, with NaN and Infinity as Python writes them"),
+    Column("metrics", Text, nullable=False, comment="JSON"),
     Column("problem", Text, nullable=False),
 )
 Index("checkpoints_newest_first", *(checkpoints.c[name] for name in ("run", "step", "committed_at", "ulid")))

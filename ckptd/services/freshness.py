@@ -10,7 +10,7 @@ import threading
 from collections.abc import Collection, Mapping
 
 from ckptstore.clock import Clock
-from ckptstore.errors import CkptError, StoreUnavailable
+from ckptstore.errors import CkptError, Damaged, IndexUnavailable, StoreUnavailable
 
 
 class Freshness:
@@ -48,28 +48,31 @@ class Freshness:
     def problem(self) -> str:
         """Why the index does not equal the store now; empty if it does."""
         with self._lock:
-            return self._doubt(None, found=False)
+            doubt = self._doubt(None, found=False)
+        return doubt.message if doubt else ""
 
     def check(self, run: str | None, found: bool) -> None:
-        """Raise StoreUnavailable if the index cannot answer a question about `run` (None: about all).
+        """Raise if the index cannot answer a question about `run` (None: about all).
 
         found: what the index has is believed once the run was read whole; that something is missing is
-        believed only if the last listing succeeded, and not long ago.
+        believed only if the last listing succeeded, and not long ago. Raises StoreUnavailable, or what trying
+        again cannot heal: UnsupportedFormat, because to skip what we cannot read is to resume from the wrong step.
         """
         with self._lock:
             doubt = self._doubt(run, found)
-        if doubt:
-            raise StoreUnavailable(doubt, "The index may not equal the store; try again when /readyz says so")
+        if doubt is not None:
+            kind = type(doubt) if isinstance(doubt, Damaged | IndexUnavailable) else StoreUnavailable
+            raise kind(doubt.message, doubt.hint or "The index may not equal the store: wait until /readyz says ready")
 
-    def _doubt(self, run: str | None, found: bool) -> str:
+    def _doubt(self, run: str | None, found: bool) -> CkptError | None:
         failures = {name: error for name, error in self._failures.items() if run is None or name in (None, run)}
-        if self._listed_at is not None and found:
-            failures = {
-                name: error for name, error in failures.items() if name is not None and name not in self._synced
-            }
-        if failures:
-            return next(iter(failures.values())).message
+        for name, error in failures.items():
+            once_read = self._listed_at is not None and (name is None or name in self._synced)
+            if isinstance(error, Damaged) or not (found and once_read):
+                return error
         if self._listed_at is None:
-            return "the store has not been listed yet"
+            return StoreUnavailable("the store has not been listed yet")
         age = self._clock() - self._listed_at
-        return f"the store was last listed {age:.0f} s ago" if age > self._stale_after_s and not found else ""
+        if age > self._stale_after_s and not found:
+            return StoreUnavailable(f"the store was last listed {age:.0f} s ago")
+        return None

@@ -8,8 +8,8 @@ from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.catalog import Checkpoint, list_runs
 from ckptstore.clock import Clock
-from ckptstore.deletion import PrunePlan, delete_checkpoint, plan_prune
-from ckptstore.errors import CheckpointHeld, NoCheckpoint
+from ckptstore.deletion import PrunePlan, apply_prune, plan_prune
+from ckptstore.errors import NoCheckpoint
 from ckptstore.retention import Policy, Verdict
 from ckptstore.stores import Store
 
@@ -45,24 +45,16 @@ class Pruning:
         verdicts = tuple(verdict for plan in plans for verdict in plan.verdicts)
         if dry_run:
             return Pruned(verdicts, tuple(c for plan in plans for c in plan.remove), ())
-        removed: list[Checkpoint] = []
-        spared: list[Checkpoint] = []
-        for plan in plans:
-            self._apply(plan, removed, spared)
+        spared = [checkpoint for plan in plans for checkpoint in self._apply(plan)]
+        removed = [checkpoint for plan in plans for checkpoint in plan.remove if checkpoint not in spared]
+        self._metrics.prune_deleted.inc(len(removed))
+        self._metrics.prune_freed_bytes.inc(sum(checkpoint.stored_bytes for checkpoint in removed))
         return Pruned(verdicts, tuple(removed), tuple(spared))
 
-    def _apply(self, plan: PrunePlan, removed: list[Checkpoint], spared: list[Checkpoint]) -> None:
+    def _apply(self, plan: PrunePlan) -> list[Checkpoint]:
         if not plan.remove:
-            return
+            return []
         try:
-            for checkpoint in plan.remove:
-                try:
-                    delete_checkpoint(self._store, checkpoint, "prune", self._clock)
-                except CheckpointHeld:
-                    spared.append(checkpoint)
-                    continue
-                removed.append(checkpoint)
-                self._metrics.prune_deleted.inc()
-                self._metrics.prune_freed_bytes.inc(checkpoint.stored_bytes)
+            return apply_prune(self._store, plan, self._clock)
         finally:
             self._synchronizing.sync_run(plan.run)

@@ -17,7 +17,7 @@ from ckptd.services.recovery import Recovery
 from ckptstore.catalog import Checkpoint, State, from_outcome, hidden_attempts, list_runs, visible_attempts
 from ckptstore.clock import Clock
 from ckptstore.commit import read_outcome
-from ckptstore.errors import AttemptAborted, CkptError, Damaged, NoCheckpoint, StoreUnavailable, Unavailable
+from ckptstore.errors import AttemptAborted, CkptError, CorruptObject, NoCheckpoint, StoreUnavailable, Unavailable
 from ckptstore.names import Attempt, check_run, checkpoint_id
 from ckptstore.stores import Store
 
@@ -147,7 +147,7 @@ class Synchronizing:
         """A checkpoint; the attempt itself if it was aborted; None if it has no outcome."""
         try:
             outcome = read_outcome(self._store, run, attempt)
-        except Damaged as error:
+        except CorruptObject as error:
             return Checkpoint(run, attempt, State.CORRUPT, problem=str(error))
         if outcome is None:
             return None

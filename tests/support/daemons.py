@@ -1,0 +1,126 @@
+"""Real daemons: `python -m ckptd serve` on a free port of this machine, stopped with SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ckptstore.daemon import DaemonClient
+
+_DEADLINE_S = 60.0
+_EXIT_S = 30.0
+_LISTENING = "listening on "
+# Tests wait for the daemon to notice things: let it look often, and leave nothing waiting at its end.
+_EAGER = ("--poll-seconds", "0.1", "--commit-grace-seconds", "0.3", "--notice-seconds", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A running daemon."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    def log(self) -> str:
+        """What it wrote to stderr so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """One GET."""
+        return httpx.get(self.url + path, **options)
+
+    def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
+        """One POST of a JSON body."""
+        return httpx.post(self.url + path, json=body, timeout=30, **options)
+
+    @contextmanager
+    def client(self, token: str | None = None) -> Iterator[DaemonClient]:
+        """The project's own client, closed at the end."""
+        client = DaemonClient(self.url, token)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the process is gone."""
+        self.process.kill()
+        self.process.wait(_EXIT_S)
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(_EXIT_S)
+
+
+def wait_until(condition: Callable[[], object], what: str, deadline_s: float = _DEADLINE_S) -> None:
+    """Poll until the condition holds; AssertionError if it never does."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {deadline_s} s"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running_daemon(
+    store_url: str,
+    db_url: str | None = None,
+    *,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    ready: bool = True,
+) -> Iterator[Daemon]:
+    """A daemon for the store, ready when the block begins (ready=False: only listening), gone when it ends.
+
+    db_url: None for an index that lives as long as the block. options: more arguments of `serve`.
+    environment: instead of this process's own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log_path = Path(folder) / "log"
+        db_url = db_url or f"sqlite:///{folder}/index.db"
+        arguments = ["--store", store_url, "--db", db_url, "--port", "0", *_EAGER, *options]
+        inherited = os.environ if environment is None else environment
+        clean = {name: value for name, value in inherited.items() if not name.startswith("CKPTD_")}
+        clean |= {name: value for name, value in (environment or {}).items() if name.startswith("CKPTD_")}
+        with log_path.open("wb") as log:
+            process = subprocess.Popen([sys.executable, "-m", "ckptd", "serve", *arguments], stderr=log, env=clean)
+        try:
+            daemon = Daemon(_wait_for_url(process, log_path), process, log_path)
+            if ready:
+                wait_until(lambda: daemon.get("/readyz").status_code == 200, f"readiness of:\n{daemon.log()}")
+            yield daemon
+        finally:
+            _end(process)
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log_path: Path) -> str:
+    def said() -> bool:
+        assert process.poll() is None, f"the daemon ended with {process.returncode}:\n{log_path.read_text()}"
+        return _LISTENING in log_path.read_text() and log_path.read_text().endswith("\n")
+
+    wait_until(said, "the daemon's start")
+    line = next(line for line in log_path.read_text().splitlines() if _LISTENING in line)
+    return line.partition(_LISTENING)[2].strip()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(_EXIT_S)
+            raise
