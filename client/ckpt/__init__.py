@@ -9,7 +9,8 @@
     ...
     ckpt.close()
 
-Names are loaded when first used: the saver process imports this package and must not load torch.
+Names are loaded when first used: the saver process imports this package and must not load torch. (The packages are
+called saving and restoring because an imported subpackage named save would hide the function.)
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer
     from ckpt.default import close, init, latest, load, restore, save, save_async, wait
-    from ckpt.restore.pipeline import Restored
-    from ckpt.save.handle import SaveHandle, Timings
+    from ckpt.restoring.pipeline import Restored
+    from ckpt.saving.handle import SaveHandle, Timings
     from ckptstore.catalog import Checkpoint
     from ckptstore.errors import CkptError
 
@@ -46,9 +47,9 @@ _HOME = {
     "Checkpoint": "ckptstore.catalog",
     "Checkpointer": "ckpt.checkpointer",
     "CkptError": "ckptstore.errors",
-    "Restored": "ckpt.restore.pipeline",
-    "SaveHandle": "ckpt.save.handle",
-    "Timings": "ckpt.save.handle",
+    "Restored": "ckpt.restoring.pipeline",
+    "SaveHandle": "ckpt.saving.handle",
+    "Timings": "ckpt.saving.handle",
 }
 
 

@@ -19,12 +19,12 @@ from ckpt.capture.leaves import Captured
 from ckpt.capture.state import Optimizers, Subject, capture
 from ckpt.config import Config, configure
 from ckpt.distributed import World
-from ckpt.restore.pipeline import Restored, Restorer
-from ckpt.restore.tensors import load_tensors
-from ckpt.save.client import SaveClient
-from ckpt.save.handle import SaveHandle
-from ckpt.save.messages import Job, Setup
-from ckpt.save.stage import Layout
+from ckpt.restoring.pipeline import Restored, Restorer
+from ckpt.restoring.tensors import load_tensors
+from ckpt.saving.client import SaveClient
+from ckpt.saving.handle import SaveHandle
+from ckpt.saving.messages import Job, Setup
+from ckpt.saving.stage import Layout
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint

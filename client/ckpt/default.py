@@ -10,9 +10,9 @@ from torch import nn
 
 from ckpt.capture.state import Optimizers
 from ckpt.checkpointer import Checkpointer
-from ckpt.restore.pipeline import Restored
-from ckpt.restore.tensors import load_tensors
-from ckpt.save.handle import SaveHandle
+from ckpt.restoring.pipeline import Restored
+from ckpt.restoring.tensors import load_tensors
+from ckpt.saving.handle import SaveHandle
 from ckptstore.catalog import Checkpoint
 from ckptstore.names import Reference
 from ckptstore.source import open_source

@@ -110,21 +110,21 @@ def candidates(store: Store, run: str) -> Iterator[Checkpoint]:
 
 
 def find(store: Store, reference: Reference) -> Checkpoint:
-    """The checkpoint that a reference names. Raises NoCheckpoint."""
+    """The checkpoint that a reference names, even if it is corrupt. Raises NoCheckpoint."""
     if reference.step is None:
         return latest(store, reference.run)
     if reference.ulid is not None:
         attempt = Attempt(reference.step, reference.ulid)
         checkpoint = None if _is_hidden(store, reference.run, attempt) else _read(store, reference.run, attempt)
-        candidates = [checkpoint] if checkpoint else []
+        found = [checkpoint] if checkpoint else []
     else:
-        candidates = [c for c in newest_first(store, reference.run) if c.step == reference.step]
-    if not candidates:
+        found = [c for c in candidates(store, reference.run) if c.step == reference.step]
+    if not found:
         raise NoCheckpoint(
             f"run {reference.run!r} has no checkpoint at step {reference.step} in {store.url}",
             "ckptctl ls shows what there is",
         )
-    return candidates[0]
+    return found[0]
 
 
 def decided_attempts(store: Store, run: str) -> list[Attempt]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.restore.tensors import load_tensors
+from ckpt.restoring.tensors import load_tensors
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.deletion import apply_prune, collect, plan_prune
@@ -193,4 +193,4 @@ def test_random_kills_never_tear_a_checkpoint(tmp_path: Path) -> None:
     assert all(count >= ROUNDS // 8 for count in killed.values())
     collect(store, "kill", lambda: system_clock() + 1, grace_s=0.5)
     left = {str(checkpoint.attempt) for checkpoint in source.checkpoints("kill")}
-    assert set(store.list_folders(attempts_prefix("kill"))) == left
+    assert set(store.list_folders(attempts_prefix("kill"))) == left, [i.key for i in store.list("kill")]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ckpt.capture.leaves import Leaf
-from ckpt.save.messages import EntryRow
-from ckpt.save.segment import Segment
+from ckpt.saving.messages import EntryRow
+from ckpt.saving.segment import Segment
 from ckptstore.shards import Entry, Placed, place_entries, raw_bytes
 
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckpt.save.messages import Job, Setup
-from ckpt.save.upload import Uploaded
+from ckpt.saving.messages import Job, Setup
+from ckpt.saving.upload import Uploaded
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commit import (

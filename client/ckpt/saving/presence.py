@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from ckpt.save.segment import close_after_fork
+from ckpt.saving.segment import close_after_fork
 
 _PAUSE_S = 0.05
 

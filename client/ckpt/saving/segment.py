@@ -18,6 +18,17 @@ from typing import Protocol
 _POPULATE_STRIDE = 64 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
 _after_fork: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
@@ -46,18 +57,17 @@ class Segment:
         """Make a segment, or map the one behind a received descriptor."""
         self.num_bytes = num_bytes
         self.fd = make_shared_memory(num_bytes) if fd is None else fd
-        self.map = mmap.mmap(self.fd, max(1, num_bytes))
-        if hasattr(mmap, "MADV_DONTFORK"):
-            self.map.madvise(mmap.MADV_DONTFORK)
+        self.map = _map(self.fd, max(1, num_bytes))
+        """The bytes, as an object with the buffer interface; unmapped with the last view of it."""
         close_after_fork(self)
 
     @property
     def view(self) -> memoryview:
         """The bytes, writable."""
-        return memoryview(self.map)[: self.num_bytes]
+        return memoryview(self.map).cast("B")[: self.num_bytes]
 
     def close(self) -> None:
-        """Give up the descriptor. The mapping goes with the last view of it."""
+        """Give up the descriptor."""
         self.close_in_child()
 
     def close_in_child(self) -> None:
@@ -65,6 +75,24 @@ class Segment:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _map(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    # Python's own mmap keeps a copy of the descriptor, which forked children would inherit.
+    address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address in (None, _MAP_FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {num_bytes} bytes of shared memory: {os.strerror(number)}")
+    if hasattr(mmap, "MADV_DONTFORK"):
+        _libc.madvise(address, num_bytes, mmap.MADV_DONTFORK)
+    mapped = (ctypes.c_char * num_bytes).from_address(address)
+    weakref.finalize(mapped, _unmap, address, num_bytes, os.getpid()).atexit = False
+    return mapped
+
+
+def _unmap(address: int, num_bytes: int, pid: int) -> None:
+    if os.getpid() == pid:  # in a child something else may lie there
+        _libc.munmap(address, num_bytes)
 
 
 def make_shared_memory(num_bytes: int, anonymous: Callable[[], int] | None = None) -> int:
@@ -94,14 +122,8 @@ _ANONYMOUS = memfd if sys.platform == "linux" else posix_shared_memory
 
 def populate(segment: Segment) -> None:
     """Have the kernel provide all pages now, so that no later copy waits for them. Releases the GIL."""
-    if not segment.num_bytes:
-        return
-    view = (ctypes.c_char * segment.num_bytes).from_buffer(segment.map)
-    start = ctypes.addressof(view)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    start = ctypes.addressof(segment.map)
     for at in range(0, segment.num_bytes, _POPULATE_STRIDE):
         size = min(_POPULATE_STRIDE, segment.num_bytes - at)
-        if sys.platform != "linux" or libc.madvise(start + at, size, _MADV_POPULATE_WRITE) != 0:
-            libc.memset(start + at, 0, size)
+        if sys.platform != "linux" or _libc.madvise(start + at, size, _MADV_POPULATE_WRITE) != 0:
+            _libc.memset(start + at, 0, size)

@@ -13,9 +13,9 @@ import socket
 import sys
 import threading
 
-from ckpt.save.messages import Channel, Command, Forget, Job, Report, Setup, Slot
-from ckpt.save.pipeline import SavePipeline
-from ckpt.save.segment import Segment
+from ckpt.saving.messages import Channel, Command, Forget, Job, Report, Setup, Slot
+from ckpt.saving.pipeline import SavePipeline
+from ckpt.saving.segment import Segment
 from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 

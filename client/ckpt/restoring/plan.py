@@ -18,7 +18,7 @@ from ckpt.capture.modules import EXTRA_STATE, canonical, unwrap
 from ckpt.capture.optimizers import load_optimizer_state, parameters_by_name
 from ckpt.capture.rng import load_rng_state
 from ckpt.capture.state import GRADIENTS, RNG, Stateful, Subject
-from ckpt.restore.destinations import Destinations
+from ckpt.restoring.destinations import Destinations
 from ckptstore.documents import JSON, Content
 from ckptstore.errors import CorruptObject, StateMismatch
 from ckptstore.trees import TAG

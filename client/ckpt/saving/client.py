@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 
-from ckpt.save.arena import Arena, ArenaSlot
-from ckpt.save.handle import SaveHandle
-from ckpt.save.messages import Done, Failed, Job, Progress, Released, Report, Setup
-from ckpt.save.segment import Segment
-from ckpt.save.writers import ProcessWriter, ThreadWriter, Writer
+from ckpt.saving.arena import Arena, ArenaSlot
+from ckpt.saving.handle import SaveHandle
+from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
+from ckpt.saving.segment import Segment
+from ckpt.saving.writers import ProcessWriter, ThreadWriter, Writer
 from ckptstore.catalog import from_outcome
 from ckptstore.documents import Outcome, parse_sealed
 from ckptstore.errors import CkptError, SaverDied, error_from_code

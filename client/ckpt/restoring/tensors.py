@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ckpt.restore.destinations import Destinations
-from ckpt.restore.resolve import take_lease
+from ckpt.restoring.destinations import Destinations
+from ckpt.restoring.resolve import take_lease
 from ckptstore.catalog import Checkpoint
 from ckptstore.reading import fetch, plan_reads
 from ckptstore.source import Source, read_manifest

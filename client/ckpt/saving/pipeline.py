@@ -12,10 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt.save.commit import commit, write_receipt
-from ckpt.save.encode import encode_chunks
-from ckpt.save.messages import Done, Failed, Job, Progress, Released, Report, Setup
-from ckpt.save.upload import Uploaded, upload_shard
+from ckpt.saving.commit import commit, write_receipt
+from ckpt.saving.encode import encode_chunks
+from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
+from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commit import StoredReceipt

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ckpt.save.messages import Channel, Command, Forget, Job, Report, Setup, Slot, Stop
-from ckpt.save.pipeline import SavePipeline
-from ckpt.save.presence import Presence
-from ckpt.save.segment import Segment, close_after_fork
+from ckpt.saving.messages import Channel, Command, Forget, Job, Report, Setup, Slot, Stop
+from ckpt.saving.pipeline import SavePipeline
+from ckpt.saving.presence import Presence
+from ckpt.saving.segment import Segment, close_after_fork
 from ckptstore.errors import SaverDied
 from ckptstore.stores import open_store
 
@@ -153,7 +153,7 @@ class ProcessWriter:
 
 def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:
     # The saver imports from where the trainer imports, never from whatever folder it is started in.
-    code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.save.saver import run; run({sock})"
+    code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.saving.saver import run; run({sock})"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code],
         stdin=subprocess.DEVNULL,

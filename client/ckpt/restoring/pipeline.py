@@ -11,8 +11,8 @@ from typing import Any
 from ckpt.capture.state import RNG, Subject
 from ckpt.config import Config
 from ckpt.distributed import World
-from ckpt.restore.plan import RestorePlan, plan_restore
-from ckpt.restore.resolve import candidates, settle, take_lease
+from ckpt.restoring.plan import RestorePlan, plan_restore
+from ckpt.restoring.resolve import candidates, settle, take_lease
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.documents import JSON, Manifest
 from ckptstore.errors import CkptError, CorruptObject, NoCheckpoint, ObjectMissing, StateMismatch

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from ckpt.config import Config
-from ckpt.save.presence import wait_for_orphans
+from ckpt.saving.presence import wait_for_orphans
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.commit import identity

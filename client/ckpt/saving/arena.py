@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckpt.save.segment import Segment, populate
-from ckpt.save.stage import Stager
+from ckpt.saving.segment import Segment, populate
+from ckpt.saving.stage import Stager
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,176 @@
+"""Shared memory: slots, descriptors, forks, and both ways to make it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ckpt import Checkpointer
+from ckpt.saving import segment as segments
+from ckpt.saving.arena import Arena
+from ckpt.saving.segment import Segment, make_shared_memory, memfd, populate, posix_shared_memory
+from tests.support.training import same_state
+
+
+class Nobody:
+    """Listens to an arena."""
+
+    def __init__(self) -> None:
+        self.known: list[int] = []
+
+    def add_slot(self, number: int, segment: Segment) -> None:
+        self.known.append(number)
+
+    def forget_slot(self, number: int) -> None:
+        self.known.remove(number)
+
+
+@pytest.mark.parametrize("make", [memfd, posix_shared_memory])
+def test_memory_is_shared_through_the_descriptor_and_has_no_name(make: object) -> None:
+    before = set(os.listdir("/dev/shm"))
+    fd = make_shared_memory(10_000, make)  # type: ignore[arg-type]
+    assert set(os.listdir("/dev/shm")) == before
+    assert not os.get_inheritable(fd)
+    one = Segment(10_000, fd)
+    two = Segment(10_000, os.dup(fd))
+    populate(one)
+    one.view[9_999] = 7
+    assert two.view[9_999] == 7
+    one.close()
+    two.close()
+
+
+def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> None:
+    listener = Nobody()
+    arena = Arena(2, listener)
+    first = arena.acquire(1000, 0)
+    second = arena.acquire(1000, 0)
+    assert first is not None
+    assert second is not None
+    assert arena.acquire(1000, 0.01) is None
+    arena.release(first.number)
+    assert arena.acquire(500, 0) is first
+    arena.release(first.number)
+    larger = arena.acquire(5000, 0)
+    assert larger is not None
+    assert larger.segment.num_bytes == 5000
+    assert listener.known == [second.number, larger.number]
+    arena.release(second.number)
+    arena.release(larger.number)
+    assert arena.acquire(5000, 0) is larger
+    threading.Timer(0.1, arena.release, (larger.number,)).start()
+    assert arena.acquire(5000, 10) is not None
+    arena.close()
+
+
+def open_descriptors(pid: int | str = "self") -> list[str]:
+    return [link for fd in os.listdir(f"/proc/{pid}/fd") if (link := _link(pid, fd))]
+
+
+def _link(pid: int | str, fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return ""
+
+
+class Spy(torch.utils.data.Dataset[torch.Tensor]):
+    """Tells from inside a worker which of the arena it holds."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        maps = Path("/proc/self/maps").read_text()
+        return torch.tensor(["ckpt-arena" in maps, any("ckpt-arena" in link for link in open_descriptors())])
+
+
+def test_data_loader_workers_hold_nothing_of_the_arena(tmp_path: Path) -> None:
+    model = nn.Linear(512, 512)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, None, 0)
+        assert "ckpt-arena" in Path("/proc/self/maps").read_text()
+        loader = DataLoader(Spy(), batch_size=1, num_workers=2, multiprocessing_context="fork")
+        held = torch.cat(list(loader))
+        assert not held.any()
+        checkpointer.save(model, None, 1)
+        other = nn.Linear(512, 512)
+        checkpointer.restore(other)
+        assert same_state(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_fork_cannot_use_or_close_the_parents_checkpointer(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+
+    def child(queue: multiprocessing.queues.Queue[str]) -> None:
+        checkpointer.close()
+        try:
+            checkpointer.save_async(model, None, 1)
+        except Exception as error:
+            queue.put(str(error))
+
+    context = multiprocessing.get_context("fork")
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, None, 0)
+        queue: multiprocessing.queues.Queue[str] = context.Queue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        assert "belongs to another process" in queue.get(timeout=30)
+        process.join()
+        assert checkpointer.save(model, None, 1).step == 1
+
+
+def test_everything_is_given_back_on_close(tmp_path: Path) -> None:
+    def footprint() -> tuple[int, int]:
+        return len(open_descriptors()), threading.active_count()
+
+    def cycle() -> None:
+        with Checkpointer(str(tmp_path), run="r") as checkpointer:
+            checkpointer.save(nn.Linear(64, 64), None, 0)
+
+    cycle()
+    before = footprint()
+    for _ in range(5):
+        cycle()
+    deadline = time.monotonic() + 10
+    while footprint() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert footprint() == before
+
+
+def test_extra_memory_is_one_state_per_slot(tmp_path: Path) -> None:
+    model = nn.Linear(4096, 4096, bias=False)  # 64 MiB
+    with Checkpointer(str(tmp_path), run="r", slots=1) as checkpointer:
+        for step in range(3):
+            checkpointer.save(model, None, step)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        assert [s.num_bytes for s in _arena(checkpointer).segments.values()] == [size]
+        assert checkpointer.saver_pid is not None
+        status = Path(f"/proc/{checkpointer.saver_pid}/status").read_text()
+        peak = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) << 10
+    # The saver's peak holds the slot once more because it maps the same memory.
+    assert peak - size < 256 << 20
+
+
+def _arena(checkpointer: Checkpointer) -> Arena:
+    assert checkpointer._client is not None
+    return checkpointer._client._arena
+
+
+def test_resources_of_a_fork_are_closed_without_touching_the_parent() -> None:
+    segment = Segment(100)
+    assert segment in segments._after_fork
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if segment.fd == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    segment.view[0] = 1
+    segment.close()

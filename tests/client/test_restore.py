@@ -1,0 +1,178 @@
+"""Restore: falling back from a corrupt checkpoint, leases, reading without a model, the module functions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt import Checkpointer
+from ckptstore import names
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import system_clock
+from ckptstore.deletion import plan_prune
+from ckptstore.errors import CorruptObject, ObjectMissing
+from ckptstore.leases import active_leases
+from ckptstore.retention import Policy
+from ckptstore.source import StoreSource
+from ckptstore.stores import open_store
+from tests.support.ddp import ROOT
+from tests.support.training import same_state
+
+
+def save_steps(folder: Path, count: int) -> tuple[list[Checkpoint], list[dict[str, torch.Tensor]]]:
+    """Checkpoints of steps 0, 1, ... of a small model, and its states."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    states, checkpoints = [], []
+    with Checkpointer(str(folder), run="r") as checkpointer:
+        for step in range(count):
+            nn.init.normal_(model.weight)
+            checkpoints.append(checkpointer.save(model, None, step))
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+    return checkpoints, states
+
+
+def flip(path: Path, at: int = 100) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def files_of(folder: Path, checkpoint: Checkpoint) -> dict[str, Path]:
+    run, attempt = checkpoint.run, checkpoint.attempt
+    return {
+        "shard": folder / names.shard_key(run, attempt, names.shard_name(0)),
+        "receipt": folder / names.receipt_key(run, attempt, 0),
+        "manifest": folder / names.manifest_key(run, attempt),
+        "outcome": folder / names.outcome_key(run, attempt),
+    }
+
+
+@pytest.mark.parametrize("victim", ["shard", "receipt", "manifest", "outcome"])
+def test_a_corrupt_newest_checkpoint_is_skipped_and_said_so(
+    victim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints, states = save_steps(tmp_path, 3)
+    flip(files_of(tmp_path, checkpoints[2])[victim])
+    model = nn.Linear(64, 64)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        restored = checkpointer.restore(model)
+        assert restored is not None
+        assert restored.step == 1
+        assert [identity for identity, _ in restored.skipped] == [checkpoints[2].id]
+        assert same_state(dict(model.state_dict()), states[1])
+        assert checkpoints[2].id in caplog.text
+        # Whoever asks for the corrupt one by name gets the error, not another checkpoint.
+        with pytest.raises(CorruptObject):
+            checkpointer.restore(model, checkpoint=2)
+
+
+def test_a_missing_shard_is_skipped_too(tmp_path: Path) -> None:
+    checkpoints, _ = save_steps(tmp_path, 2)
+    files_of(tmp_path, checkpoints[1])["shard"].unlink()
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        restored = checkpointer.restore(nn.Linear(64, 64))
+        assert restored is not None
+        assert restored.step == 0
+        with pytest.raises(ObjectMissing):
+            checkpointer.load(1)
+
+
+def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    checkpoints, _ = save_steps(tmp_path, 2)
+    for checkpoint in checkpoints:
+        flip(files_of(tmp_path, checkpoint)["shard"])
+    with Checkpointer(str(tmp_path), run="r") as checkpointer, pytest.raises(CorruptObject, match="none of the 2"):
+        checkpointer.restore(nn.Linear(64, 64))
+
+
+def test_what_a_live_run_resumed_from_is_not_pruned_until_it_commits(tmp_path: Path) -> None:
+    save_steps(tmp_path, 3)
+    store = open_store(str(tmp_path))
+    model = nn.Linear(64, 64)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.restore(model, checkpoint=0)
+        reasons = {v.checkpoint.step: v.reasons for v in plan_prune(store, "r", Policy(1), system_clock).verdicts}
+        assert reasons[0][0].startswith("lease:restore:")
+        assert reasons[1] == ()
+        checkpointer.save(model, None, 7)
+    assert active_leases(store, "r", system_clock) == {}
+
+
+def test_a_lease_ends_with_a_run_that_saves_nothing(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.restore(nn.Linear(64, 64))
+        assert len(active_leases(open_store(str(tmp_path)), "r", system_clock)) == 1
+    assert active_leases(open_store(str(tmp_path)), "r", system_clock) == {}
+
+
+def test_same_step_saved_again_supersedes(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, None, 5)
+        nn.init.ones_(model.weight)
+        checkpointer.save(model, None, 5)
+        nn.init.zeros_(model.weight)
+        checkpointer.restore(model)
+    assert bool((model.weight == 1).all())
+    listed = StoreSource(open_store(str(tmp_path))).checkpoints("r")
+    assert [str(checkpoint.state) for checkpoint in listed] == ["committed", "superseded"]
+
+
+@pytest.fixture
+def default_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("CKPT_STORE", str(tmp_path))
+    monkeypatch.setenv("CKPT_RUN", "from-environment")
+    yield tmp_path
+    ckpt.close()
+
+
+def test_module_functions_on_the_environment(default_run: Path) -> None:
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert ckpt.latest() is None
+    assert ckpt.restore(model, optim) is None
+    handle = ckpt.save_async(model, optim, 1, metrics={"loss": 0.5})
+    ckpt.wait()
+    assert handle.done()
+    assert handle.result(0).metrics == {"loss": 0.5}
+    assert handle.progress == (handle.timings.raw_bytes, handle.timings.raw_bytes)
+    assert ckpt.save(model, optim, 2).step == 2
+    latest = ckpt.latest()
+    assert latest is not None
+    assert latest.id == f"from-environment@2.{latest.attempt.ulid}"
+    assert ckpt.load(names="model/w*").keys() == {"model/weight"}
+    loaded = ckpt.load(f"{default_run}/from-environment@1", names="model/*")
+    assert torch.equal(loaded["model/weight"], model.weight)
+    assert ckpt.load(f"file://{default_run}/from-environment@latest").keys() >= {"model/weight", "model/bias"}
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_saves_are_durable_at_interpreter_exit(writer: str, tmp_path: Path) -> None:
+    program = (
+        "import torch, ckpt\n"
+        f"ckpt.init({str(tmp_path)!r}, run='r', writer={writer!r})\n"
+        "ckpt.save_async(torch.nn.Linear(2000, 2000), None, 3)\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT, timeout=60)
+    assert StoreSource(open_store(str(tmp_path))).latest("r").step == 3
+
+
+@pytest.mark.parametrize("url", ["memory://restore-test/a", "{folder}"])
+def test_thread_writer_and_memory_store(url: str, tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    with Checkpointer(url.format(folder=tmp_path), run="r", writer="thread", compress="off") as checkpointer:
+        handles = [checkpointer.save_async(model, None, step) for step in range(4)]
+        assert [handle.result(30).step for handle in handles] == [0, 1, 2, 3]
+        assert checkpointer.saver_pid is None
+        other = nn.Linear(64, 64)
+        checkpointer.restore(other)
+    assert same_state(dict(other.state_dict()), dict(model.state_dict()))
