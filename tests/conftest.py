@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from ckptstore.stores import Store, open_store
 from tests.support import seaweed
 from tests.support.seaweed import S3Service
 
 STORE_KINDS = ("local", "memory", "s3")
+
+# The same examples in every run, and no limit on the time of one: other tests share the cores.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=200)
+settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

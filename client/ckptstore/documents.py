@@ -269,9 +269,8 @@ def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manife
 def check_manifest(manifest: Manifest, key: str) -> None:
     """CorruptObject unless every field of the manifest makes sense."""
     _check_names(manifest, key)
+    _checked(key, _check_receipts, manifest)
     _checked(key, _check_content, manifest.content)
-    if [receipt.rank for receipt in manifest.receipts] != list(range(manifest.world_size)):
-        raise CorruptObject(f"{key} does not name one receipt per rank")
 
 
 def _trailer(body: bytes) -> bytes:
@@ -321,6 +320,15 @@ def _require(condition: bool, message: str) -> None:
 
 def _same_length(what: str, *columns: Sequence[object]) -> None:
     _require(len({len(column) for column in columns}) == 1, f"columns of {what} differ in length")
+
+
+def _check_receipts(manifest: Manifest) -> None:
+    receipts, size = manifest.receipts, manifest.world_size
+    # The length first: a range of a hostile size does not fit into memory.
+    complete = len(receipts) == size and all(receipt.rank == rank for rank, receipt in enumerate(receipts))
+    _require(complete, "it does not name one receipt per rank")
+    _require(all(_is_digest(receipt.digest) for receipt in receipts), "a receipt's digest is not 32 digits")
+    _require(all(0 <= shard.rank < size for shard in manifest.content.shards), "a shard's rank is outside the world")
 
 
 def _check_receipt(receipt: Receipt) -> None:

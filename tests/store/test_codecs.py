@@ -1,0 +1,153 @@
+"""Chunk codecs give back every bit, refuse garbage with CorruptObject alone, and are as small as promised."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckptstore.codecs import CODECS, FLOAT_SPLIT, RAW, ZSTD, best_codec, decode, encode
+from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.errors import CorruptObject
+
+ITEM = {RAW: 1, ZSTD: 1, **{codec: ITEM_BYTES[dtype] for dtype, codec in FLOAT_SPLIT.items()}}
+every_codec = pytest.mark.parametrize("codec", CODECS)
+
+
+def encoded(codec: str, raw: bytes) -> tuple[str, bytes]:
+    used, parts = encode(codec, memoryview(raw))
+    return used, b"".join(parts)
+
+
+def decoded(codec: str, stored: bytes, size: int) -> bytes:
+    """Decode into the middle of a larger buffer, whose rest must stay as it was."""
+    guard = b"\xa5" * 64
+    buffer = bytearray(guard + bytes(size) + guard)
+    decode(codec, memoryview(stored), memoryview(buffer)[64 : 64 + size])
+    assert buffer[:64] == guard
+    assert buffer[64 + size :] == guard
+    return bytes(buffer[64 : 64 + size])
+
+
+@every_codec
+@given(data=st.data())
+def test_any_bytes_come_back(codec: str, data: st.DataObject) -> None:
+    raw = data.draw(st.binary(max_size=600).map(lambda b: b[: len(b) // ITEM[codec] * ITEM[codec]]))
+    repeated = raw * data.draw(st.integers(1, 40))
+    used, stored = encoded(codec, repeated)
+    assert used in (codec, RAW)
+    assert len(stored) <= len(repeated)
+    assert decoded(used, stored, len(repeated)) == repeated
+
+
+@every_codec
+@pytest.mark.parametrize("elements", [0, 1, 2, 3, 65_535, 65_536, 65_537, 131_072, 200_001])
+def test_block_boundaries(codec: str, elements: int) -> None:
+    weights = (np.random.default_rng(elements).standard_normal(elements) * 0.02).astype(np.float32)
+    raw = weights.tobytes()[: elements * ITEM[codec]]
+    used, stored = encoded(codec, raw)
+    assert decoded(used, stored, len(raw)) == raw
+    if elements >= 65_535 and codec in FLOAT_SPLIT.values():
+        assert used == codec or codec != "float-split/float32", "the codec itself must have been tested"
+
+
+SPECIAL = {
+    "float32": [0x7FC00001, 0xFFFFFFFF, 0x7F800001, 0x80000000, 0, 1, 0x807FFFFF, 0x7F800000, 0xFF800000, 0x3F800000],
+    "bfloat16": [0x7FC1, 0xFFFF, 0x7F81, 0x8000, 0, 1, 0x807F, 0x7F80, 0xFF80, 0x3F80],
+    "float16": [0x7E01, 0xFFFF, 0x7C01, 0x8000, 0, 1, 0x83FF, 0x7C00, 0xFC00, 0x3C00],
+}
+"""NaNs with payloads, quiet and signalling; both zeros; denormals; both infinities; one."""
+
+
+@pytest.mark.parametrize("dtype", SPECIAL)
+def test_special_numbers_keep_their_bits(dtype: str) -> None:
+    words = np.array(SPECIAL[dtype] * 500, dtype=np.uint32 if dtype == "float32" else np.uint16)
+    used, stored = encoded(FLOAT_SPLIT[dtype], words.tobytes())
+    assert used == FLOAT_SPLIT[dtype], "ten values repeated must be worth encoding"
+    assert decoded(used, stored, words.nbytes) == words.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_16_bit_pattern_survives(dtype: str) -> None:
+    words = np.repeat(np.arange(1 << 16, dtype=np.uint16), 9)  # repeated, so that it is worth encoding
+    used, stored = encoded(FLOAT_SPLIT[dtype], words.tobytes())
+    assert used == FLOAT_SPLIT[dtype]
+    assert decoded(used, stored, words.nbytes) == words.tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 0.835), ("bfloat16", 0.67), ("float16", 0.95)])
+def test_trained_weights_shrink(dtype: str, limit: float) -> None:
+    weights = (np.random.default_rng(0).standard_normal(1 << 20) * 0.02).astype(np.float32)
+    raw = {
+        "float32": weights.tobytes(),
+        "bfloat16": (weights.view(np.uint32) >> 16).astype(np.uint16).tobytes(),
+        "float16": weights.astype(np.float16).tobytes(),
+    }[dtype]
+    used, stored = encoded(best_codec(dtype), raw)
+    assert used == FLOAT_SPLIT[dtype]
+    assert len(stored) <= limit * len(raw)
+
+
+def test_noise_is_stored_raw() -> None:
+    noise = np.random.default_rng(0).bytes(1 << 20)
+    for codec in CODECS:
+        used, stored = encoded(codec, noise)
+        assert len(stored) <= len(noise)
+        assert decoded(used, stored, len(noise)) == noise
+
+
+@every_codec
+@given(stored=st.binary(max_size=300), size=st.integers(0, 5000))
+@example(stored=b"", size=0)
+@example(stored=b"\0\0\0\0", size=0)
+def test_garbage_raises_corrupt_object_only(codec: str, stored: bytes, size: int) -> None:
+    try:
+        decoded(codec, stored, size)
+    except CorruptObject:
+        pass
+
+
+@every_codec
+@given(data=st.data())
+def test_damaged_chunks_raise_corrupt_object_or_give_other_bytes(codec: str, data: st.DataObject) -> None:
+    """The checksum has caught these before; the decoder must still be safe with them."""
+    words = np.repeat(np.arange(300, dtype=np.uint32) << 16, 4)
+    used, stored = encoded(codec, words.tobytes())
+    damaged = bytearray(stored)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.integers(0, len(damaged)))
+    for candidate in (bytes(damaged), bytes(damaged[:cut]), stored + b"more"):
+        try:
+            decoded(used, candidate, words.nbytes)
+        except CorruptObject:
+            continue
+        assert candidate[: len(stored)] == bytes(damaged), "what is too short or too long must be refused"
+
+
+def test_frames_that_lie_about_their_size() -> None:
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(512 << 20))
+    skippable = struct.pack("<II", 0x184D2A50, 100) + bytes(100)
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
+    tracemalloc.start()
+    try:
+        for frame in (bomb, skippable, unsized):
+            with pytest.raises(CorruptObject):
+                decoded(ZSTD, frame, 100)
+            plane = struct.pack("<I", len(frame)) + frame + bytes(300)
+            with pytest.raises(CorruptObject):
+                decoded("float-split/float32", plane, 400)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20, "the bomb was unpacked"
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("codec", ["", "gzip", "float-split/float64"])
+def test_unknown_codecs_are_refused(codec: str) -> None:
+    with pytest.raises(CorruptObject, match="unknown"):
+        decode(codec, memoryview(b"x"), memoryview(bytearray(1)))

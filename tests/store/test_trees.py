@@ -1,0 +1,192 @@
+"""Tagged trees give back plain values exactly, types included, and refuse all else by path."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.trees import decode_tree, encode_tree, leaves, unsupported
+
+
+class Weird:
+    """Stands for any class that only pickle could store."""
+
+
+class Text(str):
+    """A subclass, which must not silently become its base."""
+
+
+def refuse(path: str, value: object) -> Any:
+    raise unsupported(path, value)
+
+
+def unknown(path: str, tree: dict[str, Any]) -> Any:
+    raise CorruptObject(f"{path}: unknown tag {tree.get('$')!r}")
+
+
+def through_json(value: Any) -> Any:
+    return decode_tree(msgspec.json.decode(msgspec.json.encode(encode_tree(value, "s", refuse))), "s", unknown)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in value, type and order, bit by bit for floats."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(
+            same(k, m) and same(v, w) for (k, v), (m, w) in zip(a.items(), b.items(), strict=True)
+        )
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+HASHABLE = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.floats(allow_nan=False),
+    st.integers(min_value=10**4000, max_value=10**4200),
+    st.complex_numbers(allow_nan=False),
+)  # fmt: skip
+KEYS = st.recursive(HASHABLE, lambda inner: st.tuples(inner, inner), max_leaves=3)
+VALUES = st.recursive(
+    st.one_of(HASHABLE, st.floats(), st.complex_numbers(), st.sets(HASHABLE), st.frozensets(HASHABLE)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text(max_size=4) | st.just("$") | st.just("$x"), inner, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+@example({"$": "tuple", "v": [1]})
+@example([-0.0, 0.0, 1e-320, float("nan"), float("inf"), complex(float("nan"), -0.0)])
+@example([2**53 - 1, 2**53, -(2**53), 2**64])
+@example(((), [], {}, set(), frozenset(), OrderedDict(), Counter(), b"", "", {(): {b"": None}}))
+def test_values_come_back_exactly(value: Any) -> None:
+    assert same(through_json(value), value)
+
+
+def test_integers_longer_than_python_likes_to_print() -> None:
+    assert through_json([10**5000, -(10**5000)]) == [10**5000, -(10**5000)]
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"a": [1, {"b": Weird()}]}, "'s/a/1/b'"),
+        ({"a": (1, Weird())}, "'s/a/1'"),
+        ({3: Weird()}, "'s/3'"),
+        ({Weird(): 3}, "'s/key'"),
+        ([Text("x")], "'s/0'"),
+        ({"a": {Text("x"): 1}}, "'s/a/key'"),
+        ([object], "'s/0'"),
+        ([bytearray(b"x")], "'s/0'"),
+        ({"name": "half a pair: \ud800"}, "'s/name'"),
+        ({"half a pair: \ud800": 1}, "'s'"),
+    ],
+)
+def test_what_cannot_be_stored_is_named_by_its_path(state: Any, path: str) -> None:
+    with pytest.raises(UnsupportedObject) as caught:
+        encode_tree(state, "s", refuse)
+    assert path in str(caught.value)
+    assert caught.value.hint
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_value_that_contains_itself() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UnsupportedObject, match="contain itself"):
+        encode_tree(loop, "s", refuse)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = {0: value}  # an odd key: the deepest JSON per level
+    return value
+
+
+def test_the_deepest_value_that_can_be_stored_can_be_read() -> None:
+    assert through_json(nested(100)) == nested(100)
+    assert list(leaves(encode_tree(nested(100), "s", refuse), "s")) == []
+    with pytest.raises(UnsupportedObject):
+        encode_tree(nested(101), "s", refuse)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["v", "$", "x"]), inner, max_size=3)
+        | st.builds(
+            lambda tag, v: {"$": tag, "v": v},
+            st.sampled_from(
+                ["tuple", "set", "frozenset", "dict", "odict", "counter", "int", "float", "complex", "bytes", "tensor"]
+            ),
+            inner,
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@given(JSON_VALUES)
+@example({"$": "set", "v": [[]]})
+@example({"$": "dict", "v": [[[], 1]]})
+@example({"$": "dict", "v": [[1]]})
+@example({"$": "dict", "v": {"a": 1}})
+@example({"$": "odict", "v": 5})
+@example({"$": "counter", "v": [["a", "b"]]})
+@example({"$": "float", "v": 10**400})
+@example({"$": "complex", "v": []})
+@example({"$": "complex", "v": [{}, 1]})
+@example({"$": "int", "v": "0xzz"})
+@example({"$": "int", "v": 1.5})
+@example({"$": "bytes", "v": "not base64!"})
+@example({"$": []})
+@example({"$": "tuple"})
+def test_hostile_trees_raise_corrupt_object_only(tree: Any) -> None:
+    for read in (lambda: decode_tree(tree, "s", unknown), lambda: list(leaves(tree, "s"))):
+        try:
+            read()
+        except CorruptObject:
+            pass
+
+
+def test_trees_too_deep_to_walk() -> None:
+    tree: Any = 0
+    for _ in range(900):
+        tree = [tree]
+    with pytest.raises(CorruptObject, match="nested"):
+        decode_tree(tree, "s", unknown)
+    with pytest.raises(CorruptObject, match="nested"):
+        list(leaves(tree, "s"))
+
+
+def test_leaves_are_found_under_the_paths_that_captured_them() -> None:
+    def leaf(path: str, value: object) -> Any:
+        assert isinstance(value, Weird)
+        return {"$": "tensor", "name": path}
+
+    state = {"a": [Weird(), {"b": (1, Weird())}], "c": {0: Weird(), "$": OrderedDict(x=Weird())}}
+    tree = encode_tree(state, "s", leaf)
+    found = list(leaves(tree, "s"))
+    assert [path for path, _ in found] == [tagged["name"] for _, tagged in found]
+    assert [path for path, _ in found] == ["s/a/0", "s/a/1/b/1", "s/c/0", "s/c/$/x"]
