@@ -25,8 +25,7 @@ def write_torch(content: Content, items: Collection[str], data: Mapping[str, byt
     data: row-major bytes by entry. Raises UnsupportedObject if torch.load(weights_only=True) would not take the
     file, CorruptObject and OSError.
     """
-    with open(path, "wb") as file:  # by path, torch says no more than "unexpected pos" when the disk is full
-        torch.save(build_state(content, items, data), file)
+    _save(build_state(content, items, data), path)
     refused = get_unsafe_globals_in_checkpoint(path)
     if refused:
         raise UnsupportedObject(
@@ -56,6 +55,17 @@ def build_state(content: Content, items: Collection[str], data: Mapping[str, byt
         return tensors.get(leaf["name"], _LEFT_OUT)
 
     return {item: _without_gaps(decode_tree(content.trees[item], item, unleaf)) for item in items}
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    with open(path, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # On a full disk torch complains of an "unexpected pos"; what the file said is hidden behind that.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _tensor(dtype: str, shape: list[int], data: bytearray) -> torch.Tensor:

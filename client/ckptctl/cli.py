@@ -123,19 +123,11 @@ def _exit_code(program: Callable[[], Any], front: Sequence[str]) -> int:
         report_error(wrong, output, color)
         return wrong.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        report_error(Interrupted("interrupted"), output, color)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough; the interpreter must not fail at flushing the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-class Interrupted(CkptError):
-    """The person at the terminal stopped the program."""
-
-    code = "interrupted"
-    exit_code = INTERRUPTED
 
 
 def _output(front: Sequence[str]) -> Output:

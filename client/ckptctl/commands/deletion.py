@@ -58,8 +58,8 @@ def prune(
         session.screen.emit(body, [item.checkpoint.id for item in remove], _plan_blocks(plan, session.clock()))
         return
     if not yes:
-        session.screen.preview(_plan_blocks(plan, session.clock()))
-        session.screen.confirm(f"\nDelete {_amount(remove)} for good?")
+        session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
+        session.screen.confirm(f"Delete {_amount(remove)} for good?")
     with session.screen.progress("deleting", sum(item.checkpoint.stored_bytes for item in remove)) as progress:
         done = pruning.apply(progress)
     gone = [item for item in done.items if not item.reasons and item.checkpoint.id not in done.held]

@@ -1,0 +1,41 @@
+"""A store with two runs, as an operator would find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptstore.clock import system_clock
+from ckptstore.stores import Store, open_store
+from tests.support.checkpoints import write_checkpoint
+
+
+class Calendar:
+    """A clock that goes on by half a second at every look."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        self.now += 0.5
+        return self.now
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """gpt: steps 10, 20, 30 (saved twice) and 40; wide: step 5, committed last of all."""
+    folder = tmp_path / "store"
+    written = open_store(str(folder))
+    clock = Calendar(system_clock() - 7 * 3600 - 60)
+    for step in (10, 20, 30, 30, 40):
+        write_checkpoint(written, "gpt", step, metrics={"loss": 1 / step}, clock=clock)
+        clock.now += 3600
+    write_checkpoint(written, "wide", 5, clock=clock)
+    return folder
+
+
+@pytest.fixture
+def filled(folder: Path) -> Store:
+    """The store in `folder`."""
+    return open_store(str(folder))

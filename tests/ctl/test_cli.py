@@ -1,0 +1,79 @@
+import pytest
+
+from ckptctl.cli import hoist
+from ckptctl.exits import MEANINGS
+from ckptctl.target import Target, choose_target
+from ckptstore.errors import InvalidRequest
+from tests.support.command_line import invoke
+
+
+def test_version_and_help() -> None:
+    assert invoke("--version").stdout.startswith("ckptctl ")
+    shown = invoke("--help")
+    assert shown.code == 0
+    for code, meaning in MEANINGS.items():
+        assert f"{code:>3}  {meaning}" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["ls", "latest", "runs", "show", "verify", "prune", "gc", "export", "reindex"])
+def test_every_command_explains_itself_without_a_target(command: str) -> None:
+    shown = invoke(command, "--help")
+    assert (shown.code, shown.stderr) == (0, "")
+    assert command in invoke("--help").stdout
+
+
+def test_global_options_may_stand_anywhere() -> None:
+    args = ["ls", "-o", "json", "--run", "r", "--store=s3://a=b", "-q", "-oid", "--", "-q"]
+    front = ["-o", "json", "--store", "s3://a=b", "-q", "-o", "id"]
+    assert hoist(args) == (front, ["ls", "--run", "r", "--", "-q"])
+    assert hoist(["ls", "-o"]) == (["-o"], ["ls"])
+
+
+def test_exactly_one_target_is_meant() -> None:
+    http, store = "http://h:1", "s3://b/p"
+    daemon = Target(http, is_daemon=True, token="t")
+    assert choose_target(http, None, "t", ()) == daemon
+    assert choose_target(None, store, "t", ()) == Target(store, is_daemon=False)
+    # The command line wins over the environment, where trainers have both.
+    assert choose_target(http, store, "t", {"url"}) == daemon
+    assert choose_target(http, store, None, {"store"}) == Target(store, is_daemon=False)
+    for explicit in ((), ("url", "store")):
+        with pytest.raises(InvalidRequest, match="both"):
+            choose_target(http, store, None, explicit)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "--url http://HOST:PORT or --store URL"),
+        (("--url", "http://h", "--store", "/s"), "both a daemon"),
+        (("--url", "s3://bucket"), "--store for a store"),
+        (("--store", "http://h"), "--url for a daemon"),
+    ],
+)
+def test_an_unclear_target_is_a_usage_error(args: tuple[str, ...], says: str) -> None:
+    done = invoke("ls", *args)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+
+
+def test_targets_come_from_the_environment() -> None:
+    assert "does not exist" in invoke("ls", env={"CKPT_STORE": "/nowhere/at/all"}).stderr
+    both = {"CKPT_STORE": "/nowhere/at/all", "CKPTD_URL": "http://127.0.0.1:1"}
+    assert invoke("ls", env=both).code == 2
+    assert "/nowhere/at/all" in invoke("ls", "--store", "/nowhere/at/all", env=both).stderr
+
+
+@pytest.mark.parametrize("args", [("ls", "--nonsense"), ("nonsense",), ("prune",), ("ls", "--limit", "0"), ()])
+def test_wrong_usage_is_exit_2_and_says_so(args: tuple[str, ...]) -> None:
+    done = invoke(*args, "--store", "/tmp")
+    assert done.code == 2
+    assert done.stderr.startswith("error: ")
+
+
+def test_errors_are_objects_for_programs() -> None:
+    done = invoke("ls", "-o", "json", "--nonsense")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.error["code"] == "invalid_request"
+    assert "--nonsense" in done.error["message"]

@@ -1,0 +1,123 @@
+from pathlib import Path
+
+import pytest
+
+from ckptstore import names
+from ckptstore.catalog import list_checkpoints, visible_attempts
+from ckptstore.clock import system_clock
+from ckptstore.leases import take_lease
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.stores import Store
+from tests.support.checkpoints import sample_arrays, write_rank
+from tests.support.command_line import invoke
+
+
+def steps(store: Store, run: str) -> list[int]:
+    return [c.step for c in list_checkpoints(store, run)]
+
+
+def test_a_dry_run_shows_what_would_go_and_stay_and_why_and_deletes_nothing(folder: Path, filled: Store) -> None:
+    done = invoke("prune", "--keep", 2, "--dry-run", "--store", folder)
+    keep, remove = done.stdout.split("\n\n")
+    assert keep.splitlines()[0] == "Keep 3 checkpoints of 2 runs, 6.8 MiB"
+    assert [(line.split()[0], line.split()[-1]) for line in keep.splitlines()[2:]] == [
+        ("gpt@40", "last-1"),
+        ("gpt@30", "last-2"),
+        ("wide@5", "last-1"),
+    ]
+    assert remove.splitlines()[0] == "Remove 3 checkpoints, 6.8 MiB"
+    assert [(line.split()[0].partition(".")[0], line.split()[-1]) for line in remove.splitlines()[2:]] == [
+        ("gpt@30", "superseded"),
+        ("gpt@20", "older"),
+        ("gpt@10", "older"),
+    ]
+    assert (done.code, steps(filled, "gpt"), steps(filled, "wide")) == (0, [40, 30, 30, 20, 10], [5])
+
+
+def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Store) -> None:
+    doomed = [c.id for c in list_checkpoints(filled, "gpt")[2:]]
+    done = invoke("prune", "--keep", 2, "--yes", "--store", folder)
+    assert done.stdout.splitlines() == [
+        *(f"removed {name}" for name in doomed),
+        "Removed 3 checkpoints, freed 6.8 MiB",
+    ]
+    assert (done.code, steps(filled, "gpt"), steps(filled, "wide")) == (0, [40, 30], [5])
+    again = invoke("prune", "--keep", 2, "--yes", "--store", folder)
+    assert (again.code, again.stdout.splitlines()[-1]) == (0, "Nothing to remove")
+
+
+def test_prune_of_one_run_leaves_the_others_alone(folder: Path, filled: Store) -> None:
+    assert invoke("prune", "--keep", 1, "--run", "gpt", "--yes", "--store", folder).code == 0
+    assert (steps(filled, "gpt"), steps(filled, "wide")) == ([40], [5])
+
+
+def test_prune_as_json(folder: Path, filled: Store) -> None:
+    plan = invoke("prune", "--keep", 3, "--dry-run", "--store", folder, "-o", "json").json
+    gone = [item["checkpoint"]["step"] for item in plan["items"] if not item["reasons"]]
+    assert (plan["dry_run"], gone, plan["held"]) == (True, [30, 10], [])
+    ids = invoke("prune", "--keep", 3, "--dry-run", "--store", folder, "-o", "id").stdout.split()
+    done = invoke("prune", "--keep", 3, "--yes", "--store", folder, "-o", "json").json
+    assert [i["checkpoint"]["id"] for i in done["items"] if not i["reasons"]] == ids
+    assert (done["dry_run"], done["freed_bytes"]) == (False, plan["freed_bytes"])
+    assert steps(filled, "gpt") == [40, 30, 20]
+
+
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_nothing_is_deleted_when_there_is_nobody_to_ask(folder: Path, filled: Store, output: str) -> None:
+    done = invoke("prune", "--keep", 1, "--store", folder, "-o", output)
+    assert done.code == 2
+    assert "--yes" in done.stderr
+    assert len(steps(filled, "gpt")) == 5
+
+
+@pytest.mark.parametrize("keep", ["0", "-1", "many"])
+def test_prune_refuses_to_keep_nothing(folder: Path, filled: Store, keep: str) -> None:
+    assert invoke("prune", "--keep", keep, "--yes", "--store", folder).code == 2
+    assert len(steps(filled, "gpt")) == 5
+
+
+def test_a_run_that_is_named_must_exist(folder: Path) -> None:
+    for args in (("prune", "--keep", "1", "--yes"), ("gc",)):
+        done = invoke(*args, "--run", "typo", "--store", folder, "-o", "json")
+        assert (done.code, done.error["code"]) == (4, "no_checkpoint")
+
+
+def test_what_is_being_read_stays(folder: Path, filled: Store) -> None:
+    oldest = list_checkpoints(filled, "gpt")[-1]
+    take_lease(filled, "gpt", oldest.attempt, "restore on node7", 600, system_clock)
+    done = invoke("prune", "--keep", 1, "--run", "gpt", "--dry-run", "--store", folder)
+    assert "lease:restore on node7" in done.stdout
+    assert invoke("prune", "--keep", 1, "--yes", "--store", folder).code == 0
+    assert steps(filled, "gpt") == [40, 10]
+
+
+def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, filled: Store) -> None:
+    complete, partial, fresh = (Attempt(step, new_ulid(system_clock())) for step in (50, 60, 70))
+    write_rank(filled, "gpt", complete, sample_arrays())
+    write_rank(filled, "gpt", partial, sample_arrays(), rank=0, world_size=2)
+    before = invoke("gc", "--store", folder, "-o", "json").json
+    assert [(r["run"], len(r["rolled_forward"]), r["aborted"], r["freed_bytes"]) for r in before] == [
+        ("gpt", 1, [], 0),
+        ("wide", 0, [], 0),
+    ]
+    assert steps(filled, "gpt")[0] == 50
+    write_rank(filled, "gpt", fresh, sample_arrays())
+    done = invoke("gc", "--run", "gpt", "--grace", "0s", "--store", folder)
+    assert done.code == 0
+    assert f"aborted gpt@60.{partial.ulid}" in done.stdout
+    assert f"rolled forward gpt@70.{fresh.ulid}" in done.stdout
+    row = done.stdout.splitlines()[1].split()
+    assert (row[:3], row[4]) == (["gpt", "1", "1"], "MiB")
+    assert list(filled.list(names.attempt_prefix("gpt", partial))) == []
+    assert visible_attempts(filled, "gpt")[0] == fresh
+
+
+def test_gc_wants_a_length_of_time_and_a_store(folder: Path) -> None:
+    assert invoke("gc", "--grace", "soon", "--store", folder).code == 2
+    done = invoke("gc", "--url", "http://127.0.0.1:9")
+    assert (done.code, "--store" in done.stderr) == (2, True)
+
+
+def test_reindex_wants_a_daemon(folder: Path) -> None:
+    done = invoke("reindex", "--store", folder)
+    assert (done.code, "--url" in done.stderr) == (2, True)

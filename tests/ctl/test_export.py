@@ -1,0 +1,303 @@
+import os
+import re
+import sys
+import warnings
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ckpt.export import build_state, write_torch
+from ckptctl.exporting import FileFormat, write_whole, writer_of
+from ckptstore import names
+from ckptstore.catalog import Checkpoint, from_outcome, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.commit import StoredReceipt, commit_attempt
+from ckptstore.documents import FORMAT, Content, Entries, Receipt, Shard, Slices, seal
+from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.shards import Entry, chunk_table, encode_chunk, entry_tables, place_entries, plan_chunks
+from ckptstore.stores import Store, open_store
+from tests.support.checkpoints import sample_arrays
+from tests.support.command_line import invoke, run
+
+TREES: dict[str, Any] = {
+    "model": {
+        "emb": {"$": "tensor", "name": "model/emb"},
+        "head": {"$": "tensor", "name": "model/emb"},
+        "bias": {"$": "array", "name": "model/bias"},
+    },
+    "optim": {
+        "state": {"$": "dict", "v": [[0, {"m": {"$": "tensor", "name": "optim/m", "device": "cuda"}, "t": 3}]]},
+        "betas": {"$": "tuple", "v": [0.9, {"$": "tensor", "name": "optim/beta"}]},
+    },
+    "scheduler": {
+        "last": {"$": "float", "v": "inf"},
+        "size": {"$": "size", "v": [2, 3]},
+        "type": {"$": "dtype", "v": "bfloat16"},
+        "milestones": {"$": "counter", "v": [[30, 1]]},
+        "order": {"$": "odict", "v": [["b", {"$": "bytes", "v": "AAE="}]]},
+        "number": {"$": "scalar", "dtype": "int64", "v": "BwAAAAAAAAA="},
+    },
+}
+ENTRIES = [
+    Entry("model/emb", "bfloat16", (5, 3)),
+    Entry("model/bias", "float64", (3,)),
+    Entry("optim/m", "float8_e5m2", (0, 4)),
+    Entry("optim/beta", "uint16", ()),
+]
+
+
+def write_entries(
+    store: Store, entries: list[Entry], trees: dict[str, Any], aliases: dict[str, str]
+) -> tuple[Checkpoint, dict[str, bytes]]:
+    """A checkpoint of entries with any bytes; also gives the bytes of each."""
+    attempt = Attempt(1, new_ulid(system_clock()))
+    placed = place_entries(entries)
+    raw = np.random.default_rng(1).bytes(sum(entry.bytes for entry in entries))
+    chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
+    with store.open_writer(names.shard_key("r", attempt, "shard-00000.ckpt")) as writer:
+        for chunk in chunks:
+            writer.write(chunk.data)
+    tables: tuple[Entries, Slices] = entry_tables(placed)
+    shards = [Shard(name="shard-00000.ckpt", rank=0, chunks=chunk_table(chunks))]
+    receipt = Receipt(
+        format=FORMAT, kind="receipt", run="r", step=1, attempt=str(attempt), rank=0, world_size=1,
+        created_at=system_clock(), local={}, metrics={},
+        content=Content(shards=shards, entries=tables[0], slices=tables[1], aliases=aliases, trees=trees),
+    )  # fmt: skip
+    data = seal(receipt)
+    store.put(names.receipt_key("r", attempt, 0), data)
+    checkpoint = from_outcome(commit_attempt(store, [StoredReceipt(receipt, data)], system_clock))
+    assert checkpoint is not None
+    return checkpoint, {p.entry.name: raw[p.at : p.at + p.entry.bytes] for p in placed}
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """A store with one checkpoint that has a model with tied weights, an optimizer and a scheduler."""
+    folder = tmp_path / "store"
+    write_entries(open_store(str(folder)), ENTRIES, TREES, {"model/head": "model/emb"})
+    return folder
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "store")
+
+
+def test_safetensors_hold_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    to = tmp_path / "out.safetensors"
+    done = invoke("export", "gpt@40", "--to", to, "--store", folder)
+    assert (done.code, done.stderr) == (0, "")
+    assert re.fullmatch(rf"Wrote 5 entries of gpt@40\.\w+ to {to} \(2\.7 MiB\)\n", done.stdout)
+    found = load_file(to)
+    for name, array in sample_arrays(40).items():
+        assert tensor_bytes(found.pop(name)) == array.tobytes()
+    assert found == {}
+    assert left_in(tmp_path) == ["out.safetensors"]
+    assert to.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_a_torch_file_holds_the_state_as_it_was_saved(training: Path, tmp_path: Path) -> None:
+    to = tmp_path / "out.pt"
+    assert invoke("export", "r@1", "--to", to, "--store", training).code == 0
+    state = torch.load(to, weights_only=True)
+    assert list(state) == ["model", "optim", "scheduler"]
+    assert state["model"]["emb"].dtype == torch.bfloat16
+    assert state["model"]["emb"].data_ptr() == state["model"]["head"].data_ptr()
+    assert state["model"]["bias"].dtype == torch.float64
+    assert state["optim"]["state"][0]["t"] == 3
+    assert state["optim"]["state"][0]["m"].shape == (0, 4)
+    assert state["optim"]["betas"][0] == 0.9
+    assert state["optim"]["betas"][1].shape == ()
+    assert state["scheduler"] == {
+        "last": float("inf"), "size": torch.Size([2, 3]), "type": torch.bfloat16, "milestones": Counter({30: 1}),
+        "order": OrderedDict(b=b"\0\1"), "number": 7,
+    }  # fmt: skip
+
+
+def test_every_element_type_keeps_its_bits_in_a_torch_file(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    entries = [Entry(f"model/{dtype}", dtype, (3, 5)) for dtype in ITEM_BYTES if hasattr(torch, dtype)]
+    tree = {"model": {entry.dtype: {"$": "tensor", "name": entry.name} for entry in entries}}
+    _, raw = write_entries(open_store(str(folder)), entries, tree, {})
+    assert invoke("export", "r@1", "--to", tmp_path / "a.pt", "--store", folder).code == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        state = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
+    for entry in entries:
+        tensor = state[entry.dtype]
+        assert (tensor.dtype, tensor.shape) == (getattr(torch, entry.dtype), (3, 5))
+        assert bytes(tensor.untyped_storage()) == raw[entry.name]
+
+
+def test_every_element_type_that_safetensors_has_keeps_its_bits(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    entries = [Entry(dtype, dtype, (3, 5)) for dtype in ITEM_BYTES if dtype not in ("complex128", "complex32")]
+    _, raw = write_entries(open_store(str(folder)), entries, {}, {})
+    to = tmp_path / "a.safetensors"
+    assert invoke("export", "r@1", "--to", to, "--store", folder).code == 0
+    found = load_file(to)
+    assert {name: tensor_bytes(tensor) for name, tensor in found.items()} == raw
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "complex32"])
+def test_an_element_type_that_safetensors_lacks_is_named(tmp_path: Path, dtype: str) -> None:
+    folder = tmp_path / "store"
+    write_entries(open_store(str(folder)), [Entry("model/odd", dtype, (2,))], {}, {})
+    done = invoke("export", "r@1", "--to", tmp_path / "a.safetensors", "--store", folder, "-o", "json")
+    assert (done.code, done.error["code"]) == (2, "unsupported_object")
+    assert f"'model/odd' has type {dtype}" in done.error["message"]
+    assert left_in(tmp_path) == []
+
+
+def test_tied_weights_are_in_a_safetensors_file_once(training: Path, tmp_path: Path) -> None:
+    to = tmp_path / "out.safetensors"
+    assert invoke("export", "r@1", "--to", to, "--store", training).code == 0
+    with safe_open(to, "pt") as file:
+        assert sorted(file.keys()) == ["model/bias", "model/emb", "optim/beta", "optim/m"]
+        metadata = file.metadata()
+    assert metadata["model/head"] == "model/emb"
+    assert metadata["format"] == "pt"
+    assert metadata["checkpoint"].startswith("r@1.")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("model/*", {"model": {"emb", "head", "bias"}}),
+        ("model/head", {"model": {"emb", "head"}}),
+        ("optim/m", {"optim": {"state", "betas"}}),
+        ("sched*", {"scheduler": {"last", "size", "type", "milestones", "order", "number"}}),
+    ],
+)
+def test_a_part_can_be_exported(training: Path, tmp_path: Path, pattern: str, expected: dict[str, set[str]]) -> None:
+    to = tmp_path / "part.pt"
+    assert invoke("export", "r@1", "--to", to, "--names", pattern, "--store", training).code == 0
+    state = torch.load(to, weights_only=True)
+    assert {item: set(tree) for item, tree in state.items()} == expected
+
+
+def test_what_is_left_out_of_a_tuple_is_none_and_out_of_a_dict_is_missing(training: Path, tmp_path: Path) -> None:
+    to = tmp_path / "part.pt"
+    assert invoke("export", "r@1", "--to", to, "--names", "optim/m", "--store", training).code == 0
+    assert torch.load(to, weights_only=True)["optim"]["betas"] == (0.9, None)
+    assert invoke("export", "r@1", "--to", to, "--names", "optim/b*", "--store", training, "--force").code == 0
+    assert torch.load(to, weights_only=True)["optim"]["state"] == {0: {"t": 3}}
+
+
+def test_a_pattern_that_matches_nothing_is_refused(training: Path, tmp_path: Path) -> None:
+    done = invoke("export", "r@1", "--to", tmp_path / "x.pt", "--names", "modle/*", "--store", training)
+    assert (done.code, left_in(tmp_path)) == (2, [])
+
+
+def test_the_format_follows_the_suffix_or_is_given(folder: Path, tmp_path: Path) -> None:
+    done = invoke("export", "gpt@40", "--to", tmp_path / "out.bin", "--store", folder)
+    assert (done.code, "--format" in done.stderr) == (2, True)
+    done = invoke(
+        "export", "gpt@40", "--to", tmp_path / "out.bin", "--format", "torch", "--store", folder, "-o", "json"
+    )
+    assert done.json["format"] == "torch"
+    assert done.json["file_bytes"] == (tmp_path / "out.bin").stat().st_size
+    assert set(torch.load(tmp_path / "out.bin", weights_only=True)["model"]) == {
+        name.removeprefix("model/") for name in sample_arrays(40)
+    }
+
+
+def test_a_file_that_is_there_is_replaced_only_by_force(folder: Path, tmp_path: Path) -> None:
+    to = tmp_path / "out.safetensors"
+    to.write_text("precious")
+    assert invoke("export", "gpt@40", "--to", to, "--store", folder).code == 2
+    assert to.read_text() == "precious"
+    assert invoke("export", "gpt@40", "--to", to, "--store", folder, "--force").code == 0
+    assert len(load_file(to)) == 5
+
+
+def test_a_target_that_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "dir.pt").mkdir()
+    for to in (tmp_path / "dir.pt", tmp_path / "nowhere" / "x.pt"):
+        assert invoke("export", "gpt@40", "--to", to, "--store", folder).code == 2
+
+
+def test_damage_leaves_no_file_and_the_old_one_as_it_was(folder: Path, filled: Store, tmp_path: Path) -> None:
+    newest = list_checkpoints(filled, "gpt")[0]
+    shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    old = tmp_path / "old.pt"
+    old.write_text("precious")
+    for to in (old, tmp_path / "new.safetensors"):
+        done = invoke("export", newest.id, "--to", to, "--force", "--store", folder, "-o", "json")
+        assert (done.code, done.error["code"]) == (5, "corrupt")
+    assert (left_in(tmp_path), old.read_text()) == (["old.pt"], "precious")
+
+
+def test_whatever_stops_the_writing_leaves_nothing(tmp_path: Path) -> None:
+    def stopped(path: Path) -> None:
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "x.pt", False, stopped)
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_file_system_that_refuses_is_said_plainly(folder: Path, tmp_path: Path, kind: str) -> None:
+    args = ("export", "gpt@40", "--to", tmp_path / "x", "--format", kind, "--store", folder, "-o", "json")
+    done = run(*args, largest_file_blocks=2048)
+    assert (done.code, done.error["code"]) == (1, "not_written")
+    assert "File too large" in done.error["message"]
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("package", ["safetensors", "torch"])
+def test_a_missing_package_is_said_with_the_remedy(
+    folder: Path, tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("ckptctl.safetensors_file", "ckpt.export"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InvalidRequest, match=rf"package {package}.*pip install 'ckptd\["):
+        writer_of(FileFormat(package))
+
+
+def test_what_weights_only_refuses_is_never_written(tmp_path: Path) -> None:
+    content = Content(
+        shards=[],
+        entries=Entries(name=[], dtype=[], shape=[]),
+        slices=Slices(entry=[], shard=[], at=[], box=[]),
+        aliases={},
+        trees={"user": {"x": {"$": "frozenset", "v": [1]}}},
+    )
+    with pytest.raises(UnsupportedObject, match=r"builtins\.frozenset"):
+        write_torch(content, ["user"], {}, tmp_path / "x.pt")
+
+
+def test_a_tree_that_names_no_entry_is_damage() -> None:
+    content = Content(
+        shards=[],
+        entries=Entries(name=[], dtype=[], shape=[]),
+        slices=Slices(entry=[], shard=[], at=[], box=[]),
+        aliases={},
+        trees={"model": {"x": {"$": "tensor", "name": "model/x"}}},
+    )
+    with pytest.raises(CorruptObject, match="no entry"):
+        build_state(content, ["model"], {})
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

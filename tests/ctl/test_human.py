@@ -1,0 +1,64 @@
+import pytest
+
+from ckptctl import human
+from ckptstore.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (102_348, "99.9 KiB"),
+        (102_400, "100 KiB"),
+        (1_048_000, "1.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (1 << 62, "4096 PiB"),
+    ],
+)
+def test_sizes_have_binary_units_and_three_digits(count: int, text: str) -> None:
+    assert human.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-5, "0s"),  # clocks of two machines differ
+        (59.9, "59s"),
+        (60, "1m"),
+        (3599, "59m"),
+        (3600 + 300, "1h 05m"),
+        (86_400 * 2 + 3600 * 7, "2d 07h"),
+        (86_400 * 45, "45d"),
+    ],
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert human.age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0s"), (9.94, "9.9s"), (9.96, "10s"), (59.6, "1m 00s"), (3725, "1h 02m")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert human.duration(seconds) == text
+
+
+def test_counts_agree_in_number() -> None:
+    assert [human.count(n, "shard") for n in (0, 1, 2000)] == ["0 shards", "1 shard", "2,000 shards"]
+    assert [human.count(n, "entry") for n in (1, 2)] == ["1 entry", "2 entries"]
+
+
+def test_metrics_are_sorted_and_short() -> None:
+    assert human.metrics({"val": 0.5, "loss": 2.345678, "bad": float("nan")}) == "bad=nan loss=2.346 val=0.5"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("24h", 86_400), ("7d", 604_800)])
+def test_lengths_of_time_are_read(text: str, seconds: float) -> None:
+    assert human.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "24", "-1h", "1.5h", "1w", "²h"])
+def test_other_lengths_of_time_are_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="24h"):
+        human.parse_duration(text)

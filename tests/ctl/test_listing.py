@@ -1,0 +1,125 @@
+import json
+from pathlib import Path
+
+import msgspec
+
+from ckptstore import names
+from ckptstore.catalog import list_checkpoints
+from ckptstore.stores import Store
+from ckptstore.wire import CheckpointBody
+from tests.support.checkpoints import write_checkpoint
+from tests.support.command_line import invoke
+
+
+def test_ls_lists_runs_by_falling_step_and_marks_superseded_ones(folder: Path) -> None:
+    done = invoke("ls", "--store", folder)
+    header, *rows = done.stdout.splitlines()
+    assert " ".join(header.split()) == "CHECKPOINT STATE AGE SIZE STORED SAVED IN RANKS METRICS"
+    assert [row.split()[0].partition(".")[0] for row in rows] == [
+        "gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10", "wide@5",
+    ]  # fmt: skip
+    assert [row.split()[1] for row in rows] == ["committed"] * 2 + ["superseded"] + ["committed"] * 3
+    assert rows[0].split()[2:] == ["3h", "00m", "2.7", "MiB", "2.3", "MiB", "0.5s", "1", "loss=0.025"]
+
+
+def test_every_name_in_a_listing_names_that_checkpoint_again(folder: Path, filled: Store) -> None:
+    ids = invoke("ls", "--store", folder, "-o", "id").stdout.split()
+    shown = [row.split()[0] for row in invoke("ls", "--store", folder).stdout.splitlines()[1:]]
+    assert [invoke("show", "--store", folder, "-o", "id", name).stdout.strip() for name in shown] == ids
+    assert ids == [c.id for run in ("gpt", "wide") for c in list_checkpoints(filled, run)]
+
+
+def test_ls_limits_each_run_and_says_what_is_missing(folder: Path) -> None:
+    done = invoke("ls", "--store", folder, "--limit", 2, "-o", "id")
+    assert [line.partition(".")[0] for line in done.stdout.split()] == ["gpt@40", "gpt@30", "wide@5"]
+    assert "2 of 5 checkpoints of run gpt shown" in done.stderr
+    assert invoke("ls", "--store", folder, "--limit", 2, "-o", "id", "-q").stderr == ""
+
+
+def test_json_is_what_the_daemon_would_say(folder: Path, filled: Store) -> None:
+    expected = [msgspec.to_builtins(CheckpointBody.of(c)) for c in list_checkpoints(filled, "gpt")]
+    assert invoke("ls", "--store", folder, "--run", "gpt", "-o", "json").json == expected
+    lines = invoke("ls", "--store", folder, "--run", "gpt", "-o", "jsonl").stdout.splitlines()
+    assert [json.loads(line) for line in lines] == expected
+    assert invoke("latest", "--store", folder, "--run", "gpt", "-o", "json").json == expected[0]
+
+
+def test_latest_is_the_highest_step_of_a_run_and_the_last_commit_of_all(folder: Path) -> None:
+    assert invoke("latest", "--store", folder, "-o", "id").stdout.startswith("wide@5.")
+    assert invoke("latest", "--store", folder, "--run", "gpt", "-o", "id").stdout.startswith("gpt@40.")
+    shown = invoke("latest", "--store", folder, "--run", "gpt").stdout
+    assert "2.7 MiB, 2.3 MiB stored (83%)" in shown
+    assert "UTC, 3h 00m ago; 0.5s after its capture" in shown
+    assert "5 entries in 1 shard, written by 1 rank" in shown
+
+
+def test_runs_are_summed_up(folder: Path) -> None:
+    done = invoke("runs", "--store", folder)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[1][:2] + rows[1][4:6] == ["gpt", "5", "step", "40"]
+    assert rows[2][:2] + rows[2][4:6] == ["wide", "1", "step", "5"]
+    assert invoke("runs", "--store", folder, "-o", "id").stdout == "gpt\nwide\n"
+    assert [run["num_checkpoints"] for run in invoke("runs", "--store", folder, "-o", "json").json] == [5, 1]
+
+
+def test_nothing_to_list_is_no_error_but_a_run_that_is_named_must_exist(tmp_path: Path) -> None:
+    done = invoke("ls", "--store", tmp_path, "-o", "json")
+    assert (done.code, done.json) == (0, [])
+    assert "no checkpoint in file://" in done.stderr
+    assert invoke("runs", "--store", tmp_path).code == 0
+    for args in (("ls", "--run", "gpt"), ("latest",), ("latest", "--run", "gpt"), ("show", "gpt@1")):
+        done = invoke(*args, "--store", tmp_path, "-o", "json")
+        assert (done.code, done.stdout, done.error["code"]) == (4, "", "no_checkpoint")
+
+
+def test_bad_names_are_refused(folder: Path) -> None:
+    for args in (("ls", "--run", "../x"), ("latest", "--run", "../x"), ("show", "gpt"), ("show", "../x@1")):
+        done = invoke(*args, "--store", folder, "-o", "json")
+        assert (done.code, done.error["code"]) == (2, "invalid_name")
+
+
+def test_a_folder_that_does_not_exist_is_not_an_empty_store(tmp_path: Path) -> None:
+    done = invoke("latest", "--store", tmp_path / "unmounted", "-o", "json")
+    assert (done.code, done.error["code"]) == (7, "store_unavailable")
+
+
+def test_a_corrupt_outcome_is_listed_never_latest_and_cannot_be_shown(folder: Path, filled: Store) -> None:
+    newest = list_checkpoints(filled, "gpt")[0]
+    (folder / names.outcome_key("gpt", newest.attempt)).write_bytes(b"{}")
+    row = invoke("ls", "--store", folder, "--run", "gpt").stdout.splitlines()[1]
+    assert row.startswith(f"{newest.id}  corrupt ")
+    assert "does not match its checksum" in row
+    assert invoke("latest", "--store", folder, "--run", "gpt", "-o", "id").stdout.startswith("gpt@30.")
+    done = invoke("show", newest.id, "--store", folder, "-o", "json")
+    assert (done.code, done.error["code"]) == (5, "corrupt")
+
+
+def test_show_tells_entries_shards_and_metrics(folder: Path) -> None:
+    shown = invoke("show", "gpt@40", "--store", folder).stdout
+    assert "metrics     loss=0.025" in shown
+    assert "model/weight  float32  700 × 1024  2.7 MiB" in shown
+    assert "model/empty   float32  0 × 3           0 B" in shown
+    assert "model/scalar  int32    scalar          4 B" in shown
+    assert "shard-00000.ckpt     0       4  2.7 MiB  2.3 MiB  float-split/float16, " in shown
+    body = invoke("show", "gpt@40", "--store", folder, "-o", "json").json
+    weight = next(entry for entry in body["entries"] if entry["name"] == "model/weight")
+    assert weight == {
+        "name": "model/weight", "dtype": "float32", "shape": [700, 1024], "bytes": 700 * 1024 * 4, "aliases": [],
+    }  # fmt: skip
+    assert (body["checkpoint"]["step"], body["shards"][0]["num_chunks"], body["items"]) == (40, 4, ["model"])
+
+
+def test_show_selects_entries(folder: Path) -> None:
+    body = invoke("show", "gpt@latest", "--entries", "model/s*", "--store", folder, "-o", "json").json
+    assert [entry["name"] for entry in body["entries"]] == ["model/scalar"]
+    done = invoke("show", "gpt@latest", "--entries", "nothing*", "--store", folder)
+    assert (done.code, done.stdout) == (2, "")
+
+
+def test_a_checkpoint_without_tensors_can_be_shown(tmp_path: Path) -> None:
+    from ckptstore.stores import open_store
+
+    write_checkpoint(open_store(str(tmp_path)), "bare", 1, arrays={})
+    done = invoke("show", "bare@1", "--store", tmp_path)
+    assert done.code == 0
+    assert "0 entries in 0 shards" in done.stdout

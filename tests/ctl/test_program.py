@@ -1,0 +1,163 @@
+"""The program as people and scripts meet it: a process, exit codes, pipes, a terminal, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptstore import names
+from ckptstore.catalog import Checkpoint, latest, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.leases import release_lease, take_lease
+from ckptstore.reading import entry_bytes, fetch, plan_reads
+from ckptstore.source import StoreSource, read_manifest
+from ckptstore.stores import Store
+from ckptstore.verify import verify
+from tests.support.checkpoints import write_checkpoint
+from tests.support.command_line import PROGRAM, Terminal, clean_environment, run
+
+
+def test_exit_codes(folder: Path, filled: Store, tmp_path: Path) -> None:
+    newest = list_checkpoints(filled, "gpt")[0]
+    store = ("--store", folder)
+    assert run("ls", *store).code == 0
+    assert run("export", "gpt@40", "--to", tmp_path / "x.bin", *store).code == 2
+    assert run("prune", "--keep", "1", *store).code == 2
+    assert run("latest", "--run", "typo", *store).code == 4
+    assert run("ls", "--url", "http://127.0.0.1:1").code == 7
+    shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    shard.write_bytes(b"\0" + shard.read_bytes()[1:])
+    assert run("verify", "--all", *store).code == 5
+
+
+def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path) -> None:
+    done = run("ls", "--run", "typo", "-o", "json", "--store", folder)
+    assert (done.stdout, done.error["code"]) == ("", "no_checkpoint")
+    assert done.error["hint"]
+    done = run("ls", "--run", "typo", "--store", folder)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: run 'typo' has no checkpoint in file://")
+    assert "\x1b" not in done.stderr
+    done = run("verify", "--all", "-o", "json", "--store", folder)
+    assert (len(done.json), done.stderr) == (6, "")
+
+
+def test_a_pipe_is_not_shortened_unless_it_has_a_width(folder: Path) -> None:
+    assert "METRICS" in run("ls", "--store", folder).stdout
+    assert max(map(len, run("ls", "--store", folder, env={"COLUMNS": "64"}).stdout.splitlines())) <= 64
+
+
+def test_a_reader_that_has_seen_enough_is_no_error_message(folder: Path, filled: Store) -> None:
+    many = {f"model/{i}": np.zeros((1,), dtype=np.int8) for i in range(5000)}
+    write_checkpoint(filled, "many", 1, arrays=many)
+    process = subprocess.Popen(
+        [*PROGRAM, "show", "many@1", "--store", str(folder)],
+        env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process, process.stdout as out, process.stderr as err:
+        out.readline()
+        out.close()
+        assert err.read() == b""
+        assert process.wait(60) == 1
+
+
+def test_prune_asks_and_obeys(folder: Path, filled: Store) -> None:
+    for answer in ("n", "", "whatever"):
+        with Terminal("prune", "--keep", "1", "--store", folder) as terminal:
+            terminal.wait_for("Delete 4 checkpoints, 9.1 MiB for good? [y/N] ")
+            assert "Keep 2 checkpoints" in terminal.screen
+            terminal.type(f"{answer}\n")
+            assert terminal.finish() == 2
+            assert "nothing was deleted" in terminal.screen
+    assert len(list_checkpoints(filled, "gpt")) == 5
+    with Terminal("prune", "--keep", "1", "--store", folder) as terminal:
+        terminal.wait_for("[y/N] ")
+        terminal.type("y\n")
+        assert terminal.finish() == 0
+        assert "Removed 4 checkpoints, freed 9.1 MiB" in terminal.screen
+    assert [c.step for c in list_checkpoints(filled, "gpt")] == [40]
+
+
+def test_ctrl_c_and_ctrl_d_at_the_question_delete_nothing(folder: Path, filled: Store) -> None:
+    with Terminal("prune", "--keep", "1", "--store", folder) as terminal:
+        terminal.wait_for("[y/N] ")
+        terminal.interrupt()
+        assert terminal.finish() == 130
+    with Terminal("prune", "--keep", "1", "--store", folder) as terminal:
+        terminal.wait_for("[y/N] ")
+        terminal.type("\x04")
+        assert terminal.finish() == 2
+    assert len(list_checkpoints(filled, "gpt")) == 5
+
+
+@pytest.mark.parametrize(("keep", "code", "left"), [(1, 3, 2), (4, 6, 5)])
+def test_a_reader_that_comes_in_between_is_spared_and_reported(
+    folder: Path, filled: Store, keep: int, code: int, left: int
+) -> None:
+    # With four kept, only the superseded one would go.
+    reader_of = list_checkpoints(filled, "gpt")[2 if keep == 4 else -1]
+    with Terminal("prune", "--keep", keep, "--run", "gpt", "--store", folder, columns=200) as terminal:
+        terminal.wait_for("[y/N] ")
+        lease = take_lease(filled, "gpt", reader_of.attempt, "restore on node7", 600, system_clock)
+        terminal.type("y\n")
+        assert terminal.finish() == code
+        assert f"1 checkpoint spared, being read: {reader_of.id}" in terminal.screen
+    release_lease(filled, "gpt", lease)
+    assert len(list_checkpoints(filled, "gpt")) == left
+
+
+def test_progress_is_for_people_who_watch(folder: Path, tmp_path: Path) -> None:
+    for args in (("verify", "--all"), ("export", "gpt@40", "--to", tmp_path / "x.safetensors")):
+        with Terminal(*args, "--store", folder) as terminal:
+            assert terminal.finish() == 0
+            assert "━" in terminal.screen
+    with Terminal("verify", "--all", "--store", folder, "-q") as terminal:
+        assert terminal.finish() == 0
+        assert "━" not in terminal.screen
+
+
+def test_no_colour_where_none_is_wanted(folder: Path) -> None:
+    with Terminal("ls", "--store", folder) as coloured, Terminal("ls", "--store", folder, "--no-color") as plain:
+        assert (coloured.finish(), plain.finish()) == (0, 0)
+    assert "\x1b[2m" in coloured.screen
+    assert "\x1b[2m\x1b[3" not in plain.screen
+
+
+class InterruptedSource(StoreSource):
+    """Gets Ctrl-C at its first read and is slow."""
+
+    reads = 0
+
+    def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
+        InterruptedSource.reads += 1
+        if InterruptedSource.reads == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+        super().read_shard(checkpoint, shard, offset, buffer)
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+@pytest.mark.parametrize("work", ["fetch", "verify"])
+def test_ctrl_c_does_not_wait_for_all_that_is_queued(filled: Store, work: str) -> None:
+    arrays = {f"model/{i}": np.zeros((1 << 20,), dtype=np.uint8) for i in range(100)}
+    write_checkpoint(filled, "long", 1, arrays=arrays)
+    source, checkpoint = InterruptedSource(filled), latest(filled, "long")
+    content = read_manifest(source, checkpoint).content
+    buffers = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
+    reads = plan_reads(content, content.entries.name)
+    InterruptedSource.reads = 0
+    begin: dict[str, Callable[[], object]] = {
+        "fetch": lambda: fetch(source, checkpoint, reads, buffers, threads=2),
+        "verify": lambda: verify(source, checkpoint, threads=2),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        begin[work]()
+    assert 1 <= InterruptedSource.reads < 50

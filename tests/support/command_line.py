@@ -1,0 +1,130 @@
+"""Running ckptctl: in this process for the many small cases, as a program, and at a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from typer.testing import CliRunner
+
+PROGRAM = (sys.executable, "-m", "ckptctl")
+_OWN = ("CKPTD_URL", "CKPT_STORE", "CKPT_TOKEN", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a call ended and what it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output as JSON."""
+        return json.loads(self.stdout)
+
+    @property
+    def error(self) -> Any:
+        """Standard error as the JSON object of an error."""
+        return json.loads(self.stderr)
+
+
+def invoke(*args: object, env: Mapping[str, str] | None = None) -> Finished:
+    """Run ckptctl in this process."""
+    from ckptctl.cli import app
+
+    environment = {**dict.fromkeys(_OWN), **(env or {})}
+    result = CliRunner().invoke(app, [str(arg) for arg in args], env=environment)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Finished(result.exit_code, result.stdout, result.stderr)
+
+
+def run(*args: object, env: Mapping[str, str] | None = None, largest_file_blocks: int | None = None) -> Finished:
+    """Run ckptctl as a program without a terminal, if asked with a limit on the files it may write."""
+    command = [*PROGRAM, *map(str, args)]
+    if largest_file_blocks is not None:
+        command = ["sh", "-c", f'ulimit -f {largest_file_blocks}; exec "$@"', "sh", *command]
+    done = subprocess.run(
+        command,
+        env=clean_environment(env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def clean_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without what ckptctl reads from it, and with `env`."""
+    return {**{name: value for name, value in os.environ.items() if name not in _OWN}, **(env or {})}
+
+
+class Terminal:
+    """ckptctl at a terminal of its own. A context manager: what still runs at the end is killed."""
+
+    def __init__(self, *args: object, columns: int = 80) -> None:
+        self.screen = ""
+        self._master, slave = pty.openpty()
+        self._process = subprocess.Popen(
+            [*PROGRAM, *map(str, args)],
+            env=clean_environment({"COLUMNS": str(columns), "TERM": "xterm"}),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        os.close(self._master)
+
+    def wait_for(self, text: str) -> None:
+        """Read until `text` is on the screen."""
+        while text not in self.screen:
+            assert self._read(), f"{text!r} never came:\n{self.screen}"
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._master, text.encode())
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does."""
+        os.kill(self._process.pid, signal.SIGINT)
+
+    def finish(self) -> int:
+        """Read to the end; returns the exit code."""
+        while self._read():
+            pass
+        return self._process.wait(_DEADLINE_S)
+
+    def _read(self) -> bool:
+        deadline = time.monotonic() + _DEADLINE_S
+        while time.monotonic() < deadline:
+            if not select.select([self._master], [], [], 0.1)[0]:
+                continue
+            try:
+                data = os.read(self._master, 65536)
+            except OSError:  # EIO: the other side is closed
+                return False
+            self.screen += data.decode(errors="replace")
+            return bool(data)
+        raise AssertionError(f"nothing came for {_DEADLINE_S} s:\n{self.screen}")
