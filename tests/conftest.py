@@ -67,10 +67,15 @@ def s3_store(s3_service: S3Service) -> S3Location:
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """A fresh store; a folder unless the test is parametrised, indirectly, over STORE_KINDS."""
     kind = getattr(request, "param", "local")
     if kind == "s3":
         location: S3Location = request.getfixturevalue("s3_store")
-        return open_store(location.url, location.options)
-    return open_store(f"memory://{uuid.uuid4().hex}" if kind == "memory" else str(tmp_path / "store"))
+        yield open_store(location.url, location.options)
+    elif kind == "memory":
+        memory = open_store(f"memory://{uuid.uuid4().hex}")
+        yield memory
+        memory.delete_many([info.key for info in memory.list("")])
+    else:
+        yield open_store(str(tmp_path / "store"))

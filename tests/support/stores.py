@@ -52,10 +52,27 @@ class Faults:
         return result
 
 
-class FaultyStore(Store):
-    """Another store, behind Faults."""
+@dataclass
+class Interleaving:
+    """Lets somebody else act just before the call numbered `at`."""
 
-    def __init__(self, store: Store, faults: Faults) -> None:
+    at: int
+    act: Callable[[], object]
+    calls: list[str] = field(default_factory=list)
+
+    def around(self, what: str, call: Callable[[], _T]) -> _T:
+        """Do `call`, after the other one if it is time."""
+        number = len(self.calls)
+        self.calls.append(what)
+        if number == self.at:
+            self.act()
+        return call()
+
+
+class FaultyStore(Store):
+    """Another store, behind Faults or an Interleaving."""
+
+    def __init__(self, store: Store, faults: Faults | Interleaving) -> None:
         self._store = store
         self._faults = faults
         self.url = store.url
@@ -93,7 +110,7 @@ class FaultyStore(Store):
 
 
 class _FaultyWriter(ObjectWriter):
-    def __init__(self, writer: ObjectWriter, faults: Faults, key: str) -> None:
+    def __init__(self, writer: ObjectWriter, faults: Faults | Interleaving, key: str) -> None:
         self._writer = writer
         self._faults = faults
         self._key = key

@@ -1,0 +1,341 @@
+"""The commit protocol: one decision per attempt, whoever takes part, whatever fails, in whatever order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ckptstore import names
+from ckptstore.catalog import State, latest, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.commit import (
+    StoredReceipt,
+    commit_attempt,
+    decide,
+    merge,
+    read_outcome,
+    read_receipt,
+    receipt_ranks,
+    roll_forward,
+)
+from ckptstore.deletion import advance, collect, delete_checkpoint, undecided_attempts
+from ckptstore.documents import Outcome, pack_manifest
+from ckptstore.errors import AttemptAborted, CorruptObject, StoreUnavailable
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store
+from ckptstore.verify import verify
+from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+
+RUN = "gpt"
+SMALL: dict[str, npt.NDArray[Any]] = {"model/a": np.arange(3000, dtype=np.float32), "model/b": np.arange(5)}
+in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
+
+
+def new_attempt(step: int = 5) -> Attempt:
+    return Attempt(step, new_ulid(system_clock()))
+
+
+def write_ranks(store: Store, attempt: Attempt, world: int = 2) -> list[StoredReceipt]:
+    return [
+        write_rank(store, RUN, attempt, {f"r{rank}/{name}": a for name, a in SMALL.items()}, rank, world)
+        for rank in range(world)
+    ]
+
+
+def assert_legal(store: Store) -> None:
+    """The invariant: whatever is listed is whole; the newest is always there."""
+    listed = list_checkpoints(store, RUN)
+    for checkpoint in listed:
+        assert checkpoint.state is not State.CORRUPT
+        report = verify(StoreSource(store), checkpoint, threads=1)
+        assert report.ok, report.problems
+    assert latest(store, RUN) in listed
+
+
+def clear(store: Store) -> None:
+    store.delete_many([info.key for info in store.list("")])
+
+
+# One committer.
+
+
+def test_nothing_exists_before_the_outcome(store: Store) -> None:
+    attempt = new_attempt()
+    receipts = write_ranks(store, attempt)
+    assert list_checkpoints(store, RUN) == []
+    assert undecided_attempts(store, RUN) == [attempt]
+    outcome = commit_attempt(store, receipts, system_clock)
+    assert [c.attempt for c in list_checkpoints(store, RUN)] == [attempt]
+    assert undecided_attempts(store, RUN) == []
+    assert read_outcome(store, RUN, attempt) == outcome
+    assert_legal(store)
+
+
+def test_committing_twice_changes_nothing(store: Store) -> None:
+    receipts = write_ranks(store, new_attempt())
+    first = commit_attempt(store, receipts, system_clock)
+    assert commit_attempt(store, receipts, system_clock) == first
+
+
+def test_roll_forward_gives_the_manifest_the_committer_would_have_given(store: Store) -> None:
+    attempt = new_attempt()
+    receipts = write_ranks(store, attempt)
+    rolled = roll_forward(store, RUN, attempt, system_clock)
+    assert rolled is not None
+    assert store.get(names.manifest_key(RUN, attempt)) == pack_manifest(merge(receipts))
+    assert commit_attempt(store, receipts, system_clock) == rolled
+
+
+def test_roll_forward_waits_for_every_rank(store: Store) -> None:
+    attempt = new_attempt()
+    assert roll_forward(store, RUN, attempt, system_clock) is None
+    write_rank(store, RUN, attempt, SMALL, 1, 3)
+    write_rank(store, RUN, attempt, {}, 2, 3)
+    assert receipt_ranks(store, RUN, attempt) == {1, 2}
+    assert roll_forward(store, RUN, attempt, system_clock) is None
+    write_rank(store, RUN, attempt, {}, 0, 3)
+    assert roll_forward(store, RUN, attempt, system_clock) is not None
+    assert_legal(store)
+
+
+def test_receipts_that_do_not_belong_together(store: Store) -> None:
+    one, other = write_ranks(store, new_attempt()), write_ranks(store, new_attempt())
+    for mixture in ([one[0], other[1]], [one[1], one[0]], [one[0]], [one[0], one[1], one[1]]):
+        with pytest.raises(CorruptObject, match="does not fit the others"):
+            merge(mixture)
+    attempt = new_attempt(6)
+    misplaced = names.receipt_key(RUN, attempt, 0)
+    store.put(misplaced, one[0].data)
+    with pytest.raises(CorruptObject, match="another rank or attempt"):
+        read_receipt(store, RUN, attempt, 0)
+    assert not advance(store, RUN, attempt, system_clock)
+
+
+def test_a_manifest_that_says_something_else_is_not_committed(store: Store) -> None:
+    attempt = new_attempt()
+    receipts = write_ranks(store, attempt)
+    store.put(names.manifest_key(RUN, attempt), pack_manifest(merge(write_ranks(store, new_attempt()))))
+    with pytest.raises(CorruptObject, match="not what the receipts say"):
+        commit_attempt(store, receipts, system_clock)
+    assert read_outcome(store, RUN, attempt) is None
+
+
+def test_the_same_step_twice(store: Store) -> None:
+    clock = MovableClock()
+    first = write_checkpoint(store, RUN, 5, SMALL, clock=clock)
+    clock.advance(1)
+    second = write_checkpoint(store, RUN, 5, SMALL, clock=clock)
+    states = {c.attempt: c.state for c in list_checkpoints(store, RUN)}
+    assert states == {first.attempt: State.SUPERSEDED, second.attempt: State.COMMITTED}
+    assert latest(store, RUN).attempt == second.attempt
+
+
+# Lost replies.
+
+
+@pytest.mark.parametrize("committed", [True, False], ids=["commit", "abort"])
+def test_a_lost_reply_on_the_outcome_is_a_success(store: Store, committed: bool) -> None:
+    attempt = new_attempt()
+    receipts = write_ranks(store, attempt)
+    call = (
+        partial(commit_attempt, receipts=receipts, clock=system_clock)
+        if committed
+        else partial(decide, run=RUN, attempt=attempt, committed=None, clock=system_clock)
+    )
+    at = 1 if committed else 0
+    faults = Faults(at, "after")
+    outcome = call(FaultyStore(store, faults))
+    assert faults.calls[at].startswith("put_if_absent gpt/commits/")
+    assert outcome == read_outcome(store, RUN, attempt)
+    assert (outcome.committed is not None) is committed
+
+
+def test_an_outcome_that_cannot_be_learned_is_not_guessed(store: Store) -> None:
+    attempt = new_attempt()
+
+    class Dead(Faults):
+        def around(self, what: str, call: object) -> object:  # type: ignore[override]
+            self.calls.append(what)
+            raise StoreUnavailable("dead")
+
+    faults = Dead()
+    with pytest.raises(StoreUnavailable):
+        decide(FaultyStore(store, faults), RUN, attempt, None, system_clock)
+    assert len(faults.calls) == 6, "tries three times"
+    assert read_outcome(store, RUN, attempt) is None
+
+
+# Every call of a whole save fails once: before it happens, and after.
+
+
+def save(store: Store, attempt: Attempt) -> None:
+    write_ranks(store, attempt)
+    roll_forward(store, RUN, attempt, system_clock)
+
+
+def count_calls(store: Store, action: Callable[[Store], object]) -> int:
+    counting = Faults()
+    action(FaultyStore(store, counting))
+    return len(counting.calls)
+
+
+@here_and_in_memory
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_a_save_that_fails_at_any_call(store: Store, mode: Literal["before", "after"]) -> None:
+    old = write_checkpoint(store, RUN, 1, SMALL)
+    calls = count_calls(store, lambda faulty: save(faulty, new_attempt(2)))
+    assert calls > 15
+    survived = 0
+    for k in range(calls):
+        attempt = new_attempt(3 + k)
+        try:
+            save(FaultyStore(store, Faults(k, mode)), attempt)
+            survived += 1
+        except StoreUnavailable:
+            pass
+        assert old in list_checkpoints(store, RUN)
+        if k % 7 == 0:  # the whole of it now and then: everything is checked again at the end
+            assert_legal(store)
+        listed = {c.attempt for c in list_checkpoints(store, RUN)}
+        assert (attempt in listed) == (read_outcome(store, RUN, attempt) is not None)
+        if roll_forward(store, RUN, attempt, system_clock) is None:
+            save(store, new_attempt(3 + k))  # what the next save of a trainer does
+        assert latest(store, RUN).step == 3 + k
+    assert_legal(store)
+    assert survived >= 1, "a lost reply on the outcome is not a failure, nor a lost call"
+
+
+# Committer against collector.
+
+
+@dataclass
+class Scene:
+    """An attempt whose last rank is late, so late that a collector takes it for an orphan."""
+
+    store: Store
+    attempt: Attempt
+    clock: MovableClock
+
+    @staticmethod
+    def set_up(store: Store) -> Scene:
+        attempt = new_attempt()
+        write_rank(store, RUN, attempt, {f"r0/{n}": a for n, a in SMALL.items()}, 0, 2)
+        return Scene(store, attempt, MovableClock(48 * 3600))
+
+    def commit(self, store: Store) -> Outcome | None:
+        try:
+            first = read_receipt(store, RUN, self.attempt, 0)
+            last = write_rank(store, RUN, self.attempt, {f"r1/{n}": a for n, a in SMALL.items()}, 1, 2)
+            return commit_attempt(store, [first, last], system_clock)
+        except AttemptAborted:
+            return None
+
+    def collect(self, store: Store) -> None:
+        collect(store, RUN, self.clock)
+
+    def check(self) -> bool:
+        """Whether it was committed; nothing may be deleted under a committed outcome."""
+        outcome = read_outcome(self.store, RUN, self.attempt)
+        listed = list_checkpoints(self.store, RUN)
+        assert [c.attempt for c in listed] == ([self.attempt] if outcome and outcome.committed else [])
+        for checkpoint in listed:
+            report = verify(StoreSource(self.store), checkpoint, threads=1)
+            assert report.ok, report.problems
+        return bool(listed)
+
+
+@in_memory
+def test_a_collector_at_every_moment_of_a_commit(store: Store) -> None:
+    calls = count_calls(store, Scene.set_up(store).commit)
+    clear(store)
+    results = set()
+    for k in range(1, calls):  # from the moment the committer knows the first receipt
+        scene = Scene.set_up(store)
+        scene.commit(FaultyStore(store, Interleaving(k, partial(scene.collect, store))))
+        results.add(scene.check())
+        scene.collect(store)
+        scene.check()
+        clear(store)
+    assert results == {True, False}, "the collector must win some and lose some"
+
+
+@in_memory
+def test_a_commit_at_every_moment_of_a_collection(store: Store) -> None:
+    calls = count_calls(store, Scene.set_up(store).collect)
+    clear(store)
+    results = set()
+    for k in range(calls):
+        scene = Scene.set_up(store)
+        outcomes: list[Outcome | None] = []
+
+        def commit(scene: Scene = scene, outcomes: list[Outcome | None] = outcomes) -> None:
+            try:
+                outcomes.append(scene.commit(store))
+            except Exception:
+                outcomes.append(None)  # its first receipt is gone: the collector has won
+
+        scene.collect(FaultyStore(store, Interleaving(k, commit)))
+        assert bool(outcomes and outcomes[0]) == scene.check()
+        results.add(scene.check())
+        clear(store)
+    assert results == {True, False}
+
+
+@here_and_in_memory
+def test_committer_and_collector_in_threads(store: Store) -> None:
+    for _ in range(40):
+        scene = Scene.set_up(store)
+        committed, _ = race(partial(scene.commit, store), partial(scene.collect, store))
+        assert isinstance(committed, Outcome) == scene.check(), committed
+        scene.collect(store)
+        scene.check()
+        clear(store)
+
+
+@here_and_in_memory
+def test_many_committers_of_one_attempt(store: Store) -> None:
+    for step in range(15):
+        attempt = new_attempt(step)
+        receipts = write_ranks(store, attempt)
+        results = race(
+            partial(commit_attempt, store, receipts, system_clock),
+            partial(roll_forward, store, RUN, attempt, system_clock),
+            partial(roll_forward, store, RUN, attempt, system_clock),
+            partial(commit_attempt, store, receipts, system_clock),
+        )
+        outcome = read_outcome(store, RUN, attempt)
+        assert outcome is not None
+        assert results == [outcome] * 4, "all of them learn the same decision"
+    assert_legal(store)
+
+
+@in_memory
+def test_a_committer_that_sleeps_through_a_prune_commits_nothing_visible(store: Store) -> None:
+    """Why tombstones are kept: the sleeper has all receipts in memory and creates an outcome over no data."""
+    attempt = new_attempt()
+    receipts = write_ranks(store, attempt)
+    roll_forward(store, RUN, attempt, system_clock)
+    delete_checkpoint(store, latest(store, RUN), "prune", system_clock)
+    assert commit_attempt(store, receipts, system_clock).committed is not None
+    assert list_checkpoints(store, RUN) == []
+    collect(store, RUN, system_clock)
+    assert list(store.list(names.attempt_prefix(RUN, attempt))) == []
+    assert read_outcome(store, RUN, attempt) is None
+
+
+def test_two_collectors_at_once(store: Store) -> None:
+    clock = MovableClock(48 * 3600)
+    for step in range(10):
+        write_rank(store, RUN, new_attempt(step), sample_arrays(step), 0, 2)
+    results = race(*(partial(collect, store, RUN, clock) for _ in range(3)))
+    assert not [r for r in results if isinstance(r, BaseException)], results
+    assert list(store.list(names.attempts_prefix(RUN))) == []
