@@ -1,0 +1,161 @@
+"""Notify, prune, leases, reindex, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ckptstore import names, wire
+from ckptstore.catalog import list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.commit import commit_attempt, decide
+from ckptstore.daemon import DaemonClient
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.errors import AttemptAborted, InvalidPolicy, NoCheckpoint
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.stores import Store
+from ckptstore.verify import verify
+from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.daemons import Daemon, running_daemon, wait_until
+
+# It polls once, at its start: what it learns later it was told.
+_NEVER_POLLS = ("--poll-seconds", "3600")
+
+
+@pytest.fixture
+def daemon(store: Store) -> Iterator[Daemon]:
+    with running_daemon(store.url, options=_NEVER_POLLS) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[DaemonClient]:
+    with daemon.client() as client:
+        yield client
+
+
+def _steps(store: Store, run: str = "gpt") -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(store, run)]
+
+
+def test_a_notified_commit_is_latest_at_once(store: Store, client: DaemonClient) -> None:
+    checkpoint = write_checkpoint(store, step=7)
+    client.notify("gpt", checkpoint.attempt)
+    assert client.latest("gpt") == checkpoint
+    client.notify("gpt", checkpoint.attempt)
+    assert client.checkpoints("gpt") == [checkpoint]
+
+
+def test_a_notification_is_not_believed(store: Store, daemon: Daemon, client: DaemonClient) -> None:
+    attempt = Attempt(5, new_ulid(system_clock()))
+    with pytest.raises(NoCheckpoint):
+        client.notify("gpt", attempt)
+    receipt = write_rank(store, "gpt", attempt, sample_arrays())
+    with pytest.raises(NoCheckpoint):
+        client.notify("gpt", attempt)
+    assert daemon.get("/checkpoints/latest?run=gpt").status_code == 404
+    commit_attempt(store, [receipt], system_clock)
+    client.notify("gpt", attempt)
+    assert client.latest("gpt").attempt == attempt
+
+
+def test_an_aborted_attempt_is_410(store: Store, daemon: Daemon, client: DaemonClient) -> None:
+    attempt = Attempt(5, new_ulid(system_clock()))
+    decide(store, "gpt", attempt, None, system_clock)
+    with pytest.raises(AttemptAborted):
+        client.notify("gpt", attempt)
+    answer = daemon.post(wire.NOTIFY, {"run": "gpt", "attempt": str(attempt)})
+    assert (answer.status_code, answer.json()["code"]) == (410, "attempt_aborted")
+
+
+def test_a_deleted_checkpoint_is_not_indexed_again(store: Store, client: DaemonClient) -> None:
+    checkpoint = write_checkpoint(store, step=7)
+    delete_checkpoint(store, checkpoint, "test", system_clock)
+    with pytest.raises(NoCheckpoint):
+        client.notify("gpt", checkpoint.attempt)
+
+
+def test_a_dry_run_deletes_nothing_and_is_the_default(store: Store, daemon: Daemon) -> None:
+    for step in range(4):
+        write_checkpoint(store, step=step)
+    answer = daemon.post(wire.PRUNE, {"keep_last": 1}).json()
+    assert answer["dry_run"] is True
+    assert [item["reasons"] for item in answer["items"]] == [["last-1"], [], [], []]
+    removed = [item["checkpoint"]["stored_bytes"] for item in answer["items"] if not item["reasons"]]
+    assert answer["freed_bytes"] == sum(removed) > 0
+    assert _steps(store) == [3, 2, 1, 0]
+
+
+def test_a_prune_works_from_the_store_and_updates_the_index(store: Store, daemon: Daemon, client: DaemonClient) -> None:
+    for step in range(4):
+        write_checkpoint(store, step=step)  # the index has seen none of them
+    write_checkpoint(store, "bert", 1)
+    pruned = client.prune(2, "gpt", dry_run=False)
+    assert not pruned.dry_run
+    assert not pruned.held
+    assert _steps(store) == [3, 2]
+    assert [c.step for c in client.checkpoints("gpt")] == [3, 2]
+    client.prune(1, dry_run=False)
+    assert (_steps(store), _steps(store, "bert")) == ([3], [1])
+    assert "ckptd_prune_deleted_total 3.0" in daemon.get("/metrics").text
+
+
+def test_prunes_that_make_no_sense(client: DaemonClient) -> None:
+    with pytest.raises(InvalidPolicy):
+        client.prune(0, dry_run=False)
+    with pytest.raises(NoCheckpoint):
+        client.prune(1, "no-such-run")
+
+
+def test_a_lease_keeps_a_checkpoint_from_a_prune(store: Store, client: DaemonClient) -> None:
+    old = write_checkpoint(store, step=1)
+    write_checkpoint(store, step=2)
+    client.reindex()
+    lease = client.take_lease(old, "rank-0@host", 60)
+    pruned = client.prune(1, "gpt", dry_run=False)
+    assert [item.reasons for item in pruned.items] == [["last-1"], ["lease:rank-0@host"]]
+    assert verify(client, old).ok
+    client.release_lease("gpt", lease)
+    client.release_lease("gpt", lease)
+    client.prune(1, "gpt", dry_run=False)
+    assert _steps(store) == [2]
+    with pytest.raises(NoCheckpoint):
+        client.take_lease(old, "rank-0@host", 60)
+
+
+def test_a_reader_with_a_lease_finishes_although_its_checkpoint_was_hidden(store: Store, client: DaemonClient) -> None:
+    old = write_checkpoint(store, step=1)
+    client.reindex()
+    client.take_lease(old, "reader", 60)
+    store.put(names.tombstone_key("gpt", old.attempt), b"a deletion that came in between")
+    client.reindex()
+    assert client.checkpoints("gpt") == []
+    assert verify(client, old).ok
+
+
+def test_reindex_reads_everything_again(store: Store, client: DaemonClient) -> None:
+    checkpoint = write_checkpoint(store, step=1)
+    write_checkpoint(store, "bert", 2)
+    found = client.reindex()
+    assert (found.runs, found.checkpoints) == (2, 2)
+    store.put(names.outcome_key("gpt", checkpoint.attempt), b"flipped")
+    client.reindex()
+    assert client.checkpoints("gpt")[0].state.value == "corrupt"
+
+
+def test_a_run_without_a_checkpoint_is_a_run(store: Store, client: DaemonClient) -> None:
+    write_rank(store, "young", Attempt(1, new_ulid(system_clock())), {}, world_size=2)
+    client.reindex()
+    (summary,) = client.run_summaries()
+    assert (summary.run, summary.num_checkpoints, summary.latest) == ("young", 0, None)
+
+
+def test_metrics_name_the_newest_checkpoint(store: Store, daemon: Daemon, client: DaemonClient) -> None:
+    client.notify("gpt", write_checkpoint(store, step=40).attempt)
+    text = daemon.get("/metrics").text
+    assert 'ckptd_last_committed_step{run="gpt"} 40.0' in text
+    age = next(line for line in text.splitlines() if line.startswith('ckptd_checkpoint_age_seconds{run="gpt"}'))
+    assert 0 <= float(age.split()[-1]) < 60
+    assert "ckptd_index_lag_seconds " in text
+    wait_until(lambda: 'route="/metrics",status="200"' in daemon.get("/metrics").text, "counting a request")

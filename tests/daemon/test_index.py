@@ -1,0 +1,221 @@
+"""The index as a database, and its rules without a process around it."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptd.index import Database, Index, Position
+from ckptd.index.tables import METADATA
+from ckptd.metrics import Metrics
+from ckptd.services.freshness import Freshness
+from ckptd.services.recovery import Recovery
+from ckptd.services.synchronizing import Synchronizing
+from ckptstore.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.errors import IndexUnavailable, StoreUnavailable, UnsupportedFormat
+from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint
+from tests.support.stores import Faults, FaultyStore, MovableClock
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return Database(f"sqlite:///{tmp_path / 'index.db'}", 20)
+
+
+def _checkpoint(step: int, committed_at: float, run: str = "gpt", state: State = State.COMMITTED) -> Checkpoint:
+    return Checkpoint(run, Attempt(step, new_ulid(system_clock())), state, committed_at, manifest_digest="0" * 32)
+
+
+def _synchronizing(store: Store, index: Index) -> tuple[Synchronizing, Freshness]:
+    freshness = Freshness(system_clock, 60)
+    recovery = Recovery(store, system_clock, 5)
+    return Synchronizing(store, index, recovery, freshness, Metrics(), system_clock), freshness
+
+
+def test_the_migrations_make_the_tables(database: Database) -> None:
+    with database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+
+
+def test_sqlite_is_set_up_for_readers_beside_a_writer(database: Database) -> None:
+    with database.read() as connection:
+        pragmas = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "foreign_keys")]
+    assert pragmas == ["wal", 1]
+    with database.write() as writer:
+        writer.exec_driver_sql("INSERT INTO runs VALUES ('unfinished')")
+        assert Index(database).runs() == []
+    assert Index(database).runs() == ["unfinished"]
+
+
+def test_many_writers_wait_for_each_other(database: Database) -> None:
+    index = Index(database)
+
+    def write(number: int) -> None:
+        for step in range(5):
+            index.apply(f"run-{number % 3}", [_checkpoint(step, number, f"run-{number % 3}")])
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(write, range(12)))
+    assert [(s.num_checkpoints, s.latest and s.latest.committed_at) for s in index.summaries()] == [
+        (20, 9.0),
+        (20, 10.0),
+        (20, 11.0),
+    ]
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "index.db").write_bytes(b"not a database, but long enough to be taken for one" * 100)
+    with pytest.raises(IndexUnavailable, match="delete the database"):
+        Database(f"sqlite:///{tmp_path / 'index.db'}", 2)
+
+
+def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    Database(f"sqlite:///{tmp_path / 'index.db'}", 2).close()
+    with sqlite3.connect(tmp_path / "index.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    with pytest.raises(IndexUnavailable, match="newer ckptd"):
+        Database(f"sqlite:///{tmp_path / 'index.db'}", 2)
+
+
+def test_positions_lead_through_equal_steps_and_times(database: Database) -> None:
+    index = Index(database)
+    written = [_checkpoint(step, at, run) for run in "ab" for step in (1, 2) for at in (5.0, 5.0, 0.1 + 0.2)]
+    for run in "ab":
+        index.apply(run, [checkpoint for checkpoint in written if checkpoint.run == run])
+    whole = index.page(None, None, 100)
+    assert len(whole) == 12
+    found: list[Checkpoint] = []
+    after = None
+    while page := index.page(None, after, 1):
+        found += page
+        last = page[-1]
+        after = Position(last.run, last.step, last.committed_at, last.attempt.ulid)
+    assert found == whole
+    assert [(c.run, -c.step) for c in found] == sorted((c.run, -c.step) for c in found)
+
+
+def test_what_supersedes_what_follows_every_change(database: Database) -> None:
+    index = Index(database)
+    old, new = _checkpoint(1, 10.0), _checkpoint(1, 20.0)
+    broken = replace(_checkpoint(1, 0.0), state=State.CORRUPT)
+    index.apply("gpt", [new])
+    index.apply("gpt", [old, broken])
+    assert [c.state for c in index.page("gpt", None, 9)] == [State.COMMITTED, State.SUPERSEDED, State.CORRUPT]
+    index.apply("gpt", gone=[new.attempt])
+    assert index.find(Reference("gpt", 1)) == old
+    assert [c.state for c in index.page("gpt", None, 9)] == [State.COMMITTED, State.CORRUPT]
+
+
+@given(drawn=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=12))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_order_of_changes_gives_the_same_states(database: Database, drawn: list[tuple[int, int, bool]]) -> None:
+    index = Index(database)
+    states = {False: State.COMMITTED, True: State.CORRUPT}
+    checkpoints = [_checkpoint(step, at, state=states[bad]) for step, at, bad in drawn]
+    answers = []
+    for order in (checkpoints, checkpoints[::-1]):
+        index.drop_runs(["gpt"])
+        for checkpoint in order:
+            index.apply("gpt", [checkpoint])
+        answers.append(index.page("gpt", None, 100))
+    assert answers[0] == answers[1]
+
+
+def test_a_round_that_fails_at_any_call_removes_nothing(store: Store, database: Database) -> None:
+    for step in (1, 1, 2):
+        write_checkpoint(store, step=step, arrays={})
+    write_checkpoint(store, "bert", 1, arrays={})
+    index = Index(database)
+    counting = Faults()
+    _synchronizing(FaultyStore(store, counting), index)[0].round()
+    before = index.page(None, None, 100)
+    assert before == [*list_checkpoints(store, "bert"), *list_checkpoints(store, "gpt")]
+    assert len(counting.calls) > 8
+    for call in range(len(counting.calls)):
+        for reread in (False, True):
+            synchronizing, freshness = _synchronizing(FaultyStore(store, Faults(fail_at=call)), index)
+            if reread:
+                try:
+                    synchronizing.reindex()
+                except StoreUnavailable:
+                    pass
+            else:
+                synchronizing.round()
+            assert index.page(None, None, 100) == before, call
+    synchronizing, freshness = _synchronizing(store, index)
+    synchronizing.round()
+    assert freshness.problem() == ""
+
+
+def test_outcomes_are_read_once(store: Store, database: Database) -> None:
+    kept = [write_checkpoint(store, step=step, arrays={}) for step in range(5)]
+    counting = Faults()
+    synchronizing, _ = _synchronizing(FaultyStore(store, counting), Index(database))
+    synchronizing.round()
+    delete_checkpoint(store, kept[0], "test", system_clock)
+    counting.calls.clear()
+    for _ in range(3):
+        synchronizing.round()
+    assert [call for call in counting.calls if call.startswith("get")] == []
+    assert len(Index(database).page("gpt", None, 10)) == 4
+
+
+def test_what_is_believed_follows_the_last_listings() -> None:
+    clock = MovableClock()
+    freshness = Freshness(clock, 60)
+    failure = StoreUnavailable("down")
+
+    def believed(run: str | None, found: bool) -> bool:
+        try:
+            freshness.check(run, found)
+        except StoreUnavailable:
+            return False
+        return True
+
+    assert not believed("a", True)
+    freshness.report(clock(), ["a", "b"], {"b": failure})
+    assert believed("a", True)
+    assert believed("a", False)
+    assert not believed("b", True)
+    assert not believed("b", False)
+    assert not believed(None, True)
+    freshness.report(clock(), ["a", "b"], {})
+    assert believed(None, False)
+    freshness.report_failure(failure)
+    assert believed("b", True)
+    assert not believed("b", False)
+    assert freshness.problem() == "down"
+    freshness.report(clock(), ["a", "b"], {})
+    clock.advance(61)
+    assert believed("a", True)
+    assert not believed("a", False)
+    assert 61 <= freshness.lag_s() < 62
+
+
+def test_a_newer_format_is_passed_on_instead_of_an_older_step() -> None:
+    freshness = Freshness(system_clock, 60)
+    freshness.report(system_clock(), ["a", "b"], {})
+    freshness.report(system_clock(), ["a", "b"], {"a": UnsupportedFormat("version 9", "Upgrade ckptd")})
+    with pytest.raises(UnsupportedFormat):
+        freshness.check("a", True)
+    freshness.check("b", True)
+
+
+def test_the_daemon_never_loads_torch() -> None:
+    code = "import sys, ckptd.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

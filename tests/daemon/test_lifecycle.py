@@ -1,0 +1,224 @@
+"""A daemon that is killed, stopped, or loses its database; and what it does by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ckptd.settings import default_db
+from ckptstore.clock import system_clock
+from ckptstore.commit import read_outcome
+from ckptstore.daemon import DaemonClient
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.errors import NoCheckpoint
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.stores import Store
+from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.daemons import Daemon, running_daemon, wait_until
+
+_QUESTIONS = (
+    "/checkpoints/latest", "/v1/checkpoints/latest?run=gpt", "/v1/checkpoints", "/v1/checkpoints?run=gpt&limit=2",
+    "/v1/runs", "/v1/checkpoints/gpt@2", "/v1/checkpoints/gpt@latest", "/v1/checkpoints/gpt@3",
+)  # fmt: skip
+
+
+def _answers(daemon: Daemon) -> list[tuple[int, bytes]]:
+    answers = [daemon.get(path) for path in _QUESTIONS]
+    return [(answer.status_code, answer.content) for answer in answers if answer.status_code == 200]
+
+
+def _latest_step(client: DaemonClient, run: str) -> int:
+    try:
+        return client.latest(run).step
+    except NoCheckpoint:
+        return -1
+
+
+def test_killed_or_without_its_database_it_gives_the_same_answers(store: Store, tmp_path: Path) -> None:
+    for step in (1, 2, 2, 4):
+        write_checkpoint(store, step=step, metrics={"loss": 0.1, "accuracy": 1 / 3})
+    write_checkpoint(store, "bert", 9)
+    index = tmp_path / "index.db"
+    with running_daemon(store.url, f"sqlite:///{index}") as daemon:
+        before = _answers(daemon)
+        daemon.kill()
+    assert len(before) == len(_QUESTIONS) - 1
+    with running_daemon(store.url, f"sqlite:///{index}") as daemon:
+        assert _answers(daemon) == before
+        daemon.kill()
+    for path in tmp_path.glob("index.db*"):
+        path.unlink()
+    with running_daemon(store.url, f"sqlite:///{index}") as daemon:
+        assert _answers(daemon) == before
+        with daemon.client() as client:
+            assert client.reindex().checkpoints == 5
+        assert _answers(daemon) == before
+
+
+def test_the_index_of_another_store_is_not_believed(store: Store, tmp_path: Path) -> None:
+    index = f"sqlite:///{tmp_path / 'index.db'}"
+    write_checkpoint(store, step=1)
+    with running_daemon(store.url, index) as daemon:
+        assert daemon.get("/checkpoints/latest").status_code == 200
+    with running_daemon(str(tmp_path / "empty"), index) as daemon:
+        assert daemon.get("/checkpoints/latest").status_code == 404
+
+
+def test_it_sees_what_happens_behind_its_back(store: Store) -> None:
+    with running_daemon(store.url) as daemon, daemon.client() as client:
+        assert _latest_step(client, "gpt") == -1
+        write_checkpoint(store, step=1)
+        wait_until(lambda: _latest_step(client, "gpt") == 1, "learning of a commit")
+        second = write_checkpoint(store, step=2)
+        wait_until(lambda: _latest_step(client, "gpt") == 2, "learning of another")
+        again = write_checkpoint(store, step=2)
+        wait_until(lambda: client.latest("gpt") == again, "superseding")
+        delete_checkpoint(store, again, "test", system_clock)
+        wait_until(lambda: client.latest("gpt") == second, "the superseded one's return")
+        delete_checkpoint(store, second, "test", system_clock)
+        wait_until(lambda: _latest_step(client, "gpt") == 1, "learning of a deletion")
+
+
+def test_it_commits_what_a_dead_committer_left(store: Store) -> None:
+    with running_daemon(store.url) as daemon, daemon.client() as client:
+        attempt = Attempt(3, new_ulid(system_clock()))
+        write_rank(store, "gpt", attempt, sample_arrays(), rank=0, world_size=2)
+        time.sleep(1)  # longer than the grace: half a checkpoint must not be committed however long it lies
+        assert read_outcome(store, "gpt", attempt) is None
+        write_rank(store, "gpt", attempt, {}, rank=1, world_size=2)
+        wait_until(lambda: _latest_step(client, "gpt") == 3, "rolling forward")
+        assert "ckptd_rolled_forward_total 1.0" in daemon.get("/metrics").text
+
+
+def test_it_collects_orphans(store: Store) -> None:
+    attempt = Attempt(3, new_ulid(system_clock()))
+    write_rank(store, "gpt", attempt, sample_arrays(), rank=0, world_size=2)
+    eager = ("--collect-seconds", "0.2", "--orphan-grace-seconds", "0")
+    with running_daemon(store.url, options=eager) as daemon, daemon.client() as client:
+        wait_until(lambda: "ckptd_orphans_aborted_total 1.0" in daemon.get("/metrics").text, "giving up")
+        outcome = read_outcome(store, "gpt", attempt)
+        assert outcome is not None
+        assert outcome.committed is None
+        assert not list(store.list("gpt/attempts/"))
+        wait_until(lambda: client.runs() == ["gpt"], "listing")
+        assert client.checkpoints("gpt") == []
+
+
+def test_sigterm_is_announced_then_ends_with_0(store: Store) -> None:
+    write_checkpoint(store, step=1)
+    with running_daemon(store.url, options=("--notice-seconds", "1.5")) as daemon:
+        daemon.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: daemon.get("/readyz").status_code == 503, "saying so in /readyz", 1.4)
+        assert daemon.get("/livez").status_code == 200
+        assert daemon.get("/checkpoints/latest").status_code == 200
+        assert daemon.process.wait(20) == 0
+        with pytest.raises(httpx.TransportError):
+            daemon.get("/livez")
+
+
+def test_a_reader_that_does_not_read_cannot_hold_up_the_end(store: Store) -> None:
+    checkpoint = write_checkpoint(store, step=1, arrays={"model/big": _incompressible(48 << 20)})
+    with running_daemon(store.url, options=("--drain-seconds", "1")) as daemon:
+        host, port = daemon.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as reader:
+            path = f"/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
+            reader.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert reader.recv(15) == b"HTTP/1.1 200 OK"
+            assert daemon.stop() == 0
+
+
+def test_a_running_download_is_finished(store: Store) -> None:
+    array = _incompressible(48 << 20)
+    checkpoint = write_checkpoint(store, step=1, arrays={"model/big": array})
+    with running_daemon(store.url) as daemon:
+        url = f"{daemon.url}/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
+        with httpx.stream("GET", url, timeout=30) as response:
+            daemon.process.send_signal(signal.SIGTERM)
+            size = sum(map(len, response.iter_bytes(1 << 20)))
+        assert size == int(response.headers["content-length"]) >= array.nbytes
+        assert daemon.process.wait(20) == 0
+
+
+def test_killed_while_commits_arrive_it_loses_none(store: Store, tmp_path: Path) -> None:
+    index = f"sqlite:///{tmp_path / 'index.db'}"
+    step = 0
+    for _ in range(3):
+        with running_daemon(store.url, index) as daemon, daemon.client() as client:
+            for _ in range(5):
+                step += 1
+                client.notify("gpt", write_checkpoint(store, step=step, arrays={}).attempt)
+            write_checkpoint(store, step=1000 + step, arrays={})
+            daemon.kill()
+            with pytest.raises(httpx.TransportError):
+                daemon.get("/livez")
+    with running_daemon(store.url, index) as daemon, daemon.client() as client:
+        assert len(client.checkpoints("gpt")) == 18
+
+
+def test_memory_stays_small_while_a_big_shard_is_read(store: Store) -> None:
+    checkpoint = write_checkpoint(store, step=1, arrays={"model/big": _incompressible(192 << 20)})
+    with running_daemon(store.url) as daemon:
+        url = f"{daemon.url}/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
+        before = _peak_kib(daemon)
+        with httpx.stream("GET", url, timeout=60) as response:
+            size = sum(map(len, response.iter_bytes(1 << 20)))
+        assert size == int(response.headers["content-length"])
+        assert _peak_kib(daemon) - before < 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (("--host", "0.0.0.0"), {}, "without a token"),
+        (("--store", "nosuch://x"), {}, "nosuch"),
+        (("--store", "memory://x"), {}, "one process"),
+        (("--db", "nonsense"), {}, "database URL"),
+        (("--db", "sqlite://"), {}, "in memory"),
+        (("--db", "sqlite:////proc/nowhere/index.db"), {}, "cannot make the folder"),
+        (("--poll-seconds", "0"), {}, "poll_seconds"),
+        (("--port", "70000"), {}, "port"),
+        ((), {"CKPTD_LOG_LEVEL": "loud"}, "log level"),
+    ],
+)
+def test_settings_that_make_no_sense_end_it_with_a_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], says: str
+) -> None:
+    standard = ("--store", str(tmp_path / "store"), "--db", f"sqlite:///{tmp_path / 'index.db'}", "--port", "0")
+    ended = subprocess.run(
+        [sys.executable, "-m", "ckptd", "serve", *standard, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode in (2, 7), ended.stderr
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_default_index_is_a_file_per_store_in_the_state_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_db("file:///a").startswith(f"sqlite:///{tmp_path}/ckptd/")
+    assert default_db("file:///a") != default_db("file:///b")
+
+
+def _incompressible(size: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(np.random.default_rng(0).bytes(size), dtype=np.uint8)
+
+
+def _peak_kib(daemon: Daemon) -> int:
+    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
