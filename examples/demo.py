@@ -107,15 +107,15 @@ def demonstrate(plan: Plan) -> None:
         chapter("The reference: an uninterrupted training, in a store of its own")
         reference = Trainer(plan, f"file://{plan.folder}/reference", None).run("reference")
 
-        chapter(f"The same training, killed with SIGKILL as soon as save_async of step {plan.first_kill} has returned")
+        chapter(f"Again, and SIGKILL as soon as save_async of step {plan.first_kill} has returned")
         first = trainer.run("first", kill_at=plan.first_kill)
         await_checkpoint(url, plan.first_kill)
 
-        chapter(f"Started again: resumes from latest, and is killed at step {plan.second_kill}, between two saves")
+        chapter(f"Started again; SIGKILL at step {plan.second_kill}, between two saves")
         second = trainer.run("second", kill_at=plan.second_kill)
         await_checkpoint(url, plan.last_save)
 
-        chapter("Started again: resumes from latest and runs to the end")
+        chapter("Started again, and left alone")
         third = trainer.run("third")
 
         chapter("Is it the same training?")
@@ -163,8 +163,8 @@ class Trainer:
     def run(self, name: str, kill_at: int | None = None) -> Curve:
         """Train to the end, or until the log shows step `kill_at`: then SIGKILL."""
         log = self.plan.folder / f"{name}.jsonl"
-        arguments = ["--store", self.store, "--run", RUN, "--steps", str(self.plan.steps)]
-        arguments += ["--save-every", str(self.plan.save_every), "--log", str(log)]
+        arguments = ["--store", self.store, "--run-name", RUN, "--steps", str(self.plan.steps)]
+        arguments += ["--save-every", str(self.plan.save_every), "--loss-log", str(log)]
         if self.daemon:
             arguments += ["--daemon", self.daemon]
         process = subprocess.Popen([sys.executable, str(HERE / "train_gpt.py"), *arguments])
@@ -195,13 +195,18 @@ def reached(log: Path, step: int) -> bool:
 def await_checkpoint(url: str, step: int) -> None:
     """The saver outlives the trainer: what save_async had accepted becomes durable all the same."""
     began = time.monotonic()
+    seen: list[int | None] = []
 
     def committed() -> bool:
         latest = get_json(f"{url}/checkpoints/latest?run={RUN}")
-        return latest is not None and latest["step"] == step
+        seen.append(latest and latest["step"])
+        return seen[-1] == step
 
-    wait_until(committed, f"the checkpoint of step {step}")
-    console.print(f"latest is the checkpoint of step {step} ({time.monotonic() - began:.1f} s after the kill)")
+    wait_until(committed, f"the checkpoint of step {step}", poll_s=0.01)
+    console.print(f"latest at the daemon: step {seen[0]}", end="")
+    if seen[0] != step:
+        console.print(f"; {time.monotonic() - began:.2f} s later: step {step}, committed by the saver process", end="")
+    console.print()
 
 
 def compare(reference: Curve, parts: Sequence[Curve], starts: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Train a small GPT on the sources of the Python standard library, saving as it goes.
 
-    python examples/train_gpt.py --store file:///tmp/ckpts --run gpt-small
-    torchrun --nproc-per-node 2 examples/train_gpt.py --store file:///tmp/ckpts --run gpt-small
+    python examples/train_gpt.py --store file:///tmp/ckpts --run-name gpt-small
+    torchrun --nproc-per-node 2 examples/train_gpt.py --store file:///tmp/ckpts --run-name gpt-small
 
 Kill it at any moment and start it again with the same arguments: it goes on where the newest
 checkpoint left off, and the losses are the ones an uninterrupted run would have had, bit for bit.
@@ -54,7 +54,8 @@ class Block(nn.Module):
         query, key, value = projected.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.attention_out(attended.transpose(1, 2).reshape(batch, time, width)))
-        return x + self.dropout(self.perceptron(x))
+        residual: Tensor = self.dropout(self.perceptron(x))
+        return x + residual
 
 
 class GPT(nn.Module):
@@ -142,14 +143,16 @@ class Display:
         self.saving = self.bars.add_task("saving", total=None, note="nothing yet", start=False)
         self.log = log.open("a", buffering=1) if log and rank == 0 else None
 
-    def step(self, step: int, loss: float, save: ckpt.SaveHandle | None, saving: bool) -> None:
-        """Show a finished step."""
+    def step(self, step: int, loss: float, saving: bool) -> None:
+        """Show and log a finished step."""
         self.bars.update(self.training, completed=step, note=f"step {step}  loss {loss:.4f}")
-        if save is not None:
-            done, total = save.progress
-            state = "durable" if save.done() else "under way"
-            self.bars.update(self.saving, completed=done, total=total, note=f"step {save.step} {state}")
         self.write({"step": step, "loss": loss, "saving": saving})
+
+    def save(self, handle: ckpt.SaveHandle) -> None:
+        """Show how far the newest save is."""
+        done, total = handle.progress
+        note = f"step {handle.step} {'durable' if handle.done() else 'under way'}"
+        self.bars.update(self.saving, completed=done, total=total, note=note)
 
     def write(self, record: dict[str, Any]) -> None:
         """One line of the log. JSON spells a float so that reading it back gives the same bits."""
@@ -170,22 +173,26 @@ def train(args: argparse.Namespace) -> None:
     sched = torch.optim.lr_scheduler.OneCycleLR(optim, max_lr=3e-3, total_steps=args.steps + 1)
     loader = Batches(standard_library(), seed=rank)
 
-    ckpt.init(args.store, run=args.run, daemon=args.daemon)
-    restored = ckpt.restore(model, optim, scheduler=sched, loader=loader)
-    start = restored.step + 1 if restored else 1
-    if rank == 0:
-        print(f"resumed from {restored.id}" if restored else "no checkpoint yet: starting from scratch", flush=True)
-
-    display, save = Display(args.steps, args.log, rank), None
-    with display.bars:
-        for step in range(start, args.steps + 1):
-            loss = train_step(model, optim, loader)
-            sched.step()
-            saving = step % args.save_every == 0
-            if saving:
-                save = ckpt.save_async(model, optim, step, scheduler=sched, loader=loader, metrics={"loss": loss})
-            display.step(step, loss, save, saving)
-    ckpt.close()  # everything saved is durable from here on
+    with ckpt.Checkpointer(args.store, run=args.run_name, daemon=args.daemon) as checkpoints:
+        restored = checkpoints.restore(model, optim, scheduler=sched, loader=loader)
+        start = restored.step + 1 if restored else 1
+        if rank == 0:
+            print(f"resumed from {restored.id}" if restored else "no checkpoint yet: starting from scratch", flush=True)
+        display, handle = Display(args.steps, args.loss_log, rank), None
+        with display.bars:
+            for step in range(start, args.steps + 1):
+                loss = train_step(model, optim, loader)
+                sched.step()
+                if saving := step % args.save_every == 0:
+                    handle = checkpoints.save_async(
+                        model, optim, step, scheduler=sched, loader=loader, metrics={"loss": loss}
+                    )
+                display.step(step, loss, saving)
+                if handle is not None:
+                    display.save(handle)
+            checkpoints.wait()  # everything that was saved is durable from here on
+            if handle is not None:
+                display.save(handle)
     display.write({"weights": fingerprint(model)})
 
 
@@ -193,11 +200,11 @@ def main() -> None:
     """Parse the arguments; join the process group under torchrun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", default="file:///tmp/ckpts", help="where checkpoints go: any fsspec URL")
-    parser.add_argument("--run", default="gpt-small", help="name of the training run")
+    parser.add_argument("--run-name", default="gpt-small", help="name of the training run")
     parser.add_argument("--daemon", help="URL of a ckptd to notify (default: $CKPTD_URL, or none)")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--log", type=Path, help="append one JSON object per step to this file")
+    parser.add_argument("--loss-log", type=Path, help="append one JSON object per step to this file")
     args = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
