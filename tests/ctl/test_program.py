@@ -17,8 +17,9 @@ from ckptstore.clock import system_clock
 from ckptstore.leases import release_lease, take_lease
 from ckptstore.reading import entry_bytes, fetch, plan_reads
 from ckptstore.source import StoreSource, read_manifest
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
 from ckptstore.verify import verify
+from tests.conftest import S3Location
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import PROGRAM, Terminal, clean_environment, run
 
@@ -131,14 +132,32 @@ def test_no_colour_where_none_is_wanted(folder: Path) -> None:
     assert "\x1b[2m\x1b[3" not in plain.screen
 
 
+def test_a_store_on_s3(s3_store: S3Location, tmp_path: Path) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+    for step in (1, 2):
+        write_checkpoint(store, "gpt", step)
+    to = tmp_path / "x.safetensors"
+    for args, code in (
+        (("ls", "-o", "id"), 0),
+        (("verify", "--all"), 0),
+        (("export", "gpt@2", "--to", to), 0),
+        (("prune", "--keep", "1", "--yes"), 0),
+        (("show", "gpt@1"), 4),
+    ):
+        done = run(*args, "--store", s3_store.url, env=s3_store.environment)
+        assert done.code == code, done.stderr
+    assert to.exists()
+    assert [c.step for c in list_checkpoints(store, "gpt")] == [2]
+
+
 class InterruptedSource(StoreSource):
-    """Gets Ctrl-C at its first read and is slow."""
+    """Is slow, and gets Ctrl-C when all reads are queued and five have begun."""
 
     reads = 0
 
     def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
         InterruptedSource.reads += 1
-        if InterruptedSource.reads == 1:
+        if InterruptedSource.reads == 5:
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.02)
         super().read_shard(checkpoint, shard, offset, buffer)
@@ -160,4 +179,4 @@ def test_ctrl_c_does_not_wait_for_all_that_is_queued(filled: Store, work: str) -
     }
     with pytest.raises(KeyboardInterrupt):
         begin[work]()
-    assert 1 <= InterruptedSource.reads < 50
+    assert 5 <= InterruptedSource.reads < 50

@@ -1,0 +1,131 @@
+"""Through a daemon (--url) every command says what it says on the store itself (--store)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptstore import names
+from ckptstore.catalog import list_checkpoints
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint
+from tests.support.command_line import Finished, Terminal, invoke, run
+from tests.support.daemons import Daemon, running_daemon, wait_until
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[Daemon]:
+    with running_daemon(folder.as_uri()) as running:
+        yield running
+
+
+def both(daemon: Daemon, folder: Path, *args: object) -> tuple[Finished, Finished]:
+    """The same command through the daemon and on the store."""
+    return invoke(*args, "--url", daemon.url), invoke(*args, "--store", folder)
+
+
+def test_what_there_is(daemon: Daemon, folder: Path) -> None:
+    for args in (
+        ("ls",), ("ls", "--run", "gpt", "--limit", "3"), ("latest",), ("latest", "--run", "gpt"), ("runs",),
+        ("show", "gpt@30"), ("show", "gpt@latest", "--entries", "model/s*"),
+        ("verify", "--all"), ("verify", "gpt@20"), ("prune", "--keep", "2", "--dry-run"),
+    ):  # fmt: skip
+        for output in ("json", "id"):
+            through, direct = both(daemon, folder, *args, "-o", output)
+            assert (through.code, through.stdout) == (direct.code, direct.stdout), args
+            assert (through.code, through.stdout.strip() != "") == (0, args[0] != "verify" or output == "json")
+        through, direct = both(daemon, folder, *args)
+        assert through.stdout.splitlines()[0] == direct.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("latest", "--run", "typo"),
+        ("ls", "--run", "typo"),
+        ("ls", "--run", "../x"),
+        ("show", "gpt@31"),
+        ("prune", "--keep", "1", "--yes", "--run", "typo"),
+        ("prune", "--keep", "0", "--yes"),
+        ("prune", "--keep", "1"),
+    ],
+)
+def test_what_goes_wrong_goes_wrong_alike(daemon: Daemon, folder: Path, args: tuple[str, ...]) -> None:
+    through, direct = both(daemon, folder, *args, "-o", "json")
+    assert through.code == direct.code
+    assert through.code in (2, 4)
+    assert through.error["code"] == direct.error["code"]
+
+
+def test_exports_are_the_same_file(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
+    for suffix in ("safetensors", "pt"):
+        files = [tmp_path / f"{name}.{suffix}" for name in ("through", "direct")]
+        assert invoke("export", "gpt@40", "--to", files[0], "--url", daemon.url).code == 0
+        assert invoke("export", "gpt@40", "--to", files[1], "--store", folder).code == 0
+        assert _content(files[0]) == _content(files[1])
+
+
+def test_damage_is_found_through_the_daemon(daemon: Daemon, folder: Path, filled: Store, tmp_path: Path) -> None:
+    newest = list_checkpoints(filled, "gpt")[0]
+    shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    shard.write_bytes(b"\0" * 100 + shard.read_bytes()[100:])
+    through, direct = both(daemon, folder, "verify", "--all", "-o", "json")
+    assert (through.code, direct.code) == (5, 5)
+    assert through.json == direct.json
+    assert invoke("export", newest.id, "--to", tmp_path / "x.pt", "--url", daemon.url).code == 5
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_prune_deletes_what_it_showed(daemon: Daemon, folder: Path, filled: Store) -> None:
+    plan = invoke("prune", "--keep", 2, "--dry-run", "--url", daemon.url, "-o", "id").stdout.split()
+    with Terminal("prune", "--keep", "2", "--url", daemon.url, columns=200) as terminal:
+        terminal.wait_for("Delete 3 checkpoints, 6.8 MiB for good? [y/N] ")
+        assert all(name.partition(".")[0] in terminal.screen for name in plan)
+        terminal.type("y\n")
+        assert terminal.finish() == 0
+        assert "Removed 3 checkpoints, freed 6.8 MiB" in terminal.screen
+    through, direct = both(daemon, folder, "ls", "-o", "json")
+    assert through.json == direct.json
+    assert [c.step for c in list_checkpoints(filled, "gpt")] == [40, 30]
+    done = invoke("prune", "--keep", 1, "--yes", "--url", daemon.url, "-o", "json").json
+    assert [i["checkpoint"]["step"] for i in done["items"] if not i["reasons"]] == [30]
+
+
+def test_reindex_finds_what_the_store_holds(daemon: Daemon, folder: Path, filled: Store) -> None:
+    write_checkpoint(filled, "new", 1)
+    assert invoke("reindex", "--url", daemon.url).stdout == "Indexed 7 checkpoints of 3 runs\n"
+    assert invoke("reindex", "--url", daemon.url, "-o", "json").json == {"runs": 3, "checkpoints": 7}
+    through, direct = both(daemon, folder, "ls", "-o", "json")
+    assert through.json == direct.json
+
+
+def test_gc_is_for_stores(daemon: Daemon) -> None:
+    done = invoke("gc", "--url", daemon.url)
+    assert (done.code, "--store" in done.stderr) == (2, True)
+
+
+def test_the_token_is_sent(folder: Path) -> None:
+    with running_daemon(folder.as_uri(), environment={**os.environ, "CKPTD_TOKEN": "secret"}) as guarded:
+        assert run("ls", "--url", guarded.url).code != 0
+        assert run("ls", "--url", guarded.url, env={"CKPT_TOKEN": "secret"}).code == 0
+        assert invoke("ls", "--url", guarded.url, "--token", "wrong").code != 0
+
+
+def test_a_daemon_that_is_gone_is_unreachable_not_empty(folder: Path) -> None:
+    with running_daemon(folder.as_uri()) as gone:
+        wait_until(lambda: invoke("ls", "--url", gone.url).code == 0, "an answer")
+        gone.kill()
+        done = invoke("latest", "--url", gone.url, "-o", "json")
+    assert (done.code, done.error["code"]) == (7, "daemon_unavailable")
+
+
+def _content(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        return path.read_bytes()
+    state = torch.load(path, weights_only=True)
+    return {name: (t.dtype, tuple(t.shape), t.reshape(-1).tolist()) for name, t in state["model"].items()}
