@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -12,6 +12,13 @@ from ckptstore.errors import InvalidRequest
 
 MAX_BODY_BYTES = 64 << 10
 _B = TypeVar("_B", bound=msgspec.Struct)
+
+
+def request_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """What the OpenAPI document says of a body that read_body takes."""
+    (_,), components = msgspec.json.schema_components((kind,))
+    content = {"application/json": {"schema": components[kind.__name__]}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def read_body(request: Request, kind: type[_B]) -> _B:

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
-from ckptd.api.bodies import json_response, read_body
+from ckptd.api.bodies import json_response, read_body, request_schema
 from ckptd.api.context import Given
 from ckptd.services.pruning import Pruned
 from ckptstore import wire
@@ -17,7 +17,7 @@ from ckptstore.retention import Policy
 router = APIRouter()
 
 
-@router.post(wire.NOTIFY)
+@router.post(wire.NOTIFY, openapi_extra=request_schema(wire.NotifyRequest))
 async def notify(request: Request, given: Given) -> Response:
     """An attempt was committed: look at its outcome in the store now, rather than at the next poll."""
     body = await read_body(request, wire.NotifyRequest)
@@ -26,7 +26,7 @@ async def notify(request: Request, given: Given) -> Response:
     return json_response(wire.CheckpointBody.of(found))
 
 
-@router.post(wire.PRUNE)
+@router.post(wire.PRUNE, openapi_extra=request_schema(wire.PruneRequest))
 async def prune(request: Request, given: Given) -> Response:
     """Delete what the policy does not keep; a dry run, the default, only says what that is."""
     body = await read_body(request, wire.PruneRequest)
@@ -43,7 +43,7 @@ async def reindex(given: Given) -> Response:
     return json_response(wire.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
 
 
-@router.post(wire.LEASES)
+@router.post(wire.LEASES, openapi_extra=request_schema(wire.LeaseRequest))
 async def take_lease(request: Request, given: Given) -> Response:
     """Protect a checkpoint from deletion for some seconds."""
     body = await read_body(request, wire.LeaseRequest)
