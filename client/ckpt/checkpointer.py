@@ -179,6 +179,7 @@ class Checkpointer:
                 client.raise_failure()
         finally:
             self._release_lease()
+            self._source.close()
 
     def __enter__(self) -> Checkpointer:
         return self

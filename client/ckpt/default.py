@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, tor
     """
     if isinstance(checkpoint, str) and "/" in checkpoint:
         url, _, reference = checkpoint.rpartition("/")
-        source = open_source(url)
-        return load_tensors(source, source.find(Reference.parse(reference)), names)
+        with closing(open_source(url)) as source:
+            return load_tensors(source, source.find(Reference.parse(reference)), names)
     return _current().load(checkpoint, names)
 
 

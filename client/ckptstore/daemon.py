@@ -25,14 +25,17 @@ class DaemonClient:
     Every method raises DaemonUnavailable when no answer comes, or the error the daemon names.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: httpx.Timeout = _TIMEOUT) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, timeout: httpx.Timeout = _TIMEOUT, retries: int = _RETRIES
+    ) -> None:
         self.url = url.rstrip("/")
+        self._timeout = timeout
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
             base_url=self.url,
             headers=headers,
             timeout=timeout,
-            transport=httpx.HTTPTransport(retries=_RETRIES),
+            transport=httpx.HTTPTransport(retries=retries),
         )
 
     def close(self) -> None:
@@ -160,7 +163,7 @@ class DaemonClient:
     ) -> httpx.Response:
         content = msgspec.json.encode(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if body is not None else {}
-        wait = httpx.Timeout(timeout, connect=5.0) if timeout else _TIMEOUT
+        wait = httpx.Timeout(timeout, connect=5.0) if timeout else self._timeout
         try:
             response = self._http.request(method, path, params=params, content=content, headers=headers, timeout=wait)
         except httpx.HTTPError as error:

@@ -6,6 +6,7 @@ can never leave the store's root.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -80,7 +81,8 @@ class Attempt:
 
 def new_ulid(now: float) -> str:
     """A fresh ULID for the moment `now` (seconds since the epoch)."""
-    return str(ULID.from_timestamp(now))
+    # Not ULID.from_timestamp: its generator counts up within a millisecond, in a forked process too.
+    return str(ULID(int(now * 1000).to_bytes(6, "big") + os.urandom(10)))
 
 
 def derive_ulid(session: str, step: int, count: int) -> str:

@@ -50,6 +50,9 @@ class Source(Protocol):
     def release_lease(self, run: str, lease: str) -> None:
         """End a lease; one that is gone already is fine."""
 
+    def close(self) -> None:
+        """Give up connections; the source is not used after it."""
+
 
 class StoreSource:
     """Reads straight from the store."""
@@ -104,6 +107,9 @@ class StoreSource:
     def release_lease(self, run: str, lease: str) -> None:
         """Deletes the lease object."""
         leases.release_lease(self.store, run, lease)
+
+    def close(self) -> None:
+        """A store holds no connections of its own: fsspec shares them within the process."""
 
 
 def open_source(url: str, token: str | None = None, options: Mapping[str, Any] | None = None) -> Source:

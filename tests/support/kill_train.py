@@ -24,8 +24,9 @@ def weights(step: int) -> torch.Tensor:
 
 
 def say(*words: object) -> None:
-    """One line, at once."""
-    print(*words, flush=True)
+    """One line, in one write."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -49,7 +50,8 @@ def main() -> None:
             say("died", step)
             step -= 1
             continue
-        say("saver", checkpointer.saver_pid)
+        if checkpointer.saver_pid is not None:
+            say("saver", checkpointer.saver_pid)
         say("saved", step)
         time.sleep(0.02)
 

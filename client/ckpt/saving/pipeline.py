@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from ckpt.saving.commit import commit, write_receipt
 from ckpt.saving.encode import encode_chunks
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
+from ckpt.saving.notify import Notifier
 from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commit import StoredReceipt
-from ckptstore.documents import Outcome, seal
+from ckptstore.documents import seal
 from ckptstore.errors import CkptError
 from ckptstore.leases import release_lease
 from ckptstore.names import Attempt
@@ -51,6 +52,9 @@ class SavePipeline:
         self._setup = setup
         self._report = report
         self._clock = clock
+        # Rank 0 commits for all, so it tells for all.
+        tells = setup.daemon if setup.rank == 0 else None
+        self._notifier = Notifier(tells, setup.token) if tells is not None else None
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
@@ -62,6 +66,8 @@ class SavePipeline:
         """Return when every submitted job is durable or has failed."""
         self._uploads.shutdown(wait=True)
         self._commits.shutdown(wait=True)
+        if self._notifier is not None:
+            self._notifier.close()
 
     def _upload(self, snapshot: _Snapshot) -> None:
         job = snapshot.job
@@ -109,7 +115,8 @@ class SavePipeline:
             return
         self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
         self._release_lease(job)
-        self._notify(outcome)
+        if self._notifier is not None:
+            self._notifier.commit(outcome)
 
     def _release_lease(self, job: Job) -> None:
         if job.lease is None:
@@ -118,20 +125,6 @@ class SavePipeline:
             release_lease(self._store, self._setup.run, job.lease)
         except CkptError as error:
             logger.warning("lease %s was not released and will expire: %s", job.lease, error)
-
-    def _notify(self, outcome: Outcome) -> None:
-        """Tell the daemon; it would find the commit by listing, only later."""
-        if self._setup.daemon is None or self._setup.rank != 0:
-            return
-        from ckptstore.daemon import DaemonClient
-
-        client = DaemonClient(self._setup.daemon, self._setup.token)
-        try:
-            client.notify(outcome.run, Attempt.parse(outcome.attempt))
-        except CkptError as error:
-            logger.warning("the daemon was not told of %s: %s", outcome.attempt, error)
-        finally:
-            client.close()
 
     def _fail(self, job: Job, slot: int | None, error: BaseException) -> None:
         logger.error("save of attempt %s failed", job.attempt, exc_info=error)

@@ -125,5 +125,7 @@ def populate(segment: Segment) -> None:
     start = ctypes.addressof(segment.map)
     for at in range(0, segment.num_bytes, _POPULATE_STRIDE):
         size = min(_POPULATE_STRIDE, segment.num_bytes - at)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(segment.fd, at, size)  # twice as fast as having pages provided one by one
         if sys.platform != "linux" or _libc.madvise(start + at, size, _MADV_POPULATE_WRITE) != 0:
             _libc.memset(start + at, 0, size)

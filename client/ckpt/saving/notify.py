@@ -1,0 +1,64 @@
+"""Telling the daemon of commits, as a courtesy: it would find them by listing, only later. No torch.
+
+Nothing waits for it: a daemon that is slow or dead delays neither a commit nor the saver's end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ckptstore.documents import Outcome
+from ckptstore.errors import CkptError
+from ckptstore.names import Attempt
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 5.0
+_LAST_WORD_S = 1.0
+
+
+class Notifier:
+    """Sends the newest commit from a thread of its own. commit and close may be called from any thread."""
+
+    def __init__(self, daemon: str, token: str | None) -> None:
+        self._daemon = daemon
+        self._token = token
+        self._changed = threading.Condition()
+        self._newest: Outcome | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ckpt-notify", daemon=True)
+        self._thread.start()
+
+    def commit(self, outcome: Outcome) -> None:
+        """Have this commit told, unless a newer one comes first."""
+        with self._changed:
+            self._newest = outcome
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Give the last commit a moment to be told."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_LAST_WORD_S)
+
+    def _run(self) -> None:
+        # Savers without a daemon need no HTTP client.
+        import httpx
+
+        from ckptstore.daemon import DaemonClient
+
+        client = DaemonClient(self._daemon, self._token, timeout=httpx.Timeout(_TIMEOUT_S), retries=0)
+        while (outcome := self._next()) is not None:
+            try:
+                client.notify(outcome.run, Attempt.parse(outcome.attempt))
+            except CkptError as error:
+                logger.warning("the daemon was not told of %s: %s", outcome.attempt, error)
+        client.close()
+
+    def _next(self) -> Outcome | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None or self._closing)
+            outcome, self._newest = self._newest, None
+            return outcome

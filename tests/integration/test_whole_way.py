@@ -1,0 +1,102 @@
+"""Train, save to a real S3 service through the saver process, restore from it and through a daemon's URL."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.daemon import DaemonClient
+from ckptstore.errors import NoCheckpoint, StoreUnavailable
+from tests.conftest import S3Location
+from tests.support.daemons import running_daemon, wait_until
+from tests.support.training import Loop, same_state
+
+
+def make() -> Loop:
+    return Loop(
+        lambda p: torch.optim.AdamW(p, lr=0.01), lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=50)
+    )
+
+
+def test_training_on_s3_resumes_exactly(s3_store: S3Location) -> None:
+    reference = make()
+    losses = [reference.step() for _ in range(8)]
+    first = make()
+    with Checkpointer(s3_store.url, run="s3", options=s3_store.options) as checkpointer:
+        assert checkpointer.restore(first.model, first.optim, scheduler=first.sched) is None
+        for step in range(5):
+            first.step()
+            checkpointer.save_async(first.model, first.optim, step, scheduler=first.sched)
+    resumed = make()
+    with Checkpointer(s3_store.url, run="s3", options=s3_store.options) as checkpointer:
+        restored = checkpointer.restore(resumed.model, resumed.optim, scheduler=resumed.sched)
+        assert restored is not None
+        assert restored.step == 4
+        assert [resumed.step() for _ in range(5, 8)] == losses[5:]
+    assert same_state(resumed.optim.state_dict(), reference.optim.state_dict())
+
+
+def test_a_large_shard_goes_to_s3_in_parts(s3_store: S3Location) -> None:
+    model = nn.Linear(4096, 6144, bias=False)  # 96 MiB, three parts
+    with Checkpointer(s3_store.url, run="big", options=s3_store.options, compress="off") as checkpointer:
+        before = model.weight.detach().clone()
+        checkpointer.save(model, None, 1)
+        nn.init.zeros_(model.weight)
+        checkpointer.restore(model)
+    assert torch.equal(model.weight, before)
+
+
+def test_s3_from_the_environment_alone(s3_store: S3Location) -> None:
+    program = (
+        "import torch, ckpt\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "assert ckpt.restore(model) is None\n"
+        "print(ckpt.save(model, None, 7).id)\n"
+    )
+    environment = {**s3_store.environment, "CKPT_STORE": s3_store.url, "CKPT_RUN": "env"}
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=environment, timeout=90)
+    assert done.stdout.startswith(b"env@7.")
+
+
+def test_unreachable_s3_is_an_error_not_an_empty_run() -> None:
+    options = {"endpoint_url": "http://127.0.0.1:9", "key": "x", "secret": "y"}
+    options["config_kwargs"] = {"retries": {"max_attempts": 0}, "connect_timeout": 2}  # type: ignore[assignment]
+    checkpointer = Checkpointer("s3://nowhere/x", run="r", options=options)
+    with pytest.raises(StoreUnavailable, match="s3://nowhere/x"):
+        checkpointer.restore(nn.Linear(2, 2))
+
+
+def test_restore_through_the_daemon_needs_no_store(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    loop = make()
+    with running_daemon(str(folder)) as daemon:
+        with Checkpointer(str(folder), run="gpt", daemon=daemon.url) as checkpointer:
+            for step in range(3):
+                loop.step()
+                checkpointer.save_async(loop.model, loop.optim, step, scheduler=loop.sched)
+            checkpointer.wait()
+            following = [loop.step() for _ in range(3)]
+        with daemon.client() as client:
+            wait_until(lambda: _latest_step(client) == 2, "the daemon's knowledge of the commit")
+        again = make()
+        with Checkpointer(run="gpt", daemon=daemon.url) as reader:
+            restored = reader.restore(again.model, again.optim, scheduler=again.sched)
+            assert restored is not None
+            assert restored.step == 2
+            assert restored.lease is not None
+            assert [again.step() for _ in range(3)] == following
+            assert reader.load("gpt@1", names="model/*").keys() >= {"model/embed.weight"}
+    assert same_state(again.model.state_dict(), loop.model.state_dict())
+
+
+def _latest_step(client: DaemonClient) -> int:
+    try:
+        return client.latest("gpt").step
+    except NoCheckpoint:
+        return -1
