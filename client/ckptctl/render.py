@@ -203,8 +203,8 @@ def _line(cells: Sequence[tuple[Column, str, int]], style: str) -> Text:
         cell.truncate(size, overflow="ellipsis")
         cell.align("right" if column.right else "left", size)
         parts.append(cell)
-    parts[-1].rstrip()
     line = Text(" " * _GAP).join(parts)
+    line.rstrip()
     line.style = style
     return line
 

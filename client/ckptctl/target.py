@@ -56,12 +56,12 @@ def choose_target(url: str | None, store: str | None, token: str | None, explici
 
 
 def open_target(target: Target) -> Source:
-    """The source at a target. A store's folder that does not exist is StoreUnavailable, not an empty store."""
+    """The source at a target. A local store without its folder is StoreUnavailable, not empty."""
     source = open_source(target.url, target.token)
     if isinstance(source, StoreSource) and isinstance(source.store, LocalStore) and not source.store.root.is_dir():
         raise StoreUnavailable(
-            f"the store's folder {source.store.root} does not exist",
-            "Check the path and that it is mounted; the first save makes the folder",
+            f"there is no folder {source.store.root}",
+            "Check the path, and that it is mounted; the first save makes the folder",
         )
     return source
 

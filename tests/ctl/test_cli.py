@@ -59,7 +59,7 @@ def test_an_unclear_target_is_a_usage_error(args: tuple[str, ...], says: str) ->
 
 
 def test_targets_come_from_the_environment() -> None:
-    assert "does not exist" in invoke("ls", env={"CKPT_STORE": "/nowhere/at/all"}).stderr
+    assert "there is no folder" in invoke("ls", env={"CKPT_STORE": "/nowhere/at/all"}).stderr
     both = {"CKPT_STORE": "/nowhere/at/all", "CKPTD_URL": "http://127.0.0.1:1"}
     assert invoke("ls", env=both).code == 2
     assert "/nowhere/at/all" in invoke("ls", "--store", "/nowhere/at/all", env=both).stderr

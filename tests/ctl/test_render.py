@@ -19,7 +19,7 @@ def test_a_wide_terminal_shows_everything_aligned() -> None:
     assert lines(200) == [
         "NAME      SIZE  EXTRA  RARE  METRICS",
         "gpt@1  2.7 MiB  extra  rare  loss=0.1 accuracy=0.9 lr=0.001",
-        "b          1 B               ",
+        "b          1 B",
     ]
 
 

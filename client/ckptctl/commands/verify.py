@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 def verify(
     ctx: typer.Context,
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="RUN@STEP, RUN@STEP.ULID or RUN@latest.", show_default=False)
+        str | None, typer.Argument(metavar="ID", help="RUN@STEP, RUN@STEP.ULID or RUN@latest.", show_default=False)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints, or all of --run.")] = False,
     run: RunOption = None,
