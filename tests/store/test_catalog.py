@@ -1,0 +1,149 @@
+"""Which checkpoints exist, which one is latest, and what a reference finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptstore import names
+from ckptstore.catalog import (
+    Checkpoint,
+    State,
+    find,
+    latest,
+    list_checkpoints,
+    list_runs,
+    newest_first,
+    supersede,
+)
+from ckptstore.clock import system_clock
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.errors import InvalidPolicy, NoCheckpoint
+from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.retention import Policy, judge
+from ckptstore.source import StoreSource, open_source
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint
+from tests.support.stores import MovableClock
+
+SMALL = {"model/a": np.arange(10)}
+
+
+def write(store: Store, step: int, run: str = "gpt", ahead_s: float = 0.0) -> Checkpoint:
+    return write_checkpoint(store, run, step, SMALL, metrics={"loss": step / 2}, clock=MovableClock(ahead_s))
+
+
+def test_a_listing_tells_what_the_outcomes_say(store: Store) -> None:
+    written = write(store, 3)
+    (listed,) = list_checkpoints(store, "gpt")
+    assert listed == written
+    assert (listed.step, listed.run, listed.world_size, listed.num_entries, listed.num_shards) == (3, "gpt", 1, 1, 1)
+    assert (listed.raw_bytes, listed.metrics, listed.state) == (80, {"loss": 1.5}, State.COMMITTED)
+    assert 0 < listed.stored_bytes <= 80
+    assert 0 <= listed.save_seconds < 60
+    assert listed.id == f"gpt@3.{listed.attempt.ulid}"
+
+
+@pytest.mark.parametrize("store", ["local", "memory", "s3"], indirect=True)
+def test_latest_is_the_highest_step_not_the_last_write(store: Store) -> None:
+    for step in (5, 100, 20):
+        write(store, step)
+    assert latest(store, "gpt").step == 100
+    assert [c.step for c in list_checkpoints(store, "gpt")] == [100, 20, 5]
+    assert [c.step for c in newest_first(store, "gpt")] == [100, 20, 5]
+
+
+def test_runs_do_not_see_each_other(store: Store) -> None:
+    write(store, 1, "gpt")
+    write(store, 9, "gpt-2", ahead_s=10)
+    write(store, 2, "a")
+    store.put("not a run!/x", b"")
+    assert list_runs(store) == ["a", "gpt", "gpt-2"]
+    assert latest(store, "gpt").step == 1
+    source = StoreSource(store)
+    assert source.latest().run == "gpt-2", "without a run: the one committed last"
+    assert source.runs() == ["a", "gpt", "gpt-2"]
+    with pytest.raises(NoCheckpoint, match="'other'"):
+        source.latest("other")
+    with pytest.raises(NoCheckpoint, match="no run"):
+        StoreSource(type(store)(f"{store.url[7:]}-empty")).latest()  # type: ignore[call-arg]
+
+
+def test_of_one_step_the_later_commit_counts_even_on_another_clock(store: Store) -> None:
+    late = write(store, 5, ahead_s=100)
+    early = write(store, 5)
+    assert [(c.attempt, c.state) for c in list_checkpoints(store, "gpt")] == [
+        (late.attempt, State.COMMITTED),
+        (early.attempt, State.SUPERSEDED),
+    ]
+    assert list(newest_first(store, "gpt")) == [late]
+    assert find(store, Reference.parse("gpt@5")) == late
+    assert find(store, Reference.parse(early.id)).attempt == early.attempt, "by its full id it is still found"
+
+
+def test_a_corrupt_outcome_is_shown_and_never_latest(store: Store) -> None:
+    good, bad = write(store, 1), write(store, 2)
+    store.put(names.outcome_key("gpt", bad.attempt), b"noise")
+    listed = list_checkpoints(store, "gpt")
+    assert [(c.step, c.state) for c in listed] == [(2, State.CORRUPT), (1, State.COMMITTED)]
+    assert "checksum" in listed[0].problem
+    assert latest(store, "gpt") == good
+    assert find(store, Reference.parse("gpt@2")).state is State.CORRUPT, "asked for by name, it is shown as it is"
+
+
+def test_references(store: Store) -> None:
+    first, second = write(store, 1), write(store, 2)
+    assert find(store, Reference.parse("gpt@latest")) == second
+    assert find(store, Reference.parse("gpt@1")) == first
+    assert find(store, Reference.parse(second.id)) == second
+    for missing in ("gpt@3", "gpt@1." + second.attempt.ulid, "other@latest", "other@1"):
+        with pytest.raises(NoCheckpoint):
+            find(store, Reference.parse(missing))
+    delete_checkpoint(store, first, "test", system_clock)
+    for gone in ("gpt@1", first.id):
+        with pytest.raises(NoCheckpoint):
+            find(store, Reference.parse(gone))
+
+
+def test_foreign_objects_are_no_checkpoints(store: Store, tmp_path: Path) -> None:
+    write(store, 1)
+    for key in ("README.md", "000000000002-nonsense.json", "2.json", f"{Attempt(3, new_ulid(0))}.json.bak"):
+        store.put(f"gpt/commits/{key}", b"noise")
+    assert [c.step for c in list_checkpoints(store, "gpt")] == [1]
+    assert open_source(store.url).latest("gpt").step == 1
+
+
+def checkpoint(step: int, state: State = State.COMMITTED, at: float = 0.0) -> Checkpoint:
+    return Checkpoint("gpt", Attempt(step, new_ulid(at)), state, committed_at=at)
+
+
+def test_supersede_prefers_the_later_commit_and_leaves_the_corrupt() -> None:
+    a, b, c = checkpoint(1, at=1.0), checkpoint(1, at=3.0), checkpoint(1, State.CORRUPT)
+    assert [(x.attempt, x.state) for x in supersede([a, c, b])] == [
+        (b.attempt, State.COMMITTED),
+        (a.attempt, State.SUPERSEDED),
+        (c.attempt, State.CORRUPT),
+    ]
+    assert supersede([]) == []
+
+
+def test_retention_counts_steps_and_names_every_reason() -> None:
+    listed = [
+        checkpoint(9, State.CORRUPT),
+        checkpoint(8),
+        checkpoint(8, State.SUPERSEDED),
+        checkpoint(7),
+        checkpoint(6),
+    ]
+    held = {listed[4].attempt: ["restore"], listed[1].attempt: ["restore"]}
+    reasons = [verdict.reasons for verdict in judge(Policy(2), listed, held)]
+    assert reasons == [("corrupt",), ("last-1", "lease:restore"), (), ("last-2",), ("lease:restore",)]
+    assert [v.reasons for v in judge(Policy(10), listed, {})][2] == (), "superseded is no newest"
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3", None])
+def test_a_policy_that_keeps_nothing_is_refused(keep: object) -> None:
+    with pytest.raises(InvalidPolicy, match="cannot keep the last"):
+        Policy(keep)  # type: ignore[arg-type]

@@ -1,0 +1,408 @@
+"""Pruning, collecting, leases and tombstones, on a clock that moves and with calls that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from ckptstore import names
+from ckptstore.catalog import Checkpoint, decided_attempts, hidden_attempts, latest, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.commit import decide, read_outcome
+from ckptstore.deletion import (
+    ORPHAN_GRACE_S,
+    TOMBSTONE_KEPT_S,
+    apply_prune,
+    collect,
+    delete_checkpoint,
+    plan_prune,
+    undecided_attempts,
+)
+from ckptstore.errors import CheckpointHeld, NoCheckpoint, StoreUnavailable
+from ckptstore.leases import active_leases, expired_leases, release_lease, take_lease
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.retention import Policy
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store
+from ckptstore.verify import verify
+from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+
+RUN = "gpt"
+SMALL = {"model/a": np.arange(3000, dtype=np.float32)}
+in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
+
+
+def write(store: Store, *steps: int) -> list[Checkpoint]:
+    return [write_checkpoint(store, RUN, step, SMALL) for step in steps]
+
+
+def steps(store: Store) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(store, RUN)]
+
+
+def prune(store: Store, keep: int) -> list[Checkpoint]:
+    return apply_prune(store, plan_prune(store, RUN, Policy(keep), system_clock), system_clock)
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    return [info.key for info in store.list(prefix)]
+
+
+def intact(store: Store, checkpoint: Checkpoint) -> bool:
+    return verify(StoreSource(store), checkpoint, threads=1).ok
+
+
+# Pruning.
+
+
+def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: Store) -> None:
+    written = write(store, *range(10))
+    plan = plan_prune(store, RUN, Policy(3), system_clock)
+    assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [(9, ("last-1",)), (8, ("last-2",)), (7, ("last-3",))]
+    assert [c.step for c in plan.remove] == [6, 5, 4, 3, 2, 1, 0]
+    assert steps(store) == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], "planning deletes nothing"
+    assert prune(store, 3) == []
+    assert steps(store) == [9, 8, 7]
+    for checkpoint in written:
+        left = keys(store, names.attempt_prefix(RUN, checkpoint.attempt))
+        assert bool(left) == (checkpoint.step >= 7)
+    assert all(intact(store, checkpoint) for checkpoint in list_checkpoints(store, RUN))
+    assert prune(store, 3) == []
+    assert steps(store) == [9, 8, 7]
+
+
+def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:
+    assert plan_prune(store, RUN, Policy(1), system_clock).verdicts == ()
+    assert collect(store, RUN, system_clock).freed_bytes == 0
+    assert keys(store) == []
+
+
+def test_prune_reports_each_checkpoint(store: Store) -> None:
+    write(store, 1, 2, 3)
+    seen: list[Checkpoint] = []
+    apply_prune(store, plan_prune(store, RUN, Policy(1), system_clock), system_clock, progress=seen.append)
+    assert [checkpoint.step for checkpoint in seen] == [2, 1]
+
+
+def test_an_old_plan_may_be_applied_twice_and_late(store: Store) -> None:
+    write(store, 1, 2, 3)
+    plan = plan_prune(store, RUN, Policy(1), system_clock)
+    write(store, 4)
+    for _ in range(2):
+        assert apply_prune(store, plan, system_clock) == []
+        assert steps(store) == [4, 3]
+
+
+# Orphans.
+
+
+def orphan(store: Store, step: int, ranks: tuple[int, ...] = (0,), world: int = 2) -> Attempt:
+    attempt = Attempt(step, new_ulid(system_clock()))
+    for rank in ranks:
+        write_rank(store, RUN, attempt, SMALL if rank == 0 else {}, rank, world)
+    return attempt
+
+
+def test_orphans_are_collected_after_the_grace_only(store: Store) -> None:
+    (good,) = write(store, 1)
+    attempt = orphan(store, 2)
+    size = sum(info.bytes for info in store.list(names.attempt_prefix(RUN, attempt)))
+    clock = MovableClock(ORPHAN_GRACE_S - 60)
+    assert collect(store, RUN, clock).aborted == ()
+    assert undecided_attempts(store, RUN) == [attempt]
+    clock.advance(120)
+    collected = collect(store, RUN, clock)
+    assert (collected.aborted, collected.rolled_forward, collected.freed_bytes) == ((attempt,), (), size)
+    assert undecided_attempts(store, RUN) == []
+    assert keys(store, names.attempt_prefix(RUN, attempt)) == []
+    assert steps(store) == [1]
+    assert intact(store, good)
+
+
+def test_an_attempt_that_still_grows_is_no_orphan(store: Store) -> None:
+    attempt = orphan(store, 2)
+    clock = MovableClock(ORPHAN_GRACE_S - 60)
+    write_rank(store, RUN, attempt, {}, 1, 3)
+    assert collect(store, RUN, clock).aborted == ()
+    with store.open_writer(names.shard_key(RUN, Attempt(9, new_ulid(system_clock())), "shard-00000.ckpt")) as writer:
+        assert collect(store, RUN, system_clock).aborted == (), "its first shard has only begun"
+        writer.write(b"x")
+
+
+def test_finished_attempts_are_rolled_forward_at_any_age(store: Store) -> None:
+    attempt = orphan(store, 2, (0, 1))
+    assert collect(store, RUN, system_clock).rolled_forward == (attempt,)
+    assert steps(store) == [2]
+    assert intact(store, latest(store, RUN))
+
+
+def test_what_comes_late_to_an_aborted_attempt_is_collected_too(store: Store) -> None:
+    attempt = orphan(store, 2)
+    clock = MovableClock(ORPHAN_GRACE_S + 60)
+    collect(store, RUN, clock)
+    write_rank(store, RUN, attempt, {}, 0, 2)
+    write_rank(store, RUN, attempt, {}, 1, 2)
+    assert steps(store) == [], "complete now, and still aborted"
+    assert collect(store, RUN, clock).aborted == (attempt,)
+    assert keys(store, names.attempts_prefix(RUN)) == []
+    assert steps(store) == []
+
+
+def test_aborted_outcomes_and_tombstones_are_forgotten_in_the_end(store: Store) -> None:
+    write(store, 1, 2)
+    prune(store, 1)
+    aborted = orphan(store, 3)
+    clock = MovableClock(ORPHAN_GRACE_S + 60)
+    collect(store, RUN, clock)
+    assert len(hidden_attempts(store, RUN)) == 1
+    assert aborted in decided_attempts(store, RUN)
+    clock.ahead_s = TOMBSTONE_KEPT_S - 60
+    collect(store, RUN, clock)
+    assert len(hidden_attempts(store, RUN)) == 1
+    assert aborted in decided_attempts(store, RUN)
+    clock.advance(120)
+    collect(store, RUN, clock)
+    assert hidden_attempts(store, RUN) == []
+    assert decided_attempts(store, RUN) == [latest(store, RUN).attempt]
+    assert steps(store) == [2]
+    assert intact(store, latest(store, RUN))
+
+
+def test_half_a_deletion_is_finished(store: Store) -> None:
+    write(store, 1, 2)
+    old = list_checkpoints(store, RUN)[1]
+    faulty = FaultyStore(store, Faults())
+    calls = _count(store, partial(delete_checkpoint, checkpoint=old, reason="prune", clock=system_clock))
+    assert calls >= 6
+    clear(store)
+    for k in range(calls):
+        write(store, 1, 2)
+        old = list_checkpoints(store, RUN)[1]
+        faulty = FaultyStore(store, Faults(k))
+        with pytest.raises(StoreUnavailable):
+            delete_checkpoint(faulty, old, "prune", system_clock)
+        hidden = old.attempt in hidden_attempts(store, RUN)
+        assert steps(store) == ([2] if hidden else [2, 1]), "gone from the listing at once, or not at all"
+        collect(store, RUN, system_clock)
+        assert bool(keys(store, names.attempt_prefix(RUN, old.attempt))) == (not hidden)
+        assert intact(store, latest(store, RUN))
+        clear(store)
+
+
+def clear(store: Store) -> None:
+    store.delete_many(keys(store))
+
+
+def _count(store: Store, action: Callable[[Store], object]) -> int:
+    counting = Faults()
+    action(FaultyStore(store, counting))
+    return len(counting.calls)
+
+
+# Every call of a prune and a collection fails once.
+
+
+def _everything(store: Store) -> tuple[Checkpoint, Attempt, MovableClock]:
+    """One of each kind: superseded, old, newest, orphan, finished attempt, half deletion, expired lease."""
+    _, _, doomed, newest = write(store, 1, 1, 2, 4)
+    finished = orphan(store, 3, (0, 1))
+    orphan(store, 5)
+    with pytest.raises(StoreUnavailable):  # dies after its tombstone
+        delete_checkpoint(FaultyStore(store, Faults(3)), doomed, "prune", system_clock)
+    take_lease(store, RUN, newest.attempt, "reader", 1.0, system_clock)
+    return newest, finished, MovableClock(ORPHAN_GRACE_S + 60)
+
+
+def _clean(store: Store, clock: MovableClock) -> None:
+    apply_prune(store, plan_prune(store, RUN, Policy(1), clock), clock)
+    collect(store, RUN, clock)
+
+
+@in_memory
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_cleaning_that_fails_at_any_call(store: Store, mode: Literal["before", "after"]) -> None:
+    _, _, clock = _everything(store)
+    calls = _count(store, partial(_clean, clock=clock))
+    assert calls > 50
+    for k in range(calls):
+        clear(store)
+        newest, finished, clock = _everything(store)
+        try:
+            _clean(FaultyStore(store, Faults(k, mode)), clock)
+        except StoreUnavailable:
+            pass
+        for checkpoint in list_checkpoints(store, RUN):
+            assert intact(store, checkpoint), f"call {k} left {checkpoint.id} listed and broken"
+        assert latest(store, RUN) == newest
+        _clean(store, clock)
+        _clean(store, clock)
+        assert steps(store) == [4]
+        left = {Attempt.parse(name) for name in store.list_folders(names.attempts_prefix(RUN))}
+        assert left == {newest.attempt}
+        assert finished not in left
+        assert keys(store, names.leases_prefix(RUN)) == []
+
+
+# Leases.
+
+
+def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> None:
+    old, newest = write(store, 1, 2)
+    clock = MovableClock()
+    lease = take_lease(store, RUN, old.attempt, "restore of rank 0", 600, clock)
+    other = take_lease(store, RUN, old.attempt, "restore of rank 1", 60, clock)
+    verdicts = plan_prune(store, RUN, Policy(1), clock).verdicts
+    assert set(verdicts[1].reasons) == {"lease:restore of rank 0", "lease:restore of rank 1"}
+    with pytest.raises(CheckpointHeld, match="restore of rank 0"):
+        delete_checkpoint(store, old, "prune", clock)
+    assert hidden_attempts(store, RUN) == [], "a refused deletion does not hide"
+    clock.advance(120)
+    assert active_leases(store, RUN, clock) == {old.attempt: ["restore of rank 0"]}
+    assert expired_leases(store, RUN, clock) == [f"{RUN}/leases/{other}.json"]
+    release_lease(store, RUN, lease)
+    release_lease(store, RUN, lease)
+    delete_checkpoint(store, old, "prune", clock)
+    assert [c.attempt for c in list_checkpoints(store, RUN)] == [newest.attempt]
+    with pytest.raises(NoCheckpoint, match="being deleted"):
+        take_lease(store, RUN, old.attempt, "late", 60, clock)
+    assert keys(store, names.leases_prefix(RUN)) == [f"{RUN}/leases/{other}.json"], "the refused one is gone"
+    collect(store, RUN, clock)
+    assert keys(store, names.leases_prefix(RUN)) == []
+
+
+def test_a_plan_made_before_the_lease_spares_the_checkpoint(store: Store) -> None:
+    old, _ = write(store, 1, 2)
+    plan = plan_prune(store, RUN, Policy(1), system_clock)
+    take_lease(store, RUN, old.attempt, "reader", 60, system_clock)
+    assert apply_prune(store, plan, system_clock) == [old]
+    assert intact(store, old)
+
+
+def test_damaged_leases_hold_nothing_and_stop_nothing(store: Store) -> None:
+    old, _ = write(store, 1, 2)
+    store.put(f"{RUN}/leases/{new_ulid(system_clock())}.json", b"noise")
+    assert active_leases(store, RUN, system_clock) == {}
+    delete_checkpoint(store, old, "prune", system_clock)
+    collect(store, RUN, system_clock)
+    assert keys(store, names.leases_prefix(RUN)) == []
+
+
+def read_under_lease(store: Store, checkpoint: Checkpoint, meanwhile: Callable[[], object] = lambda: None) -> bool:
+    """Whether the lease was granted; then everything must be readable under it, whatever happens meanwhile."""
+    try:
+        lease = take_lease(store, RUN, checkpoint.attempt, "reader", 3600, system_clock)
+    except NoCheckpoint:
+        return False
+    meanwhile()
+    assert intact(store, checkpoint), "deleted under a lease"
+    release_lease(store, RUN, lease)
+    return True
+
+
+def delete(store: Store, checkpoint: Checkpoint) -> None:
+    try:
+        delete_checkpoint(store, checkpoint, "prune", system_clock)
+    except CheckpointHeld:
+        pass
+
+
+@in_memory
+def test_a_reader_at_every_moment_of_a_deletion(store: Store) -> None:
+    """And a second deleter and a collector act while the reader reads."""
+    (checkpoint,) = write(store, 1)
+    calls = _count(store, partial(delete, checkpoint=checkpoint))
+    granted = set()
+    for k in range(calls):
+        clear(store)
+        (checkpoint,) = write(store, 1)
+
+        def others(checkpoint: Checkpoint = checkpoint) -> None:
+            delete(store, checkpoint)
+            collect(store, RUN, system_clock)
+
+        def read(checkpoint: Checkpoint = checkpoint, others: Callable[[], None] = others) -> None:
+            granted.add(read_under_lease(store, checkpoint, others))
+
+        delete(FaultyStore(store, Interleaving(k, read)), checkpoint)
+        collect(store, RUN, system_clock)
+        hidden = checkpoint.attempt in hidden_attempts(store, RUN)
+        assert bool(keys(store, names.attempt_prefix(RUN, checkpoint.attempt))) == (not hidden)
+    assert granted == {True, False}
+
+
+@in_memory
+@pytest.mark.parametrize("who", ["deleter", "deleter and collector"])
+def test_a_deletion_at_every_moment_of_a_reader(store: Store, who: str) -> None:
+    (checkpoint,) = write(store, 1)
+    calls = _count(store, partial(read_under_lease, checkpoint=checkpoint))
+    granted = set()
+    for k in range(calls):
+        clear(store)
+        (checkpoint,) = write(store, 1)
+
+        def act(checkpoint: Checkpoint = checkpoint) -> None:
+            delete(store, checkpoint)
+            if who != "deleter":
+                collect(store, RUN, system_clock)
+
+        granted.add(read_under_lease(FaultyStore(store, Interleaving(k, act)), checkpoint))
+    assert granted == {True, False}
+
+
+@in_memory
+def test_a_collector_leaves_a_hidden_checkpoint_to_its_reader(store: Store) -> None:
+    """The reader came between the deleter's two looks: hidden, and still whole until the lease ends."""
+    (checkpoint,) = write(store, 1)
+    clock = MovableClock()
+    leases: list[str] = []
+
+    def take() -> None:
+        leases.append(take_lease(store, RUN, checkpoint.attempt, "reader", 10 * TOMBSTONE_KEPT_S, clock))
+
+    with pytest.raises(CheckpointHeld):
+        delete_checkpoint(FaultyStore(store, Interleaving(1, take)), checkpoint, "prune", clock)
+    assert list_checkpoints(store, RUN) == []
+    clock.advance(2 * TOMBSTONE_KEPT_S)
+    collect(store, RUN, clock)
+    assert intact(store, checkpoint)
+    assert hidden_attempts(store, RUN) == [checkpoint.attempt], "its tombstone is not forgotten before its data"
+    release_lease(store, RUN, leases[0])
+    collect(store, RUN, clock)
+    assert keys(store) == []
+
+
+@here_and_in_memory
+def test_readers_and_deleters_in_threads(store: Store) -> None:
+    for _ in range(40):
+        (checkpoint,) = write(store, 1)
+        results = race(
+            partial(read_under_lease, store, checkpoint),
+            partial(delete, store, checkpoint),
+            partial(collect, store, RUN, system_clock),
+            partial(delete, store, checkpoint),
+        )
+        assert not [r for r in results if isinstance(r, BaseException)], results
+        clear(store)
+
+
+def test_a_damaged_outcome_is_not_collected(store: Store) -> None:
+    (checkpoint,) = write(store, 1)
+    store.put(names.outcome_key(RUN, checkpoint.attempt), b"noise")
+    clock = MovableClock(2 * TOMBSTONE_KEPT_S)
+    assert collect(store, RUN, clock).aborted == ()
+    assert keys(store, names.attempt_prefix(RUN, checkpoint.attempt)), "what cannot be read may be worth repairing"
+
+
+def test_an_aborted_attempt_is_not_listed(store: Store) -> None:
+    attempt = orphan(store, 1, (0, 1))
+    decide(store, RUN, attempt, None, system_clock)
+    assert list_checkpoints(store, RUN) == []
+    outcome = read_outcome(store, RUN, attempt)
+    assert outcome is not None
+    assert outcome.committed is None
