@@ -1,0 +1,58 @@
+"""The pages keep up with the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ckptstore import errors
+from ckptstore.errors import CkptError
+
+ROOT = Path(__file__).parents[2]
+ERRORS = sorted(
+    (cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CkptError)),
+    key=lambda cls: cls.code,
+)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def table_row(page: str, first: str) -> list[str] | None:
+    """The cells of the row that begins with `first`."""
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and cells[0] == first:
+            return cells
+    return None
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.code)
+def test_every_error_is_explained(error: type[CkptError]) -> None:
+    row = table_row((ROOT / "docs" / "errors.md").read_text(), f"`{error.code}`")
+    assert row is not None, f"docs/errors.md has no row for {error.code}"
+    assert row[1:3] == [str(error.http_status), str(error.exit_code)]
+    assert all(row[3:])
+
+
+def test_no_explained_error_is_gone() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    explained = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(explained) == [error.code for error in ERRORS]
+
+
+def test_error_codes_are_unique() -> None:
+    assert len({error.code for error in ERRORS}) == len(ERRORS)
+
+
+def test_every_verb_of_the_makefile_is_explained() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [verb for verb in phony[1].split() if table_row(page, f"`make {verb}`") is None] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []

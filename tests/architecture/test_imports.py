@@ -1,0 +1,62 @@
+"""What a fresh interpreter loads: the linter sees import statements, this sees what they lead to."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import ckptd
+import ckptstore
+
+WEB_AND_SQL = {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic"}
+CKPTSTORE = sorted(module.name for module in pkgutil.walk_packages(ckptstore.__path__, "ckptstore."))
+CKPTD = sorted(
+    module.name
+    for module in pkgutil.walk_packages(ckptd.__path__, "ckptd.")
+    if not module.name.endswith("__main__") and ".migrations." not in module.name
+)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Names of the modules that a new interpreter has after the statement."""
+    script = f"import json, sys\n{statement}\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
+    return set(json.loads(done.stdout))
+
+
+def test_the_shared_format_loads_neither_torch_nor_a_web_framework_nor_sql() -> None:
+    loaded = loaded_by(f"import {', '.join(CKPTSTORE)}")
+    assert "ckptstore.documents" in loaded
+    assert loaded & {"torch", "ckpt", "ckptd", *WEB_AND_SQL} == set()
+
+
+def test_the_daemon_loads_no_torch() -> None:
+    loaded = loaded_by(f"import {', '.join(CKPTD)}")
+    assert "ckptd.app" in loaded
+    assert loaded & {"torch", "ckpt"} == set()
+
+
+def test_importing_the_training_library_loads_nothing() -> None:
+    loaded = loaded_by("import ckpt")
+    assert loaded & {"torch", "numpy", "ckptstore", *WEB_AND_SQL} == set()
+
+
+def test_the_saver_process_is_light() -> None:
+    loaded = loaded_by("import ckpt.saving.saver")
+    assert "ckptstore.commit" in loaded
+    assert loaded & {"torch", "ckpt.capture", "ckpt.restoring", "ckpt.checkpointer", *WEB_AND_SQL} == set()
+
+
+def test_a_trainer_loads_no_web_framework_and_no_sql() -> None:
+    loaded = loaded_by("import ckpt; ckpt.Checkpointer")
+    assert "torch" in loaded
+    assert loaded & {"ckptd", *WEB_AND_SQL} == set()
+
+
+@pytest.mark.parametrize("name", ["save", "restore"])
+def test_functions_are_not_hidden_by_modules(name: str) -> None:
+    loaded_by(f"import ckpt; ckpt.Checkpointer; assert callable(ckpt.{name})")

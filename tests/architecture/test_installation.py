@@ -1,0 +1,79 @@
+"""What each extra brings, seen from a fresh virtual environment. Needs a package index, like `make setup`."""
+
+from __future__ import annotations
+
+import subprocess
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.daemons import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the distribution and no extra."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=True)
+    install(folder / "bin", str(ROOT))
+    return folder / "bin"
+
+
+def install(programs: Path, requirement: str) -> None:
+    """Install with the project's pins."""
+    run(programs / "python", "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), requirement)
+
+
+def run(program: Path, *arguments: str) -> str:
+    """Standard output of a program that must succeed."""
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, cwd=program.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def missing(programs: Path, *modules: str) -> list[str]:
+    """Which of these modules the environment does not have."""
+    script = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
+    return run(programs / "python", "-c", script, *modules).split()
+
+
+@contextmanager
+def served(programs: Path, folder: Path) -> Iterator[str]:
+    """The URL of a daemon that runs in the environment."""
+    log = folder / "log"
+    arguments = ["serve", "--store", f"file://{folder}/store", "--db", f"sqlite:///{folder}/db", "--port", "0"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen([programs / "ckptd", *arguments, "--notice-seconds", "0"], stderr=stderr)
+    try:
+        wait_until(lambda: process.poll() is not None or "listening on http" in log.read_text(), "the daemon's start")
+        assert process.poll() is None, log.read_text()
+        yield log.read_text().partition("listening on ")[2].split()[0]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("installation")
+def test_without_extras_there_is_the_format_and_the_command_line(programs: Path) -> None:
+    run(programs / "python", "-c", "import ckptstore.reading, ckptstore.daemon, ckptctl.cli, ckpt")
+    assert run(programs / "ckptctl", "--version").startswith("ckptctl ")
+    absent = ["torch", "fastapi", "sqlalchemy", "s3fs", "safetensors"]
+    assert missing(programs, "ckptstore", *absent) == absent
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("installation")
+def test_the_server_extra_runs_the_daemon_without_torch(programs: Path, tmp_path: Path) -> None:
+    install(programs, f"{ROOT}[server]")
+    assert run(programs / "ckptd", "--version").startswith("ckptd ")
+    with served(programs, tmp_path) as url:
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "readiness")
+        assert httpx.get(f"{url}/checkpoints/latest").json()["code"] == "no_checkpoint"
+    assert missing(programs, "fastapi", "torch") == ["torch"]
