@@ -131,13 +131,13 @@ class Checkpointer:
         """
         if self._client is not None:
             self.wait()
-        world = World()
-        restorer = Restorer(self._source, self.config, world)
-        restored = restorer.restore(Subject.of(model, optim, extras), self._reference(checkpoint), strict)
+        subject = Subject.of(model, optim, extras)
+        restorer = Restorer(self._source, self.config, World())
+        restored = restorer.restore(subject, self._reference(checkpoint), strict)
         if restored is not None:
             self._lease = restored.lease
-        if not self.config.read_only:
-            self._saving_client().start()
+        if subject.optimizers and not self.config.read_only:
+            self._saving_client().start()  # a training run will save: its first save need not wait for the saver
         return restored
 
     def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:

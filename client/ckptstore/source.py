@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from ckptstore import catalog, leases, names
@@ -141,4 +141,4 @@ def read_receipt(source: Source, checkpoint: Checkpoint, manifest: Manifest, ran
 
 
 def _first(checkpoints: Iterator[Checkpoint]) -> list[Checkpoint]:
-    return [checkpoint for checkpoint, _ in zip(checkpoints, range(1), strict=False)]
+    return list(islice(checkpoints, 1))
