@@ -210,14 +210,14 @@ def _chunk_read(shard: Shard, layout: _ShardLayout, chunk: int, pieces: Sequence
     )
 
 
-def _runs(shape: Sequence[int], box: Sequence[Sequence[int]] | None, item: int) -> Iterator[tuple[int, int]]:
+def _runs(shape: Sequence[int], box: Sequence[int] | None, item: int) -> Iterator[tuple[int, int]]:
     """(offset in the entry, bytes) of each contiguous run of a box, in the box's row-major order."""
     if box is None:
         size = prod(shape) * item
         if size:
             yield 0, size
         return
-    offsets, sizes = box
+    offsets, sizes = box[: len(shape)], box[len(shape) :]
     if 0 in sizes:
         return
     # Trailing dimensions that the box spans whole belong to the run, and one more does partly.
