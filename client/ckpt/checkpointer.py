@@ -131,6 +131,7 @@ class Checkpointer:
         """
         if self._client is not None:
             self.wait()
+        self._release_lease()
         subject = Subject.of(model, optim, extras)
         restorer = Restorer(self._source, self.config, World())
         restored = restorer.restore(subject, self._reference(checkpoint), strict)
