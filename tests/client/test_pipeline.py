@@ -1,0 +1,119 @@
+"""The stages behind the training thread, without a trainer: order of events, other ranks, failures."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.saving.messages import Done, EntryRow, Failed, Job, Progress, Released, Report, Setup
+from ckpt.saving.pipeline import SavePipeline
+from ckptstore.clock import system_clock
+from ckptstore.documents import Outcome, parse_sealed
+from ckptstore.names import Attempt, attempts_prefix, new_ulid
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store, open_store
+from ckptstore.verify import verify
+
+COUNT = 3_000_000
+RAW = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32).data.cast("B")
+
+
+def setup(store: Store, rank: int = 0, world_size: int = 1, timeout: float = 20.0) -> Setup:
+    return Setup(
+        store=store.url, options={}, run="r", rank=rank, world_size=world_size, compress=True,
+        commit_timeout_s=timeout, daemon=None, token=None,
+    )  # fmt: skip
+
+
+def job(attempt: Attempt, number: int = 1, rows: bool = True) -> Job:
+    return Job(
+        number=number,
+        slot=0 if rows else None,
+        attempt=str(attempt),
+        created_at=system_clock(),
+        entries=[EntryRow("model/w", "float32", (COUNT,), 0)] if rows else [],
+        aliases={},
+        trees={"model": {"w": {"$": "tensor", "name": "model/w"}}} if rows else {},
+        local={"rng": number},
+        metrics={},
+        lease=None,
+    )
+
+
+def run(store: Store, what: Setup, jobs: list[Job]) -> list[Report]:
+    """Reports of a pipeline that was given the jobs and closed."""
+    reports: list[Report] = []
+    pipeline = SavePipeline(store, what, reports.append)
+    for one in jobs:
+        pipeline.submit(one, RAW if one.slot is not None else memoryview(b""))
+    pipeline.close()
+    return reports
+
+
+@pytest.fixture
+def attempt() -> Attempt:
+    return Attempt(7, new_ulid(system_clock()))
+
+
+def test_progress_then_release_then_commit(store: Store, attempt: Attempt) -> None:
+    reports = run(store, setup(store), [job(attempt)])
+    kinds = [type(report) for report in reports]
+    assert kinds == [Progress, Progress, Released, Done]
+    assert isinstance(reports[1], Progress)
+    assert reports[1].done_bytes == len(RAW)
+    done = reports[-1]
+    assert isinstance(done, Done)
+    outcome = parse_sealed(done.outcome.encode(), Outcome, "report")
+    assert outcome.attempt == str(attempt)
+    assert verify(StoreSource(store), StoreSource(store).latest("r")).ok
+
+
+def test_rank_zero_commits_when_the_last_receipt_is_there(store: Store, attempt: Attempt) -> None:
+    reports: dict[int, list[Report]] = {0: [], 1: []}
+
+    def rank(number: int) -> None:
+        reports[number] = run(store, setup(store, number, 2), [job(attempt, rows=number == 0)])
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert isinstance(reports[0][-1], Done)
+    assert isinstance(reports[1][-1], Done)
+    assert reports[0][-1].outcome == reports[1][-1].outcome
+    assert StoreSource(store).latest("r").world_size == 2
+
+
+def test_a_missing_rank_is_named_and_nothing_is_committed(store: Store, attempt: Attempt) -> None:
+    reports = run(store, setup(store, 0, 3, timeout=0.2), [job(attempt)])
+    failed = reports[-1]
+    assert isinstance(reports[-2], Released)  # the slot is free all the same
+    assert isinstance(failed, Failed)
+    assert failed.code == "receipts_missing"
+    assert "ranks [1, 2] of 3" in failed.message
+    assert StoreSource(store).checkpoints("r") == []
+
+
+def test_a_save_that_waits_for_other_ranks_does_not_hold_up_the_next_upload(store: Store, attempt: Attempt) -> None:
+    later = Attempt(8, new_ulid(system_clock()))
+    reports = run(store, setup(store, 0, 2, timeout=1.0), [job(attempt, 1), job(later, 2)])
+    order = [(type(report), report.number) for report in reports if not isinstance(report, Progress)]
+    assert order.index((Released, 2)) < order.index((Failed, 1))
+
+
+def test_a_failed_upload_leaves_no_shard_and_the_next_one_works(tmp_path: Path, attempt: Attempt) -> None:
+    folder = tmp_path / "store"
+    store = open_store(str(folder))
+    blocked = folder / attempts_prefix("r") / str(attempt)
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("a file where the attempt's folder should be")
+    later = Attempt(8, new_ulid(system_clock()))
+    reports = run(store, setup(store), [job(attempt, 1), job(later, 2)])
+    failed = next(report for report in reports if isinstance(report, Failed))
+    assert (failed.number, failed.slot) == (1, 0)
+    assert str(attempt) in failed.message
+    assert StoreSource(store).latest("r").step == 8
