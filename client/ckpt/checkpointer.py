@@ -93,6 +93,7 @@ class Checkpointer:
         """
         started = time.perf_counter()
         client = self._saving_client()
+        client.start()  # in place of one that died, so that whoever goes on after the error can
         client.raise_failure()
         check_step(step)
         subject = Subject.of(model, optim, extras)

@@ -58,6 +58,20 @@ def test_death_of_the_saver_is_reported_and_healed(tmp_path: Path) -> None:
         assert [c.step for c in StoreSource(open_store(str(tmp_path))).checkpoints("r")] == [4, 1]
 
 
+def test_death_of_an_idle_saver_is_reported_at_the_end_and_nothing_is_left_running(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(str(tmp_path), run="r")
+    checkpointer.save(nn.Linear(4, 4), None, 1)
+    assert checkpointer.saver_pid is not None
+    os.kill(checkpointer.saver_pid, signal.SIGKILL)
+    until(lambda: checkpointer.saver_pid is None)
+    with pytest.raises(SaverDied):
+        checkpointer.close()
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    assert not [command for command in commands if b"ckpt.saving.saver" in command]
+    checkpointer.close()
+
+
 def test_restore_waits_for_the_saver_of_a_killed_trainer(tmp_path: Path) -> None:
     with trainer_on(tmp_path) as trainer:
         until(lambda: trainer.saved >= 2)

@@ -62,19 +62,15 @@ class SaveClient:
         return writer
 
     def raise_failure(self) -> None:
-        """Raise the death of a saver or the error of an earlier save that nobody has seen yet; the rest is logged.
-
-        A dead saver is replaced first, so that whoever goes on after the error can.
-        """
+        """Raise the death of a saver or the error of an earlier save that nobody has seen yet; the rest is logged."""
         with self._lock:
             finished, self._finished = self._finished, []
             errors: list[CkptError] = [*self._deaths]
             self._deaths = []
         errors += [error for handle in finished if (error := handle._unseen_error) is not None]
+        for error in errors[1:]:
+            logger.error("another background save failed: %s", error)
         if errors:
-            self.start()
-            for error in errors[1:]:
-                logger.error("another background save failed: %s", error)
             raise errors[0]
 
     def acquire(self, num_bytes: int) -> ArenaSlot:
