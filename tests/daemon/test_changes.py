@@ -74,6 +74,10 @@ def test_a_deleted_checkpoint_is_not_indexed_again(store: Store, client: DaemonC
     delete_checkpoint(store, checkpoint, "test", system_clock)
     with pytest.raises(NoCheckpoint):
         client.notify("gpt", checkpoint.attempt)
+    half_deleted = write_checkpoint(store, step=8)
+    store.put(names.tombstone_key("gpt", half_deleted.attempt), b"the deleter died here")
+    with pytest.raises(NoCheckpoint):
+        client.notify("gpt", half_deleted.attempt)
 
 
 def test_a_dry_run_deletes_nothing_and_is_the_default(store: Store, daemon: Daemon) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -27,8 +29,10 @@ from ckptstore.deletion import delete_checkpoint
 from ckptstore.errors import IndexUnavailable, StoreUnavailable, UnsupportedFormat
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, MovableClock
+
+_T = TypeVar("_T")
 
 
 @pytest.fixture
@@ -101,11 +105,12 @@ def test_positions_lead_through_equal_steps_and_times(database: Database) -> Non
     assert len(whole) == 12
     found: list[Checkpoint] = []
     after = None
-    while page := index.page(None, after, 1):
-        found += page
-        last = page[-1]
+    for _ in range(len(whole)):
+        (last,) = index.page(None, after, 1)
+        found.append(last)
         after = Position(last.run, last.step, last.committed_at, last.attempt.ulid)
     assert found == whole
+    assert index.page(None, after, 1) == []
     assert [(c.run, -c.step) for c in found] == sorted((c.run, -c.step) for c in found)
 
 
@@ -160,6 +165,44 @@ def test_a_round_that_fails_at_any_call_removes_nothing(store: Store, database: 
     synchronizing, freshness = _synchronizing(store, index)
     synchronizing.round()
     assert freshness.problem() == ""
+
+
+def test_a_volume_unmounted_between_two_listings_is_no_deletion(
+    store: Store, database: Database, tmp_path: Path
+) -> None:
+    write_checkpoint(store, arrays={})
+    index = Index(database)
+    _synchronizing(store, index)[0].round()
+    before = index.page(None, None, 9)
+
+    @dataclass
+    class Unmounting(Faults):
+        def around(self, what: str, call: Callable[[], _T]) -> _T:
+            if what == "list gpt/commits/" and (tmp_path / "store").exists():
+                (tmp_path / "store").rename(tmp_path / "away")
+            return super().around(what, call)
+
+    synchronizing, _ = _synchronizing(FaultyStore(store, Unmounting()), index)
+    with pytest.raises(StoreUnavailable, match="while it was listed"):
+        synchronizing.sync_run("gpt")
+    assert index.page(None, None, 9) == before
+
+
+def test_a_live_committer_is_given_time(store: Store) -> None:
+    clock = MovableClock()
+    recovery = Recovery(store, clock, 5)
+    attempt = Attempt(1, new_ulid(clock()))
+    write_rank(store, "gpt", attempt, {}, 0, world_size=2)
+    assert recovery.advance_run("gpt") == []
+    clock.advance(6)
+    assert recovery.advance_run("gpt") == []
+    write_rank(store, "gpt", attempt, {}, 1, world_size=2)
+    assert recovery.advance_run("gpt") == []
+    clock.advance(4)
+    assert recovery.advance_run("gpt") == []
+    clock.advance(2)
+    assert recovery.advance_run("gpt") == [attempt]
+    assert recovery.advance_run("gpt") == []
 
 
 def test_outcomes_are_read_once(store: Store, database: Database) -> None:

@@ -119,6 +119,8 @@ def test_sigterm_is_announced_then_ends_with_0(store: Store) -> None:
     with running_daemon(store.url, options=("--notice-seconds", "1.5")) as daemon:
         daemon.process.send_signal(signal.SIGTERM)
         wait_until(lambda: daemon.get("/readyz").status_code == 503, "saying so in /readyz", 1.4)
+        time.sleep(0.7)  # half of the notice: load balancers are still looking
+        assert daemon.get("/readyz").status_code == 503
         assert daemon.get("/livez").status_code == 200
         assert daemon.get("/checkpoints/latest").status_code == 200
         assert daemon.process.wait(20) == 0
