@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -84,7 +85,8 @@ class Checkpointer:
         model: any module, also inside DistributedDataParallel or torch.compile. optim: an optimizer, or
         a sequence or mapping of them. grads: also keep the gradients, for a save in the middle of an accumulation
         window. extras: further modules (EMA), objects with state_dict/load_state_dict, or plain data; all but
-        modules are kept per rank. RNG state is always kept.
+        modules are kept per rank. RNG state is always kept. metrics: numbers for listings and retention; those
+        that are not finite are left out with a warning.
 
         On return the state may change, and the snapshot is durable soon even if this process is killed
         (writer="process"). Under a process group every rank calls it with the same step; the first call
@@ -285,7 +287,12 @@ class Checkpointer:
 
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    return {name: float(value) for name, value in (metrics or {}).items()}
+    """The finite ones: a diverged loss is no reason to lose the checkpoint."""
+    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+    if len(finite) < len(numbers):
+        logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - finite.keys()))
+    return finite
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> None:

@@ -148,6 +148,13 @@ def test_newer_format_is_refused_not_skipped(tmp_path: Path) -> None:
             checkpointer.restore(model)
 
 
+def test_a_diverged_loss_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        metrics = {"loss": float("nan"), "lr": 0.5, "norm": float("inf")}
+        assert checkpointer.save(nn.Linear(2, 2), None, 1, metrics=metrics).metrics == {"lr": 0.5}
+    assert "['loss', 'norm']" in caplog.text
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB."""
