@@ -72,9 +72,9 @@ class Checkpointer:
 
     def save_async(
         self,
-        model: nn.Module | None = None,
-        optim: Optimizers | None = None,
-        step: int = 0,
+        model: nn.Module | None,
+        optim: Optimizers | None,
+        step: int,
         *,
         grads: bool = False,
         metrics: Mapping[str, float] | None = None,
@@ -83,7 +83,7 @@ class Checkpointer:
         """Copy the state to host memory and return; it becomes durable in the background.
 
         model: any module, also inside DistributedDataParallel or torch.compile. optim: an optimizer, or
-        a sequence or mapping of them. grads: also keep the gradients, for a save in the middle of an accumulation
+        a sequence or mapping of them; either may be None. grads: also keep the gradients, for a save in the middle of an accumulation
         window. extras: further modules (EMA), objects with state_dict/load_state_dict, or plain data; all but
         modules are kept per rank. RNG state is always kept. metrics: numbers for listings and retention; those
         that are not finite are left out with a warning.
@@ -106,9 +106,7 @@ class Checkpointer:
         self._saves_of_step[step] += 1
         return handle
 
-    def save(
-        self, model: nn.Module | None = None, optim: Optimizers | None = None, step: int = 0, **arguments: Any
-    ) -> Checkpoint:
+    def save(self, model: nn.Module | None, optim: Optimizers | None, step: int, **arguments: Any) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable."""
         return self.save_async(model, optim, step, **arguments).result()
 

@@ -30,9 +30,9 @@ def init(store: str | None = None, **arguments: Any) -> Checkpointer:
 
 
 def save_async(
-    model: nn.Module | None = None,
-    optim: Optimizers | None = None,
-    step: int = 0,
+    model: nn.Module | None,
+    optim: Optimizers | None,
+    step: int,
     *,
     grads: bool = False,
     metrics: Mapping[str, float] | None = None,
@@ -42,9 +42,7 @@ def save_async(
     return _current().save_async(model, optim, step, grads=grads, metrics=metrics, **extras)
 
 
-def save(
-    model: nn.Module | None = None, optim: Optimizers | None = None, step: int = 0, **arguments: Any
-) -> Checkpoint:
+def save(model: nn.Module | None, optim: Optimizers | None, step: int, **arguments: Any) -> Checkpoint:
     """See Checkpointer.save."""
     return _current().save(model, optim, step, **arguments)
 

@@ -71,6 +71,15 @@ def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> 
     arena.close()
 
 
+def test_a_whole_save_over_posix_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_ANONYMOUS", posix_shared_memory)
+    model, other = nn.Linear(512, 512), nn.Linear(512, 512)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, None, 0)
+        checkpointer.restore(other)
+    assert same_state(dict(other.state_dict()), dict(model.state_dict()))
+
+
 def open_descriptors(pid: int | str = "self") -> list[str]:
     return [link for fd in os.listdir(f"/proc/{pid}/fd") if (link := _link(pid, fd))]
 

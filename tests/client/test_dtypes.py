@@ -114,7 +114,7 @@ def test_plain_data_keeps_values_and_types(tmp_path: Path) -> None:
         "large": torch.arange(40_000),
     }
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(step=0, value=value)
+        checkpointer.save(None, None, 0, value=value)
         restored = checkpointer.restore(value=None)
     assert restored is not None
     found = restored.values["value"]
