@@ -1,0 +1,142 @@
+"""One small checkpoint with a little of everything the format has, and what must be read from it.
+
+tests/data/format-1 holds the files that `write_frozen` wrote when format 1 was settled. They must stay readable for
+ever; they are never written again.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ckptstore import names
+from ckptstore.commit import StoredReceipt, commit_attempt
+from ckptstore.documents import FORMAT, JSON, Content, Entries, Receipt, Shard, Slices, seal
+from ckptstore.names import Attempt
+from ckptstore.shards import Entry, chunk_table, encode_chunk, place_entries, plan_chunks, raw_bytes
+from ckptstore.stores import Store
+
+RUN = "frozen"
+ATTEMPT = Attempt(1200, "01HF7YAT00ABCDEFGHJKMNPQRS")
+MOMENT = 1_700_000_000.25
+METRICS = {"loss": 0.125}
+WORLD = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of an entry; box None: all of it, else offsets, then sizes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+    box: tuple[int, ...] | None = None
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of what is held."""
+        return self.shape if self.box is None else self.box[len(self.shape) :]
+
+
+def whole_entries() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Name to dtype, shape and row-major little-endian bytes. Made by integer arithmetic only, equal everywhere."""
+    mixed = np.arange(4096, dtype=np.uint64) * 2_654_435_761 % (1 << 32)
+    mantissa = (mixed % (1 << 24)).astype(np.uint32)
+    exponent = (118 + mixed // (1 << 24) % 5).astype(np.uint32)
+    f32 = (mantissa & 0x7FFFFF) | (exponent << 23) | ((mantissa >> 23) << 31)
+    f32[:6] = [0x7FC00001, 0xFFFFFFFF, 0x80000000, 1, 0x7F800000, 0]
+    return {
+        "model/weight": ("float32", (64, 64), f32.astype("<u4").tobytes()),
+        "model/b16": ("bfloat16", (32, 33), (f32[: 32 * 33] >> 16).astype("<u2").tobytes()),
+        "model/f16": ("float16", (1000,), (0x2C00 + (mantissa[:1000] & 0x0FFF)).astype("<u2").tobytes()),
+        "model/ids": ("int64", (10, 10), np.arange(100, dtype="<i8").tobytes()),
+        "model/noise": ("uint8", (256,), (mixed[:256] // 65_537 % 256).astype("u1").tobytes()),
+        "model/scalar": ("int32", (), struct.pack("<i", -7)),
+        "model/empty": ("float32", (0, 3), b""),
+        "optim/step": ("complex64", (1,), struct.pack("<ff", 1.5, -0.0)),
+    }
+
+
+def sharded_entry() -> np.ndarray[Any, np.dtype[np.float64]]:
+    """An entry whose boxes lie with both ranks."""
+    return np.arange(6 * 10, dtype="<f8").reshape(6, 10) / 8
+
+
+TREES: dict[str, JSON] = {
+    "model": {"weight": {"$": "tensor", "name": "model/weight"}, "tied": {"$": "tensor", "name": "model/weight"}},
+    "optim": {"$": "dict", "v": [[0, {"lr": 0.001, "betas": {"$": "tuple", "v": [0.9, 0.95]}}]]},
+    "data": {"big": {"$": "int", "v": "0x1fffffffffffffffff"}, "best": {"$": "float", "v": "inf"}, "none": None},
+}
+ALIASES = {"model/tied": "model/weight"}
+LOCAL: list[JSON] = [
+    {"rng": {"$": "array", "dtype": "uint32", "shape": [2], "data": "AQAAAAIAAAA="}},
+    {"rng": {"$": "bytes", "v": "AAEC"}},
+]
+
+
+def _parts(rank: int) -> list[Part]:
+    array = sharded_entry()
+
+    def piece(row: int, column: int, rows: int, columns: int) -> Part:
+        data = array[row : row + rows, column : column + columns].tobytes()
+        return Part("model/sharded", "float64", array.shape, data, (row, column, rows, columns))
+
+    if rank == 0:
+        return [Part(name, *entry) for name, entry in whole_entries().items()] + [piece(0, 0, 3, 10)]
+    return [piece(3, 4, 3, 6), piece(3, 0, 3, 4)]
+
+
+def _write_rank(store: Store, rank: int) -> StoredReceipt:
+    parts = _parts(rank)
+    placed = place_entries(Entry(str(i), part.dtype, part.held) for i, part in enumerate(parts))
+    raw = b"".join(parts[int(place.entry.name)].data for place in placed)
+    assert len(raw) == raw_bytes(placed)
+    chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
+    shard = names.shard_name(rank)
+    with store.open_writer(names.shard_key(RUN, ATTEMPT, shard)) as writer:
+        for chunk in chunks:
+            writer.write(chunk.data)
+    order = list({part.name: part for part in parts}.values())
+    index = {part.name: i for i, part in enumerate(order)}
+    in_stream = [parts[int(place.entry.name)] for place in placed]
+    content = Content(
+        shards=[Shard(name=shard, rank=rank, chunks=chunk_table(chunks))],
+        entries=Entries(
+            name=[part.name for part in order],
+            dtype=[part.dtype for part in order],
+            shape=[list(part.shape) for part in order],
+        ),
+        slices=Slices(
+            entry=[index[part.name] for part in in_stream],
+            shard=[0] * len(placed),
+            at=[place.at for place in placed],
+            box=[None if part.box is None else list(part.box) for part in in_stream],
+        ),
+        aliases=ALIASES if rank == 0 else {},
+        trees=TREES if rank == 0 else {},
+    )
+    receipt = Receipt(
+        format=FORMAT, kind="receipt", run=RUN, step=ATTEMPT.step, attempt=str(ATTEMPT), rank=rank, world_size=WORLD,
+        created_at=MOMENT, content=content, local=LOCAL[rank], metrics=METRICS,
+    )  # fmt: skip
+    data = seal(receipt)
+    store.put(names.receipt_key(RUN, ATTEMPT, rank), data)
+    return StoredReceipt(receipt, data)
+
+
+def write_frozen(store: Store) -> None:
+    """Write and commit the checkpoint."""
+    commit_attempt(store, [_write_rank(store, rank) for rank in range(WORLD)], lambda: MOMENT + 1)
+
+
+def expected_entries() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every entry's dtype, shape and bytes."""
+    array = sharded_entry()
+    found = {**whole_entries(), "model/sharded": ("float64", array.shape, array.tobytes())}
+    assert all(prod(shape) or not data for _, shape, data in found.values())
+    return found
