@@ -116,7 +116,8 @@ def test_foreign_objects_are_no_checkpoints(store: Store, tmp_path: Path) -> Non
 
 
 def checkpoint(step: int, state: State = State.COMMITTED, at: float = 0.0) -> Checkpoint:
-    return Checkpoint("gpt", Attempt(step, new_ulid(at)), state, committed_at=at)
+    # The later commit has the older ULID: captured first, and slow to upload.
+    return Checkpoint("gpt", Attempt(step, new_ulid(1000 - at)), state, committed_at=at)
 
 
 def test_supersede_prefers_the_later_commit_and_leaves_the_corrupt() -> None:

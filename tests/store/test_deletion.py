@@ -195,6 +195,15 @@ def test_half_a_deletion_is_finished(store: Store) -> None:
         clear(store)
 
 
+def test_an_outcome_goes_before_receipts_and_receipts_before_shards(store: Store) -> None:
+    """So that no half of a deletion looks like an attempt that only lacks its commit."""
+    (checkpoint,) = write(store, 1)
+    faults = Faults()
+    delete_checkpoint(FaultyStore(store, faults), checkpoint, "prune", system_clock)
+    deleted = [call.rsplit("/", 1)[-1] for call in faults.calls if call.startswith("delete ")]
+    assert deleted == [f"{checkpoint.attempt}.json", "shard-00000.json", "manifest.json.zst", "shard-00000.ckpt"]
+
+
 def clear(store: Store) -> None:
     store.delete_many(keys(store))
 
