@@ -7,18 +7,15 @@ in them is believed before `parse_*` has checked it. docs/format.md specifies th
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from math import isfinite, prod
+from math import isfinite
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import xxhash
 import zstandard
 
-from ckptstore import names
-from ckptstore.codecs import CODECS, MAX_CHUNK_BYTES, Buffer
-from ckptstore.dtypes import ITEM_BYTES
+from ckptstore import checks, names
+from ckptstore.codecs import Buffer
 from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
 
 FORMAT = 1
@@ -29,10 +26,6 @@ MAX_MANIFEST_BYTES = 4 << 30
 # More is a bomb. Slices alike on a thousand ranks were seen to compress 120-fold.
 _BOMB_FLOOR = 256 << 20
 _BOMB_RATIO = 1000
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_MAX_NAME = 4096
-_MAX_DIMENSIONS = 64
-_MAX_BYTES = 1 << 62
 
 JSON = Any
 """A JSON value: None, bool, int, float, str, list or dict of them."""
@@ -231,9 +224,9 @@ def parse_sealed(data: bytes, kind: type[_S], key: str) -> _S:
     document = _decode(body, kind, key)
     _check_names(document, key)
     if isinstance(document, Receipt):
-        _checked(key, _check_receipt, document)
+        _checked(key, checks.check_receipt, document)
     if isinstance(document, Outcome) and document.committed is not None:
-        _checked(key, _check_committed, document.committed)
+        _checked(key, checks.check_committed, document.committed)
     return document
 
 
@@ -269,8 +262,8 @@ def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manife
 def check_manifest(manifest: Manifest, key: str) -> None:
     """CorruptObject unless every field of the manifest makes sense."""
     _check_names(manifest, key)
-    _checked(key, _check_receipts, manifest)
-    _checked(key, _check_content, manifest.content)
+    _checked(key, checks.check_receipts, manifest)
+    _checked(key, checks.check_content, manifest.content)
 
 
 def _trailer(body: bytes) -> bytes:
@@ -305,104 +298,5 @@ def _check_names(document: _Document, key: str) -> None:
 def _checked(key: str, check: Any, *args: Any) -> None:
     try:
         check(*args)
-    except (_Wrong, BadInput) as error:
+    except (checks.Wrong, BadInput) as error:
         raise CorruptObject(f"{key}: {error}") from error
-
-
-class _Wrong(Exception):
-    pass
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise _Wrong(message)
-
-
-def _same_length(what: str, *columns: Sequence[object]) -> None:
-    _require(len({len(column) for column in columns}) == 1, f"columns of {what} differ in length")
-
-
-def _check_receipts(manifest: Manifest) -> None:
-    receipts, size = manifest.receipts, manifest.world_size
-    # The length first: a range of a hostile size does not fit into memory.
-    complete = len(receipts) == size and all(receipt.rank == rank for rank, receipt in enumerate(receipts))
-    _require(complete, "it does not name one receipt per rank")
-    _require(all(_is_digest(receipt.digest) for receipt in receipts), "a receipt's digest is not 32 digits")
-    _require(all(0 <= shard.rank < size for shard in manifest.content.shards), "a shard's rank is outside the world")
-
-
-def _check_receipt(receipt: Receipt) -> None:
-    _require(0 <= receipt.rank < receipt.world_size, f"rank {receipt.rank} is outside the world")
-    owners = {shard.rank for shard in receipt.content.shards}
-    _require(owners <= {receipt.rank}, "a receipt names the shard of another rank")
-    _check_content(receipt.content)
-
-
-def _check_committed(committed: Committed) -> None:
-    summary = committed.summary
-    counts = (committed.bytes, summary.raw_bytes, summary.stored_bytes, summary.num_entries, summary.num_shards)
-    _require(min(*counts, summary.world_size - 1) >= 0, "a count is out of bounds")
-    _require(max(*counts, summary.world_size) <= _MAX_BYTES, "a count is out of bounds")
-    _require(_is_digest(committed.digest), "the manifest's digest is not 32 digits")
-
-
-def _check_content(content: Content) -> None:
-    raw_bytes = [_check_shard(shard) for shard in content.shards]
-    _require(len({shard.name for shard in content.shards}) == len(content.shards), "two shards of one name")
-    sizes = _check_entries(content.entries)
-    _check_slices(content, sizes, raw_bytes)
-    known = set(content.entries.name)
-    for alias, name in content.aliases.items():
-        _require(len(alias) <= _MAX_NAME and alias not in known, f"alias {alias[:80]!r} is not allowed")
-        _require(name in known, f"alias {alias[:80]!r} names no entry")
-
-
-def _check_shard(shard: Shard) -> int:
-    """Raw bytes of the shard."""
-    chunks = shard.chunks
-    names.check_shard(shard.name)
-    _same_length("chunks", chunks.raw, chunks.stored, chunks.codec, chunks.digest)
-    _require(all(0 < size <= MAX_CHUNK_BYTES for size in chunks.raw), "a chunk's raw size is out of bounds")
-    _require(all(0 < size <= MAX_CHUNK_BYTES for size in chunks.stored), "a chunk's size is out of bounds")
-    _require(set(chunks.codec) <= set(CODECS), "a chunk's codec is unknown")
-    _require(all(map(_is_digest, chunks.digest)), "a chunk's digest is not 32 digits")
-    return sum(chunks.raw)
-
-
-def _is_digest(text: str) -> bool:
-    return _DIGEST.fullmatch(text) is not None
-
-
-def _check_entries(entries: Entries) -> list[int]:
-    """Bytes of each entry."""
-    _same_length("entries", entries.name, entries.dtype, entries.shape)
-    _require(len(set(entries.name)) == len(entries.name), "two entries of one name")
-    _require(all(0 < len(name) <= _MAX_NAME for name in entries.name), "an entry's name is empty or too long")
-    _require(set(entries.dtype) <= ITEM_BYTES.keys(), "an entry's dtype is unknown")
-    _require(all(len(shape) <= _MAX_DIMENSIONS for shape in entries.shape), "an entry has too many dimensions")
-    _require(
-        all(0 <= size <= _MAX_BYTES for shape in entries.shape for size in shape),
-        "a dimension is out of bounds",
-    )
-    sizes = [prod(s) * ITEM_BYTES[d] for s, d in zip(entries.shape, entries.dtype, strict=True)]
-    _require(all(size <= _MAX_BYTES for size in sizes), "an entry's size is out of bounds")
-    return sizes
-
-
-def _check_slices(content: Content, entry_bytes: list[int], shard_bytes: list[int]) -> None:
-    slices, entries = content.slices, content.entries
-    _same_length("slices", slices.entry, slices.shard, slices.at, slices.box)
-    _require(all(0 <= index < len(entry_bytes) for index in slices.entry), "a slice names no entry")
-    _require(all(0 <= index < len(shard_bytes) for index in slices.shard), "a slice names no shard")
-    for entry, shard, at, box in zip(slices.entry, slices.shard, slices.at, slices.box, strict=True):
-        size = entry_bytes[entry]
-        if box is not None:
-            shape = entries.shape[entry]
-            rank = len(shape)
-            _require(len(box) == 2 * rank, "a box has a wrong shape")
-            for offset, length, limit in zip(box, box[rank:], shape, strict=False):
-                if not (0 <= offset <= limit and 0 <= length <= limit - offset):
-                    raise _Wrong("a box leaves its entry")
-            size = prod(box[rank:]) * ITEM_BYTES[entries.dtype[entry]]
-        if not 0 <= at <= shard_bytes[shard] - size:
-            raise _Wrong("a slice leaves its shard")
