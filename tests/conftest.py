@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): tests that share one worker (pytest-xdist)")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         callspec = getattr(item, "callspec", None)
