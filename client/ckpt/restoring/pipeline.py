@@ -12,7 +12,7 @@ from ckpt.capture.state import RNG, Subject
 from ckpt.config import Config
 from ckpt.distributed import World
 from ckpt.restoring.plan import RestorePlan, plan_restore
-from ckpt.restoring.resolve import candidates, settle, take_lease
+from ckpt.restoring.resolve import candidates, roll_forward, settle, take_lease
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.documents import JSON, Manifest
 from ckptstore.errors import CkptError, CorruptObject, NoCheckpoint, ObjectMissing, StateMismatch
@@ -72,8 +72,10 @@ class Restorer:
         Raises what `Checkpointer.restore` says, on every rank.
         """
         started = time.perf_counter()
-        settle(self._source, self._config)
-        self._world.gather(None)  # all hosts have settled
+        settle(self._config)
+        self._world.gather(None)  # on all hosts
+        if self._world.rank == 0:
+            roll_forward(self._source, self._config)
         found = candidates(self._source, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
         while (checkpoint := self._next(found)) is not None:

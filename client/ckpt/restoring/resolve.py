@@ -21,8 +21,8 @@ LEASE_S = 24 * 3600.0
 """A run that resumed keeps what it resumed from at most so long, or until its first commit."""
 
 
-def settle(source: Source, config: Config) -> None:
-    """Let saves of a killed predecessor finish: those under way on this host, and those that lack only the commit."""
+def settle(config: Config) -> None:
+    """Let a killed predecessor's saver on this host finish its uploads."""
     if config.read_only:
         return
     if not wait_for_orphans(config.source, config.run, config.settle_timeout_s):
@@ -31,10 +31,17 @@ def settle(source: Source, config: Config) -> None:
             config.run,
             config.settle_timeout_s,
         )
+
+
+def roll_forward(source: Source, config: Config) -> None:
+    """Commit what lacks nothing but the commit."""
     if isinstance(source, StoreSource):
         for attempt in undecided_attempts(source.store, config.run):
-            if advance(source.store, config.run, attempt, system_clock):
-                logger.warning("committed %s, which was complete but for its commit", attempt)
+            try:
+                if advance(source.store, config.run, attempt, system_clock):
+                    logger.warning("committed %s, which was complete but for its commit", attempt)
+            except StoreReadOnly as error:
+                logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)
 
 
 def candidates(source: Source, reference: Reference) -> Iterator[Checkpoint]:

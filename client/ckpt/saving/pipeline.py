@@ -62,9 +62,13 @@ class SavePipeline:
         """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
         self._uploads.submit(self._upload, _Snapshot(job, raw, time.perf_counter()))
 
-    def close(self) -> None:
-        """Return when every submitted job is durable or has failed."""
+    def finish_uploads(self) -> None:
+        """Return when this rank has done its part of every job: nothing is read from the slots any more."""
         self._uploads.shutdown(wait=True)
+
+    def close(self) -> None:
+        """Return when every submitted job is committed or has failed."""
+        self.finish_uploads()
         self._commits.shutdown(wait=True)
         if self._notifier is not None:
             self._notifier.close()

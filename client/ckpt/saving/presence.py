@@ -2,7 +2,8 @@
 
 A trainer that is restarted right after a SIGKILL must not resume from an older step than the one its predecessor's
 saver is about to commit. Two small files per run tell: a trainer holds a shared lock on one, its saver on the
-other. Locks end with their process, however it ends; a saver without a trainer is finishing its jobs.
+other until its uploads are done. Locks end with their process, however it ends; a saver without a trainer is
+finishing its jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PAUSE_S = 0.05
 
 
 class Presence:
-    """The locks of one trainer and its saver, from before the saver starts until the trainer closes it."""
+    """The locks of one trainer and its saver, held from before the saver starts."""
 
     def __init__(self, store: str, run: str) -> None:
         self._trainer = _hold(_path(store, run, "trainer"))

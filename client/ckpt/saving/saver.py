@@ -2,7 +2,7 @@
 
 It is a session of its own and holds the arena by descriptor. When the trainer dies, the socket ends: the saver
 finishes every job it was given, then exits. While it lives it holds an inherited lock (presence.py),
-by which the next trainer on this host knows that a save is still under way.
+by which the next trainer on this host knows that an upload is still under way.
 """
 
 from __future__ import annotations
@@ -37,23 +37,33 @@ class _Reporter:
             pass  # the trainer is gone; what matters is in the store
 
 
-def main(fd: int) -> int:
-    """Serve the trainer at the other end of socket `fd` until it stops or dies. Returns the exit status."""
+def main(sock: int, lock: int) -> int:
+    """Serve the trainer at the other end of a socket until it stops or dies. Returns the exit status.
+
+    lock: the descriptor that says a saver is at work (presence.py).
+    """
     logging.basicConfig(format="%(asctime)s ckpt saver %(process)d: %(message)s", stream=sys.stderr)
     os.nice(NICENESS)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(socket.socket(fileno=sock))
     setup = channel.receive(Command)
     if not isinstance(setup, Setup):
         return 1
     pipeline = SavePipeline(open_store(setup.store, setup.options), setup, _Reporter(channel))
-    _serve(channel, pipeline)
+    segments: dict[int, Segment] = {}
+    _serve(channel, pipeline, segments)
+    pipeline.finish_uploads()
+    # From here on other ranks may be waited for, and whoever sees all receipts can commit as well: the next trainer
+    # needs the memory, and need not wait.
+    for segment in segments.values():
+        segment.close()
+    segments.clear()
+    os.close(lock)
     pipeline.close()
     channel.close()
     return 0
 
 
-def _serve(channel: Channel, pipeline: SavePipeline) -> None:
-    segments: dict[int, Segment] = {}
+def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment]) -> None:
     while (command := channel.receive(Command)) is not None:
         if isinstance(command, Slot):
             segments[command.number] = Segment(command.num_bytes, channel.take_fd())
@@ -66,10 +76,10 @@ def _serve(channel: Channel, pipeline: SavePipeline) -> None:
             return
 
 
-def run(fd: int) -> None:
+def run(sock: int, lock: int) -> None:
     """Entry point of the process."""
     try:
-        status = main(fd)
+        status = main(sock, lock)
     except CkptError as error:
         print(error, file=sys.stderr)
         status = 1

@@ -153,7 +153,7 @@ class ProcessWriter:
 
 def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:
     # The saver imports from where the trainer imports, never from whatever folder it is started in.
-    code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.saving.saver import run; run({sock})"
+    code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.saving.saver import run; run({sock}, {lock})"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code],
         stdin=subprocess.DEVNULL,

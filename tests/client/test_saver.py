@@ -1,0 +1,68 @@
+"""The saver process on its own, with a trainer that dies while another rank's receipt is missing."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from ckpt.saving.messages import Channel, EntryRow, Job, Setup, Slot
+from ckpt.saving.presence import Presence, wait_for_orphans
+from ckpt.saving.segment import Segment
+from ckpt.saving.writers import _start
+from ckptstore.clock import system_clock
+from ckptstore.commit import receipt_ranks, roll_forward
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.source import StoreSource
+from ckptstore.stores import open_store
+from tests.support.checkpoints import write_rank
+
+COUNT = 4_000_000
+
+
+def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next_trainer(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    attempt = Attempt(3, new_ulid(system_clock()))
+    setup = Setup(
+        store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress=False, commit_timeout_s=60.0,
+        daemon=None, token=None,
+    )  # fmt: skip
+    job = Job(
+        number=1, slot=0, attempt=str(attempt), created_at=system_clock(),
+        entries=[EntryRow("model/w", "float32", (COUNT,), 0)], aliases={},
+        trees={"model": {"w": {"$": "tensor", "name": "model/w"}}}, local={}, metrics={}, lease=None,
+    )  # fmt: skip
+    segment = Segment(COUNT * 4)
+    segment.view[:] = np.ones(COUNT, dtype=np.float32).tobytes()
+    ours, theirs = socket.socketpair()
+    presence = Presence(setup.store, setup.run)
+    with tempfile.TemporaryFile() as stderr:
+        saver = _start(theirs.fileno(), presence.saver, stderr.fileno())
+        try:
+            theirs.close()
+            presence.inherited()
+            channel = Channel(ours)
+            channel.send(setup)
+            channel.send(Slot(0, COUNT * 4), fds=[segment.fd])
+            channel.send(job)
+            channel.close()
+            presence.close()
+            segment.close()
+
+            assert wait_for_orphans(setup.store, setup.run, timeout_s=30)
+            assert receipt_ranks(store, "r", attempt) == {0}
+            assert saver.poll() is None
+            assert not [
+                link for link in Path(f"/proc/{saver.pid}/fd").iterdir() if "ckpt-arena" in str(link.readlink())
+            ]
+
+            # The other rank's receipt comes after all, and anybody commits; the orphan sees it and ends.
+            write_rank(store, "r", attempt, {}, rank=1, world_size=2)
+            assert roll_forward(store, "r", attempt, system_clock) is not None
+            assert saver.wait(30) == 0
+        finally:
+            saver.kill()
+            saver.wait()
+    assert StoreSource(store).latest("r").world_size == 2
