@@ -54,9 +54,8 @@ def main(sock: int, lock: int) -> int:
     pipeline.finish_uploads()
     # From here on other ranks may be waited for, and whoever sees all receipts can commit as well: the next trainer
     # needs the memory, and need not wait.
-    for segment in segments.values():
-        segment.close()
-    segments.clear()
+    while segments:
+        segments.popitem()[1].close()
     os.close(lock)
     pipeline.close()
     channel.close()
