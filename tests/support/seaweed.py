@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +23,8 @@ SECRET_KEY = "SKTEST12345"
 BUCKET = "checkpoints"
 _GRPC_OFFSET = 10_000
 _START_S = 60.0
+# A test run that is killed closes the pipe too, so that no server outlives it. SIGTERM drains for half a minute.
+_KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +70,17 @@ def running_service(folder: Path) -> Iterator[S3Service]:
         "-s3.port.lance=0", f"-s3.config={config}",
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+        keeper = subprocess.Popen(
+            [sys.executable, "-c", _KEEPER, *command],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, start_new_session=True,
+        )  # fmt: skip
     try:
         service = S3Service(f"http://127.0.0.1:{s3}")
-        _wait_until_ready(process, s3, folder / "log")
+        _wait_until_ready(s3, folder / "log")
         _file_system(service).mkdir(BUCKET)
         yield service
     finally:
-        # SIGTERM drains for half a minute.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        keeper.communicate()
 
 
 def pending_uploads(service: S3Service) -> list[str]:
@@ -91,10 +93,9 @@ def _file_system(service: S3Service) -> Any:
     return fsspec.filesystem("s3", **service.options)  # type: ignore[no-untyped-call]
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_until_ready(port: int, log: Path) -> None:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"weed ended:\n{log.read_text()[-4000:]}"
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
         try:
             connection.request("GET", "/")
