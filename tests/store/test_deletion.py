@@ -1,12 +1,10 @@
-"""Pruning, collecting, leases and tombstones, on a clock that moves and with calls that fail."""
+"""Pruning, collecting and tombstones, on a clock that moves and with calls that fail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-import numpy as np
 import pytest
 
 from ckptstore import names
@@ -22,40 +20,17 @@ from ckptstore.deletion import (
     plan_prune,
     undecided_attempts,
 )
-from ckptstore.errors import CheckpointHeld, NoCheckpoint, StoreUnavailable
-from ckptstore.leases import active_leases, expired_leases, release_lease, take_lease
+from ckptstore.errors import StoreUnavailable
+from ckptstore.leases import take_lease
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention import Policy
-from ckptstore.source import StoreSource
 from ckptstore.stores import Store
-from ckptstore.verify import verify
-from tests.support.checkpoints import write_checkpoint, write_rank
-from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.checkpoints import write_rank
+from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune, steps, write
+from tests.support.stores import Faults, FaultyStore, MovableClock
 
-RUN = "gpt"
-SMALL = {"model/a": np.arange(3000, dtype=np.float32)}
 in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
-
-
-def write(store: Store, *steps: int) -> list[Checkpoint]:
-    return [write_checkpoint(store, RUN, step, SMALL) for step in steps]
-
-
-def steps(store: Store) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(store, RUN)]
-
-
-def prune(store: Store, keep: int) -> list[Checkpoint]:
-    return apply_prune(store, plan_prune(store, RUN, Policy(keep), system_clock), system_clock)
-
-
-def keys(store: Store, prefix: str = "") -> list[str]:
-    return [info.key for info in store.list(prefix)]
-
-
-def intact(store: Store, checkpoint: Checkpoint) -> bool:
-    return verify(StoreSource(store), checkpoint, threads=1).ok
 
 
 # Pruning.
@@ -178,7 +153,7 @@ def test_half_a_deletion_is_finished(store: Store) -> None:
     write(store, 1, 2)
     old = list_checkpoints(store, RUN)[1]
     faulty = FaultyStore(store, Faults())
-    calls = _count(store, partial(delete_checkpoint, checkpoint=old, reason="prune", clock=system_clock))
+    calls = count_calls(store, partial(delete_checkpoint, checkpoint=old, reason="prune", clock=system_clock))
     assert calls >= 6
     clear(store)
     for k in range(calls):
@@ -204,16 +179,6 @@ def test_an_outcome_goes_before_receipts_and_receipts_before_shards(store: Store
     assert deleted == [f"{checkpoint.attempt}.json", "shard-00000.json", "manifest.json.zst", "shard-00000.ckpt"]
 
 
-def clear(store: Store) -> None:
-    store.delete_many(keys(store))
-
-
-def _count(store: Store, action: Callable[[Store], object]) -> int:
-    counting = Faults()
-    action(FaultyStore(store, counting))
-    return len(counting.calls)
-
-
 # Every call of a prune and a collection fails once.
 
 
@@ -237,7 +202,7 @@ def _clean(store: Store, clock: MovableClock) -> None:
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_cleaning_that_fails_at_any_call(store: Store, mode: Literal["before", "after"]) -> None:
     _, _, clock = _everything(store)
-    calls = _count(store, partial(_clean, clock=clock))
+    calls = count_calls(store, partial(_clean, clock=clock))
     assert calls > 50
     for k in range(calls):
         clear(store)
@@ -256,148 +221,6 @@ def test_cleaning_that_fails_at_any_call(store: Store, mode: Literal["before", "
         assert left == {newest.attempt}
         assert finished not in left
         assert keys(store, names.leases_prefix(RUN)) == []
-
-
-# Leases.
-
-
-def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> None:
-    old, newest = write(store, 1, 2)
-    clock = MovableClock()
-    lease = take_lease(store, RUN, old.attempt, "restore of rank 0", 600, clock)
-    other = take_lease(store, RUN, old.attempt, "restore of rank 1", 60, clock)
-    verdicts = plan_prune(store, RUN, Policy(1), clock).verdicts
-    assert set(verdicts[1].reasons) == {"lease:restore of rank 0", "lease:restore of rank 1"}
-    with pytest.raises(CheckpointHeld, match="restore of rank 0"):
-        delete_checkpoint(store, old, "prune", clock)
-    assert hidden_attempts(store, RUN) == [], "a refused deletion does not hide"
-    clock.advance(120)
-    assert active_leases(store, RUN, clock) == {old.attempt: ["restore of rank 0"]}
-    assert expired_leases(store, RUN, clock) == [f"{RUN}/leases/{other}.json"]
-    release_lease(store, RUN, lease)
-    release_lease(store, RUN, lease)
-    delete_checkpoint(store, old, "prune", clock)
-    assert [c.attempt for c in list_checkpoints(store, RUN)] == [newest.attempt]
-    with pytest.raises(NoCheckpoint, match="being deleted"):
-        take_lease(store, RUN, old.attempt, "late", 60, clock)
-    assert keys(store, names.leases_prefix(RUN)) == [f"{RUN}/leases/{other}.json"], "the refused one is gone"
-    collect(store, RUN, clock)
-    assert keys(store, names.leases_prefix(RUN)) == []
-
-
-def test_a_plan_made_before_the_lease_spares_the_checkpoint(store: Store) -> None:
-    old, _ = write(store, 1, 2)
-    plan = plan_prune(store, RUN, Policy(1), system_clock)
-    take_lease(store, RUN, old.attempt, "reader", 60, system_clock)
-    assert apply_prune(store, plan, system_clock) == [old]
-    assert intact(store, old)
-
-
-def test_damaged_leases_hold_nothing_and_stop_nothing(store: Store) -> None:
-    old, _ = write(store, 1, 2)
-    store.put(f"{RUN}/leases/{new_ulid(system_clock())}.json", b"noise")
-    assert active_leases(store, RUN, system_clock) == {}
-    delete_checkpoint(store, old, "prune", system_clock)
-    collect(store, RUN, system_clock)
-    assert keys(store, names.leases_prefix(RUN)) == []
-
-
-def read_under_lease(store: Store, checkpoint: Checkpoint, meanwhile: Callable[[], object] = lambda: None) -> bool:
-    """Whether the lease was granted; then everything must be readable under it, whatever happens meanwhile."""
-    try:
-        lease = take_lease(store, RUN, checkpoint.attempt, "reader", 3600, system_clock)
-    except NoCheckpoint:
-        return False
-    meanwhile()
-    assert intact(store, checkpoint), "deleted under a lease"
-    release_lease(store, RUN, lease)
-    return True
-
-
-def delete(store: Store, checkpoint: Checkpoint) -> None:
-    try:
-        delete_checkpoint(store, checkpoint, "prune", system_clock)
-    except CheckpointHeld:
-        pass
-
-
-@in_memory
-def test_a_reader_at_every_moment_of_a_deletion(store: Store) -> None:
-    """And a second deleter and a collector act while the reader reads."""
-    (checkpoint,) = write(store, 1)
-    calls = _count(store, partial(delete, checkpoint=checkpoint))
-    granted = set()
-    for k in range(calls):
-        clear(store)
-        (checkpoint,) = write(store, 1)
-
-        def others(checkpoint: Checkpoint = checkpoint) -> None:
-            delete(store, checkpoint)
-            collect(store, RUN, system_clock)
-
-        def read(checkpoint: Checkpoint = checkpoint, others: Callable[[], None] = others) -> None:
-            granted.add(read_under_lease(store, checkpoint, others))
-
-        delete(FaultyStore(store, Interleaving(k, read)), checkpoint)
-        collect(store, RUN, system_clock)
-        hidden = checkpoint.attempt in hidden_attempts(store, RUN)
-        assert bool(keys(store, names.attempt_prefix(RUN, checkpoint.attempt))) == (not hidden)
-    assert granted == {True, False}
-
-
-@in_memory
-@pytest.mark.parametrize("who", ["deleter", "deleter and collector"])
-def test_a_deletion_at_every_moment_of_a_reader(store: Store, who: str) -> None:
-    (checkpoint,) = write(store, 1)
-    calls = _count(store, partial(read_under_lease, checkpoint=checkpoint))
-    granted = set()
-    for k in range(calls):
-        clear(store)
-        (checkpoint,) = write(store, 1)
-
-        def act(checkpoint: Checkpoint = checkpoint) -> None:
-            delete(store, checkpoint)
-            if who != "deleter":
-                collect(store, RUN, system_clock)
-
-        granted.add(read_under_lease(FaultyStore(store, Interleaving(k, act)), checkpoint))
-    assert granted == {True, False}
-
-
-@in_memory
-def test_a_collector_leaves_a_hidden_checkpoint_to_its_reader(store: Store) -> None:
-    """The reader came between the deleter's two looks: hidden, and still whole until the lease ends."""
-    (checkpoint,) = write(store, 1)
-    clock = MovableClock()
-    leases: list[str] = []
-
-    def take() -> None:
-        leases.append(take_lease(store, RUN, checkpoint.attempt, "reader", 10 * TOMBSTONE_KEPT_S, clock))
-
-    with pytest.raises(CheckpointHeld):
-        delete_checkpoint(FaultyStore(store, Interleaving(1, take)), checkpoint, "prune", clock)
-    assert list_checkpoints(store, RUN) == []
-    clock.advance(2 * TOMBSTONE_KEPT_S)
-    collect(store, RUN, clock)
-    assert intact(store, checkpoint)
-    assert hidden_attempts(store, RUN) == [checkpoint.attempt], "its tombstone is not forgotten before its data"
-    release_lease(store, RUN, leases[0])
-    collect(store, RUN, clock)
-    assert keys(store) == []
-
-
-@here_and_in_memory
-def test_readers_and_deleters_in_threads(store: Store) -> None:
-    for _ in range(40):
-        (checkpoint,) = write(store, 1)
-        results = race(
-            partial(read_under_lease, store, checkpoint),
-            partial(delete, store, checkpoint),
-            partial(collect, store, RUN, system_clock),
-            partial(delete, store, checkpoint),
-        )
-        assert not [r for r in results if isinstance(r, BaseException)], results
-        clear(store)
 
 
 def test_a_damaged_outcome_is_not_collected(store: Store) -> None:

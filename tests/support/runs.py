@@ -1,0 +1,55 @@
+"""A run of small checkpoints, and a look at what became of it: for tests of deletion and leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ckptstore.catalog import Checkpoint, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.deletion import apply_prune, plan_prune
+from ckptstore.retention import Policy
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store
+from ckptstore.verify import verify
+from tests.support.checkpoints import write_checkpoint
+from tests.support.stores import Faults, FaultyStore
+
+RUN = "gpt"
+SMALL = {"model/a": np.arange(3000, dtype=np.float32)}
+
+
+def write(store: Store, *steps: int) -> list[Checkpoint]:
+    """Committed checkpoints of the given steps."""
+    return [write_checkpoint(store, RUN, step, SMALL) for step in steps]
+
+
+def steps(store: Store) -> list[int]:
+    """Steps that are listed."""
+    return [checkpoint.step for checkpoint in list_checkpoints(store, RUN)]
+
+
+def prune(store: Store, keep: int) -> list[Checkpoint]:
+    """Prune to the newest; returns those spared."""
+    return apply_prune(store, plan_prune(store, RUN, Policy(keep), system_clock), system_clock)
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    """Keys in the store."""
+    return [info.key for info in store.list(prefix)]
+
+
+def intact(store: Store, checkpoint: Checkpoint) -> bool:
+    """Whether every byte of it is there."""
+    return verify(StoreSource(store), checkpoint, threads=1).ok
+
+
+def clear(store: Store) -> None:
+    store.delete_many(keys(store))
+
+
+def count_calls(store: Store, action: Callable[[Store], object]) -> int:
+    counting = Faults()
+    action(FaultyStore(store, counting))
+    return len(counting.calls)
