@@ -164,6 +164,7 @@ def train(args: argparse.Namespace) -> None:
     """Build everything, restore what the run has, and train to the last step."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)  # sums come out the same on any number of cores, and the saver has a core of its own
     torch.manual_seed(0)
     model: nn.Module = GPT()
     if dist.is_initialized():
