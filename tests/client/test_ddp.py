@@ -40,6 +40,14 @@ def test_two_ranks_resume_exactly_and_write_one_shard(places: tuple[Path, Path])
     assert verify(source, checkpoint).ok
 
 
+def test_gradients_of_each_rank_in_the_middle_of_a_window(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    outputs = run_ranks("ddp_train", 2, meet, str(folder), "0", "0", "accumulate")
+    assert [lines(output)[-1] for output in outputs] == ["same gradients"] * 2
+    # Large state of a rank's own goes into a shard of its own.
+    assert StoreSource(open_store(str(folder))).latest("ddp").num_shards == 2
+
+
 def test_no_collective_after_the_first_save(places: tuple[Path, Path]) -> None:
     meet, folder = places
     run_ranks("ddp_train", 2, meet, str(folder), "3", "1", "forbid-collectives")

@@ -1,6 +1,6 @@
 """A rank of a data-parallel run: `ddp_train FOLDER STEPS SAVE_AT [MODE]`. Prints the losses as exact floats.
 
-It restores what there is, trains to STEPS, saving at SAVE_AT. MODE: forbid-collectives, different, grow.
+It restores what there is, trains to STEPS, saving at SAVE_AT. MODE: forbid-collectives, different, accumulate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ def main() -> None:
     """Train."""
     folder, steps, save_at, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:])
     rank = join()
+    if mode == "accumulate":
+        accumulate(folder, rank)
+        dist.destroy_process_group()
+        return
     seed_all(5 + (rank if mode == "different" else 0))
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
     if mode != "different":
@@ -49,6 +53,23 @@ def main() -> None:
     print([value.hex() for value in losses])
     print(restored.values["seen"] if restored else "nothing")
     dist.destroy_process_group()
+
+
+def accumulate(folder: str, rank: int) -> None:
+    """Save in the middle of an accumulation window, where gradients differ between ranks, and get them back."""
+    seed_all(5)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 1)))
+    seed_all(100 + rank)
+    with model.no_sync():
+        model(torch.randn(4, 8)).square().mean().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    with Checkpointer(folder, run="ddp") as checkpointer:
+        checkpointer.save(model, None, 0, grads=True)
+        model.zero_grad(set_to_none=True)
+        checkpointer.restore(model)
+    after = [parameter.grad for parameter in model.parameters()]
+    same = all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    print("same gradients" if same else "other gradients")
 
 
 def forbid_collectives() -> None:
