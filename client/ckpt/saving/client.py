@@ -95,7 +95,7 @@ class SaveClient:
             self._under_way[job.number] = (handle, job.slot)
         writer.submit(job)
         if self._writer is not writer:
-            self._on_death(SaverDied("the saver process died", "The next save starts a new one"))
+            self._missed(job.number)
         self._arena.prepare_rest()
 
     def close(self, timeout_s: float | None) -> None:
@@ -124,6 +124,8 @@ class SaveClient:
 
     def _on_report(self, report: Report) -> None:
         with self._lock:
+            if report.number not in self._under_way:
+                return  # given up already
             handle, slot = self._under_way[report.number]
             if isinstance(report, Released):
                 self._under_way[report.number] = (handle, None)
@@ -136,14 +138,23 @@ class SaveClient:
 
     def _on_death(self, error: SaverDied) -> None:
         with self._lock:
-            lost, self._under_way = list(self._under_way.values()), {}
             self._writer = None
             self._deaths.append(error)
-        for handle, _ in lost:
-            handle._fail(error)
-        for _, slot in lost:
-            if slot is not None:
-                self._arena.release(slot)
+            lost, self._under_way = list(self._under_way.values()), {}
+        for handle, slot in lost:
+            self._give_up(handle, slot, error)
+
+    def _missed(self, number: int) -> None:
+        """The writer died, and its death was reported, just before this job was known to be under way."""
+        with self._lock:
+            handle, slot = self._under_way.pop(number, (None, None))
+        if handle is not None:
+            self._give_up(handle, slot, SaverDied("the saver process died", "The next save starts a new one"))
+
+    def _give_up(self, handle: SaveHandle, slot: int | None, error: SaverDied) -> None:
+        handle._fail(error)
+        if slot is not None:
+            self._arena.release(slot)
 
 
 def _tell(handle: SaveHandle, report: Report) -> None:
