@@ -61,6 +61,23 @@ def test_checkpoint_of_two_ranks_restores_in_one(places: tuple[Path, Path]) -> N
         run_ranks("ddp_train", 1, meet, str(folder), "3", "-1")
 
 
+def test_a_store_that_fails_rank_zero_fails_every_rank_at_once(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    (folder / "ddp").mkdir()
+    (folder / "ddp" / "attempts").write_text("a file where a folder should be")
+    with pytest.raises(AssertionError) as caught:
+        run_ranks("ddp_train", 2, meet, str(folder), "2", "1", timeout=60)
+    assert str(caught.value).count("store_unavailable: ") == 2
+
+
+def test_an_unforeseen_error_of_one_rank_is_told_to_the_others(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    run_ranks("ddp_train", 2, meet, str(folder), "2", "1")
+    with pytest.raises(AssertionError) as caught:
+        run_ranks("ddp_train", 2, meet, str(folder), "3", "-1", "broken", timeout=60)
+    assert "error: rank 1 cannot restore: RuntimeError('a hook of rank 1 fails')" in str(caught.value)
+
+
 def test_ranks_with_different_models_are_refused(places: tuple[Path, Path]) -> None:
     meet, folder = places
     with pytest.raises(AssertionError, match=r"unsupported_object: ranks \[1\] hold modules that differ"):

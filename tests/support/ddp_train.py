@@ -1,6 +1,6 @@
 """A rank of a data-parallel run: `ddp_train FOLDER STEPS SAVE_AT [MODE]`. Prints the losses as exact floats.
 
-It restores what there is, trains to STEPS, saving at SAVE_AT. MODE: forbid-collectives, different, accumulate.
+It restores what there is, trains to STEPS, saving at SAVE_AT. MODE: forbid-collectives, different, accumulate, broken.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def main() -> None:
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
     if mode != "different":
         model = DistributedDataParallel(model)
+    if mode == "broken" and rank == 1:
+        model.module.register_state_dict_pre_hook(broken)  # type: ignore[union-attr]
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     sched = torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, total_steps=100)
     seed_all(100 + rank)
@@ -70,6 +72,11 @@ def accumulate(folder: str, rank: int) -> None:
     after = [parameter.grad for parameter in model.parameters()]
     same = all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(before, after, strict=True))
     print("same gradients" if same else "other gradients")
+
+
+def broken(*_: object) -> None:
+    """A hook that fails."""
+    raise RuntimeError("a hook of rank 1 fails")
 
 
 def forbid_collectives() -> None:

@@ -12,7 +12,7 @@ from ckpt.capture.state import RNG, Subject
 from ckpt.config import Config
 from ckpt.distributed import World
 from ckpt.restoring.plan import RestorePlan, plan_restore
-from ckpt.restoring.resolve import candidates, roll_forward, settle, take_lease
+from ckpt.restoring.resolve import candidates, settle, take_lease
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.documents import JSON, Manifest
 from ckptstore.errors import CkptError, CorruptObject, NoCheckpoint, ObjectMissing, StateMismatch
@@ -74,9 +74,7 @@ class Restorer:
         started = time.perf_counter()
         settle(self._config)
         self._world.gather(None)  # on all hosts
-        if self._world.rank == 0:
-            roll_forward(self._source, self._config)
-        found = candidates(self._source, reference) if self._world.rank == 0 else iter(())
+        found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
         while (checkpoint := self._next(found)) is not None:
             outcome = self._attempt(subject, checkpoint, strict)
@@ -115,6 +113,10 @@ class Restorer:
             placed = self._place(subject, checkpoint, strict)
         except CkptError as caught:
             error = caught
+        except Exception as caught:
+            # The others must not wait for a rank that will never answer.
+            self._world.gather(CkptError(f"rank {self._world.rank} cannot restore: {caught!r}"))
+            raise
         errors: list[CkptError] = [found for found in self._world.gather(error) if found is not None]
         if placed is not None and not errors:
             return placed

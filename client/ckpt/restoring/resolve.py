@@ -33,7 +33,7 @@ def settle(config: Config) -> None:
         )
 
 
-def roll_forward(source: Source, config: Config) -> None:
+def _roll_forward(source: Source, config: Config) -> None:
     """Commit what lacks nothing but the commit."""
     if isinstance(source, StoreSource):
         for attempt in undecided_attempts(source.store, config.run):
@@ -44,8 +44,12 @@ def roll_forward(source: Source, config: Config) -> None:
                 logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)
 
 
-def candidates(source: Source, reference: Reference) -> Iterator[Checkpoint]:
-    """What to try, best first: all of the run's for its newest, else just the one that is named."""
+def candidates(source: Source, config: Config, reference: Reference) -> Iterator[Checkpoint]:
+    """What to try, best first: all of the run's for its newest, else just the one that is named.
+
+    The store is first touched when the first one is asked for.
+    """
+    _roll_forward(source, config)
     if reference.step is None:
         yield from source.candidates(reference.run)
     else:
