@@ -236,7 +236,7 @@ class Checkpointer:
     def _stage(
         self, client: SaveClient, captured: Captured, attempt: Attempt, metrics: dict[str, float], started: float
     ) -> SaveHandle:
-        if [leaf.entry for leaf in captured.leaves] != self._layout.entries:
+        if [leaf.slice for leaf in captured.leaves] != self._layout.slices:
             self._layout = Layout.of(captured.leaves)
         layout, slot = self._layout, None
         waiting = time.perf_counter()
@@ -256,7 +256,7 @@ class Checkpointer:
             slot=slot.number if slot is not None else None,
             attempt=str(attempt),
             created_at=system_clock(),
-            entries=layout.rows,
+            slices=layout.rows,
             aliases=captured.aliases,
             trees=captured.trees,
             local=captured.local,

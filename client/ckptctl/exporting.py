@@ -14,7 +14,8 @@ from ckptctl.exits import NotWritten
 from ckptstore.catalog import Checkpoint
 from ckptstore.documents import Content
 from ckptstore.errors import CkptError, InvalidRequest
-from ckptstore.reading import Progress, entry_bytes, fetch, plan_reads
+from ckptstore.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.reading import Progress, fetch
 from ckptstore.source import Source
 from ckptstore.stores.local import sync_folder
 from ckptstore.trees import leaves
@@ -81,7 +82,7 @@ def fetch_entries(
     """The bytes of the selected entries, every chunk checked. Raises Damaged, ObjectMissing or Unavailable."""
     sizes = entry_bytes(content)
     data = {name: bytearray(sizes[name]) for name in selection.entries}
-    reads = plan_reads(content, selection.entries)
+    reads = plan_reads(content, whole_entries(selection.entries))
     fetch(source, checkpoint, reads, {name: memoryview(buffer) for name, buffer in data.items()}, progress)
     return data
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ckptstore import names
+from ckptstore.boxes import same_dimensions
 from ckptstore.codecs import CODECS, MAX_CHUNK_BYTES
+from ckptstore.columns import column, concatenate
 from ckptstore.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ckptstore.documents import Committed, Content, Entries, Manifest, Receipt, Shard
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_DIGEST_BYTES = 16
 _MAX_NAME = 4096
 _MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
@@ -29,7 +34,7 @@ def _require(condition: bool, message: str) -> None:
         raise Wrong(message)
 
 
-def _same_length(what: str, *columns: Sequence[object]) -> None:
+def _same_length(what: str, *columns: Sized) -> None:
     _require(len({len(column) for column in columns}) == 1, f"columns of {what} differ in length")
 
 
@@ -62,34 +67,37 @@ def check_committed(committed: Committed) -> None:
 
 def check_content(content: Content) -> None:
     """Columns fit each other, and everything that is named exists. Raises Wrong or BadInput."""
-    raw_bytes = [_check_shard(shard) for shard in content.shards]
-    _require(len({shard.name for shard in content.shards}) == len(content.shards), "two shards of one name")
-    sizes = _check_entries(content.entries)
-    _check_slices(content, sizes, raw_bytes)
-    known = set(content.entries.name)
+    shards, entries = content.shards, content.entries
+    _require(len({shard.name for shard in shards}) == len(shards), "two shards of one name")
+    _check_chunks(shards)
+    _check_entries(entries)
+    _check_slices(content)
+    known = set(entries.name)
     for alias, name in content.aliases.items():
         _require(len(alias) <= _MAX_NAME and alias not in known, f"alias {alias[:80]!r} is not allowed")
         _require(name in known, f"alias {alias[:80]!r} names no entry")
 
 
-def _check_shard(shard: Shard) -> int:
-    """Raw bytes of the shard."""
-    chunks = shard.chunks
-    names.check_shard(shard.name)
-    _same_length("chunks", chunks.raw, chunks.stored, chunks.codec, chunks.digest)
-    _require(all(0 < size <= MAX_CHUNK_BYTES for size in chunks.raw), "a chunk's raw size is out of bounds")
-    _require(all(0 < size <= MAX_CHUNK_BYTES for size in chunks.stored), "a chunk's size is out of bounds")
-    _require(set(chunks.codec) <= set(CODECS), "a chunk's codec is unknown")
-    _require(all(map(_is_digest, chunks.digest)), "a chunk's digest is not 32 digits")
-    return sum(chunks.raw)
+def _check_chunks(shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        chunks = shard.chunks
+        names.check_shard(shard.name)
+        _same_length("chunks", chunks.raw, chunks.stored, chunks.codec)
+        _require(len(chunks.digest) == _DIGEST_BYTES * len(chunks.raw), "a chunk has no digest")
+        _require(len(set(chunks.codecs)) == len(chunks.codecs) <= len(CODECS), "codecs are named twice")
+        _require(set(chunks.codecs) <= set(CODECS), "a chunk's codec is unknown")
+        _require(int(chunks.codec.max(initial=-1)) < len(chunks.codecs), "a chunk names no codec")
+    raw = concatenate(shard.chunks.raw for shard in shards)
+    stored = concatenate(shard.chunks.stored for shard in shards)
+    _require(bool(((raw > 0) & (raw <= MAX_CHUNK_BYTES)).all()), "a chunk's raw size is out of bounds")
+    _require(bool(((stored > 0) & (stored <= MAX_CHUNK_BYTES)).all()), "a chunk's size is out of bounds")
 
 
 def _is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
-def _check_entries(entries: Entries) -> list[int]:
-    """Bytes of each entry."""
+def _check_entries(entries: Entries) -> None:
     _same_length("entries", entries.name, entries.dtype, entries.shape)
     _require(len(set(entries.name)) == len(entries.name), "two entries of one name")
     _require(all(0 < len(name) <= _MAX_NAME for name in entries.name), "an entry's name is empty or too long")
@@ -99,25 +107,20 @@ def _check_entries(entries: Entries) -> list[int]:
         all(0 <= size <= _MAX_BYTES for shape in entries.shape for size in shape),
         "a dimension is out of bounds",
     )
-    sizes = [prod(s) * ITEM_BYTES[d] for s, d in zip(entries.shape, entries.dtype, strict=True)]
+    sizes = (prod(s) * ITEM_BYTES[d] for s, d in zip(entries.shape, entries.dtype, strict=True))
     _require(all(size <= _MAX_BYTES for size in sizes), "an entry's size is out of bounds")
-    return sizes
 
 
-def _check_slices(content: Content, entry_bytes: list[int], shard_bytes: list[int]) -> None:
+def _check_slices(content: Content) -> None:
     slices, entries = content.slices, content.entries
-    _same_length("slices", slices.entry, slices.shard, slices.at, slices.box)
-    _require(all(0 <= index < len(entry_bytes) for index in slices.entry), "a slice names no entry")
-    _require(all(0 <= index < len(shard_bytes) for index in slices.shard), "a slice names no shard")
-    for entry, shard, at, box in zip(slices.entry, slices.shard, slices.at, slices.box, strict=True):
-        size = entry_bytes[entry]
-        if box is not None:
-            shape = entries.shape[entry]
-            rank = len(shape)
-            _require(len(box) == 2 * rank, "a box has a wrong shape")
-            for offset, length, limit in zip(box, box[rank:], shape, strict=False):
-                if not (0 <= offset <= limit and 0 <= length <= limit - offset):
-                    raise Wrong("a box leaves its entry")
-            size = prod(box[rank:]) * ITEM_BYTES[entries.dtype[entry]]
-        if not 0 <= at <= shard_bytes[shard] - size:
-            raise Wrong("a slice leaves its shard")
+    _same_length("slices", slices.entry, slices.shard, slices.at)
+    _require(int(slices.entry.max(initial=-1)) < len(entries.name), "a slice names no entry")
+    _require(int(slices.shard.max(initial=-1)) < len(content.shards), "a slice names no shard")
+    dimensions = column(len(shape) for shape in entries.shape)[slices.entry]
+    _require(len(slices.box) == 2 * int(dimensions.sum()), "boxes and slices differ in number")
+    shard_bytes = column(int(shard.chunks.raw.sum()) for shard in content.shards)
+    for group in same_dimensions(content, np.arange(len(slices.entry))):
+        inside = (group.offsets <= group.shapes) & (group.sizes <= group.shapes - group.offsets)
+        _require(bool(inside.all()), "a box leaves its entry")
+        room = shard_bytes[slices.shard[group.rows]] - group.bytes
+        _require(bool((slices.at[group.rows] <= room).all()), "a slice leaves its shard")

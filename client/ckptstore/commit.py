@@ -20,8 +20,10 @@ from dataclasses import dataclass
 
 from ckptstore import names
 from ckptstore.clock import Clock
+from ckptstore.columns import Column, column, concatenate
 from ckptstore.documents import (
     FORMAT,
+    JSON,
     Committed,
     Content,
     Entries,
@@ -42,7 +44,9 @@ from ckptstore.documents import (
 )
 from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.planning import check_cover
 from ckptstore.stores import Store
+from ckptstore.trees import merge_trees
 
 _TRIES = 3
 
@@ -179,15 +183,16 @@ def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
     )
     # What no reader would take must not be committed.
     check_manifest(manifest, f"the manifest of attempt {first.attempt}")
+    check_cover(manifest.content)
     return manifest
 
 
 def _merge_content(contents: Sequence[Content]) -> Content:
     shards: list[Shard] = []
     entries = Entries(name=[], dtype=[], shape=[])
-    slices = Slices(entry=[], shard=[], at=[], box=[])
+    columns: dict[str, list[Column]] = {"entry": [], "shard": [], "at": [], "box": []}
     aliases: dict[str, str] = {}
-    trees: dict[str, object] = {}
+    trees: dict[str, JSON] = {}
     index: dict[str, int] = {}
     for content in contents:
         for name, dtype, shape in zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True):
@@ -198,13 +203,16 @@ def _merge_content(contents: Sequence[Content]) -> Content:
                 entries.shape.append(shape)
             elif (entries.dtype[at], entries.shape[at]) != (dtype, shape):
                 raise CorruptObject(f"two ranks disagree about the type or shape of entry {name!r}")
-        slices.entry.extend(index[content.entries.name[i]] for i in content.slices.entry)
-        slices.shard.extend(len(shards) + i for i in content.slices.shard)
-        slices.at.extend(content.slices.at)
-        slices.box.extend(content.slices.box)
+        slices = content.slices
+        columns["entry"].append(column(index[name] for name in content.entries.name)[slices.entry])
+        columns["shard"].append(slices.shard + len(shards))
+        columns["at"].append(slices.at)
+        columns["box"].append(slices.box)
         shards.extend(content.shards)
         aliases.update(content.aliases)
-        trees.update(content.trees)
+        for item, tree in content.trees.items():
+            trees[item] = merge_trees(trees[item], tree) if item in trees else tree
+    slices = Slices(**{name: concatenate(parts) for name, parts in columns.items()})
     return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=trees)
 
 
@@ -213,8 +221,8 @@ def _summarize(manifest: Manifest) -> Summary:
     return Summary(
         world_size=manifest.world_size,
         created_at=manifest.created_at,
-        raw_bytes=sum(sum(shard.chunks.raw) for shard in content.shards),
-        stored_bytes=sum(sum(shard.chunks.stored) for shard in content.shards),
+        raw_bytes=sum(int(shard.chunks.raw.sum()) for shard in content.shards),
+        stored_bytes=sum(int(shard.chunks.stored.sum()) for shard in content.shards),
         num_entries=len(content.entries.name),
         num_shards=len(content.shards),
         metrics=manifest.metrics,

@@ -16,10 +16,14 @@ import zstandard
 
 from ckptstore import checks, names
 from ckptstore.codecs import Buffer
+from ckptstore.columns import Column, decode_hook, encode_hook
 from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
 
 FORMAT = 1
 """Version of everything on the store. A reader refuses newer ones and reads all older ones."""
+
+DIGEST_BYTES = 16
+"""Length of a checksum."""
 
 MAX_SEALED_BYTES = 256 << 20
 MAX_MANIFEST_BYTES = 4 << 30
@@ -40,16 +44,26 @@ class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     pass
 
 
-class Chunks(_Document, frozen=True):
+class Chunks(_Document, frozen=True, eq=False):
     """The chunks of one shard, as columns. They lie back to back, in this order, from byte 0 to the end."""
 
-    raw: list[int]
+    raw: Column
     """Bytes before encoding."""
-    stored: list[int]
+    stored: Column
     """Bytes in the shard."""
-    codec: list[str]
-    digest: list[str]
-    """xxh3-128 of the stored bytes."""
+    codec: Column
+    """Index into codecs."""
+    codecs: list[str]
+    digest: bytes
+    """xxh3-128 of the stored bytes, 16 bytes for each chunk."""
+
+    def codec_of(self, chunk: int) -> str:
+        """Name of a chunk's codec."""
+        return self.codecs[int(self.codec[chunk])]
+
+    def digest_of(self, chunk: int) -> str:
+        """A chunk's digest in hexadecimal digits."""
+        return self.digest[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)].hex()
 
 
 class Shard(_Document, frozen=True):
@@ -68,22 +82,23 @@ class Entries(_Document, frozen=True):
     shape: list[list[int]]
 
 
-class Slices(_Document, frozen=True):
+class Slices(_Document, frozen=True, eq=False):
     """Where the elements of entries lie, as columns.
 
     A slice is a row-major box of an entry, at byte `at` of the raw (decoded) stream of a shard.
     """
 
-    entry: list[int]
+    entry: Column
     """Index into Entries."""
-    shard: list[int]
+    shard: Column
     """Index into the manifest's shards; always 0 in a receipt."""
-    at: list[int]
-    box: list[list[int] | None]
-    """None: the whole entry; else its offsets, then its sizes, in one list."""
+    at: Column
+    box: Column
+    """All boxes, one after the other: the offsets of one, then its sizes; twice as many numbers as its entry has
+    dimensions."""
 
 
-class Content(_Document, frozen=True):
+class Content(_Document, frozen=True, eq=False):
     """What a writer, or all of them, stored."""
 
     shards: list[Shard]
@@ -92,7 +107,7 @@ class Content(_Document, frozen=True):
     aliases: dict[str, str]
     """Further names of an entry (tied weights): alias to entry name."""
     trees: dict[str, JSON]
-    """State that all ranks share, by item (model, optim, ...), as tagged JSON (trees.py)."""
+    """State that belongs to no single rank, by item (model, optim, ...), as tagged JSON (trees.py)."""
 
 
 class Receipt(_Document, frozen=True):
@@ -206,7 +221,7 @@ def seal(document: Sealed) -> bytes:
     """
     if isinstance(document, Receipt) and not all(map(isfinite, document.metrics.values())):
         raise InvalidRequest(f"metrics {document.metrics} are not all finite", "Leave out nan and inf")
-    body = msgspec.json.encode(document)
+    body = msgspec.json.encode(document, enc_hook=encode_hook)
     return body + _trailer(body)
 
 
@@ -237,7 +252,7 @@ def pack_manifest(manifest: Manifest) -> bytes:
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The canonical JSON of a manifest: equal receipts give equal bytes."""
-    return msgspec.json.encode(manifest)
+    return msgspec.json.encode(manifest, enc_hook=encode_hook)
 
 
 def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manifest:
@@ -279,7 +294,7 @@ def _decode(body: bytes, kind: type[_D], key: str) -> _D:
             raise UnsupportedFormat(
                 f"{key} has format version {version}, this program reads up to {FORMAT}", "Upgrade ckptd"
             )
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind, dec_hook=decode_hook)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error
 

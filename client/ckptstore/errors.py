@@ -10,19 +10,23 @@
     │   └── StateMismatch       state_mismatch
     ├── NotFound            what was asked for does not exist
     │   ├── NoCheckpoint        no_checkpoint
-    │   └── ObjectMissing       object_missing
+    │   ├── ObjectMissing       object_missing
+    │   └── NoRestore           no_restore
     ├── Damaged             stored bytes are not what was written, or not readable by this version
     │   ├── CorruptObject       corrupt
     │   └── UnsupportedFormat   unsupported_format
     ├── Conflict            somebody else decided otherwise, or still needs the object
     │   ├── AttemptAborted      attempt_aborted
-    │   └── CheckpointHeld      checkpoint_held
+    │   ├── CheckpointHeld      checkpoint_held
+    │   ├── RestoreEnded        restore_ended
+    │   └── RestoreMismatch     restore_mismatch
     ├── Unavailable         the outside world failed; trying again may help
     │   ├── StoreUnavailable    store_unavailable
     │   ├── StoreFull           store_full
     │   ├── StoreReadOnly       store_read_only
     │   ├── DaemonUnavailable   daemon_unavailable
-    │   └── IndexUnavailable    index_unavailable
+    │   ├── IndexUnavailable    index_unavailable
+    │   └── TooManyRestores     too_many_restores
     └── SaveFailed          a background save did not become durable
         ├── SaverDied           saver_died
         └── ReceiptsMissing     receipts_missing
@@ -122,6 +126,12 @@ class ObjectMissing(NotFound):
     code = "object_missing"
 
 
+class NoRestore(NotFound):
+    """The daemon knows no such restore session, or no more."""
+
+    code = "no_restore"
+
+
 class Damaged(CkptError):
     """Stored bytes cannot be trusted or cannot be understood."""
 
@@ -162,6 +172,18 @@ class CheckpointHeld(Conflict):
     code = "checkpoint_held"
 
 
+class RestoreEnded(Conflict):
+    """The restore session that a rank wants to join is over."""
+
+    code = "restore_ended"
+
+
+class RestoreMismatch(Conflict):
+    """The ranks of one restore session disagree about what they restore."""
+
+    code = "restore_mismatch"
+
+
 class Unavailable(CkptError):
     """The outside world failed; trying again may help."""
 
@@ -199,6 +221,13 @@ class IndexUnavailable(Unavailable):
     """The daemon's database did not answer."""
 
     code = "index_unavailable"
+
+
+class TooManyRestores(Unavailable):
+    """The daemon watches over as many restore sessions as it can."""
+
+    code = "too_many_restores"
+    http_status = 429
 
 
 class SaveFailed(CkptError):

@@ -22,14 +22,21 @@ def take_lease(store: Store, run: str, attempt: Attempt, holder: str, ttl_s: flo
 
     Raises NoCheckpoint if the checkpoint is being deleted.
     """
-    now = clock()
-    lease = new_ulid(now)
-    document = Lease(format=FORMAT, kind="lease", attempt=str(attempt), holder=holder, expires_at=now + ttl_s)
-    store.put(_key(run, lease), seal(document))
+    lease = new_ulid(clock())
+    renew_lease(store, run, lease, attempt, holder, ttl_s, clock)
     if any(info.key == names.tombstone_key(run, attempt) for info in store.list(names.tombstones_prefix(run))):
         release_lease(store, run, lease)
         raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "Use another checkpoint")
     return lease
+
+
+def renew_lease(store: Store, run: str, lease: str, attempt: Attempt, holder: str, ttl_s: float, clock: Clock) -> None:
+    """Let a lease that still holds last `ttl_s` seconds from now; durable on return.
+
+    One that has expired cannot be renewed: take another, because a deletion may have begun.
+    """
+    document = Lease(format=FORMAT, kind="lease", attempt=str(attempt), holder=holder, expires_at=clock() + ttl_s)
+    store.put(_key(run, check_ulid(lease)), seal(document))
 
 
 def release_lease(store: Store, run: str, lease: str) -> None:

@@ -1,44 +1,64 @@
-"""The shard file: a raw stream of entries cut into chunks, each encoded on its own, back to back.
+"""The shard file: a raw stream of slices cut into chunks, each encoded on its own, back to back.
 
-Entries are ordered by falling element size, so that every entry is aligned in the raw stream without
+Slices are ordered by falling element size, so that every one is aligned in the raw stream without
 padding, and a chunk never mixes element types. Planning is pure; `encode_chunk` does the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
+import numpy as np
+
+from ckptstore import boxes
+from ckptstore.boxes import Box
 from ckptstore.codecs import Buffer, best_codec, encode
+from ckptstore.columns import column
 from ckptstore.documents import Chunks, Entries, Slices, digest
 from ckptstore.dtypes import ITEM_BYTES
 
 CHUNK_BYTES = 8 << 20
-"""Raw size of a full chunk."""
-_OWN_CHUNK_BYTES = 1 << 20
-"""An entry of at least this size starts a chunk of its own; smaller ones share."""
+"""Raw size of a chunk at most."""
+EVEN_PARTS = 8
+"""Chunks end where an even split of an entry's first dimension by this number does, so that ranks which hold
+such parts read whole chunks and nothing else."""
+_OWN_CHUNK_BYTES = 64 << 10
+"""A slice of at least this size starts a chunk of its own, and is cut into chunks no smaller than this."""
+_SHARED_CHUNK_BYTES = 1 << 20
+"""Smaller slices share chunks of at most this size."""
+_BLOCK_BYTES = 256 << 10
+"""A chunk that is cut for its size alone is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor or array to be stored whole."""
+class Slice:
+    """A box of an entry, to be stored by one writer."""
 
-    name: str
+    entry: str
     dtype: str
     shape: tuple[int, ...]
+    """Of the entry."""
+    box: Box
+
+    @staticmethod
+    def whole(entry: str, dtype: str, shape: tuple[int, ...]) -> Slice:
+        """All of an entry."""
+        return Slice(entry, dtype, shape, boxes.whole(shape))
 
     @property
     def bytes(self) -> int:
         """Size of its elements."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+        return prod(boxes.sizes(self.box)) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An entry and where it begins in the raw stream of its shard."""
+    """A slice and where it begins in the raw stream of its shard."""
 
-    entry: Entry
+    slice: Slice
     at: int
 
 
@@ -49,6 +69,8 @@ class ChunkSpan:
     at: int
     bytes: int
     dtype: str
+    shared: bool = False
+    """It holds small slices, and may take more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +84,13 @@ class EncodedChunk:
     digest: str
 
 
-def place_entries(entries: Iterable[Entry]) -> list[Placed]:
-    """The order and offsets of entries in a raw stream. Pure; equal input gives equal output."""
-    ordered = sorted(entries, key=lambda entry: (-ITEM_BYTES[entry.dtype], entry.dtype))
+def place_slices(slices: Iterable[Slice]) -> list[Placed]:
+    """The order and offsets of slices in a raw stream. Pure; equal input gives equal output."""
+    ordered = sorted(slices, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece.dtype))
     placed, at = [], 0
-    for entry in ordered:
-        placed.append(Placed(entry, at))
-        at += entry.bytes
+    for piece in ordered:
+        placed.append(Placed(piece, at))
+        at += piece.bytes
     return placed
 
 
@@ -76,17 +98,39 @@ def plan_chunks(placed: Sequence[Placed]) -> list[ChunkSpan]:
     """How to cut the raw stream: without gaps, one element type per chunk, whole elements. Pure."""
     spans: list[ChunkSpan] = []
     for place in placed:
-        at, end, dtype = place.at, place.at + place.entry.bytes, place.entry.dtype
-        while at < end:
-            size = min(end - at, CHUNK_BYTES)
-            last = spans[-1] if spans else None
-            joins = last is not None and last.dtype == dtype and place.entry.bytes < _OWN_CHUNK_BYTES
-            if last is not None and joins and last.bytes + size <= CHUNK_BYTES:
-                spans[-1] = ChunkSpan(last.at, last.bytes + size, dtype)
-            else:
-                spans.append(ChunkSpan(at, size, dtype))
-            at += size
+        size, dtype = place.slice.bytes, place.slice.dtype
+        last = spans[-1] if spans else None
+        if size >= _OWN_CHUNK_BYTES:
+            spans += [ChunkSpan(place.at + start, end - start, dtype) for start, end in pairwise(_cuts(place.slice))]
+        elif last is not None and last.dtype == dtype and last.bytes + size <= _SHARED_CHUNK_BYTES and last.shared:
+            spans[-1] = ChunkSpan(last.at, last.bytes + size, dtype, shared=True)
+        elif size:
+            spans.append(ChunkSpan(place.at, size, dtype, shared=True))
     return spans
+
+
+def _cuts(piece: Slice) -> Iterator[int]:
+    """Bytes of a large slice where chunks begin, and its end."""
+    yield 0
+    start = 0
+    for end in [*_even_cuts(piece), piece.bytes]:
+        count = -(-(end - start) // CHUNK_BYTES)
+        size = -(-(end - start) // (count * _BLOCK_BYTES)) * _BLOCK_BYTES
+        yield from range(start + size, end, size)
+        yield end
+        start = end
+
+
+def _even_cuts(piece: Slice) -> list[int]:
+    """Bytes of a slice where even parts of the entry's first dimension end."""
+    if not piece.shape:
+        return []
+    first, rows = boxes.offsets(piece.box)[0], boxes.sizes(piece.box)[0]
+    row_bytes = piece.bytes // rows
+    step = -(-piece.shape[0] // EVEN_PARTS)
+    if step * row_bytes < _OWN_CHUNK_BYTES:
+        return []
+    return [(row - first) * row_bytes for row in range((first // step + 1) * step, first + rows, step)]
 
 
 def encode_chunk(raw: memoryview, span: ChunkSpan, compress: bool) -> EncodedChunk:
@@ -98,30 +142,36 @@ def encode_chunk(raw: memoryview, span: ChunkSpan, compress: bool) -> EncodedChu
 
 def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:
     """The columns that describe the chunks of a shard in its receipt."""
+    codecs = sorted({chunk.codec for chunk in chunks})
     return Chunks(
-        raw=[chunk.raw for chunk in chunks],
-        stored=[chunk.stored for chunk in chunks],
-        codec=[chunk.codec for chunk in chunks],
-        digest=[chunk.digest for chunk in chunks],
+        raw=column(chunk.raw for chunk in chunks),
+        stored=column(chunk.stored for chunk in chunks),
+        codec=column(codecs.index(chunk.codec) for chunk in chunks),
+        codecs=codecs,
+        digest=bytes.fromhex("".join(chunk.digest for chunk in chunks)),
     )
 
 
-def entry_tables(placed: Sequence[Placed]) -> tuple[Entries, Slices]:
-    """The columns that describe whole entries of one shard in its receipt."""
-    entries = Entries(
-        name=[place.entry.name for place in placed],
-        dtype=[place.entry.dtype for place in placed],
-        shape=[list(place.entry.shape) for place in placed],
-    )
+def slice_tables(placed: Sequence[Placed]) -> tuple[Entries, Slices]:
+    """The columns that describe the slices of one shard in its receipt."""
+    index: dict[str, int] = {}
+    entries = Entries(name=[], dtype=[], shape=[])
+    for place in placed:
+        piece = place.slice
+        if piece.entry not in index:
+            index[piece.entry] = len(index)
+            entries.name.append(piece.entry)
+            entries.dtype.append(piece.dtype)
+            entries.shape.append(list(piece.shape))
     slices = Slices(
-        entry=list(range(len(placed))),
-        shard=[0] * len(placed),
-        at=[place.at for place in placed],
-        box=[None] * len(placed),
+        entry=column(index[place.slice.entry] for place in placed),
+        shard=np.zeros(len(placed), np.int64),
+        at=column(place.at for place in placed),
+        box=column(number for place in placed for number in place.slice.box),
     )
     return entries, slices
 
 
 def raw_bytes(placed: Sequence[Placed]) -> int:
     """Length of the raw stream."""
-    return placed[-1].at + placed[-1].entry.bytes if placed else 0
+    return placed[-1].at + placed[-1].slice.bytes if placed else 0

@@ -94,6 +94,33 @@ def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
     return unleaf(path, tree)
 
 
+def merge_trees(first: JSON, second: JSON) -> JSON:
+    """What two ranks say of one item: dicts are joined key by key, lists one after the other; else the first holds."""
+    if isinstance(first, list) and isinstance(second, list):
+        return first + second
+    ours, theirs = _pairs(first), _pairs(second)
+    if ours is None or theirs is None:
+        return first
+    if TAG not in first and TAG not in second:
+        joined = {key: merge_trees(value, second[key]) if key in second else value for key, value in ours}
+        return {**joined, **{key: value for key, value in theirs if key not in first}}
+    joint = [[key, merge_trees(value, other[0]) if (other := _values(theirs, key)) else value] for key, value in ours]
+    return {TAG: first.get(TAG, "dict"), "v": joint + [[key, v] for key, v in theirs if not _values(ours, key)]}
+
+
+def _pairs(tree: JSON) -> list[tuple[JSON, JSON]] | None:
+    """Keys and values of a dict, however its keys made it be written; None for anything else."""
+    if not isinstance(tree, dict):
+        return None
+    if TAG not in tree:
+        return list(tree.items())
+    return [(key, value) for key, value in tree["v"]] if tree[TAG] in _MAPPINGS.values() else None
+
+
+def _values(pairs: list[tuple[JSON, JSON]], key: JSON) -> list[JSON]:
+    return [value for other, value in pairs if other == key and type(other) is type(key)]
+
+
 def leaves(tree: JSON, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
     """(path, tagged object) of each tensor and array in a tree, in order. Raises CorruptObject like decode_tree."""
     _check_depth(depth, path)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
-from ckptstore.reading import DEFAULT_THREADS, ChunkRead, Progress, fetch_stored, plan_all, plan_reads
+from ckptstore.planning import ChunkRead, ShardRead, check_cover, plan_all
+from ckptstore.reading import DEFAULT_THREADS, Progress, check_chunk, fetch_stored
 from ckptstore.source import Source, read_manifest, read_receipt
 
 
@@ -41,7 +42,7 @@ def verify(
         return Verification(checkpoint, 0, 0, (checkpoint.problem,))
     try:
         manifest = read_manifest(source, checkpoint)
-        plan_reads(manifest.content, manifest.content.entries.name)
+        check_cover(manifest.content)
     except (Damaged, ObjectMissing) as error:
         return Verification(checkpoint, 0, 0, (str(error),))
     problems: list[str] = []
@@ -53,7 +54,7 @@ def verify(
 
     def check(read: ChunkRead) -> None:
         try:
-            fetch_stored(source, checkpoint, read)
+            check_chunk(checkpoint, read, fetch_stored(source, checkpoint, ShardRead((read,))))
         except (Damaged, ObjectMissing) as error:
             note(error)
         progress(read.stored)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.saving.messages import Channel, EntryRow, Job, Setup, Slot
+from ckpt.saving.messages import Channel, SliceRow, Job, Setup, Slot
 from ckpt.saving.presence import Presence, wait_for_orphans
 from ckpt.saving.segment import Segment
 from ckpt.saving.writers import _start
@@ -31,7 +31,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
     )  # fmt: skip
     job = Job(
         number=1, slot=0, attempt=str(attempt), created_at=system_clock(),
-        entries=[EntryRow("model/w", "float32", (COUNT,), 0)], aliases={},
+        slices=[SliceRow("model/w", "float32", (COUNT,), (0, COUNT), 0)], aliases={},
         trees={"model": {"w": {"$": "tensor", "name": "model/w"}}}, local={}, metrics={}, lease=None,
     )  # fmt: skip
     segment = Segment(COUNT * 4)

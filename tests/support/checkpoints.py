@@ -14,7 +14,7 @@ from ckptstore.clock import Clock, system_clock
 from ckptstore.commit import StoredReceipt, commit_attempt
 from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.shards import Entry, chunk_table, encode_chunk, entry_tables, place_entries, plan_chunks, raw_bytes
+from ckptstore.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, raw_bytes, slice_tables
 from ckptstore.stores import Store
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -43,10 +43,10 @@ def write_rank(
     clock: Clock = system_clock,
 ) -> StoredReceipt:
     """What one rank's saver writes: its shard (if it has arrays), then its receipt."""
-    placed = place_entries(Entry(name, str(a.dtype), a.shape) for name, a in arrays.items())
+    placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
     for place in placed:
-        raw[place.at : place.at + place.entry.bytes] = np.ascontiguousarray(arrays[place.entry.name]).tobytes()
+        raw[place.at : place.at + place.slice.bytes] = np.ascontiguousarray(arrays[place.slice.entry]).tobytes()
     chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
     shards = []
     if placed:
@@ -54,7 +54,7 @@ def write_rank(
             for chunk in chunks:
                 writer.write(chunk.data)
         shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks))]
-    entries, slices = entry_tables(placed)
+    entries, slices = slice_tables(placed)
     tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
     receipt = Receipt(
         format=FORMAT,

@@ -90,7 +90,18 @@ def running_daemon(
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "log"
         db_url = db_url or f"sqlite:///{folder}/index.db"
-        arguments = ["--store", store_url, "--db", db_url, "--port", "0", *_EAGER, *options]
+        arguments = [
+            "--store",
+            store_url,
+            "--db",
+            db_url,
+            "--cache",
+            f"{folder}/cache",
+            "--port",
+            "0",
+            *_EAGER,
+            *options,
+        ]
         inherited = os.environ if environment is None else environment
         clean = {name: value for name, value in inherited.items() if not name.startswith("CKPTD_")}
         clean |= {name: value for name, value in (environment or {}).items() if name.startswith("CKPTD_")}

@@ -15,7 +15,7 @@ from ckpt.dtypes import BY_NAME, NAMES
 from ckptstore.documents import JSON
 from ckptstore.dtypes import NUMPY
 from ckptstore.errors import CorruptObject, UnsupportedObject
-from ckptstore.shards import Entry
+from ckptstore.shards import Slice
 from ckptstore.trees import TAG, decode_bytes, encode_bytes, encode_tree, unsupported
 
 _INLINE_BYTES = 64 << 10
@@ -24,9 +24,9 @@ _INLINE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor to be staged, under its entry's name."""
+    """A tensor to be staged, and what of which entry it is."""
 
-    entry: Entry
+    slice: Slice
     tensor: torch.Tensor
 
 
@@ -93,7 +93,7 @@ class Collector:
             return known
         name = self._fresh(path)
         self._seen[key] = name
-        self.captured.leaves.append(Leaf(Entry(name, dtype, tuple(tensor.shape)), tensor.detach()))
+        self.captured.leaves.append(Leaf(Slice.whole(name, dtype, tuple(tensor.shape)), tensor.detach()))
         return name
 
     def _fresh(self, path: str) -> str:

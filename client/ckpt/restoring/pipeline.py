@@ -17,7 +17,8 @@ from ckptstore.catalog import Checkpoint, State
 from ckptstore.documents import JSON, Manifest
 from ckptstore.errors import CkptError, CorruptObject, NoCheckpoint, ObjectMissing, StateMismatch
 from ckptstore.names import Reference
-from ckptstore.reading import fetch, plan_reads
+from ckptstore.planning import plan_reads, whole_entries
+from ckptstore.reading import fetch
 from ckptstore.source import Source, read_manifest, read_receipt
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class Restorer:
             manifest = read_manifest(self._source, checkpoint)
             local = self._local_items(checkpoint, manifest, strict)
             plan = plan_restore(manifest.content, local, subject, strict)
-            reads = plan_reads(manifest.content, plan.destinations.names)
+            reads = plan_reads(manifest.content, whole_entries(plan.destinations.names))
             fetch(self._source, checkpoint, reads, plan.destinations.buffers())
         except BaseException:
             if lease is not None:

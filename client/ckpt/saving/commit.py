@@ -23,7 +23,7 @@ from ckptstore.commit import (
 from ckptstore.documents import FORMAT, Content, Outcome, Receipt, Shard, seal
 from ckptstore.errors import AttemptAborted, ReceiptsMissing
 from ckptstore.names import Attempt
-from ckptstore.shards import Placed, entry_tables
+from ckptstore.shards import Placed, slice_tables
 from ckptstore.stores import Store
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ def write_receipt(
     shards = []
     if uploaded is not None:
         shards = [Shard(name=names.shard_name(setup.rank), rank=setup.rank, chunks=uploaded.chunks)]
-    entries, slices = entry_tables(placed)
+    entries, slices = slice_tables(placed)
     receipt = Receipt(
         format=FORMAT,
         kind="receipt",

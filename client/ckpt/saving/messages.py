@@ -47,12 +47,13 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     slot: int
 
 
-class EntryRow(msgspec.Struct, frozen=True, array_like=True):
-    """One staged entry and its offset in the slot."""
+class SliceRow(msgspec.Struct, frozen=True, array_like=True):
+    """One staged slice and its offset in the slot."""
 
-    name: str
+    entry: str
     dtype: str
     shape: tuple[int, ...]
+    box: tuple[int, ...]
     at: int
 
 
@@ -64,7 +65,7 @@ class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """None: this rank has no shard."""
     attempt: str
     created_at: float
-    entries: list[EntryRow]
+    slices: list[SliceRow]
     aliases: dict[str, str]
     trees: dict[str, JSON]
     local: dict[str, JSON]

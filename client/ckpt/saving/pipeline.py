@@ -24,7 +24,7 @@ from ckptstore.documents import seal
 from ckptstore.errors import CkptError
 from ckptstore.leases import release_lease
 from ckptstore.names import Attempt
-from ckptstore.shards import Entry, Placed, plan_chunks, raw_bytes
+from ckptstore.shards import Placed, Slice, plan_chunks, raw_bytes
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class SavePipeline:
 
     def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
         job, started = snapshot.job, time.perf_counter()
-        placed = [Placed(Entry(row.name, row.dtype, row.shape), row.at) for row in job.entries]
+        placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         uploaded = self._upload_shard(job, snapshot.raw, placed) if placed else None
         receipt = write_receipt(self._store, self._setup, job, placed, uploaded)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0

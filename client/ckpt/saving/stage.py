@@ -12,32 +12,36 @@ from dataclasses import dataclass
 import torch
 
 from ckpt.capture.leaves import Leaf
-from ckpt.saving.messages import EntryRow
+from ckpt.saving.messages import SliceRow
 from ckpt.saving.segment import Segment
-from ckptstore.shards import Entry, Placed, place_entries, raw_bytes
+from ckptstore.shards import Placed, Slice, place_slices, raw_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where the leaves of a snapshot lie in its slot: the raw stream of the shard to be."""
 
-    entries: list[Entry]
+    slices: list[Slice]
     """In the order of capture."""
     placed: list[Placed]
     order: list[int]
     """Index of the leaf at each place."""
-    rows: list[EntryRow]
+    rows: list[SliceRow]
     num_bytes: int
 
     @staticmethod
     def of(leaves: Sequence[Leaf]) -> Layout:
         """The layout that these leaves have in every save."""
-        entries = [leaf.entry for leaf in leaves]
-        placed = place_entries(entries)
-        index = {entry.name: i for i, entry in enumerate(entries)}
-        order = [index[place.entry.name] for place in placed]
-        rows = [EntryRow(place.entry.name, place.entry.dtype, place.entry.shape, place.at) for place in placed]
-        return Layout(entries, placed, order, rows, raw_bytes(placed))
+        slices = [leaf.slice for leaf in leaves]
+        placed = place_slices(slices)
+        index = {piece: i for i, piece in enumerate(slices)}
+        order = [index[place.slice] for place in placed]
+        rows = [
+            SliceRow(piece.entry, piece.dtype, piece.shape, piece.box, place.at)
+            for place in placed
+            for piece in [place.slice]
+        ]
+        return Layout(slices, placed, order, rows, raw_bytes(placed))
 
 
 class Stager:
@@ -71,8 +75,8 @@ class Stager:
             stream.synchronize()
 
     def _view(self, place: Placed, tensor: torch.Tensor) -> torch.Tensor:
-        flat = self._arena[place.at : place.at + place.entry.bytes]
-        if not place.entry.bytes:
+        flat = self._arena[place.at : place.at + place.slice.bytes]
+        if not place.slice.bytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return flat.view(tensor.dtype).view(tensor.shape)
 

@@ -18,7 +18,7 @@ from ckptstore.catalog import Checkpoint, State
 from ckptstore.documents import Content, Shard
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import Reference
-from ckptstore.reading import entry_bytes
+from ckptstore.planning import entry_bytes
 from ckptstore.source import Source, read_manifest
 from ckptstore.wire import CheckpointBody
 
@@ -111,9 +111,9 @@ def _shard(shard: Shard) -> ShardBody:
         name=shard.name,
         rank=shard.rank,
         num_chunks=len(shard.chunks.raw),
-        raw_bytes=sum(shard.chunks.raw),
-        stored_bytes=sum(shard.chunks.stored),
-        codecs=sorted(set(shard.chunks.codec)),
+        raw_bytes=int(shard.chunks.raw.sum()),
+        stored_bytes=int(shard.chunks.stored.sum()),
+        codecs=sorted(shard.chunks.codecs),
     )
 
 

@@ -1,0 +1,67 @@
+"""Columns of numbers: numpy arrays in memory, packed text in JSON. Pure.
+
+A column of non-negative integers is written as "u1:", "u2:", "u4:" or "u8:", the width of one number in bytes, then the
+little-endian numbers in base64. The smallest width that fits is used, so that equal columns are equal text.
+Numbers of a million slices decode in a tenth of the time of JSON's own lists (docs/decisions/0004).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+Column = np.ndarray[Any, np.dtype[np.int64]]
+"""One number per row."""
+
+_WIDTHS = ("u1", "u2", "u4", "u8")
+
+
+def column(numbers: Iterable[int] = ()) -> Column:
+    """A column of these numbers."""
+    return np.fromiter(numbers, np.int64)
+
+
+def concatenate(columns: Iterable[Column]) -> Column:
+    """One column after the other."""
+    return np.concatenate([column(), *columns])
+
+
+def pack(numbers: Column) -> str:
+    """The text of a column of non-negative numbers."""
+    top = int(numbers.max(initial=0))
+    width = next(width for width in _WIDTHS if top <= np.iinfo(width).max)
+    return f"{width}:{base64.b64encode(numbers.astype(f'<{width}').tobytes()).decode('ascii')}"
+
+
+def unpack(text: object) -> Column:
+    """The column that `pack` was given. Raises ValueError for anything that `pack` does not write."""
+    if not isinstance(text, str):
+        raise ValueError("a column is not text")
+    width, _, data = text.partition(":")
+    if width not in _WIDTHS:
+        raise ValueError(f"a column of {width[:8]!r}")
+    try:
+        numbers = np.frombuffer(binascii.a2b_base64(data, strict_mode=True), f"<{width}").astype(np.int64)
+    except binascii.Error as error:
+        raise ValueError(f"a column is not base64: {error}") from error
+    if numbers.min(initial=0) < 0:
+        raise ValueError("a number of a column is out of bounds")
+    return numbers
+
+
+def encode_hook(value: object) -> object:
+    """For msgspec: columns to text."""
+    if isinstance(value, np.ndarray):
+        return pack(value)
+    raise NotImplementedError(f"{type(value).__name__} is not part of a document")
+
+
+def decode_hook(kind: type, value: object) -> object:
+    """For msgspec: text to columns."""
+    if kind is Column or kind is np.ndarray:
+        return unpack(value)
+    raise NotImplementedError(f"{kind} is not part of a document")

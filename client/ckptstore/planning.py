@@ -1,0 +1,344 @@
+"""What to read: a pure plan from a manifest, and the boxes that somebody wants, to reads of shards.
+
+Any saved layout serves any wanted one: what counts is where the box of a slice and a wanted box overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ckptstore import boxes
+from ckptstore.boxes import Box, Matrix
+from ckptstore.columns import Column
+from ckptstore.documents import Content, Shard
+from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.errors import CorruptObject
+
+READ_BYTES = 16 << 20
+"""Stored bytes of neighbouring chunks that are fetched at once, at most; a larger chunk is fetched alone."""
+_GAP_SHARE = 32
+"""Of what one read fetches, at most this fraction is bytes that nobody asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A box of an entry that somebody wants, and where its row-major bytes go."""
+
+    entry: str
+    box: Box | None
+    """None: the whole entry."""
+    buffer: str
+    at: int = 0
+    """Byte of the buffer where the box begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a decoded chunk that go into one buffer: a copy between two strided arrays."""
+
+    buffer: str
+    at: int
+    """Byte of the decoded chunk."""
+    to: int
+    """Byte of the buffer."""
+    item: int
+    """Bytes of an element."""
+    shape: tuple[int, ...]
+    from_strides: tuple[int, ...]
+    """In bytes."""
+    to_strides: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """How many it copies."""
+        return prod(self.shape) * self.item
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the bytes lie together on both sides."""
+        return len(self.shape) == 1 and self.from_strides == self.to_strides == (self.item,)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """One chunk to fetch, and where its decoded bytes go."""
+
+    shard: str
+    index: int
+    offset: int
+    """Of the stored bytes in the shard."""
+    stored: int
+    raw: int
+    codec: str
+    digest: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def name(self) -> str:
+        """For error messages."""
+        return f"chunk {self.index} of {self.shard}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRead:
+    """A stretch of a shard that is fetched at once: chunks, in order, and small gaps between them."""
+
+    chunks: tuple[ChunkRead, ...]
+
+    @property
+    def shard(self) -> str:
+        """Name of the shard."""
+        return self.chunks[0].shard
+
+    @property
+    def offset(self) -> int:
+        """First byte of the shard."""
+        return self.chunks[0].offset
+
+    @property
+    def bytes(self) -> int:
+        """Length of the stretch."""
+        last = self.chunks[-1]
+        return last.offset + last.stored - self.offset
+
+
+def whole_entries(names: Iterable[str]) -> list[Want]:
+    """Each entry whole, in a buffer of its name."""
+    return [Want(name, None, name) for name in names]
+
+
+def entry_bytes(content: Content) -> dict[str, int]:
+    """Raw bytes of each entry."""
+    entries = content.entries
+    return {
+        name: prod(shape) * ITEM_BYTES[dtype]
+        for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
+    }
+
+
+def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
+    """The reads that bring all wanted boxes, every chunk once, in shard order. Pure.
+
+    Raises CorruptObject if the slices of a wanted box do not cover it exactly.
+    """
+    layouts: dict[int, _ShardLayout] = {}
+    pieces: dict[tuple[int, int], list[Piece]] = {}
+    for overlap in _overlaps(content, wants):
+        layout = layouts.setdefault(overlap.shard, _ShardLayout.of(content.shards[overlap.shard]))
+        for chunk, piece in _pieces(overlap, layout):
+            pieces.setdefault((overlap.shard, chunk), []).append(piece)
+    return _coalesce(
+        _chunk_read(content.shards[shard], layouts[shard], chunk, found)
+        for (shard, chunk), found in sorted(pieces.items(), key=lambda item: item[0])
+    )
+
+
+def plan_all(content: Content) -> list[ChunkRead]:
+    """Every chunk of a checkpoint, for verification. Pure."""
+    return [
+        _chunk_read(shard, layout, chunk, ())
+        for shard in content.shards
+        for layout in [_ShardLayout.of(shard)]
+        for chunk in range(len(shard.chunks.raw))
+    ]
+
+
+def check_cover(content: Content) -> None:
+    """CorruptObject unless the slices of every entry cover it exactly."""
+    for _ in _overlaps(content, whole_entries(content.entries.name)):
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Where a slice and a wanted box meet."""
+
+    want: Want
+    shard: int
+    at: int
+    """Byte of the slice in the raw stream of its shard."""
+    item: int
+    slice_box: Box
+    want_box: Box
+    box: Box
+
+
+def _overlaps(content: Content, wants: Iterable[Want]) -> Iterator[_Overlap]:
+    index = {name: number for number, name in enumerate(content.entries.name)}
+    for layer in _layers(wants):
+        yield from _layer_overlaps(content, layer, [index[want.entry] for want in layer])
+
+
+def _layers(wants: Iterable[Want]) -> list[list[Want]]:
+    """The wants, so that each list names an entry once."""
+    layers: list[list[Want]] = []
+    count: dict[str, int] = {}
+    for want in wants:
+        depth = count.get(want.entry, 0)
+        count[want.entry] = depth + 1
+        if depth == len(layers):
+            layers.append([])
+        layers[depth].append(want)
+    return layers
+
+
+def _layer_overlaps(content: Content, wants: Sequence[Want], entry_of: Sequence[int]) -> Iterator[_Overlap]:
+    entries, slices = content.entries, content.slices
+    want_boxes = [
+        boxes.whole(entries.shape[entry]) if want.box is None else want.box
+        for want, entry in zip(wants, entry_of, strict=True)
+    ]
+    covered = {number for number, box in enumerate(want_boxes) if 0 in boxes.sizes(box)}
+    want_of = np.full(len(entries.name), -1)
+    want_of[entry_of] = np.arange(len(wants))
+    rows = np.flatnonzero(want_of[slices.entry] >= 0) if len(slices.entry) else slices.entry
+    for group in boxes.same_dimensions(content, rows):
+        dimensions = group.offsets.shape[1]
+        matrix = np.zeros((len(wants), 2 * dimensions), np.int64)
+        for number, box in enumerate(want_boxes):
+            if len(box) == 2 * dimensions:
+                matrix[number] = box
+        numbers = want_of[slices.entry[group.rows]]
+        begin, length = matrix[numbers, :dimensions], matrix[numbers, dimensions:]
+        low = np.maximum(group.offsets, begin)
+        extent = np.minimum(group.offsets + group.sizes, begin + length) - low
+        meet = (extent > 0).all(axis=1)
+        numbers, low, extent = numbers[meet], low[meet], extent[meet]
+        covered |= _check_tiling(wants, want_boxes, numbers, low, extent)
+        own = np.concatenate([group.offsets, group.sizes], axis=1)[meet]
+        columns = (numbers, group.rows[meet], np.concatenate([low, extent], axis=1), own)
+        for number, row, box, slice_box in zip(*(part.tolist() for part in columns), strict=True):
+            want = wants[number]
+            item = ITEM_BYTES[entries.dtype[entry_of[number]]]
+            shard, at = int(slices.shard[row]), int(slices.at[row])
+            yield _Overlap(want, shard, at, item, tuple(slice_box), want_boxes[number], tuple(box))
+    if len(covered) < len(wants):
+        raise _gap(next(want for number, want in enumerate(wants) if number not in covered))
+
+
+def _check_tiling(
+    wants: Sequence[Want], want_boxes: Sequence[Box], numbers: Column, low: Matrix, extent: Matrix
+) -> set[int]:
+    """The wants among `numbers`, each of which must be covered by its overlaps."""
+    order = np.argsort(numbers, kind="stable")
+    found, begins = np.unique(numbers[order], return_index=True)
+    for number, rows in zip(found.tolist(), np.split(order, begins[1:]), strict=True):
+        box = want_boxes[number]
+        if not boxes.tile(low[rows] - np.array(boxes.offsets(box), np.int64), extent[rows], boxes.sizes(box)):
+            raise _gap(wants[number])
+    return set(found.tolist())
+
+
+def _gap(want: Want) -> CorruptObject:
+    return CorruptObject(
+        f"the slices of entry {want.entry!r} leave a gap or overlap",
+        "The checkpoint was written by a faulty program; use another one",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardLayout:
+    """Where each chunk of a shard begins, raw and stored; one more element marks the end."""
+
+    raw: Column
+    stored: Column
+
+    @staticmethod
+    def of(shard: Shard) -> _ShardLayout:
+        chunks = shard.chunks
+        return _ShardLayout(np.append(0, np.cumsum(chunks.raw)), np.append(0, np.cumsum(chunks.stored)))
+
+    def split(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """The bytes [at, end) of the raw stream by chunk: (chunk, where it begins, first byte, end)."""
+        chunk = int(np.searchsorted(self.raw, at, side="right")) - 1
+        while at < end:
+            begin, stop = int(self.raw[chunk]), min(end, int(self.raw[chunk + 1]))
+            yield chunk, begin, at, stop
+            at, chunk = stop, chunk + 1
+
+
+def _pieces(overlap: _Overlap, layout: _ShardLayout) -> Iterator[tuple[int, Piece]]:
+    """What each chunk gives to an overlap."""
+    item, at = overlap.item, overlap.at
+    shape, target = boxes.sizes(overlap.slice_box), boxes.sizes(overlap.want_box)
+    steps, target_steps = boxes.strides(shape), boxes.strides(target)
+    length = boxes.sizes(overlap.box)
+    begin = _minus(overlap.box, overlap.slice_box)
+    shift = _minus(overlap.slice_box, overlap.want_box)
+    first = _dot(begin, steps)
+    last = first + _dot([size - 1 for size in length], steps)
+    for chunk, start, low, high in layout.split(at + first * item, at + (last + 1) * item):
+        if (low - at) % item or (high - at) % item:
+            raise CorruptObject(f"chunk {chunk} cuts an element of entry {overlap.want.entry!r}")
+        for part in boxes.flat_boxes(shape, (low - at) // item, (high - at) // item):
+            corner = [max(a, b) for a, b in zip(boxes.offsets(part), begin, strict=True)]
+            ends = zip(boxes.offsets(part), boxes.sizes(part), begin, length, corner, strict=True)
+            sizes = [min(a + n, b + m) - c for a, n, b, m, c in ends]
+            if all(size > 0 for size in sizes):
+                source = at + _dot(corner, steps) * item - start
+                into = [c + s for c, s in zip(corner, shift, strict=True)]
+                to = overlap.want.at + _dot(into, target_steps) * item
+                yield chunk, Piece(overlap.want.buffer, source, to, item, *_merge(sizes, steps, target_steps, item))
+
+
+def _merge(
+    sizes: Sequence[int], steps: Sequence[int], target_steps: Sequence[int], item: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides in bytes, with dimensions joined that lie together on both sides."""
+    merged: list[tuple[int, int, int]] = [(1, item, item)]
+    for size, step, target_step in reversed(list(zip(sizes, steps, target_steps, strict=True))):
+        length, inner, target_inner = merged[-1]
+        if size == 1:
+            continue
+        if step * item == length * inner and target_step * item == length * target_inner:
+            merged[-1] = (length * size, inner, target_inner)
+        elif length == 1:
+            merged[-1] = (size, step * item, target_step * item)
+        else:
+            merged.append((size, step * item, target_step * item))
+    shape, from_strides, to_strides = zip(*reversed(merged), strict=True)
+    return shape, from_strides, to_strides
+
+
+def _minus(box: Box, other: Box) -> list[int]:
+    return [a - b for a, b in zip(boxes.offsets(box), boxes.offsets(other), strict=True)]
+
+
+def _dot(index: Sequence[int], steps: Sequence[int]) -> int:
+    return sum(i * step for i, step in zip(index, steps, strict=True))
+
+
+def _chunk_read(shard: Shard, layout: _ShardLayout, chunk: int, pieces: Sequence[Piece]) -> ChunkRead:
+    chunks = shard.chunks
+    return ChunkRead(
+        shard=shard.name,
+        index=chunk,
+        offset=int(layout.stored[chunk]),
+        stored=int(chunks.stored[chunk]),
+        raw=int(chunks.raw[chunk]),
+        codec=chunks.codec_of(chunk),
+        digest=chunks.digest_of(chunk),
+        pieces=tuple(pieces),
+    )
+
+
+def _coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
+    reads: list[ShardRead] = []
+    current: list[ChunkRead] = []
+    useful = 0
+    for chunk in chunks:
+        if current:
+            last = current[-1]
+            span = chunk.offset + chunk.stored - current[0].offset
+            gaps = span - useful - chunk.stored
+            if last.shard == chunk.shard and span <= READ_BYTES and gaps * _GAP_SHARE <= span:
+                current.append(chunk)
+                useful += chunk.stored
+                continue
+            reads.append(ShardRead(tuple(current)))
+        current, useful = [chunk], chunk.stored
+    return [*reads, ShardRead(tuple(current))] if current else reads
