@@ -11,7 +11,7 @@ import typer
 from ckptd import logs
 from ckptd.app import create_app
 from ckptd.server import serve as serve_app
-from ckptd.settings import Settings, default_db
+from ckptd.settings import Settings, default_cache, default_db
 from ckptstore.errors import CkptError
 
 _DEFAULTS = Settings(store="", db="")
@@ -45,6 +45,9 @@ def serve(
     host: Annotated[str, _knob("host")] = _DEFAULTS.host,
     port: Annotated[int, _knob("port", "0: any free one.")] = _DEFAULTS.port,
     insecure: Annotated[bool, _knob("insecure", "Listen beyond loopback without CKPTD_TOKEN.")] = _DEFAULTS.insecure,
+    cache: Annotated[str, _knob("cache", "Folder of the cache. Default: in the user's cache folder.")] = "",
+    cache_bytes: Annotated[int, _knob("cache_bytes", "0: no cache.")] = _DEFAULTS.cache_bytes,
+    store_reads: Annotated[int, _knob("store_reads", "For readers, at a time.")] = _DEFAULTS.store_reads,
     poll_seconds: Annotated[float, _knob("poll_seconds", "Between two listings.")] = _DEFAULTS.poll_seconds,
     commit_grace: Annotated[float, _knob("commit_grace_seconds")] = _DEFAULTS.commit_grace_seconds,
     collect_seconds: Annotated[float, _knob("collect_seconds")] = _DEFAULTS.collect_seconds,
@@ -62,6 +65,9 @@ def serve(
             port=port,
             token=os.environ.get("CKPTD_TOKEN", "").strip(),
             insecure=insecure,
+            cache=cache or default_cache(store),
+            cache_bytes=cache_bytes,
+            store_reads=store_reads,
             poll_seconds=poll_seconds,
             commit_grace_seconds=commit_grace,
             collect_seconds=collect_seconds,

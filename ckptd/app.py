@@ -6,29 +6,36 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import FastAPI
 
-from ckptd.api import changes, checkpoints, probes, problems
+from ckptd.api import changes, checkpoints, probes, problems, restores
 from ckptd.api.context import INDEX_THREADS, STORE_THREADS, Context, Threads
 from ckptd.api.middleware import Authentication, Requests
-from ckptd.index import Database, Index
+from ckptd.api.waiting import Waiting
+from ckptd.index import Database, Index, RestoreIndex
 from ckptd.metrics import Metrics
-from ckptd.services import Catalogue, Freshness, Objects, Protection, Pruning, Services, Synchronizing
+from ckptd.services import Catalogue, Freshness, Objects, Protection, Pruning, Restores, Services, Synchronizing
+from ckptd.services.cache import BlockCache, open_folder
 from ckptd.services.collecting import Collecting
 from ckptd.services.gauges import Gauges
 from ckptd.services.periodic import Periodic
 from ckptd.services.recovery import Recovery
+from ckptd.services.restore_leases import RestoreLeases
 from ckptd.settings import Settings
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import Store, open_store
 
 _LOG = logging.getLogger(__name__)
-_BACKGROUND_THREADS = 2
+_BACKGROUND_THREADS = 5
 _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
+_WATCH_S = 0.5
+_RENEW_S = 1.0
+_FORGET_S = 600.0
 
 
 def create_app(settings: Settings, store: Store | None = None, clock: Clock = system_clock) -> FastAPI:
@@ -47,25 +54,43 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
     recovery = Recovery(store, clock, settings.commit_grace_seconds)
     synchronizing = Synchronizing(store, index, recovery, freshness, metrics, clock)
+    cache = _open_cache(settings, store, metrics)
+    waiting = Waiting()
+    restore_index = RestoreIndex(database)
+    restore_leases = RestoreLeases(store, restore_index, metrics, clock, waiting.wake)
+    restores = Restores(store, restore_index, restore_leases, clock, waiting.wake)
     catalogue = Catalogue(index, freshness, store.url)
     services = Services(
         catalogue=catalogue,
         freshness=freshness,
-        objects=Objects(store, catalogue),
+        objects=Objects(store, catalogue, cache),
         protection=Protection(store, catalogue, clock),
         pruning=Pruning(store, synchronizing, metrics, clock),
+        restores=restores,
         synchronizing=synchronizing,
     )
-    metrics.registry.register(Gauges(index, freshness, clock))
+    metrics.registry.register(Gauges(index, restore_index, freshness, clock))
     collecting = Collecting(store, metrics, clock, settings.orphan_grace_seconds)
     background = [
         Periodic("synchronizing", synchronizing.round, settings.poll_seconds),
+        Periodic("forgetting", services.objects.forget_deleted, settings.poll_seconds),
         Periodic("collecting", collecting.round, settings.collect_seconds),
+        Periodic("watching restores", restores.watch, _WATCH_S),
+        Periodic("keeping leases of restores", restore_leases.round, _RENEW_S),
+        Periodic("forgetting restores", restores.forget, _FORGET_S),
     ]
-    return _assemble(Context(services, Threads(), metrics), settings.token, background, database)
+    return _assemble(Context(services, Threads(), metrics, waiting), settings.token, background, [cache, database])
 
 
-def _assemble(context: Context, token: str, background: list[Periodic], database: Database) -> FastAPI:
+def _open_cache(settings: Settings, store: Store, metrics: Metrics) -> BlockCache:
+    wanted = settings.cache and settings.cache_bytes
+    folder = open_folder(Path(settings.cache), store.url) if wanted else None
+    return BlockCache(store, folder, settings.cache_bytes, settings.store_reads, metrics)
+
+
+def _assemble(
+    context: Context, token: str, background: list[Periodic], closing: list[Database | BlockCache]
+) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for work in background:
@@ -73,7 +98,8 @@ def _assemble(context: Context, token: str, background: list[Periodic], database
         yield
         for work in background:
             work.stop(_STOP_TIMEOUT_S)
-        database.close()
+        for resource in closing:
+            resource.close()
 
     app = FastAPI(
         title="ckptd",
@@ -85,7 +111,7 @@ def _assemble(context: Context, token: str, background: list[Periodic], database
     )
     app.state.context = context
     problems.install(app)
-    for module in (probes, checkpoints, changes):
+    for module in (probes, checkpoints, changes, restores):
         app.include_router(module.router)
     # The last one added is the outermost.
     app.add_middleware(Authentication, token=token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class Metrics:
@@ -19,6 +19,12 @@ class Metrics:
             "ckptd_http_request_seconds", "Time to the end of the answer.", ["route"], registry=self.registry
         )
         self.read_bytes = counter("read_bytes", "Bytes of checkpoints sent to readers.")
+        self.cache_hits = counter("cache_hits", "Pieces answered from the cache, or by a read that was under way.")
+        self.cache_misses = counter("cache_misses", "Pieces that had to be read from the store.")
+        self.cache_served_bytes = counter("cache_served_bytes", "Bytes given to readers through the cache.")
+        self.cache_store_bytes = counter("cache_store_bytes", "Bytes read from the store for readers.")
+        self.cache_evictions = counter("cache_evictions", "Pieces removed from the cache to stay within its limit.")
+        self.cache_bytes = Gauge("ckptd_cache_bytes", "Bytes that the cache holds on disk.", registry=self.registry)
         self.store_errors = counter("store_errors", "Failures of the store.", "op", "code")
         self.rolled_forward = counter("rolled_forward", "Attempts committed because their own committer did not.")
         self.orphans_aborted = counter("orphans_aborted", "Unfinished attempts that were given up and deleted.")

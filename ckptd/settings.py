@@ -28,6 +28,12 @@ class Settings:
     """Bearer token that requests must carry; empty: none."""
     insecure: bool = False
     """Listen beyond loopback although there is no token."""
+    cache: str = ""
+    """Folder for what was read from the store, of this daemon alone; empty: none."""
+    cache_bytes: int = 10 << 30
+    """It holds no more; 0: nothing."""
+    store_reads: int = 16
+    """Reads of the store for readers, at a time; each holds up to 4 MiB in memory."""
     poll_seconds: float = 10.0
     """Between two listings of the store."""
     commit_grace_seconds: float = 5.0
@@ -47,6 +53,10 @@ class Settings:
             raise InvalidRequest(f"port {self.port} is not a port", "Use 0 to 65535")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise InvalidRequest(f"log level {self.log_level!r} is unknown", "Use debug, info, warning or error")
+        if self.cache_bytes < 0 or self.store_reads < 1:
+            raise InvalidRequest(
+                f"cache_bytes is {self.cache_bytes}, store_reads {self.store_reads}", "Use at least 0 and 1"
+            )
         for name in ("poll_seconds", "collect_seconds"):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a positive number of seconds")
@@ -64,6 +74,12 @@ def default_db(store: str) -> str:
     """The index in the user's state folder ($XDG_STATE_HOME, else ~/.local/state): one file per store."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return f"sqlite:///{state / 'ckptd' / digest(store.encode())[:16]}.db"
+
+
+def default_cache(store: str) -> str:
+    """The cache in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache): one folder per store."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return str(caches / "ckptd" / digest(store.encode())[:16])
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -11,9 +11,9 @@ from starlette.responses import Response, StreamingResponse
 from ckptd.api.context import Context
 from ckptd.api.problems import problem_response
 from ckptd.api.ranges import ByteRange, Unsatisfiable, parse_range
+from ckptd.metrics import Metrics
 from ckptd.services.objects import StoredObject
 
-_PIECE_BYTES = 4 << 20
 _MEDIA_TYPE = "application/octet-stream"
 
 
@@ -39,11 +39,16 @@ async def object_response(request: Request, context: Context, stored: StoredObje
     headers["Content-Length"] = str(wanted.count)
     if asked:
         headers["Content-Range"] = f"bytes {asked.offset}-{asked.offset + asked.count - 1}/{stored.bytes}"
+    fresh = "no-cache" in request.headers.get("cache-control", "").lower()
+
+    async def read(wanted: ByteRange) -> memoryview:
+        return await context.threads.store(
+            context.services.objects.read, stored, wanted.offset, wanted.count, fresh=fresh
+        )
+
     # The first piece is read before the status is sent, so that a missing object is still a 404.
-    first = await _read(context, stored, wanted)
-    return StreamingResponse(
-        _pieces(context, stored, wanted, first), 206 if asked else 200, headers, media_type=_MEDIA_TYPE
-    )
+    pieces = _pieces(read, context.metrics, wanted, await read(wanted))
+    return StreamingResponse(pieces, 206 if asked else 200, headers, media_type=_MEDIA_TYPE)
 
 
 def matches(header: str | None, etag: str) -> bool:
@@ -58,19 +63,14 @@ def _may_be_partial(request: Request, etag: str) -> bool:
     return request.headers.get("if-range", etag) == etag
 
 
-async def _read(context: Context, stored: StoredObject, wanted: ByteRange) -> memoryview:
-    count = min(wanted.count, _PIECE_BYTES)
-    return await context.threads.store(context.services.objects.read, stored, wanted.offset, count)
-
-
 async def _pieces(
-    context: Context, stored: StoredObject, wanted: ByteRange, first: memoryview
+    read: Callable[[ByteRange], Awaitable[memoryview]], metrics: Metrics, wanted: ByteRange, first: memoryview
 ) -> AsyncIterator[memoryview]:
     piece = first
     while True:
         yield piece
-        context.metrics.read_bytes.inc(len(piece))
+        metrics.read_bytes.inc(len(piece))
         wanted = replace(wanted, offset=wanted.offset + len(piece), count=wanted.count - len(piece))
         if not wanted.count:
             return
-        piece = await _read(context, stored, wanted)
+        piece = await read(wanted)

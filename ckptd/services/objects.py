@@ -1,14 +1,15 @@
-"""The stored objects of a checkpoint, read piece by piece. Nothing is checked here: the reader has the checksums."""
+"""The stored objects of a checkpoint, read piece by piece through the cache. The reader has the checksums."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ckptd.services.cache import BLOCK_BYTES, BlockCache
 from ckptd.services.catalogue import Catalogue
 from ckptstore import names
 from ckptstore.commit import read_outcome
-from ckptstore.errors import NoCheckpoint, StoreUnavailable
+from ckptstore.errors import NoCheckpoint, StoreUnavailable, Unavailable
 from ckptstore.names import Attempt, Reference
 from ckptstore.stores import Store
 
@@ -28,9 +29,10 @@ class StoredObject:
 class Objects:
     """Reads what the store holds of a checkpoint. Raises NoCheckpoint, ObjectMissing or Unavailable."""
 
-    def __init__(self, store: Store, catalogue: Catalogue) -> None:
+    def __init__(self, store: Store, catalogue: Catalogue, cache: BlockCache) -> None:
         self._store = store
         self._catalogue = catalogue
+        self._cache = cache
         self._size = lru_cache(_SIZES_KEPT)(store.size)
 
     def shard(self, reference: Reference, name: str) -> StoredObject:
@@ -48,11 +50,24 @@ class Objects:
         attempt = self._attempt(reference)
         return self._object(names.receipt_key(reference.run, attempt, rank))
 
-    def read(self, stored: StoredObject, offset: int, count: int) -> memoryview:
-        """`count` bytes from `offset`. Raises CorruptObject if the object ends before."""
-        buffer = memoryview(bytearray(count))
-        self._store.get_range(stored.key, offset, buffer)
-        return buffer
+    def read(self, stored: StoredObject, offset: int, count: int, fresh: bool = False) -> memoryview:
+        """Bytes from `offset`: as many of `count` as come in one piece, at least one.
+
+        fresh: from the store itself. Raises CorruptObject if the object ends before.
+        """
+        if fresh:
+            return self._cache.read_past(stored.key, offset, min(count, BLOCK_BYTES))
+        return self._cache.read(stored.key, stored.bytes, offset, count)
+
+    def forget_deleted(self) -> None:
+        """Drop from the cache what belongs to no checkpoint any more. Never raises CkptError."""
+        for run, attempt in self._cache.owners():
+            try:
+                self._catalogue.find(Reference(run, attempt.step, attempt.ulid))
+            except NoCheckpoint:
+                self._cache.drop(run, attempt)
+            except Unavailable:
+                return  # nobody knows what is deleted: next time
 
     def _attempt(self, reference: Reference) -> Attempt:
         try:

@@ -1,0 +1,172 @@
+"""Which stretches of objects the cache has, and which it would fetch next. No I/O, no locks."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ckptstore import names
+from ckptstore.errors import InvalidName
+from ckptstore.names import Attempt
+
+BLOCK_BYTES = 4 << 20
+"""Objects are cut at its multiples. No extent crosses a cut, so that one read of it costs bounded memory."""
+GRAIN_BYTES = 4 << 10
+"""Extents begin and end at its multiples, or with their object: what is fetched beyond the wanted stays below 8 KiB."""
+_MIN_MEAN_BYTES = 64 << 10
+_FILE_NAME = re.compile(r"([^@/]+)@([^@/]+)@([a-z0-9.-]+)@([0-9]{1,15})-([0-9]{1,8})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """A stretch of an object, within one block."""
+
+    key: str
+    """Of the object in the store: run/attempts/attempt/name."""
+    offset: int
+    bytes: int
+
+    @property
+    def end(self) -> int:
+        """The offset after its last byte."""
+        return self.offset + self.bytes
+
+    @property
+    def owner(self) -> tuple[str, Attempt]:
+        """The run and the attempt that it belongs to."""
+        run, _, attempt, _ = self.key.split("/")
+        return run, Attempt.parse(attempt)
+
+    @property
+    def file_name(self) -> str:
+        """What `parse` reads back."""
+        run, _, attempt, name = self.key.split("/")
+        return f"{run}@{attempt}@{name}@{self.offset}-{self.bytes}"
+
+    @staticmethod
+    def parse(file_name: str) -> Extent | None:
+        """The extent of that name, if this version of the cache could have made it."""
+        match = _FILE_NAME.fullmatch(file_name)
+        if match is None:
+            return None
+        try:
+            prefix = names.attempt_prefix(match[1], Attempt.parse(match[2]))
+        except InvalidName:
+            return None
+        extent = Extent(prefix + match[3], int(match[4]), int(match[5]))
+        fits = extent.bytes > 0 and extent.offset // BLOCK_BYTES == (extent.end - 1) // BLOCK_BYTES
+        return extent if fits else None
+
+
+class Extents:
+    """All extents: on their way from the store, or on disk. They never overlap. Not thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.stored_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._blocks: dict[tuple[str, int], list[Extent]] = {}
+        self._stored: OrderedDict[Extent, None] = OrderedDict()  # the least recently used first
+        self._arriving: set[Extent] = set()
+        self._arriving_bytes = 0
+
+    def at(self, key: str, offset: int) -> Extent | None:
+        """The extent that has this byte."""
+        before, _ = self._neighbours(key, offset)
+        return before if before and offset < before.end else None
+
+    def overlapping(self, key: str, offset: int, end: int) -> list[Extent]:
+        """The extents that have a byte from `offset` up to `end`."""
+        blocks = range(offset // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1)
+        near = (extent for block in blocks for extent in self._blocks.get((key, block), []))
+        return [extent for extent in near if extent.offset < end and offset < extent.end]
+
+    def claim(self, key: str, size: int, offset: int, end: int) -> Extent:
+        """A new extent for the bytes from `offset`, which none has, to at most `end`, and no more than one block.
+
+        size: of the object. It is on its way now: `store` or `forget` it.
+        """
+        before, after = self._neighbours(key, offset)
+        begin = max(offset - offset % GRAIN_BYTES, before.end if before else 0)
+        stop = min(-(-end // GRAIN_BYTES) * GRAIN_BYTES, (offset // BLOCK_BYTES + 1) * BLOCK_BYTES, size)
+        extent = Extent(key, begin, (min(stop, after.offset) if after else stop) - begin)
+        self._insert(extent)
+        return extent
+
+    def adopt(self, extent: Extent) -> bool:
+        """Take in what is on disk already, as the most recently used; False if it overlaps another."""
+        before, after = self._neighbours(extent.key, extent.offset)
+        if (before and before.end > extent.offset) or (after and after.offset < extent.end):
+            return False
+        self._insert(extent)
+        self._stored[extent] = None
+        self.stored_bytes += extent.bytes
+        return True
+
+    def make_room(self, extent: Extent) -> list[Extent] | None:
+        """Allow an extent on its way to be written; returns those forgotten for it. None: it does not fit."""
+        if self._arriving_bytes + extent.bytes > self._limit_bytes:
+            return None
+        self._arriving.add(extent)
+        self._arriving_bytes += extent.bytes
+        return self.shrink()
+
+    def store(self, extent: Extent) -> None:
+        """It was written, in the room made for it."""
+        self._leave(extent)
+        self._stored[extent] = None
+        self.stored_bytes += extent.bytes
+
+    def use(self, extent: Extent) -> None:
+        """Somebody reads it: it goes last."""
+        if extent in self._stored:
+            self._stored.move_to_end(extent)
+
+    def forget(self, extent: Extent) -> None:
+        """It is no more, wherever it was; one that is unknown is fine."""
+        block = self._blocks.get(_block(extent), [])
+        if extent not in block:
+            return
+        block.remove(extent)
+        if not block:
+            del self._blocks[_block(extent)]
+        self._leave(extent)
+        if extent in self._stored:
+            del self._stored[extent]
+            self.stored_bytes -= extent.bytes
+
+    def shrink(self) -> list[Extent]:
+        """Forget the least recently used until the rest is within the limit; returns them."""
+        forgotten = []
+        # Small files cost more than their bytes, so their number is limited too.
+        most = self._limit_bytes // _MIN_MEAN_BYTES
+        while self._stored and (
+            self.stored_bytes + self._arriving_bytes > self._limit_bytes or len(self._stored) > most
+        ):
+            extent = next(iter(self._stored))
+            self.forget(extent)
+            forgotten.append(extent)
+        return forgotten
+
+    def stored(self) -> list[Extent]:
+        """All that are on disk, the least recently used first."""
+        return list(self._stored)
+
+    def _leave(self, extent: Extent) -> None:
+        if extent in self._arriving:
+            self._arriving.remove(extent)
+            self._arriving_bytes -= extent.bytes
+
+    def _insert(self, extent: Extent) -> None:
+        insort(self._blocks.setdefault(_block(extent), []), extent)
+
+    def _neighbours(self, key: str, offset: int) -> tuple[Extent | None, Extent | None]:
+        """The extents of the same block that begin at or before the offset, and after it."""
+        block = self._blocks.get((key, offset // BLOCK_BYTES), [])
+        index = bisect_right(block, offset, key=lambda extent: extent.offset)
+        return block[index - 1] if index else None, block[index] if index < len(block) else None
+
+
+def _block(extent: Extent) -> tuple[str, int]:
+    return extent.key, extent.offset // BLOCK_BYTES
