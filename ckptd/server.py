@@ -45,6 +45,7 @@ class _Server(uvicorn.Server):
 
     def _close(self) -> None:
         self.should_exit = True
+        self._context.waiting.close()
 
 
 def serve(app: FastAPI, settings: Settings) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ParamSpec, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
+from ckptd.api.waiting import Turns, Waiting
 from ckptd.metrics import Metrics
 from ckptd.services import Services
 
@@ -43,6 +44,8 @@ class Context:
     services: Services
     threads: Threads
     metrics: Metrics
+    waiting: Waiting
+    turns: Turns = field(default_factory=Turns)
     leaving: bool = False
     """SIGTERM came: say so in /readyz."""
 

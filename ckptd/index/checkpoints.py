@@ -26,7 +26,7 @@ from sqlalchemy import (
 from sqlalchemy import update as update_rows
 
 from ckptd.index.database import Database
-from ckptd.index.tables import aborted, checkpoints, origin, runs
+from ckptd.index.tables import aborted, checkpoints, origin, restores, runs
 from ckptstore.catalog import Checkpoint, State, supersede
 from ckptstore.names import Attempt, Reference
 
@@ -138,8 +138,8 @@ class Index:
         with self._database.write() as connection:
             if connection.scalar(select(origin.c.url)) == url:
                 return
-            connection.execute(delete(runs))
-            connection.execute(delete(origin))
+            for table in (runs, restores, origin):
+                connection.execute(delete(table))
             connection.execute(insert(origin).values(url=url))
 
     def apply(

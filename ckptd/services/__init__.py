@@ -7,6 +7,7 @@ from ckptd.services.freshness import Freshness
 from ckptd.services.objects import Objects
 from ckptd.services.protection import Protection
 from ckptd.services.pruning import Pruning
+from ckptd.services.restores import Restores
 from ckptd.services.synchronizing import Synchronizing
 
 
@@ -19,7 +20,8 @@ class Services:
     objects: Objects
     protection: Protection
     pruning: Pruning
+    restores: Restores
     synchronizing: Synchronizing
 
 
-__all__ = ["Catalogue", "Freshness", "Objects", "Protection", "Pruning", "Services", "Synchronizing"]
+__all__ = ["Catalogue", "Freshness", "Objects", "Protection", "Pruning", "Restores", "Services", "Synchronizing"]

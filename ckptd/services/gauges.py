@@ -8,17 +8,18 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ckptd.index import Index
+from ckptd.index import Index, RestoreIndex
 from ckptd.services.freshness import Freshness
 from ckptstore.clock import Clock
 from ckptstore.errors import IndexUnavailable
 
 
 class Gauges(Collector):
-    """The newest checkpoint of each run, and how far the index may be behind the store."""
+    """The newest checkpoint of each run, the restore sessions, and how far the index may be behind the store."""
 
-    def __init__(self, index: Index, freshness: Freshness, clock: Clock) -> None:
+    def __init__(self, index: Index, restores: RestoreIndex, freshness: Freshness, clock: Clock) -> None:
         self._index = index
+        self._restores = restores
         self._freshness = freshness
         self._clock = clock
 
@@ -33,6 +34,7 @@ class Gauges(Collector):
         yield lag
         try:
             summaries = self._index.summaries()
+            num_restores = self._restores.count_by_state()
         except IndexUnavailable:
             return
         age = GaugeMetricFamily(
@@ -48,4 +50,7 @@ class Gauges(Collector):
             if summary.latest is not None:
                 age.add_metric([summary.run], max(0.0, now - summary.latest.committed_at))
                 step.add_metric([summary.run], summary.latest.step)
-        yield from (age, step, count, stored)
+        restores = GaugeMetricFamily("ckptd_restores", "Restore sessions, ended ones for a day.", labels=["state"])
+        for state, number in num_restores.items():
+            restores.add_metric([state], number)
+        yield from (age, step, count, stored, restores)

@@ -16,6 +16,7 @@ from ckptstore.names import Attempt, Reference
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _RETRIES = 3
+_ANSWER_S = 60.0
 _B = TypeVar("_B", bound=msgspec.Struct)
 
 
@@ -132,6 +133,52 @@ class DaemonClient:
         """Rebuild the daemon's index from the store."""
         return self._json("POST", wire.REINDEX, wire.ReindexBody, timeout=3600)
 
+    # Restore sessions. Every call may be repeated: after a lost reply the second answer is as good as the first.
+
+    def join_restore(
+        self,
+        run: str,
+        key: str,
+        world_size: int,
+        rank: int,
+        checkpoint: str | None = None,
+        ttl_s: float = wire.SILENCE_S,
+    ) -> wire.RestoreBody:
+        """Join the restore that a job calls `key`; all ranks get the same checkpoint, which a lease protects meanwhile.
+
+        checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for so long ends the session.
+        Raises NoCheckpoint, RestoreEnded, or RestoreMismatch if the ranks do not ask for the same.
+        """
+        request = wire.RestoreRequest(
+            run=run, key=key, world_size=world_size, rank=rank, checkpoint=checkpoint, ttl_s=ttl_s
+        )
+        return self._json("POST", wire.RESTORES, wire.RestoreBody, body=request)
+
+    def report_restore(
+        self, id: str, rank: int, phase: wire.Phase, done_bytes: int = 0, total_bytes: int = 0, problem: str = ""
+    ) -> wire.RestoreStatus:
+        """Say how far a rank is; the answer tells if the session has ended, and why. Raises NoRestore."""
+        report = wire.RankReport(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, problem=problem)
+        return self._json("PUT", f"{_restore_path(id)}/ranks/{rank}", wire.RestoreStatus, body=report)
+
+    def restore_session(self, id: str, wait_s: float = 0, ranks: bool = True) -> wire.RestoreBody:
+        """One session, when it has ended or `wait_s` (wire.MAX_WAIT_S at most) is over. Raises NoRestore.
+
+        ranks: list them and look for stragglers; for one or a few callers, not for each of thousands of ranks.
+        """
+        query: dict[str, str | int] = {"wait": str(wait_s), "ranks": str(ranks).lower()}
+        timeout = wait_s + _ANSWER_S
+        return self._json("GET", _restore_path(id), wire.RestoreBody, params=query, timeout=timeout)
+
+    def restore_sessions(self, run: str | None = None, limit: int = 100) -> list[wire.RestoreBody]:
+        """Sessions of one run or all, newest first, without their ranks."""
+        query: dict[str, str | int] = {"limit": limit} if run is None else {"limit": limit, "run": run}
+        return self._json("GET", wire.RESTORES, wire.RestoresBody, params=query).items
+
+    def cancel_restore(self, id: str) -> wire.RestoreBody:
+        """End a session and release its lease; one that has ended stays as it is. Raises NoRestore."""
+        return self._json("DELETE", _restore_path(id), wire.RestoreBody)
+
     def _pages(self, run: str) -> Iterator[Checkpoint]:
         cursor = None
         while True:
@@ -192,3 +239,7 @@ class DaemonClient:
             f"ckptd at {self.url} did not answer: {type(error).__name__}: {error}",
             "Check that it runs and that the URL is right; saves and restores also work straight from the store",
         )
+
+
+def _restore_path(id: str) -> str:
+    return f"{wire.RESTORES}/{quote(id, safe='')}"

@@ -254,10 +254,12 @@ class RestoreBody(msgspec.Struct, frozen=True, kw_only=True):
     """Of the ranks that know theirs."""
     problem: str
     """Why it failed or expired, with the ranks to blame."""
+    progress: float | None = None
+    """From 0 to 1, the mean over all ranks. As the next two, told only where ranks were looked at: not to a join."""
     stragglers: list[int] = []
-    """Behind the others: a hundred at most. Told only where ranks were looked at: not in the answer to a join."""
+    """Behind the others: a hundred at most."""
     slowest: RankBody | None = None
-    """Of those that joined and are not restored; told where stragglers are."""
+    """Of those that joined and are not restored."""
     ranks: list[RankBody] | None = None
     """Those that joined, by rank; None in listings and where they were not asked for."""
 

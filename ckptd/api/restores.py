@@ -1,0 +1,138 @@
+"""Restore sessions: join, report, wait, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
+
+from ckptd.api.bodies import json_response, read_body, request_schema
+from ckptd.api.checkpoints import RunQuery
+from ckptd.api.context import Context, Given
+from ckptd.index import RankProgress, Restore
+from ckptd.services.restores import RestoreView
+from ckptstore import wire
+
+router = APIRouter()
+
+Id = Annotated[str, Path(max_length=26)]
+
+
+@router.post(wire.RESTORES, openapi_extra=request_schema(wire.RestoreRequest))
+async def join(request: Request, given: Given) -> Response:
+    """Join the restore of a job. The first rank resolves the checkpoint (201), the others get the same one (200)."""
+    asked = await read_body(request, wire.RestoreRequest)
+    restore, created = await _join(given, asked)
+    view = await given.threads.index(given.services.restores.view, restore.id, False)
+    return json_response(_body(view), 201 if created else 200)
+
+
+@router.put(wire.RESTORES + "/{id}/ranks/{rank}", openapi_extra=request_schema(wire.RankReport))
+async def report(
+    request: Request, given: Given, id: Id, rank: Annotated[int, Path(ge=0, lt=wire.MAX_WORLD_SIZE)]
+) -> Response:
+    """Say how far a rank is. The answer says how the session is doing, also when it has ended."""
+    said = await read_body(request, wire.RankReport)
+    restore = await given.threads.index(given.services.restores.report, id, rank, said)
+    return json_response(_status(restore))
+
+
+@router.get(wire.RESTORES + "/{id}")
+async def restore(
+    given: Given,
+    id: Id,
+    wait: Annotated[float, Query(ge=0, le=wire.MAX_WAIT_S, description="Seconds; answers earlier if it ends")] = 0,
+    ranks: Annotated[bool, Query(description="List the ranks, and look for stragglers")] = True,
+) -> Response:
+    """One session; with `wait`, when it has ended or the time is up."""
+    restores = given.services.restores
+    if wait:
+        with given.waiting.listen(id) as ended:
+            if (await given.threads.index(restores.find, id)).live:
+                await _wait(ended, wait)
+    return json_response(_body(await given.threads.index(restores.view, id, ranks)))
+
+
+@router.get(wire.RESTORES)
+async def newest(
+    given: Given, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=wire.MAX_PAGE)] = 100
+) -> Response:
+    """Sessions of one run or all, newest first, without their ranks."""
+    found = await given.threads.index(given.services.restores.newest, run, limit)
+    return json_response(wire.RestoresBody([_body(view, with_ranks=False) for view in found]))
+
+
+@router.delete(wire.RESTORES + "/{id}")
+async def cancel(given: Given, id: Id) -> Response:
+    """End a session and release its lease. One that has ended already stays as it ended."""
+    restore = await given.threads.store(given.services.restores.cancel, id)
+    return json_response(_body(await given.threads.index(given.services.restores.view, restore.id, True)))
+
+
+async def _join(given: Context, asked: wire.RestoreRequest) -> tuple[Restore, bool]:
+    restores = given.services.restores
+    if joined := await given.threads.index(restores.join, asked):
+        return joined, False
+    # A thousand ranks begin at once: one of them asks the store, and the others wait here, in no thread.
+    async with given.turns.of(f"{asked.run}/{asked.key}"):
+        if joined := await given.threads.index(restores.join, asked):
+            return joined, False
+        return await given.threads.store(restores.open, asked)
+
+
+async def _wait(ended: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await ended.wait()
+    except TimeoutError:
+        pass  # then the answer is how far it is
+
+
+def _status(restore: Restore) -> wire.RestoreStatus:
+    return wire.RestoreStatus(
+        id=restore.id,
+        state=restore.state,
+        world_size=restore.world_size,
+        num_joined=restore.num_joined,
+        num_restored=restore.num_restored,
+        problem=restore.problem,
+    )
+
+
+def _body(view: RestoreView, with_ranks: bool = True) -> wire.RestoreBody:
+    restore = view.restore
+    ranks = [_rank(progress) for progress in view.ranks] if with_ranks and view.ranks is not None else None
+    return wire.RestoreBody(
+        id=restore.id,
+        run=restore.run,
+        key=restore.key,
+        checkpoint=wire.CheckpointBody.of(restore.checkpoint),
+        world_size=restore.world_size,
+        ttl_s=restore.ttl_s,
+        state=restore.state,
+        created_at=restore.created_at,
+        expires_at=view.expires_at,
+        ended_at=restore.ended_at,
+        num_joined=restore.num_joined,
+        num_restored=restore.num_restored,
+        done_bytes=int(restore.done_bytes),
+        total_bytes=int(restore.total_bytes),
+        problem=restore.problem,
+        progress=view.progress,
+        stragglers=list(view.stragglers),
+        slowest=_rank(view.slowest) if view.slowest is not None else None,
+        ranks=ranks,
+    )
+
+
+def _rank(progress: RankProgress) -> wire.RankBody:
+    return wire.RankBody(
+        rank=progress.rank,
+        phase=progress.phase,
+        done_bytes=progress.done_bytes,
+        total_bytes=progress.total_bytes,
+        updated_at=progress.heard_at,
+        problem=progress.problem,
+    )

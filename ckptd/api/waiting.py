@@ -1,0 +1,65 @@
+"""Requests that wait: without a thread each, and without a second one doing the same work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+
+class Waiting:
+    """Wakes the requests that wait for something to end. `wake` and `close` are for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._events: dict[str, set[asyncio.Event]] = {}
+        self._closed = False
+
+    @contextmanager
+    def listen(self, id: str) -> Iterator[asyncio.Event]:
+        """An event that is set when `id` ends, or when the daemon leaves. Listen first, then look, then wait."""
+        event = asyncio.Event()
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            self._events.setdefault(id, set()).add(event)
+            if self._closed:
+                event.set()
+        try:
+            yield event
+        finally:
+            with self._lock:
+                self._events[id].discard(event)
+                if not self._events[id]:
+                    del self._events[id]
+
+    def wake(self, id: str) -> None:
+        """Set the events of those that listen to `id`."""
+        with self._lock:
+            for event in self._events.get(id, ()):
+                self._set(event)
+
+    def close(self) -> None:
+        """Wake everybody, now and from now on: the daemon leaves."""
+        with self._lock:
+            self._closed = True
+            for events in self._events.values():
+                for event in events:
+                    self._set(event)
+
+    def _set(self, event: asyncio.Event) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(event.set)
+
+
+class Turns:
+    """One at a time per name, without a thread for those that wait. For one event loop."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, name: str) -> asyncio.Lock:
+        """Enter it to have the turn; it is forgotten when nobody wants it."""
+        return self._locks.setdefault(name, asyncio.Lock())

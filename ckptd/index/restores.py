@@ -1,0 +1,211 @@
+"""Restore sessions and their ranks. Every method is one transaction and may be called from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from ckptd.index.database import Database
+from ckptd.index.tables import restore_ranks, restores
+from ckptstore.catalog import Checkpoint
+from ckptstore.wire import CheckpointBody, Phase, RestoreState
+
+_NEWEST_FIRST = (restores.c.created_at.desc(), restores.c.id.desc())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """One restore session: all ranks of a job restore one checkpoint."""
+
+    id: str
+    run: str
+    key: str
+    """The job's name for this restore; unique within the run."""
+    checkpoint: Checkpoint
+    world_size: int
+    ttl_s: float
+    created_at: float
+    lease: str | None
+    """None once it is released."""
+    lease_until: float
+    state: RestoreState = RestoreState.RESTORING
+    ended_at: float | None = None
+    problem: str = ""
+    num_joined: int = 0
+    num_restored: int = 0
+    done_bytes: float = 0.0
+    total_bytes: float = 0.0
+
+    @property
+    def live(self) -> bool:
+        """Not ended."""
+        return self.state is RestoreState.RESTORING
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """What a rank last said."""
+
+    rank: int
+    phase: Phase
+    done_bytes: int
+    total_bytes: int
+    heard_at: float
+    problem: str = ""
+
+
+Rule = Callable[[Restore, RankProgress | None], tuple[Restore, RankProgress | None]]
+"""From a session and what one rank said before to both as they are now. Pure."""
+
+
+class RestoreIndex:
+    """The restore sessions of one daemon, or of those that share its database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    # Questions
+
+    def find(self, id: str) -> Restore | None:
+        """One session."""
+        with self._database.read() as connection:
+            return _one(connection, restores.c.id == id)
+
+    def find_key(self, run: str, key: str) -> Restore | None:
+        """The session that a job calls `key`."""
+        with self._database.read() as connection:
+            return _one(connection, restores.c.run == run, restores.c.key == key)
+
+    def newest(self, run: str | None, limit: int) -> list[Restore]:
+        """Sessions of one run or all, newest first."""
+        query = select(restores).order_by(*_NEWEST_FIRST).limit(limit)
+        with self._database.read() as connection:
+            rows = connection.execute(query if run is None else query.where(restores.c.run == run))
+            return [_restore(row) for row in rows]
+
+    def live(self) -> list[Restore]:
+        """Sessions that have not ended."""
+        return self._all(restores.c.state == RestoreState.RESTORING)
+
+    def leased(self) -> list[Restore]:
+        """Sessions that hold a lease."""
+        return self._all(restores.c.lease.is_not(None))
+
+    def ranks(self, id: str) -> list[RankProgress]:
+        """The ranks that joined, in order."""
+        query = select(restore_ranks).where(restore_ranks.c.restore_id == id).order_by(restore_ranks.c.rank)
+        with self._database.read() as connection:
+            return [_progress(row) for row in connection.execute(query)]
+
+    def oldest_word(self, id: str) -> float | None:
+        """When the rank was last heard that was silent the longest, of those that joined and are not restored."""
+        said = restore_ranks.c.heard_at
+        query = select(func.min(said)).where(restore_ranks.c.restore_id == id)
+        with self._database.read() as connection:
+            found: float | None = connection.scalar(query.where(restore_ranks.c.phase != Phase.RESTORED))
+        return found
+
+    def count_by_state(self) -> dict[RestoreState, int]:
+        """How many sessions there are, ended ones as long as they are kept."""
+        query = select(restores.c.state, func.count()).group_by(restores.c.state)
+        with self._database.read() as connection:
+            found = {RestoreState(state): count for state, count in connection.execute(query)}
+        return {state: found.get(state, 0) for state in RestoreState}
+
+    # Changes
+
+    def create(self, restore: Restore) -> Restore:
+        """Add a session; returns the one that was there first if another caller was faster."""
+        with self._database.write() as connection:
+            try:
+                with connection.begin_nested():
+                    connection.execute(insert(restores).values(_values(restore)))
+            except IntegrityError:
+                pass
+            found = _one(connection, restores.c.run == restore.run, restores.c.key == restore.key)
+        assert found is not None
+        return found
+
+    def change(self, id: str, rank: int, rule: Rule) -> Restore | None:
+        """Apply a rule to a session and one of its ranks; None if there is no such session."""
+        same_rank = (restore_ranks.c.restore_id == id, restore_ranks.c.rank == rank)
+        with self._database.write() as connection:
+            before = _one(connection, restores.c.id == id, lock=True)
+            if before is None:
+                return None
+            row = connection.execute(select(restore_ranks).where(*same_rank)).one_or_none()
+            said_before = _progress(row) if row is not None else None
+            after, said = rule(before, said_before)
+            if said is not None and said_before is None:
+                connection.execute(insert(restore_ranks).values(restore_id=id, **asdict(said)))
+            elif said is not None and said != said_before:
+                connection.execute(update(restore_ranks).where(*same_rank).values(asdict(said)))
+            if after != before:
+                connection.execute(update(restores).where(restores.c.id == id).values(_values(after)))
+            return after
+
+    def end(self, id: str, state: RestoreState, problem: str, now: float) -> Restore | None:
+        """End a session unless it has ended; returns it as it is then, or None if there is no such session."""
+        ended = {"state": state, "problem": problem, "ended_at": now}
+        with self._database.write() as connection:
+            live = (restores.c.id == id, restores.c.state == RestoreState.RESTORING)
+            connection.execute(update(restores).where(*live).values(ended))
+            return _one(connection, restores.c.id == id)
+
+    def renew(self, id: str, lease: str, until: float) -> bool:
+        """Record the lease of a session; False if the session has ended meanwhile."""
+        live = (restores.c.id == id, restores.c.state == RestoreState.RESTORING)
+        with self._database.write() as connection:
+            done = connection.execute(update(restores).where(*live).values(lease=lease, lease_until=until))
+            return done.rowcount == 1
+
+    def release(self, id: str) -> None:
+        """Record that a session holds no lease any more."""
+        with self._database.write() as connection:
+            connection.execute(update(restores).where(restores.c.id == id).values(lease=None))
+
+    def forget(self, before: float, keep: int) -> None:
+        """Drop sessions that ended before a moment, and all but the `keep` that ended last."""
+        ended_at = restores.c.ended_at
+        with self._database.write() as connection:
+            ended = select(ended_at).where(ended_at.is_not(None)).order_by(ended_at.desc())
+            crowded_out: float | None = connection.scalar(ended.offset(keep).limit(1))
+            connection.execute(delete(restores).where(ended_at < before))
+            if crowded_out is not None:
+                connection.execute(delete(restores).where(ended_at <= crowded_out))
+
+    def _all(self, condition: Any) -> list[Restore]:
+        with self._database.read() as connection:
+            return [_restore(row) for row in connection.execute(select(restores).where(condition))]
+
+
+def _one(connection: Connection, *conditions: Any, lock: bool = False) -> Restore | None:
+    query = select(restores).where(*conditions)
+    row = connection.execute(query.with_for_update() if lock else query).one_or_none()
+    return _restore(row) if row is not None else None
+
+
+_PLAIN = (
+    "id", "run", "key", "world_size", "ttl_s", "created_at", "lease", "lease_until", "ended_at", "problem",
+    "num_joined", "num_restored", "done_bytes", "total_bytes",
+)  # fmt: skip
+
+
+def _values(restore: Restore) -> dict[str, Any]:
+    body = msgspec.json.encode(CheckpointBody.of(restore.checkpoint)).decode()
+    return {name: getattr(restore, name) for name in _PLAIN} | {"state": restore.state, "checkpoint": body}
+
+
+def _restore(row: Row[Any]) -> Restore:
+    values = {name: row._mapping[name] for name in _PLAIN}
+    checkpoint = msgspec.json.decode(row.checkpoint, type=CheckpointBody).checkpoint()
+    return Restore(**values, state=RestoreState(row.state), checkpoint=checkpoint)
+
+
+def _progress(row: Row[Any]) -> RankProgress:
+    return RankProgress(row.rank, Phase(row.phase), row.done_bytes, row.total_bytes, row.heard_at, row.problem)

@@ -1,0 +1,125 @@
+"""What reports mean for a restore session: when it ends, who is silent, who is behind. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from ckptd.index import RankProgress, Restore
+from ckptstore.wire import Phase, RankReport, RestoreState
+
+MAX_STRAGGLERS = 100
+_MAX_PROBLEM = 1000
+_NAMED = 16
+
+
+def join(restore: Restore, before: RankProgress | None, rank: int, now: float) -> tuple[Restore, RankProgress | None]:
+    """A rank is there. One that joins again keeps what it said before."""
+    if not restore.live:
+        return restore, before
+    if before is not None:
+        return restore, replace(before, heard_at=now)
+    return replace(restore, num_joined=restore.num_joined + 1), RankProgress(rank, Phase.JOINED, 0, 0, now)
+
+
+def advance(
+    restore: Restore, before: RankProgress | None, rank: int, report: RankReport, now: float
+) -> tuple[Restore, RankProgress | None]:
+    """A rank says how far it is; the last rank to be restored and the first to fail end the session.
+
+    What has ended does not change any more. A restored rank can fail but not go back: reports may overtake each other.
+    """
+    if not restore.live:
+        return restore, before
+    restore, joined = join(restore, before, rank, now)
+    assert joined is not None
+    if joined.phase is Phase.RESTORED and report.phase is not Phase.FAILED:
+        return restore, joined
+    problem = report.problem.replace("\0", "?")[:_MAX_PROBLEM]
+    said = RankProgress(rank, report.phase, report.done_bytes, report.total_bytes, now, problem)
+    restore = replace(
+        restore,
+        num_restored=restore.num_restored + (said.phase is Phase.RESTORED) - (joined.phase is Phase.RESTORED),
+        done_bytes=restore.done_bytes + said.done_bytes - joined.done_bytes,
+        total_bytes=restore.total_bytes + said.total_bytes - joined.total_bytes,
+    )
+    if said.phase is Phase.FAILED:
+        why = problem or "it did not say why"
+        restore = replace(restore, state=RestoreState.FAILED, ended_at=now, problem=f"rank {rank} failed: {why}")
+    elif restore.num_restored == restore.world_size:
+        restore = replace(restore, state=RestoreState.RESTORED, ended_at=now)
+    return restore, said
+
+
+def fraction(progress: RankProgress) -> float:
+    """How much of its restore a rank has done, from 0 to 1."""
+    if progress.phase is Phase.RESTORED:
+        return 1.0
+    return min(1.0, progress.done_bytes / progress.total_bytes) if progress.total_bytes else 0.0
+
+
+def mean(restore: Restore, ranks: Iterable[RankProgress]) -> float:
+    """How much of a session is done, from 0 to 1."""
+    return sum(map(fraction, ranks)) / restore.world_size
+
+
+def slowest(ranks: Iterable[RankProgress]) -> RankProgress | None:
+    """The rank that has done least, of those that joined and are not restored."""
+    waiting = (progress for progress in ranks if progress.phase is not Phase.RESTORED)
+    return min(waiting, key=lambda progress: (fraction(progress), progress.rank), default=None)
+
+
+def stragglers(restore: Restore, ranks: Sequence[RankProgress], now: float) -> list[int]:
+    """Ranks that are behind: not restored, and done with less than half of what the median rank has done, or
+    silent for more than a quarter of what is allowed. By rank, MAX_STRAGGLERS at most.
+
+    Ranks that never joined have done nothing and have been silent from the beginning.
+    """
+    if not restore.live:
+        return []
+    half = _median(restore.world_size, [fraction(progress) for progress in ranks]) / 2
+    late = now - restore.ttl_s / 4
+    behind = [
+        progress.rank
+        for progress in ranks
+        if progress.phase is not Phase.RESTORED and (fraction(progress) < half or progress.heard_at < late)
+    ]
+    if half > 0 or restore.created_at < late:
+        behind += _absent(restore.world_size, ranks)
+    return sorted(behind)[:MAX_STRAGGLERS]
+
+
+def silence(restore: Restore, ranks: Sequence[RankProgress], now: float, since: float) -> str:
+    """Who was silent for the whole of ttl_s, and where they were: why the session expires. Empty: nobody.
+
+    since: silence before this moment does not count, because nobody listened.
+    """
+    last_call = now - restore.ttl_s
+    if since > last_call:
+        return ""
+    silent = [
+        f"rank {progress.rank} ({progress.phase})"
+        for progress in ranks
+        if progress.phase is not Phase.RESTORED and progress.heard_at <= last_call
+    ]
+    num_silent = len(silent)
+    if restore.created_at <= last_call:
+        silent += [f"rank {rank} (never joined)" for rank in _absent(restore.world_size, ranks)]
+        num_silent += restore.world_size - len(ranks)
+    if not silent:
+        return ""
+    more = f" and {num_silent - _NAMED} more" if num_silent > _NAMED else ""
+    return f"no word for {restore.ttl_s:g} s from {', '.join(silent[:_NAMED])}{more}"
+
+
+def _median(world_size: int, fractions: Sequence[float]) -> float:
+    num_absent = world_size - len(fractions)
+    middle = (world_size - 1) // 2
+    return 0.0 if middle < num_absent else sorted(fractions)[middle - num_absent]
+
+
+def _absent(world_size: int, ranks: Sequence[RankProgress]) -> list[int]:
+    """The first ranks that never joined, MAX_STRAGGLERS at most."""
+    present = {progress.rank for progress in ranks}
+    return list(islice((rank for rank in range(world_size) if rank not in present), MAX_STRAGGLERS))
