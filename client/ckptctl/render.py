@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group
 from rich.text import Text
 
 from ckptctl.exits import ConfirmationMissing
@@ -96,8 +96,8 @@ class Screen:
     def preview(self, blocks: Iterable[Block]) -> None:
         """Show people what they are about to be asked about."""
         if self.output is Output.TABLE:
-            for block in blocks:
-                self._print(block)
+            for line in self._texts(blocks):
+                self._out.print(line, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Say something that is not the result."""
@@ -113,6 +113,17 @@ class Screen:
         self._err.print(Text(f"{printable(question)} [y/N] "), end="", soft_wrap=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise ConfirmationMissing("nothing was deleted: not confirmed")
+
+    @contextmanager
+    def redrawing(self) -> Iterator[Callable[[Iterable[Block]], None] | None]:
+        """Shows blocks in the place of those before, for people who watch a terminal; None for anybody else."""
+        if self.output is not Output.TABLE or not self._out.is_terminal:
+            yield None
+            return
+        from rich.live import Live
+
+        with Live(console=self._out, auto_refresh=False) as live:
+            yield lambda blocks: live.update(Group(*self._texts(blocks)), refresh=True)
 
     @contextmanager
     def progress(self, label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
@@ -132,13 +143,14 @@ class Screen:
             task = bar.add_task(printable(label), total=total_bytes)
             yield lambda count: bar.advance(task, count)
 
-    def _print(self, block: Block) -> None:
-        if isinstance(block, Table):
-            lines = table_lines(block, self._out.width)
-        else:
-            lines = facts_lines(block) if isinstance(block, Facts) else iter([Text(printable(block))])
-        for line in lines:
-            self._out.print(line, soft_wrap=True)
+    def _texts(self, blocks: Iterable[Block]) -> Iterator[Text]:
+        for block in blocks:
+            if isinstance(block, Table):
+                yield from table_lines(block, self._out.width)
+            elif isinstance(block, Facts):
+                yield from facts_lines(block)
+            else:
+                yield Text(printable(block))
 
     def _lines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -1,0 +1,192 @@
+"""restores: the restore sessions of a daemon, as they are now or until they have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+from ckptctl import human
+from ckptctl.commands.arguments import RunOption
+from ckptctl.commands.listing import short_id
+from ckptctl.render import Block, Column, Facts, Row, Table
+from ckptctl.session import Session
+from ckptstore.errors import InvalidRequest
+from ckptstore.wire import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
+
+_STYLES = {
+    RestoreState.RESTORING: "",
+    RestoreState.RESTORED: "green",
+    RestoreState.FAILED: "red",
+    RestoreState.EXPIRED: "red",
+    RestoreState.CANCELLED: "dim",
+}
+_LOOK_S = 0.5
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("restores")(show_restores)
+
+
+def show_restores(
+    ctx: typer.Context,
+    id: Annotated[
+        str | None, typer.Argument(metavar="[RESTORE]", help="One, with its ranks.", show_default=False)
+    ] = None,
+    run: RunOption = None,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N.")] = 20,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until those shown have ended.")] = False,
+) -> None:
+    """Show restores that jobs do through a daemon: how far they are, and who is behind.
+
+    Off a terminal, --watch prints a line whenever something has changed.
+    """
+    session: Session = ctx.obj
+    daemon = session.daemon("restores")
+    if id is not None and run is not None:
+        raise InvalidRequest("both a restore and a run are given", "Leave out --run")
+
+    def look() -> list[RestoreBody]:
+        return [daemon.restore_session(id)] if id is not None else daemon.restore_sessions(run, limit)
+
+    def blocks(found: Sequence[RestoreBody]) -> Iterator[Block]:
+        now = session.clock()
+        return _restore_blocks(found[0], now) if id is not None else _list_blocks(found, now)
+
+    if watch:
+        _watch(session, look, blocks)
+        return
+    found = look()
+    if not found:
+        session.screen.note(f"no restore at {session.source.url}")
+    session.screen.emit(found if id is None else found[0], [restore.id for restore in found], blocks(found))
+
+
+def _watch(
+    session: Session, look: Callable[[], list[RestoreBody]], blocks: Callable[[list[RestoreBody]], Iterable[Block]]
+) -> None:
+    shown: dict[str, str] = {}
+    with session.screen.redrawing() as redraw:
+        while True:
+            found = look()
+            if redraw is not None:
+                redraw(blocks(found))
+            else:
+                for restore in reversed(found):
+                    line = _line(restore)
+                    if shown.get(restore.id) != line:
+                        session.screen.emit(restore, [restore.id], [line])
+                    shown[restore.id] = line
+            if all(restore.state is not RestoreState.RESTORING for restore in found):
+                return
+            time.sleep(_LOOK_S)
+
+
+def _list_blocks(restores: Sequence[RestoreBody], now: float) -> Iterator[Block]:
+    columns = (
+        Column("RESTORE"),
+        Column("CHECKPOINT"),
+        Column("STATE"),
+        Column("RANKS", right=True),
+        Column("DONE", right=True, drop=2),
+        Column("AGE", right=True, drop=1),
+        Column("SLOWEST, OR PROBLEM"),
+    )
+    if restores:
+        yield Table(columns, [Row(_cells(restore, now), _STYLES[restore.state]) for restore in restores])
+
+
+def _cells(restore: RestoreBody, now: float) -> tuple[str, ...]:
+    return (
+        restore.id,
+        short_id(restore.checkpoint.checkpoint()),
+        restore.state,
+        f"{restore.num_restored}/{restore.world_size}",
+        _done(restore),
+        human.age(now - restore.created_at),
+        restore.problem or _slowest(restore),
+    )
+
+
+def _line(restore: RestoreBody) -> str:
+    """One session in one line, without what changes by itself."""
+    checkpoint = short_id(restore.checkpoint.checkpoint())
+    ranks = f"{restore.num_restored}/{human.count(restore.world_size, 'rank')}"
+    parts = (restore.id, checkpoint, restore.state, ranks, _done(restore), restore.problem or _slowest(restore))
+    return "  ".join(part for part in parts if part)
+
+
+def _restore_blocks(restore: RestoreBody, now: float) -> Iterator[Block]:
+    joined = human.count(restore.world_size, "rank")
+    pairs = [
+        ("restore", restore.id),
+        ("job", restore.key),
+        ("checkpoint", restore.checkpoint.id),
+        ("state", restore.state),
+        ("ranks", f"{restore.num_restored} restored, {restore.num_joined} joined, of {joined}"),
+        ("bytes", f"{human.size(restore.done_bytes)} of {human.size(restore.total_bytes)}"),
+        ("began", f"{human.moment(restore.created_at)}, {human.age(now - restore.created_at)} ago"),
+    ]
+    if restore.ended_at is not None:
+        pairs.append(("took", human.duration(restore.ended_at - restore.created_at)))
+    if restore.expires_at is not None:
+        pairs.append(("expires", f"in {human.age(restore.expires_at - now)} unless the ranks report"))
+    if restore.problem:
+        pairs.append(("problem", restore.problem))
+    if restore.stragglers:
+        pairs.append(("behind", "rank " + ", ".join(map(str, restore.stragglers))))
+    yield Facts(pairs)
+    if restore.ranks:
+        yield ""
+        yield _rank_table(restore, restore.ranks, now)
+
+
+def _rank_table(restore: RestoreBody, ranks: Iterable[RankBody], now: float) -> Table:
+    columns = (
+        Column("RANK", right=True),
+        Column("PHASE"),
+        Column("DONE", right=True),
+        Column("BYTES", right=True, drop=2),
+        Column("OF", right=True, drop=2),
+        Column("HEARD", right=True, drop=1),
+        Column("PROBLEM"),
+    )
+    behind = set(restore.stragglers)
+    ordered = sorted(ranks, key=lambda rank: (rank.phase is not Phase.FAILED, _fraction(rank), rank.rank))
+    return Table(columns, [Row(_rank_cells(rank, now), "yellow" if rank.rank in behind else "") for rank in ordered])
+
+
+def _rank_cells(rank: RankBody, now: float) -> tuple[str, ...]:
+    return (
+        str(rank.rank),
+        rank.phase,
+        f"{_fraction(rank):.0%}",
+        human.size(rank.done_bytes),
+        human.size(rank.total_bytes) if rank.total_bytes else "?",
+        human.age(now - rank.updated_at),
+        rank.problem,
+    )
+
+
+def _done(restore: RestoreBody) -> str:
+    if restore.state is RestoreState.RESTORED:
+        return "100%"
+    return f"{restore.progress:.0%}" if restore.progress is not None else ""
+
+
+def _slowest(restore: RestoreBody) -> str:
+    """What a session that is under way waits for."""
+    if restore.slowest is None:
+        return ""
+    absent = restore.world_size - restore.num_joined
+    to_join = f"; {human.count(absent, 'rank')} still to join" if absent else ""
+    return f"rank {restore.slowest.rank} ({restore.slowest.phase}, {_fraction(restore.slowest):.0%}){to_join}"
+
+
+def _fraction(rank: RankBody) -> float:
+    if rank.phase is Phase.RESTORED:
+        return 1.0
+    return min(1.0, rank.done_bytes / rank.total_bytes) if rank.total_bytes else 0.0
