@@ -62,6 +62,6 @@ def encode_hook(value: object) -> object:
 
 def decode_hook(kind: type, value: object) -> object:
     """For msgspec: text to columns."""
-    if kind is Column or kind is np.ndarray:
+    if kind == Column:
         return unpack(value)
     raise NotImplementedError(f"{kind} is not part of a document")
