@@ -10,7 +10,8 @@ from ckptstore import names, wire
 from ckptstore.daemon import DaemonClient
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference
-from ckptstore.reading import entry_bytes, fetch, plan_reads
+from ckptstore.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.reading import fetch
 from ckptstore.source import StoreSource, open_source, read_manifest, read_receipt
 from ckptstore.verify import verify
 from tests.daemon.conftest import Served
@@ -27,7 +28,7 @@ def test_a_restore_needs_only_the_url(served: Served) -> None:
         content = manifest.content
         raw = {name: bytearray(size) for name, size in entry_bytes(content).items()}
         views = {name: memoryview(data) for name, data in raw.items()}
-        fetch(source, checkpoint, plan_reads(content, content.entries.name), views)
+        fetch(source, checkpoint, plan_reads(content, whole_entries(content.entries.name)), views)
         for name, array in sample_arrays(30).items():
             assert np.frombuffer(raw[name], array.dtype).reshape(array.shape).tobytes() == array.tobytes()
         result = verify(source, checkpoint)

@@ -2,6 +2,7 @@
 
 # ruff: noqa: B905
 
+import base64
 import json
 import math
 import pathlib
@@ -14,6 +15,13 @@ import zstandard
 Entries = dict[str, tuple[str, tuple[int, ...], bytes]]
 ITEM = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2}
 ITEM |= {"int16": 2, "uint16": 2, "complex32": 4, "float32": 4, "int32": 4, "uint32": 4}  # everything else: 1
+
+
+def column(text: str) -> list[int]:
+    width, data = text.split(":")
+    assert width in ("u1", "u2", "u4", "u8"), "not a column"
+    numbers: list[int] = np.frombuffer(base64.b64decode(data, validate=True), f"<{width}").tolist()
+    return numbers
 
 
 def unseal(path: pathlib.Path) -> dict:  # type: ignore[type-arg]
@@ -66,17 +74,20 @@ def read(root: str, run: str) -> tuple[dict, Entries]:  # type: ignore[type-arg]
     content, streams = manifest["content"], []
     for shard in content["shards"]:
         data, at, stream = (folder / shard["name"]).read_bytes(), 0, b""
-        for raw, stored, codec, digest in zip(*(shard["chunks"][c] for c in ("raw", "stored", "codec", "digest"))):
-            assert xxhash.xxh3_128_hexdigest(data[at : at + stored]) == digest, "a chunk is damaged"
-            stream += decode(codec, data[at : at + stored], raw)
+        chunks, digests = shard["chunks"], base64.b64decode(shard["chunks"]["digest"], validate=True)
+        for i, (raw, stored, codec) in enumerate(zip(*(column(chunks[c]) for c in ("raw", "stored", "codec")))):
+            expected = digests[16 * i : 16 * i + 16]
+            assert xxhash.xxh3_128_digest(data[at : at + stored]) == expected, "a chunk is damaged"
+            stream += decode(chunks["codecs"][codec], data[at : at + stored], raw)
             at += stored
         streams.append(stream)
-    names, dtypes, shapes = (content["entries"][column] for column in ("name", "dtype", "shape"))
+    names, dtypes, shapes = (content["entries"][c] for c in ("name", "dtype", "shape"))
     arrays = [np.zeros([*shape, ITEM.get(dtype, 1)], np.uint8) for shape, dtype in zip(shapes, dtypes)]
-    for entry, number, at, box in zip(*(content["slices"][c] for c in ("entry", "shard", "at", "box"))):
-        array, dimensions = arrays[entry], len(shapes[entry])
-        offsets, sizes = (box[:dimensions], box[dimensions:]) if box else ([0] * dimensions, shapes[entry])
-        region = array[tuple(slice(o, o + s) for o, s in zip(offsets, sizes))]
+    boxes = iter(column(content["slices"]["box"]))
+    for entry, number, at in zip(*(column(content["slices"][c]) for c in ("entry", "shard", "at"))):
+        offsets, sizes = ([next(boxes) for _ in shapes[entry]] for _ in "os")
+        region = arrays[entry][tuple(slice(o, o + s) for o, s in zip(offsets, sizes))]
         size = math.prod(region.shape)
         region[...] = np.frombuffer(streams[number], np.uint8, size, at).reshape(region.shape) if size else 0
+    assert next(boxes, None) is None, "more boxes than slices"
     return manifest, {n: (d, tuple(s), a.tobytes()) for n, d, s, a in zip(names, dtypes, shapes, arrays)}

@@ -12,7 +12,8 @@ from ckptstore import names
 from ckptstore.catalog import latest
 from ckptstore.codecs import CODECS
 from ckptstore.dtypes import ITEM_BYTES
-from ckptstore.reading import entry_bytes, fetch, plan_reads
+from ckptstore.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.reading import fetch
 from ckptstore.source import StoreSource, read_manifest, read_receipt
 from ckptstore.stores import Store, open_store
 from ckptstore.verify import verify
@@ -41,12 +42,14 @@ def test_our_reader_reads_it(folder: Path) -> None:
     assert verify(source, checkpoint).ok
     manifest = read_manifest(source, checkpoint)
     content = manifest.content
-    assert {c for shard in content.shards for c in shard.chunks.codec} == set(CODECS), "every codec is in it"
+    assert {c for shard in content.shards for c in shard.chunks.codecs} == set(CODECS), "every codec is in it"
     assert (content.trees, content.aliases) == (frozen.TREES, frozen.ALIASES)
     local = [read_receipt(source, checkpoint, manifest, rank).local for rank in range(frozen.WORLD)]
     assert local == frozen.LOCAL
     buffers = {name: bytearray(size) for name, size in entry_bytes(content).items()}
-    fetch(source, checkpoint, plan_reads(content, buffers), {n: memoryview(b) for n, b in buffers.items()})
+    fetch(
+        source, checkpoint, plan_reads(content, whole_entries(buffers)), {n: memoryview(b) for n, b in buffers.items()}
+    )
     columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
     found = {name: (dtype, tuple(shape), bytes(buffers[name])) for name, dtype, shape in columns}
     assert found == frozen.expected_entries()
@@ -75,7 +78,7 @@ def test_the_independent_reader_agrees_on_what_is_latest(store: Store) -> None:
 def test_the_independent_reader_is_independent() -> None:
     tree = ast.parse(Path(independent_reader.__file__).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"json", "math", "pathlib", "struct", "numpy", "xxhash", "zstandard"}
+    assert imported == {"base64", "json", "math", "pathlib", "struct", "numpy", "xxhash", "zstandard"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
 
 

@@ -7,7 +7,6 @@ ever; they are never written again.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,9 +14,9 @@ import numpy as np
 
 from ckptstore import names
 from ckptstore.commit import StoredReceipt, commit_attempt
-from ckptstore.documents import FORMAT, JSON, Content, Entries, Receipt, Shard, Slices, seal
+from ckptstore.documents import FORMAT, JSON, Content, Receipt, Shard, seal
 from ckptstore.names import Attempt
-from ckptstore.shards import Entry, chunk_table, encode_chunk, place_entries, plan_chunks, raw_bytes
+from ckptstore.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, raw_bytes, slice_tables
 from ckptstore.stores import Store
 
 RUN = "frozen"
@@ -27,20 +26,8 @@ METRICS = {"loss": 0.125}
 WORLD = 2
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank holds of an entry; box None: all of it, else offsets, then sizes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-    box: tuple[int, ...] | None = None
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The shape of what is held."""
-        return self.shape if self.box is None else self.box[len(self.shape) :]
+Parts = dict[Slice, bytes]
+"""What one rank holds: slices and their bytes."""
 
 
 def whole_entries() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -79,44 +66,36 @@ LOCAL: list[JSON] = [
 ]
 
 
-def _parts(rank: int) -> list[Part]:
+def _parts(rank: int) -> Parts:
     array = sharded_entry()
 
-    def piece(row: int, column: int, rows: int, columns: int) -> Part:
+    def piece(row: int, column: int, rows: int, columns: int) -> Parts:
+        box = (row, column, rows, columns)
         data = array[row : row + rows, column : column + columns].tobytes()
-        return Part("model/sharded", "float64", array.shape, data, (row, column, rows, columns))
+        return {Slice("model/sharded", "float64", array.shape, box): data}
 
     if rank == 0:
-        return [Part(name, *entry) for name, entry in whole_entries().items()] + [piece(0, 0, 3, 10)]
-    return [piece(3, 4, 3, 6), piece(3, 0, 3, 4)]
+        return {Slice.whole(n, dtype, shape): data for n, (dtype, shape, data) in whole_entries().items()} | piece(
+            0, 0, 3, 10
+        )
+    return piece(3, 4, 3, 6) | piece(3, 0, 3, 4)
 
 
 def _write_rank(store: Store, rank: int) -> StoredReceipt:
     parts = _parts(rank)
-    placed = place_entries(Entry(str(i), part.dtype, part.held) for i, part in enumerate(parts))
-    raw = b"".join(parts[int(place.entry.name)].data for place in placed)
+    placed = place_slices(parts)
+    raw = b"".join(parts[place.slice] for place in placed)
     assert len(raw) == raw_bytes(placed)
     chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
     shard = names.shard_name(rank)
     with store.open_writer(names.shard_key(RUN, ATTEMPT, shard)) as writer:
         for chunk in chunks:
             writer.write(chunk.data)
-    order = list({part.name: part for part in parts}.values())
-    index = {part.name: i for i, part in enumerate(order)}
-    in_stream = [parts[int(place.entry.name)] for place in placed]
+    entries, slices = slice_tables(placed)
     content = Content(
         shards=[Shard(name=shard, rank=rank, chunks=chunk_table(chunks))],
-        entries=Entries(
-            name=[part.name for part in order],
-            dtype=[part.dtype for part in order],
-            shape=[list(part.shape) for part in order],
-        ),
-        slices=Slices(
-            entry=[index[part.name] for part in in_stream],
-            shard=[0] * len(placed),
-            at=[place.at for place in placed],
-            box=[None if part.box is None else list(part.box) for part in in_stream],
-        ),
+        entries=entries,
+        slices=slices,
         aliases=ALIASES if rank == 0 else {},
         trees=TREES if rank == 0 else {},
     )
