@@ -1,9 +1,17 @@
-"""Exporting: choosing entries, fetching and checking their bytes, and writing a file that is whole or not there."""
+"""Exporting: choosing entries, fetching and checking their bytes, and writing what is whole or not there.
+
+Entries are fetched into mapped files, so that memory does not grow with the checkpoint: the kernel writes their
+pages out when it needs room.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Callable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -13,15 +21,17 @@ from uuid import uuid4
 from ckptctl.exits import NotWritten
 from ckptstore.catalog import Checkpoint
 from ckptstore.documents import Content
-from ckptstore.errors import CkptError, InvalidRequest
-from ckptstore.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.errors import InvalidRequest
+from ckptstore.planning import Want, entry_bytes, plan_reads
 from ckptstore.reading import Progress, fetch
 from ckptstore.source import Source
 from ckptstore.stores.local import sync_folder
 from ckptstore.trees import leaves
 
-Data = Mapping[str, bytearray]
-"""Row-major bytes by entry name."""
+Entry = tuple[str, str, tuple[int, ...]]
+"""Name, type and shape."""
+
+_ALIGNMENT = 64
 
 
 class FileFormat(StrEnum):
@@ -29,6 +39,13 @@ class FileFormat(StrEnum):
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
+    HUGGINGFACE = "huggingface"
+    DCP = "dcp"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is more than one file."""
+        return self in (FileFormat.HUGGINGFACE, FileFormat.DCP)
 
 
 _SUFFIXES = {".safetensors": FileFormat.SAFETENSORS, ".pt": FileFormat.TORCH}
@@ -44,7 +61,55 @@ class Selection:
     raw_bytes: int
 
 
-Writer = Callable[[Checkpoint, Content, Selection, Data, Path], None]
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A part of a checkpoint, and where its bytes come from."""
+
+    source: Source
+    checkpoint: Checkpoint
+    content: Content
+    selection: Selection
+    progress: Progress
+
+    def entries(self) -> Iterator[Entry]:
+        """The selected ones, in order."""
+        table, chosen = self.content.entries, set(self.selection.entries)
+        for name, dtype, shape in zip(table.name, table.dtype, table.shape, strict=True):
+            if name in chosen:
+                yield name, dtype, tuple(shape)
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of the selected entries."""
+        chosen = set(self.selection.entries)
+        return {alias: name for alias, name in self.content.aliases.items() if name in chosen}
+
+    def fetch(self, wants: Iterable[Want], buffers: Mapping[str, memoryview]) -> None:
+        """Bring entries into buffers, every chunk checked. Raises Damaged, ObjectMissing or Unavailable."""
+        fetch(self.source, self.checkpoint, plan_reads(self.content, wants), buffers, self.progress)
+
+    @contextmanager
+    def scratch(self, folder: Path) -> Iterator[dict[str, memoryview]]:
+        """The bytes of each selected entry, in a file in `folder` that has no name and is gone afterwards."""
+        sizes = entry_bytes(self.content)
+        starts, at = {}, 0
+        for name in self.selection.entries:
+            starts[name] = at
+            at += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
+        with tempfile.TemporaryFile(dir=folder) as file:
+            view = mapped(file.fileno(), at)
+            self.fetch([Want(name, None, "scratch", start) for name, start in starts.items()], {"scratch": view})
+            yield {name: view[start : start + sizes[name]] for name, start in starts.items()}
+
+
+def mapped(descriptor: int, size: int) -> memoryview:
+    """A file, made `size` bytes long, as memory. Raises OSError if there is no room for it.
+
+    Room is reserved first: a full disk met in the middle of a mapping would kill the process.
+    """
+    if not size:
+        return memoryview(bytearray())
+    os.posix_fallocate(descriptor, 0, size)
+    return memoryview(mmap.mmap(descriptor, size))
 
 
 def choose_format(path: Path, given: FileFormat | None) -> FileFormat:
@@ -76,80 +141,55 @@ def select(checkpoint: Checkpoint, content: Content, pattern: str | None) -> Sel
     return Selection(entries, items, sum(sizes[name] for name in entries))
 
 
-def fetch_entries(
-    source: Source, checkpoint: Checkpoint, content: Content, selection: Selection, progress: Progress
-) -> dict[str, bytearray]:
-    """The bytes of the selected entries, every chunk checked. Raises Damaged, ObjectMissing or Unavailable."""
-    sizes = entry_bytes(content)
-    data = {name: bytearray(sizes[name]) for name in selection.entries}
-    reads = plan_reads(content, whole_entries(selection.entries))
-    fetch(source, checkpoint, reads, {name: memoryview(buffer) for name, buffer in data.items()}, progress)
-    return data
-
-
-def writer_of(kind: FileFormat) -> Writer:
-    """The writer of a format. Raises InvalidRequest if what it needs is not installed."""
-    return _torch_writer() if kind is FileFormat.TORCH else _safetensors_writer()
-
-
-def write_whole(path: Path, force: bool, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a temporary file beside `path` and give it that name; durable on return.
+def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write a temporary file or folder beside `path` and give it that name; durable on return.
 
     Raises InvalidRequest if `path` exists and `force` is not set, NotWritten if the file system refuses. Whatever
-    goes wrong leaves `path` as it was.
+    goes wrong leaves `path` as it was; a killed process leaves the temporary one behind.
     """
-    _check_free(path, force)
+    _check_free(path, kind, force)
     temporary = path.parent / f".{path.name}.{uuid4().hex[:8]}.tmp"
     try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode
+        temporary.mkdir() if kind.is_folder else temporary.touch(exist_ok=False)
         fill(temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(mode)  # safetensors makes a file for its owner alone
-        _check_free(path, force)
+        _sync(temporary)
+        _check_free(path, kind, force)
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
         raise NotWritten(f"cannot write {path}: {error}", "Check the folder's free space and permissions") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
-def _check_free(path: Path, force: bool) -> None:
+def size_on_disk(path: Path) -> int:
+    """Of a file, or of the files in a folder."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def _sync(path: Path) -> None:
+    for file in path.iterdir() if path.is_dir() else [path]:
+        with open(file, "rb+") as opened:
+            os.fsync(opened.fileno())
     if path.is_dir():
-        raise InvalidRequest(f"{path} is a folder", "Name a file")
+        sync_folder(path)
+
+
+def _check_free(path: Path, kind: FileFormat, force: bool) -> None:
     if not path.parent.is_dir():
         raise InvalidRequest(f"the folder {path.parent} does not exist", "Make it first")
+    if kind.is_folder and path.exists():
+        # A folder cannot be replaced at once: for a moment there would be neither the old nor the new one.
+        raise InvalidRequest(f"{path} exists", "Choose another name, or move it away first")
+    if path.is_dir():
+        raise InvalidRequest(f"{path} is a folder", "Name a file")
     if path.exists() and not force:
         raise InvalidRequest(f"{path} exists", "Choose another name, or pass --force to replace it")
 
 
 def _matches(name: str, pattern: str | None) -> bool:
     return pattern is None or fnmatchcase(name, pattern)
-
-
-def _safetensors_writer() -> Writer:
-    try:
-        from ckptctl.safetensors_file import write_safetensors
-    except ModuleNotFoundError as error:
-        raise _missing("safetensors", "pip install 'ckptd[export]'", error) from error
-    return write_safetensors
-
-
-def _torch_writer() -> Writer:
-    try:
-        from ckpt.export import write_torch
-    except ModuleNotFoundError as error:
-        raise _missing("torch", "pip install 'ckptd[torch]', or export to .safetensors", error) from error
-
-    def write(checkpoint: Checkpoint, content: Content, selection: Selection, data: Data, path: Path) -> None:
-        write_torch(content, selection.items, data, path)
-
-    return write
-
-
-def _missing(package: str, remedy: str, error: ModuleNotFoundError) -> CkptError:
-    if error.name is None or error.name.partition(".")[0] != package:
-        raise error
-    return InvalidRequest(f"this format needs the package {package}, which is not installed", remedy)

@@ -1,42 +1,135 @@
-"""Writing safetensors files from raw bytes. No torch, no numpy types: the package is told where the bytes lie."""
+"""The safetensors format: a header of names, types and places, then the bytes of all tensors. No torch."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Annotated
 
-from safetensors import SafetensorError, TensorSpec, serialize_file
+import msgspec
 
-from ckptctl.exporting import Selection
-from ckptstore.catalog import Checkpoint
-from ckptstore.documents import Content
-from ckptstore.errors import UnsupportedObject
+from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.errors import CorruptObject, UnsupportedObject
+
+TYPES: dict[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Element types by our names; safetensors has no others of ours."""
+_DTYPES = {there: here for here, there in TYPES.items()}
+
+METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the package's own limit
+_ALIGNMENT = 8
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-def write_safetensors(
-    checkpoint: Checkpoint, content: Content, selection: Selection, data: Mapping[str, bytearray], path: Path
-) -> None:
-    """Write the selected entries to `path`; not yet durable on return.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, and where."""
 
-    Raises UnsupportedObject, naming the entry, for an element type that safetensors does not have, and OSError.
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    """Byte of the file."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of its elements."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class _Place(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A file to be written: its first bytes, its tensors, its length."""
+
+    header: bytes
+    tensors: tuple[StoredTensor, ...]
+    bytes: int
+
+
+def plan_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Layout:
+    """Where each tensor (name, type, shape) goes. Pure. Raises UnsupportedObject for a type the format lacks."""
+    # Wide elements first: then each is aligned without padding, which the format forbids.
+    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]])
+    header: dict[str, object] = {METADATA: dict(metadata)}
+    places, at = [], 0
+    for name, dtype, shape in ordered:
+        if dtype not in TYPES:
+            raise UnsupportedObject(
+                f"entry {name!r} has type {dtype}, which safetensors does not have",
+                "Export to .pt, or leave the entry out with --names",
+            )
+        places.append(StoredTensor(name, dtype, shape, at))
+        end = at + places[-1].bytes
+        header[name] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": (at, end)}
+        at = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % _ALIGNMENT)
+    begin = _LENGTH_BYTES + len(text)
+    moved = tuple(StoredTensor(t.name, t.dtype, t.shape, begin + t.at) for t in places)
+    return Layout(len(text).to_bytes(_LENGTH_BYTES, "little") + text, moved, begin + at)
+
+
+def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The tensors of a file, in the order they lie there, and its metadata.
+
+    Raises CorruptObject unless the header's places cover the file exactly, UnsupportedObject for a type we lack.
     """
-    columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
-    specs = {name: _spec(name, dtype, shape, data[name]) for name, dtype, shape in columns if name in data}
-    aliases = {alias: name for alias, name in content.aliases.items() if name in data}
+    size = os.stat(path).st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+            raise CorruptObject(f"{path} is not a safetensors file, or not whole", "Copy it again")
+        header = file.read(length)
     try:
-        serialize_file(specs, path, {"format": "pt", "checkpoint": checkpoint.id, **aliases})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(fields.pop(METADATA, b"{}"), type=dict[str, str])
+        places = {name: msgspec.json.decode(raw, type=_Place) for name, raw in fields.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptObject(f"{path} has a malformed header: {error}") from error
+    return _check(path, places, _LENGTH_BYTES + length, size), metadata
 
 
-def _spec(name: str, dtype: str, shape: list[int], data: bytearray) -> TensorSpec:
-    # The address stays valid as long as the caller holds `data`, which a bytearray never moves unless it is resized.
-    address = ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data)) if data else 0
-    try:
-        return TensorSpec(dtype=dtype, shape=shape, data_ptr=address, data_len=len(data))
-    except SafetensorError as error:
-        raise UnsupportedObject(
-            f"entry {name!r} has type {dtype}, which safetensors does not have",
-            "Export to .pt, or leave the entry out with --names",
-        ) from error
+def _check(path: Path, places: Mapping[str, _Place], begin: int, size: int) -> list[StoredTensor]:
+    found, at = [], 0
+    for name, place in sorted(places.items(), key=lambda item: item[1].data_offsets):
+        if place.dtype not in _DTYPES:
+            raise UnsupportedObject(f"tensor {name!r} of {path} has type {place.dtype}", "Convert it to another type")
+        tensor = StoredTensor(name, _DTYPES[place.dtype], tuple(place.shape), begin + at)
+        if place.data_offsets != (at, at + tensor.bytes):
+            raise CorruptObject(f"tensor {name!r} of {path} does not lie where its size says")
+        at += tensor.bytes
+        found.append(tensor)
+    if begin + at != size:
+        raise CorruptObject(f"{path} holds {size - begin} bytes of tensors, its header says {at}", "Copy it again")
+    return found

@@ -207,6 +207,8 @@ def _layer_overlaps(content: Content, wants: Sequence[Want], entry_of: Sequence[
         low = np.maximum(group.offsets, begin)
         extent = np.minimum(group.offsets + group.sizes, begin + length) - low
         meet = (extent > 0).all(axis=1)
+        if not meet.any():
+            continue
         numbers, low, extent = numbers[meet], low[meet], extent[meet]
         covered |= _check_tiling(wants, want_boxes, numbers, low, extent)
         own = np.concatenate([group.offsets, group.sizes], axis=1)[meet]

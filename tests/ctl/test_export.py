@@ -12,17 +12,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt.export import build_state, write_torch
-from ckptctl.exporting import FileFormat, write_whole, writer_of
+from ckpt.foreign.writing import build_state, require_loadable
+from ckptctl.exporting import FileFormat, write_whole
+from ckptctl.exporting_formats import writer_of
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, from_outcome, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.columns import column
 from ckptstore.commit import StoredReceipt, commit_attempt
 from ckptstore.documents import FORMAT, Content, Entries, Receipt, Shard, Slices, seal
 from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.shards import Entry, chunk_table, encode_chunk, entry_tables, place_entries, plan_chunks
+from ckptstore.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, slice_tables
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import invoke, run
@@ -47,25 +49,25 @@ TREES: dict[str, Any] = {
     },
 }
 ENTRIES = [
-    Entry("model/emb", "bfloat16", (5, 3)),
-    Entry("model/bias", "float64", (3,)),
-    Entry("optim/m", "float8_e5m2", (0, 4)),
-    Entry("optim/beta", "uint16", ()),
+    Slice.whole("model/emb", "bfloat16", (5, 3)),
+    Slice.whole("model/bias", "float64", (3,)),
+    Slice.whole("optim/m", "float8_e5m2", (0, 4)),
+    Slice.whole("optim/beta", "uint16", ()),
 ]
 
 
 def write_entries(
-    store: Store, entries: list[Entry], trees: dict[str, Any], aliases: dict[str, str]
+    store: Store, entries: list[Slice], trees: dict[str, Any], aliases: dict[str, str]
 ) -> tuple[Checkpoint, dict[str, bytes]]:
     """A checkpoint of entries with any bytes; also gives the bytes of each."""
     attempt = Attempt(1, new_ulid(system_clock()))
-    placed = place_entries(entries)
+    placed = place_slices(entries)
     raw = np.random.default_rng(1).bytes(sum(entry.bytes for entry in entries))
     chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
     with store.open_writer(names.shard_key("r", attempt, "shard-00000.ckpt")) as writer:
         for chunk in chunks:
             writer.write(chunk.data)
-    tables: tuple[Entries, Slices] = entry_tables(placed)
+    tables: tuple[Entries, Slices] = slice_tables(placed)
     shards = [Shard(name="shard-00000.ckpt", rank=0, chunks=chunk_table(chunks))]
     receipt = Receipt(
         format=FORMAT, kind="receipt", run="r", step=1, attempt=str(attempt), rank=0, world_size=1,
@@ -76,7 +78,7 @@ def write_entries(
     store.put(names.receipt_key("r", attempt, 0), data)
     checkpoint = from_outcome(commit_attempt(store, [StoredReceipt(receipt, data)], system_clock))
     assert checkpoint is not None
-    return checkpoint, {p.entry.name: raw[p.at : p.at + p.entry.bytes] for p in placed}
+    return checkpoint, {p.slice.entry: raw[p.at : p.at + p.slice.bytes] for p in placed}
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -128,8 +130,8 @@ def test_a_torch_file_holds_the_state_as_it_was_saved(training: Path, tmp_path: 
 
 def test_every_element_type_keeps_its_bits_in_a_torch_file(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    entries = [Entry(f"model/{dtype}", dtype, (3, 5)) for dtype in ITEM_BYTES if hasattr(torch, dtype)]
-    tree = {"model": {entry.dtype: {"$": "tensor", "name": entry.name} for entry in entries}}
+    entries = [Slice.whole(f"model/{dtype}", dtype, (3, 5)) for dtype in ITEM_BYTES if hasattr(torch, dtype)]
+    tree = {"model": {entry.dtype: {"$": "tensor", "name": entry.entry} for entry in entries}}
     _, raw = write_entries(open_store(str(folder)), entries, tree, {})
     assert invoke("export", "r@1", "--to", tmp_path / "a.pt", "--store", folder).code == 0
     with warnings.catch_warnings():
@@ -138,12 +140,12 @@ def test_every_element_type_keeps_its_bits_in_a_torch_file(tmp_path: Path) -> No
     for entry in entries:
         tensor = state[entry.dtype]
         assert (tensor.dtype, tensor.shape) == (getattr(torch, entry.dtype), (3, 5))
-        assert bytes(tensor.untyped_storage()) == raw[entry.name]
+        assert bytes(tensor.untyped_storage()) == raw[entry.entry]
 
 
 def test_every_element_type_that_safetensors_has_keeps_its_bits(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    entries = [Entry(dtype, dtype, (3, 5)) for dtype in ITEM_BYTES if dtype not in ("complex128", "complex32")]
+    entries = [Slice.whole(dtype, dtype, (3, 5)) for dtype in ITEM_BYTES if dtype not in ("complex128", "complex32")]
     _, raw = write_entries(open_store(str(folder)), entries, {}, {})
     to = tmp_path / "a.safetensors"
     assert invoke("export", "r@1", "--to", to, "--store", folder).code == 0
@@ -154,7 +156,7 @@ def test_every_element_type_that_safetensors_has_keeps_its_bits(tmp_path: Path) 
 @pytest.mark.parametrize("dtype", ["complex128", "complex32"])
 def test_an_element_type_that_safetensors_lacks_is_named(tmp_path: Path, dtype: str) -> None:
     folder = tmp_path / "store"
-    write_entries(open_store(str(folder)), [Entry("model/odd", dtype, (2,))], {}, {})
+    write_entries(open_store(str(folder)), [Slice.whole("model/odd", dtype, (2,))], {}, {})
     done = invoke("export", "r@1", "--to", tmp_path / "a.safetensors", "--store", folder, "-o", "json")
     assert (done.code, done.error["code"]) == (2, "unsupported_object")
     assert f"'model/odd' has type {dtype}" in done.error["message"]
@@ -249,7 +251,7 @@ def test_whatever_stops_the_writing_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "x.pt", False, stopped)
+        write_whole(tmp_path / "x.pt", FileFormat.TORCH, False, stopped)
     assert left_in(tmp_path) == []
 
 
@@ -262,34 +264,30 @@ def test_a_file_system_that_refuses_is_said_plainly(folder: Path, tmp_path: Path
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("package", ["safetensors", "torch"])
-def test_a_missing_package_is_said_with_the_remedy(
-    folder: Path, tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("ckptctl.safetensors_file", "ckpt.export"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InvalidRequest, match=rf"package {package}.*pip install 'ckptd\["):
-        writer_of(FileFormat(package))
+def test_a_missing_torch_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ckpt.foreign.writing", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(InvalidRequest, match=r"package torch.*pip install 'ckptd\["):
+        writer_of(FileFormat.TORCH, 1)
 
 
-def test_what_weights_only_refuses_is_never_written(tmp_path: Path) -> None:
+def test_what_weights_only_refuses_is_never_written() -> None:
     content = Content(
         shards=[],
         entries=Entries(name=[], dtype=[], shape=[]),
-        slices=Slices(entry=[], shard=[], at=[], box=[]),
+        slices=Slices(entry=column(), shard=column(), at=column(), box=column()),
         aliases={},
         trees={"user": {"x": {"$": "frozenset", "v": [1]}}},
     )
     with pytest.raises(UnsupportedObject, match=r"builtins\.frozenset"):
-        write_torch(content, ["user"], {}, tmp_path / "x.pt")
+        require_loadable(content, ["user"])
 
 
 def test_a_tree_that_names_no_entry_is_damage() -> None:
     content = Content(
         shards=[],
         entries=Entries(name=[], dtype=[], shape=[]),
-        slices=Slices(entry=[], shard=[], at=[], box=[]),
+        slices=Slices(entry=column(), shard=column(), at=column(), box=column()),
         aliases={},
         trees={"model": {"x": {"$": "tensor", "name": "model/x"}}},
     )

@@ -20,8 +20,8 @@ def test_the_command_line_loads_nothing_heavy() -> None:
 
 
 def test_only_a_torch_file_loads_torch() -> None:
-    safetensors = "from ckptctl.exporting import FileFormat, writer_of; writer_of(FileFormat.SAFETENSORS)"
+    safetensors = "from ckptctl.exporting_formats import FileFormat, writer_of; writer_of(FileFormat.SAFETENSORS, 1)"
     assert "torch" not in loaded_by(safetensors)
     loaded = loaded_by(safetensors.replace("SAFETENSORS", "TORCH"))
-    assert {"torch", "ckpt.export"} <= loaded
+    assert {"torch", "ckpt.foreign.writing"} <= loaded
     assert loaded & {"ckpt.checkpointer", "ckpt.save", "ckpt.restore", "fastapi"} == set()

@@ -1,4 +1,4 @@
-"""export: one checkpoint as a file for other programs."""
+"""export: one checkpoint as files for other programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import typer
 from ckptctl import human
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.show import find_readable
-from ckptctl.exporting import FileFormat, choose_format, fetch_entries, select, write_whole, writer_of
+from ckptctl.exporting import Export, FileFormat, choose_format, select, size_on_disk, write_whole
+from ckptctl.exporting_formats import writer_of
 from ckptctl.session import Session
 from ckptctl.target import leased
 from ckptstore.source import read_manifest
+
+_MODEL = "model/*"
 
 
 class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,40 +39,45 @@ def register(app: typer.Typer) -> None:
 def export(
     ctx: typer.Context,
     checkpoint: CheckpointArgument,
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="Where to; .safetensors or .pt tells the format.")],
+    to: Annotated[Path, typer.Option("--to", metavar="PATH", help="Where to; .safetensors or .pt tells the format.")],
     format: Annotated[FileFormat | None, typer.Option("--format", help="If the suffix does not tell.")] = None,
     names: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Only entries with such a name, like 'model/*'.")
     ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of one file in a Hugging Face folder, like 5GB or 500MB.")
+    ] = "5GB",
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a checkpoint to a .safetensors or .pt file.
+    """Write a checkpoint to a .safetensors or .pt file, or to a folder for Hugging Face or torch's DCP.
 
-    A .pt file is for torch.load(weights_only=True) and holds the state as it was saved, as one nested dict.
-    A .safetensors file holds the tensors by their full names; tied weights are in it once, and its metadata maps the
-    other names to them. Every chunk is checked on the way; FILE appears only when it is whole and durable.
+    \b
+    safetensors  the tensors by their full names; tied weights once, further names in the metadata
+    torch        the state as it was saved, as one nested dict, for torch.load(weights_only=True)
+    huggingface  a folder: one item's tensors (--names, else the model's) without the item's name,
+                 in several files with an index if they are large
+    dcp          a folder: the state as it was saved, for torch.distributed.checkpoint.load
+
+    Every chunk is checked on the way, and memory does not grow with the checkpoint. PATH appears only when it is
+    whole and durable. torch and dcp need as much room again beside PATH while they write.
     """
     session: Session = ctx.obj
     kind = choose_format(to, format)
-    write = writer_of(kind)
+    write = writer_of(kind, human.parse_size(max_shard_size))
     found = find_readable(session.source, checkpoint)
     with leased(session.source, found):
         content = read_manifest(session.source, found).content
-        selection = select(found, content, names)
-
-        def fill(path: Path) -> None:
-            with session.screen.progress("reading", selection.raw_bytes) as progress:
-                data = fetch_entries(session.source, found, content, selection, progress)
-            write(found, content, selection, data, path)
-
-        write_whole(to, force, fill)
+        selection = select(found, content, names or (_MODEL if kind is FileFormat.HUGGINGFACE else None))
+        with session.screen.progress("reading", selection.raw_bytes) as progress:
+            task = Export(session.source, found, content, selection, progress)
+            write_whole(to, kind, force, lambda path: write(task, path))
     body = ExportBody(
         id=found.id,
         path=str(to),
         format=kind,
         num_entries=len(selection.entries),
         raw_bytes=selection.raw_bytes,
-        file_bytes=to.stat().st_size,
+        file_bytes=size_on_disk(to),
     )
     entries = human.count(body.num_entries, "entry")
     text = f"Wrote {entries} of {found.id} to {to} ({human.size(body.file_bytes)})"
