@@ -29,7 +29,7 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.stores import Store, open_store
 
 _LOG = logging.getLogger(__name__)
-_BACKGROUND_THREADS = 5
+_BACKGROUND_THREADS = 6
 _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
@@ -55,18 +55,17 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     recovery = Recovery(store, clock, settings.commit_grace_seconds)
     synchronizing = Synchronizing(store, index, recovery, freshness, metrics, clock)
     cache = _open_cache(settings, store, metrics)
+    catalogue = Catalogue(index, freshness, store.url)
     waiting = Waiting()
     restore_index = RestoreIndex(database)
     restore_leases = RestoreLeases(store, restore_index, metrics, clock, waiting.wake)
-    restores = Restores(store, restore_index, restore_leases, clock, waiting.wake)
-    catalogue = Catalogue(index, freshness, store.url)
     services = Services(
         catalogue=catalogue,
         freshness=freshness,
         objects=Objects(store, catalogue, cache),
         protection=Protection(store, catalogue, clock),
         pruning=Pruning(store, synchronizing, metrics, clock),
-        restores=restores,
+        restores=Restores(store, catalogue, restore_index, restore_leases, clock, waiting.wake),
         synchronizing=synchronizing,
     )
     metrics.registry.register(Gauges(index, restore_index, freshness, clock))
@@ -75,9 +74,9 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
         Periodic("synchronizing", synchronizing.round, settings.poll_seconds),
         Periodic("forgetting", services.objects.forget_deleted, settings.poll_seconds),
         Periodic("collecting", collecting.round, settings.collect_seconds),
-        Periodic("watching restores", restores.watch, _WATCH_S),
+        Periodic("watching restores", services.restores.watch, _WATCH_S),
         Periodic("keeping leases of restores", restore_leases.round, _RENEW_S),
-        Periodic("forgetting restores", restores.forget, _FORGET_S),
+        Periodic("forgetting restores", services.restores.forget, _FORGET_S),
     ]
     return _assemble(Context(services, Threads(), metrics, waiting), settings.token, background, [cache, database])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptd.index import RankProgress, Restore, RestoreIndex
 from ckptd.services import progress
+from ckptd.services.catalogue import Catalogue
 from ckptd.services.restore_leases import RestoreLeases
 from ckptstore import catalog
 from ckptstore.catalog import Checkpoint, State
@@ -20,6 +21,7 @@ from ckptstore.errors import (
     NoRestore,
     RestoreEnded,
     RestoreMismatch,
+    StoreUnavailable,
     TooManyRestores,
 )
 from ckptstore.names import Reference, check_run, check_ulid, new_ulid
@@ -50,10 +52,17 @@ class Restores:
     """Joins, reports, ends. Any thread may call any method."""
 
     def __init__(
-        self, store: Store, index: RestoreIndex, leases: RestoreLeases, clock: Clock, on_end: Callable[[str], None]
+        self,
+        store: Store,
+        catalogue: Catalogue,
+        index: RestoreIndex,
+        leases: RestoreLeases,
+        clock: Clock,
+        on_end: Callable[[str], None],
     ) -> None:
         """on_end: called with the id of a session that has ended, from any thread, sometimes more than once."""
         self._store = store
+        self._catalogue = catalogue
         self._index = index
         self._leases = leases
         self._clock = clock
@@ -158,17 +167,19 @@ class Restores:
                 lease=lease,
                 lease_until=until,
             )
-        raise NoCheckpoint(
-            f"run {asked.run!r} has no checkpoint to restore in {self._store.url}",
-            "The first save is still under way, or the run's name or the store is another",
-        )
+        # An unmounted volume looks like an empty one. Only what was listed just now and never held any has none.
+        known = self._catalogue.find(_reference(asked))
+        raise StoreUnavailable(f"{self._store.url} does not list {known.id}", "Is the volume mounted? Then try again")
 
     def _candidates(self, asked: RestoreRequest) -> Iterable[Checkpoint]:
         """From the store itself: a commit counts from the moment it is made, not from when the index has it."""
         reference = _reference(asked)
         if reference.step is None:
             return catalog.newest_first(self._store, asked.run)
-        found = catalog.find(self._store, reference)
+        try:
+            found = catalog.find(self._store, reference)
+        except NoCheckpoint:
+            return []
         if found.state is State.CORRUPT:
             raise CorruptObject(f"{found.id} cannot be restored: {found.problem}", "Restore another checkpoint")
         return [found]

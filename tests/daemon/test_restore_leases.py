@@ -1,0 +1,291 @@
+"""Restore sessions without a process around them: leases, races, lost replies, and time that passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ckptd.index import Database, Index, Restore, RestoreIndex
+from ckptd.metrics import Metrics
+from ckptd.services import restores as module
+from ckptd.services.catalogue import Catalogue
+from ckptd.services.freshness import Freshness
+from ckptd.services.recovery import Recovery
+from ckptd.services.restore_leases import RestoreLeases
+from ckptd.services.restores import Restores
+from ckptd.services.synchronizing import Synchronizing
+from ckptstore import names
+from ckptstore.catalog import Checkpoint
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.errors import CheckpointHeld, NoCheckpoint, NoRestore, StoreUnavailable, TooManyRestores
+from ckptstore.leases import active_leases
+from ckptstore.stores import Store
+from ckptstore.wire import Phase, RankReport, RestoreRequest, RestoreState
+from tests.support.runs import RUN, count_calls, intact, write
+from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+
+_DAY_S = 24 * 3600.0
+_FETCHING = RankReport(phase=Phase.FETCHING)
+_RESTORED = RankReport(phase=Phase.RESTORED)
+
+
+Make = Callable[..., "Services"]
+
+
+class Services:
+    """What a daemon has of them; several may share a database."""
+
+    def __init__(
+        self, store: Store, restoring: Store | None = None, *, database: Database, clock: MovableClock
+    ) -> None:
+        """restoring: what restores use instead of the store."""
+        self.ended: list[str] = []
+        self.index = RestoreIndex(database)
+        index, freshness, metrics = Index(database), Freshness(clock, 60), Metrics()
+        Synchronizing(store, index, Recovery(store, clock, 5), freshness, metrics, clock).round()
+        restoring = restoring or store
+        self.leases = RestoreLeases(restoring, self.index, metrics, clock, self.ended.append)
+        catalogue = Catalogue(index, freshness, store.url)
+        self.restores = Restores(restoring, catalogue, self.index, self.leases, clock, self.ended.append)
+
+    def open(self, key: str = "k", checkpoint: Checkpoint | None = None, world_size: int = 2) -> Restore:
+        """The first rank of a job joins."""
+        id = checkpoint.id if checkpoint else None
+        asked = RestoreRequest(run=RUN, key=key, world_size=world_size, rank=0, checkpoint=id, ttl_s=100)
+        return self.restores.open(asked)[0]
+
+
+@pytest.fixture
+def clock() -> MovableClock:
+    return MovableClock()
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return Database(f"sqlite:///{tmp_path / 'index.db'}", 20)
+
+
+@pytest.fixture
+def make(database: Database, clock: MovableClock) -> Make:
+    return partial(Services, database=database, clock=clock)
+
+
+def _holders(store: Store, clock: MovableClock) -> list[str]:
+    return [holder for holders in active_leases(store, RUN, clock).values() for holder in holders]
+
+
+def test_the_lease_lasts_as_long_as_the_session(store: Store, clock: MovableClock, make: Make) -> None:
+    old, _ = write(store, 1, 2)
+    services = make(store)
+    id = services.open(checkpoint=old).id
+    for _ in range(40):
+        clock.advance(50)
+        services.restores.report(id, 0, _FETCHING)
+        services.restores.report(id, 1, _FETCHING)
+        services.restores.watch()
+        services.leases.round()
+        assert _holders(store, clock) == [f"restore {id}"]
+        with pytest.raises(CheckpointHeld):
+            delete_checkpoint(store, old, "test", clock)
+    services.restores.report(id, 0, _RESTORED)
+    services.restores.report(id, 1, _RESTORED)
+    services.leases.round()
+    assert _holders(store, clock) == []
+    assert services.ended == [id]
+    delete_checkpoint(store, old, "test", clock)
+
+
+def test_a_lease_is_written_only_when_it_needs_to_be(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    counting = Faults()
+    services = make(store, FaultyStore(store, counting))
+    services.open()
+    counting.calls.clear()
+    for _ in range(10):
+        services.leases.round()
+    assert counting.calls == []
+
+
+def test_without_a_daemon_the_lease_runs_out_by_itself(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    make(store).open()
+    clock.advance(699)
+    assert len(_holders(store, clock)) == 1
+    clock.advance(2)
+    assert _holders(store, clock) == []
+
+
+def test_a_daemon_that_was_away_does_not_blame_the_ranks(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    id = make(store).open().id
+    clock.advance(500)
+    back = make(store)
+    back.restores.watch()
+    expires_at = back.restores.view(id, with_ranks=True).expires_at
+    assert expires_at is not None
+    assert 99 < expires_at - clock() <= 100
+    back.restores.report(id, 0, _FETCHING)
+    clock.advance(101)
+    back.restores.watch()
+    ended = back.restores.find(id)
+    assert (ended.state, back.ended) == (RestoreState.EXPIRED, [id])
+    assert ended.problem == "no word for 100 s from rank 0 (fetching), rank 1 (never joined)"
+
+
+def test_a_lease_that_ran_out_meanwhile_is_taken_again(store: Store, clock: MovableClock, make: Make) -> None:
+    old, _ = write(store, 1, 2)
+    id = make(store).open(checkpoint=old).id
+    clock.advance(1000)
+    back = make(store)
+    back.leases.round()
+    assert _holders(store, clock) == [f"restore {id}"]
+    assert back.restores.find(id).live
+
+
+def test_a_checkpoint_that_was_deleted_meanwhile_ends_the_session(
+    store: Store, clock: MovableClock, make: Make
+) -> None:
+    old, _ = write(store, 1, 2)
+    id = make(store).open(checkpoint=old).id
+    clock.advance(1000)
+    delete_checkpoint(store, old, "test", clock)
+    back = make(store)
+    back.leases.round()
+    ended = back.restores.find(id)
+    assert (ended.state, back.ended) == (RestoreState.FAILED, [id])
+    assert f"{old.id} is being deleted" in ended.problem
+
+
+def test_a_session_that_ends_while_its_lease_is_renewed_leaves_none(
+    store: Store, clock: MovableClock, make: Make
+) -> None:
+    write(store, 1)
+    services = make(store)
+    id = services.open().id
+    clock.advance(400)
+    cancelling = Interleaving(0, lambda: services.restores.cancel(id))
+    make(store, FaultyStore(store, cancelling)).leases.round()
+    assert cancelling.calls[0].startswith(f"put {RUN}/leases/")
+    assert _holders(store, clock) == []
+
+
+def test_two_daemons_begin_one_session(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    daemons = [make(store) for _ in range(4)]
+    for attempt in range(5):
+        opened = race(*[partial(services.open, f"k{attempt}") for services in daemons])
+        assert [type(restore) for restore in opened] == [Restore] * 4
+        assert len({restore.id for restore in opened if isinstance(restore, Restore)}) == 1
+        assert len(_holders(store, clock)) == attempt + 1
+
+
+def test_a_join_survives_every_failure_of_the_store(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    calls = count_calls(store, lambda counted: make(store, counted).open("count"))
+    assert calls > 3
+    services = make(store)
+    for number in range(calls):
+        for mode in ("before", "after"):
+            key = f"{mode}-{number}"
+            failing = make(store, FaultyStore(store, Faults(number, mode)))
+            with pytest.raises(StoreUnavailable):
+                failing.open(key)
+            assert services.index.find_key(RUN, key) is None
+            session = services.open(key)
+            assert (session.key, session.num_joined, session.live) == (key, 1, True)
+
+
+def test_a_deletion_that_comes_in_between_never_takes_what_a_session_restores(
+    store: Store, clock: MovableClock, make: Make
+) -> None:
+    """The older checkpoint is asked for by name, and somebody deletes it at every moment of the join."""
+    write(store, 9)
+    calls = count_calls(store, lambda counted: make(store, counted).open("count"))
+    outcomes = []
+    for number in range(calls + 1):
+        (old,) = write(store, number)
+        interleaving = Interleaving(number, partial(_delete, store, old, clock))
+        services = make(store, FaultyStore(store, interleaving))
+        try:
+            services.open(f"k{number}", old)
+        except (NoCheckpoint, StoreUnavailable):
+            outcomes.append("refused")
+        else:
+            outcomes.append("restoring")
+            assert intact(store, old)
+    assert set(outcomes) == {"refused", "restoring"}
+
+
+def _delete(store: Store, checkpoint: Checkpoint, clock: MovableClock) -> None:
+    try:
+        delete_checkpoint(store, checkpoint, "test", clock)
+    except CheckpointHeld:
+        pass
+
+
+def test_ended_sessions_are_forgotten_after_a_day(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    services = make(store)
+    ended, live = services.open("a").id, services.open("b").id
+    services.restores.cancel(ended)
+    clock.advance(_DAY_S - 60)
+    services.restores.forget()
+    assert services.restores.find(ended).state is RestoreState.CANCELLED
+    clock.advance(120)
+    services.restores.forget()
+    with pytest.raises(NoRestore):
+        services.restores.find(ended)
+    assert services.restores.find(live).live
+    assert services.open("a").id != ended
+
+
+def test_only_so_many_ended_sessions_are_kept(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    services = make(store)
+    ids = []
+    for number in range(5):
+        ids.append(services.open(f"k{number}").id)
+        services.restores.report(ids[-1], 1, _FETCHING)
+        clock.advance(1)
+        services.restores.cancel(ids[-1])
+    live = services.open("live").id
+    services.index.forget(0, keep=2)
+    assert [restore.id for restore in services.index.newest(RUN, 10)] == [live, ids[4], ids[3]]
+    assert services.index.ranks(ids[0]) == []
+
+
+def test_live_sessions_are_bounded(
+    store: Store, clock: MovableClock, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, 1)
+    services = make(store)
+    monkeypatch.setattr(module, "MAX_LIVE", 2)
+    first = services.open("a")
+    services.open("b")
+    with pytest.raises(TooManyRestores):
+        services.open("c")
+    services.restores.cancel(first.id)
+    services.open("c")
+
+
+def test_sessions_belong_to_one_store(store: Store, clock: MovableClock, make: Make, database: Database) -> None:
+    write(store, 1)
+    Index(database).adopt(store.url)
+    services = make(store)
+    id = services.open().id
+    Index(database).adopt(store.url)
+    assert services.restores.find(id).live
+    Index(database).adopt("file:///elsewhere")
+    with pytest.raises(NoRestore):
+        services.restores.find(id)
+
+
+def test_leases_of_sessions_bear_their_name(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    restore = make(store).open()
+    (info,) = store.list(names.leases_prefix(RUN))
+    assert info.key.endswith(f"{restore.lease}.json")
+    assert _holders(store, clock) == [f"restore {restore.id}"]

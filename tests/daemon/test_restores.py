@@ -1,0 +1,419 @@
+"""Restore sessions over HTTP, on a real daemon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Barrier
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from ckptstore import names, wire
+from ckptstore.catalog import Checkpoint, list_checkpoints
+from ckptstore.daemon import DaemonClient
+from ckptstore.errors import (
+    CorruptObject,
+    InvalidRequest,
+    NoCheckpoint,
+    NoRestore,
+    RestoreEnded,
+    RestoreMismatch,
+    StoreUnavailable,
+)
+from ckptstore.stores import Store, open_store
+from ckptstore.wire import Phase, RestoreState
+from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.runs import SMALL
+
+_GOOD_ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Of all tests here, each with a run of its own."""
+    return open_store(str(tmp_path_factory.mktemp("restores") / "store"))
+
+
+@pytest.fixture(scope="module")
+def daemon(store: Store) -> Iterator[Daemon]:
+    write_checkpoint(store, "other", 1, SMALL)
+    with running_daemon(store.url) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[DaemonClient]:
+    with daemon.client() as client:
+        yield client
+
+
+@pytest.fixture
+def run() -> str:
+    return f"run-{uuid4().hex}"
+
+
+def _write(store: Store, run: str, *steps: int) -> list[Checkpoint]:
+    return [write_checkpoint(store, run, step, SMALL) for step in steps]
+
+
+def _leases(store: Store, run: str) -> int:
+    return len(list(store.list(names.leases_prefix(run))))
+
+
+def _steps(store: Store, run: str) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(store, run)]
+
+
+@contextmanager
+def _waiting(daemon: Daemon, id: str, count: int = 1) -> Iterator[list[Future[wire.RestoreBody]]]:
+    """Long polls that have reached the daemon, each on a connection of its own."""
+
+    def wait() -> wire.RestoreBody:
+        with daemon.client() as own:
+            return own.restore_session(id, wait_s=50, ranks=False)
+
+    before = _connections(daemon)
+    with ThreadPoolExecutor(count) as pool:
+        polls = [pool.submit(wait) for _ in range(count)]
+        wait_until(lambda: _connections(daemon) >= before + count, "the polls")
+        yield polls
+
+
+def _connections(daemon: Daemon) -> int:
+    """Established connections of the daemon, as the kernel counts them."""
+    port = int(daemon.url.rpartition(":")[2])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[1].split(":")[1], 16) == port and row[3] == "01" for row in rows)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began
+
+
+def test_all_ranks_get_the_same_checkpoint_and_one_lease(store: Store, daemon: Daemon, run: str) -> None:
+    newest = _write(store, run, 10, 20)[1]
+    barrier = Barrier(24)
+
+    def join(rank: int) -> httpx.Response:
+        body = {"run": run, "key": "job-1", "world_size": 24, "rank": rank, "ttl_s": 60}
+        barrier.wait()
+        return daemon.post(wire.RESTORES, body)
+
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(join, range(24)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 23 + [201]
+    assert {(answer.json()["id"], answer.json()["checkpoint"]["id"]) for answer in answers} == {
+        (answers[0].json()["id"], newest.id)
+    }
+    assert _leases(store, run) == 1
+    with daemon.client() as client:
+        session = client.restore_session(answers[0].json()["id"])
+    assert (session.num_joined, session.state, session.key) == (24, RestoreState.RESTORING, "job-1")
+    assert session.ranks is not None
+    assert [rank.rank for rank in session.ranks] == list(range(24))
+
+
+def test_a_join_that_is_repeated_changes_nothing(store: Store, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    first = client.join_restore(run, "k", 2, 0)
+    client.report_restore(first.id, 0, Phase.FETCHING, 5, 10)
+    newer = _write(store, run, 2)[0]
+    again = client.join_restore(run, "k", 2, 0)
+    assert (again.id, again.num_joined, again.done_bytes) == (first.id, 1, 5)
+    assert again.checkpoint == first.checkpoint
+    assert client.join_restore(run, "k2", 2, 0).checkpoint.id == newer.id
+
+
+def test_what_cannot_be_restored_is_passed_over(store: Store, client: DaemonClient, run: str) -> None:
+    _, superseded, usable, corrupt, hidden = _write(store, run, 1, 2, 2, 3, 4)
+    store.put(names.outcome_key(run, corrupt.attempt), b"flipped")
+    store.put(names.tombstone_key(run, hidden.attempt), b"its deletion has begun")
+    assert client.join_restore(run, "newest", 1, 0).checkpoint.id == usable.id
+    assert client.join_restore(run, "named", 1, 0, checkpoint=superseded.id).checkpoint.id == superseded.id
+    with pytest.raises(CorruptObject):
+        client.join_restore(run, "corrupt", 1, 0, checkpoint=corrupt.id)
+    with pytest.raises(NoCheckpoint):
+        client.join_restore(run, "hidden", 1, 0, checkpoint=hidden.id)
+    assert len(client.restore_sessions(run)) == 2
+
+
+def test_a_run_without_checkpoints_has_nothing_to_restore(client: DaemonClient, run: str) -> None:
+    with pytest.raises(NoCheckpoint):
+        client.join_restore(run, "k", 1, 0)
+    assert client.restore_sessions(run) == []
+
+
+def test_an_unmounted_volume_is_not_an_empty_one(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    checkpoint = write_checkpoint(open_store(str(folder)), "gpt", 1, SMALL)
+    with running_daemon(folder.as_uri()) as daemon, daemon.client() as client:
+        folder.rename(tmp_path / "elsewhere")
+        for wanted in (None, checkpoint.id):
+            with pytest.raises(StoreUnavailable):
+                client.join_restore("gpt", "k", 1, 0, checkpoint=wanted)
+        (tmp_path / "elsewhere").rename(folder)
+        assert client.join_restore("gpt", "k", 1, 0).checkpoint.id == checkpoint.id
+
+
+def test_ranks_that_disagree_are_told(store: Store, client: DaemonClient, run: str) -> None:
+    first, second = _write(store, run, 1, 2)
+    session = client.join_restore(run, "k", 4, 0)
+    with pytest.raises(RestoreMismatch, match="has 4 ranks, rank 1 says 8"):
+        client.join_restore(run, "k", 8, 1)
+    with pytest.raises(RestoreMismatch, match=f"is of {second.id}, rank 1 wants {first.id}"):
+        client.join_restore(run, "k", 4, 1, checkpoint=first.id)
+    for same in (None, second.id, f"{run}@2", f"{run}@latest"):
+        assert client.join_restore(run, "k", 4, 1, checkpoint=same).id == session.id
+    with pytest.raises(InvalidRequest, match="rank 4 is not one of 4"):
+        client.join_restore(run, "k", 4, 4)
+    with pytest.raises(InvalidRequest, match="rank 4 is not one of 4"):
+        client.report_restore(session.id, 4, Phase.FETCHING)
+    with pytest.raises(InvalidRequest, match="is not a checkpoint of run"):
+        client.join_restore(run, "k3", 4, 0, checkpoint="other@1")
+
+
+def test_a_wait_ends_when_the_last_rank_is_restored(
+    store: Store, daemon: Daemon, client: DaemonClient, run: str
+) -> None:
+    _write(store, run, 1)
+    id = client.join_restore(run, "k", 3, 0).id
+    with _waiting(daemon, id) as (poll,):
+        for rank in range(3):
+            assert not poll.done()
+            status = client.report_restore(id, rank, Phase.RESTORED, 10, 10)
+        assert (status.state, status.num_restored) == (RestoreState.RESTORED, 3)
+        session = poll.result(timeout=10)
+    assert (session.state, session.num_joined, session.done_bytes) == (RestoreState.RESTORED, 3, 30)
+    assert (session.expires_at, session.ended_at is not None, session.problem) == (None, True, "")
+    assert _timed(lambda: client.restore_session(id, wait_s=50)) < 10
+
+
+def test_a_wait_ends_when_its_time_is_up(store: Store, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    session = client.join_restore(run, "k", 2, 0)
+    answers = []
+    assert 0.5 <= _timed(lambda: answers.append(client.restore_session(session.id, wait_s=0.5))) < 10
+    assert answers[0].state is RestoreState.RESTORING
+
+
+def test_many_that_wait_hold_up_nobody(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    id = client.join_restore(run, "k", 1, 0).id
+    with _waiting(daemon, id, count=80) as polls:
+        assert client.latest(run).step == 1
+        assert not any(poll.done() for poll in polls)
+        client.report_restore(id, 0, Phase.RESTORED)
+        assert {poll.result(timeout=20).state for poll in polls} == {RestoreState.RESTORED}
+
+
+def test_a_rank_that_fails_ends_it_for_all(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    id = client.join_restore(run, "k", 8, 0).id
+    problem = "rank 5 failed: chunk 17 is corrupt"
+    with _waiting(daemon, id) as (poll,):
+        client.report_restore(id, 5, Phase.FAILED, problem="chunk 17 is corrupt")
+        assert (poll.result(timeout=10).state, poll.result().problem) == (RestoreState.FAILED, problem)
+    before = client.restore_session(id)
+    status = client.report_restore(id, 0, Phase.FETCHING, 1, 2)
+    assert (status.state, status.problem) == (RestoreState.FAILED, problem)
+    assert client.restore_session(id) == before
+    with pytest.raises(RestoreEnded, match="rank 5 failed: chunk 17"):
+        client.join_restore(run, "k", 8, 1)
+
+
+def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    id = client.join_restore(run, "k", 4, 0, ttl_s=1.5).id
+    client.report_restore(id, 1, Phase.PLANNING)
+    client.report_restore(id, 2, Phase.RESTORED)
+    with _waiting(daemon, id) as (poll,):
+        while not poll.done():
+            client.report_restore(id, 0, Phase.FETCHING, 1, 2)
+            time.sleep(0.05)
+        session = poll.result()
+    assert session.state is RestoreState.EXPIRED
+    assert session.problem == "no word for 1.5 s from rank 1 (planning), rank 3 (never joined)"
+    assert session.ended_at is not None
+    assert session.ended_at - session.created_at >= 1.5
+
+
+def test_a_session_that_reports_outlives_its_ttl(store: Store, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    id = client.join_restore(run, "k", 1, 0, ttl_s=1).id
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        assert client.report_restore(id, 0, Phase.FETCHING).state is RestoreState.RESTORING
+        time.sleep(0.1)
+    assert client.report_restore(id, 0, Phase.RESTORED).state is RestoreState.RESTORED
+
+
+def test_a_prune_waits_for_the_end(store: Store, client: DaemonClient, run: str) -> None:
+    old, _ = _write(store, run, 1, 2)
+    id = client.join_restore(run, "k", 1, 0, checkpoint=old.id).id
+    pruned = client.prune(1, run, dry_run=False)
+    assert [item.reasons for item in pruned.items] == [["last-1"], [f"lease:restore {id}"]]
+    assert _steps(store, run) == [2, 1]
+    client.report_restore(id, 0, Phase.RESTORED)
+    wait_until(lambda: not _leases(store, run), "the release of the lease")
+    client.prune(1, run, dry_run=False)
+    assert _steps(store, run) == [2]
+    assert client.restore_session(id).checkpoint.id == old.id
+
+
+def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
+    old, _ = _write(store, run, 1, 2)
+    id = client.join_restore(run, "k", 2, 0, checkpoint=old.id).id
+    with _waiting(daemon, id) as (poll,):
+        assert client.cancel_restore(id).state is RestoreState.CANCELLED
+        assert poll.result(timeout=10).state is RestoreState.CANCELLED
+    client.prune(1, run, dry_run=False)
+    assert _steps(store, run) == [2]
+    assert client.cancel_restore(id).state is RestoreState.CANCELLED
+    assert client.report_restore(id, 0, Phase.FETCHING).state is RestoreState.CANCELLED
+    with pytest.raises(NoRestore):
+        client.cancel_restore(_GOOD_ULID)
+
+
+def test_ranks_go_on_after_the_daemon_was_killed(store: Store, run: str, tmp_path: Path) -> None:
+    _write(store, run, 1, 2)
+    db = f"sqlite:///{tmp_path}/index.db"
+    with running_daemon(store.url, db) as first, first.client() as client:
+        before = client.join_restore(run, "k", 3, 0, ttl_s=30)
+        client.report_restore(before.id, 0, Phase.RESTORED, 10, 10)
+        client.report_restore(before.id, 1, Phase.FETCHING, 5, 10)
+        first.kill()
+    _write(store, run, 3)
+    with running_daemon(store.url, db) as second, second.client() as client:
+        session = client.join_restore(run, "k", 3, 2)
+        assert (session.id, session.checkpoint) == (before.id, before.checkpoint)
+        assert (session.num_joined, session.num_restored, session.done_bytes) == (3, 1, 15)
+        with _waiting(second, session.id) as (poll,):
+            client.report_restore(session.id, 1, Phase.RESTORED, 10, 10)
+            client.report_restore(session.id, 2, Phase.RESTORED, 10, 10)
+            assert poll.result(timeout=10).state is RestoreState.RESTORED
+        wait_until(lambda: not _leases(store, run), "the release of the lease")
+
+
+def test_a_daemon_that_leaves_answers_those_that_wait(store: Store, run: str) -> None:
+    _write(store, run, 1)
+    with running_daemon(store.url) as daemon, daemon.client() as client:
+        id = client.join_restore(run, "k", 1, 0).id
+        client.close()
+        with _waiting(daemon, id) as (poll,):
+            assert _timed(lambda: daemon.stop()) < 15
+            assert poll.result(timeout=10).state is RestoreState.RESTORING
+        assert daemon.process.returncode == 0
+
+
+def test_listings_are_newest_first(store: Store, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    ids = [client.join_restore(run, f"k{number}", 2, 0).id for number in range(3)]
+    client.report_restore(ids[2], 0, Phase.FETCHING, 1, 4)
+    client.cancel_restore(ids[1])
+    found = client.restore_sessions(run)
+    assert [session.id for session in found] == ids[::-1]
+    assert [session.id for session in client.restore_sessions(run, limit=1)] == ids[2:]
+    assert [session.id for session in client.restore_sessions(limit=3)] == ids[::-1]
+    assert found[0].slowest is not None
+    assert (found[0].slowest.rank, found[0].progress, found[0].ranks) == (0, 0.125, None)
+    assert (found[1].slowest, found[1].progress) == (None, None)
+
+
+def test_a_look_shows_who_is_behind(store: Store, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    id = client.join_restore(run, "k", 3, 0).id
+    for rank, done in ((0, 90), (1, 10), (2, 80)):
+        client.report_restore(id, rank, Phase.FETCHING, done, 100)
+    session = client.restore_session(id)
+    assert session.stragglers == [1]
+    assert session.progress == pytest.approx(0.6)
+    assert session.slowest is not None
+    assert (session.slowest.rank, session.slowest.done_bytes) == (1, 10)
+    assert client.restore_session(id, ranks=False).ranks is None
+
+
+def test_metrics_count_sessions_by_state(store: Store, run: str) -> None:
+    _write(store, run, 1)
+    with running_daemon(store.url) as daemon, daemon.client() as client:
+        client.join_restore(run, "a", 2, 0)
+        client.cancel_restore(client.join_restore(run, "b", 2, 0).id)
+        text = daemon.get("/metrics").text
+    counted = [line for line in text.splitlines() if line.startswith("ckptd_restores{")]
+    assert counted == [
+        'ckptd_restores{state="restoring"} 1.0',
+        'ckptd_restores{state="restored"} 0.0',
+        'ckptd_restores{state="failed"} 0.0',
+        'ckptd_restores{state="expired"} 0.0',
+        'ckptd_restores{state="cancelled"} 1.0',
+    ]
+
+
+_JOIN = {"run": "other", "key": "k", "world_size": 2, "rank": 0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "../x"}, {"run": ""}, {"run": None}, {"key": ""}, {"key": "x" * 129}, {"key": "a b"}, {"key": "-a"},
+        {"key": "a\0"}, {"world_size": 0}, {"world_size": -1}, {"world_size": wire.MAX_WORLD_SIZE + 1},
+        {"world_size": 1.5}, {"world_size": "2"}, {"rank": -1}, {"rank": 2}, {"rank": 10**30}, {"rank": True},
+        {"ttl_s": 0}, {"ttl_s": 0.5}, {"ttl_s": 1e300}, {"ttl_s": -1}, {"ttl_s": "x"},
+        {"checkpoint": "x"}, {"checkpoint": "../x@1"}, {"checkpoint": "gpt@1"}, {"checkpoint": 7},
+    ],
+)  # fmt: skip
+def test_joins_that_make_no_sense(daemon: Daemon, change: dict[str, object]) -> None:
+    _refused(daemon.post(wire.RESTORES, _JOIN | change))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, [], {"phase": "x"}, {"phase": "fetching", "done_bytes": -1}, {"phase": "fetching", "done_bytes": 1 << 60},
+     {"phase": "fetching", "total_bytes": 1.5}, {"phase": "failed", "problem": 7},
+     {"phase": "failed", "problem": "x" * 70_000}],
+)  # fmt: skip
+def test_reports_that_make_no_sense(daemon: Daemon, client: DaemonClient, body: object) -> None:
+    id = client.join_restore("other", "reports", 2, 0).id
+    _refused(httpx.put(f"{daemon.url}{wire.RESTORES}/{id}/ranks/0", json=body))
+    assert client.restore_session(id).num_joined == 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/x", f"/{_GOOD_ULID}x", f"/{_GOOD_ULID[:-1]}", "/%2e%2e", "/%00", "?limit=0", "?limit=501", "?limit=x",
+     "?run=../x", "?run=", f"/{_GOOD_ULID}?wait=61", f"/{_GOOD_ULID}?wait=-1", f"/{_GOOD_ULID}?wait=nan",
+     f"/{_GOOD_ULID}?wait=1e400", f"/{_GOOD_ULID}?ranks=maybe"],
+)  # fmt: skip
+def test_questions_that_make_no_sense(daemon: Daemon, path: str) -> None:
+    _refused(daemon.get(wire.RESTORES + path))
+
+
+def test_what_is_not_there(daemon: Daemon, client: DaemonClient) -> None:
+    for action in (
+        lambda: client.restore_session(_GOOD_ULID),
+        lambda: client.restore_session(_GOOD_ULID, wait_s=5),
+        lambda: client.report_restore(_GOOD_ULID, 0, Phase.FETCHING),
+    ):
+        with pytest.raises(NoRestore):
+            action()
+    report = {"phase": "fetching"}
+    for rank in ("-1", "x", str(wire.MAX_WORLD_SIZE), "9" * 5000):
+        _refused(httpx.put(f"{daemon.url}{wire.RESTORES}/{_GOOD_ULID}/ranks/{rank}", json=report))
+
+
+def test_a_web_page_cannot_join(daemon: Daemon) -> None:
+    answer = httpx.post(daemon.url + wire.RESTORES, content=b"{}", headers={"Content-Type": "text/plain"})
+    _refused(answer)
+
+
+def _refused(answer: httpx.Response) -> None:
+    assert answer.status_code == 422, answer.text
+    assert answer.headers["content-type"] == wire.PROBLEM
+    assert answer.json()["code"] in ("invalid_name", "invalid_request")
