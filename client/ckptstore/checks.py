@@ -119,8 +119,16 @@ def _check_slices(content: Content) -> None:
     dimensions = column(len(shape) for shape in entries.shape)[slices.entry]
     _require(len(slices.box) == 2 * int(dimensions.sum()), "boxes and slices differ in number")
     shard_bytes = column(int(shard.chunks.raw.sum()) for shard in content.shards)
+    sizes = np.zeros(len(slices.entry), np.int64)
     for group in same_dimensions(content, np.arange(len(slices.entry))):
         inside = (group.offsets <= group.shapes) & (group.sizes <= group.shapes - group.offsets)
         _require(bool(inside.all()), "a box leaves its entry")
         room = shard_bytes[slices.shard[group.rows]] - group.bytes
         _require(bool((slices.at[group.rows] <= room).all()), "a slice leaves its shard")
+        sizes[group.rows] = group.bytes
+    # Else a small manifest could make a plan of any size.
+    order = np.lexsort((slices.at, slices.shard))
+    order = order[sizes[order] > 0]
+    shard, at = slices.shard[order], slices.at[order]
+    apart = (shard[1:] != shard[:-1]) | (at[1:] >= at[:-1] + sizes[order][:-1])
+    _require(bool(apart.all()), "two slices share bytes of a shard")

@@ -209,9 +209,11 @@ def _merge_content(contents: Sequence[Content]) -> Content:
         columns["at"].append(slices.at)
         columns["box"].append(slices.box)
         shards.extend(content.shards)
-        aliases.update(content.aliases)
+        for alias, name in content.aliases.items():
+            if aliases.setdefault(alias, name) != name:
+                raise CorruptObject(f"two ranks disagree about the entry that {alias!r} is another name of")
         for item, tree in content.trees.items():
-            trees[item] = merge_trees(trees[item], tree) if item in trees else tree
+            trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
     slices = Slices(**{name: concatenate(parts) for name, parts in columns.items()})
     return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=trees)
 

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from ckptstore import boxes
-from ckptstore.boxes import Box, Matrix
+from ckptstore.boxes import Box, BoxGroup, Matrix
 from ckptstore.columns import Column
 from ckptstore.documents import Content, Shard
 from ckptstore.dtypes import ITEM_BYTES
@@ -192,47 +192,49 @@ def _layer_overlaps(content: Content, wants: Sequence[Want], entry_of: Sequence[
         boxes.whole(entries.shape[entry]) if want.box is None else want.box
         for want, entry in zip(wants, entry_of, strict=True)
     ]
-    covered = {number for number, box in enumerate(want_boxes) if 0 in boxes.sizes(box)}
+    missing = {number for number, box in enumerate(want_boxes) if 0 not in boxes.sizes(box)}
     want_of = np.full(len(entries.name), -1)
     want_of[entry_of] = np.arange(len(wants))
-    rows = np.flatnonzero(want_of[slices.entry] >= 0) if len(slices.entry) else slices.entry
+    rows = np.flatnonzero(want_of[slices.entry] >= 0)
     for group in boxes.same_dimensions(content, rows):
-        dimensions = group.offsets.shape[1]
-        matrix = np.zeros((len(wants), 2 * dimensions), np.int64)
-        for number, box in enumerate(want_boxes):
-            if len(box) == 2 * dimensions:
-                matrix[number] = box
-        numbers = want_of[slices.entry[group.rows]]
-        begin, length = matrix[numbers, :dimensions], matrix[numbers, dimensions:]
-        low = np.maximum(group.offsets, begin)
-        extent = np.minimum(group.offsets + group.sizes, begin + length) - low
-        meet = (extent > 0).all(axis=1)
-        if not meet.any():
-            continue
-        numbers, low, extent = numbers[meet], low[meet], extent[meet]
-        covered |= _check_tiling(wants, want_boxes, numbers, low, extent)
-        own = np.concatenate([group.offsets, group.sizes], axis=1)[meet]
-        columns = (numbers, group.rows[meet], np.concatenate([low, extent], axis=1), own)
+        numbers, low, extent, own = _meeting(group, want_of[slices.entry[group.rows]], want_boxes)
+        _check_tiling(wants, want_boxes, numbers, low, extent)
+        missing.difference_update(numbers.tolist())
+        columns = (numbers, group.rows[own], np.concatenate([low, extent], axis=1), group.boxes[own])
         for number, row, box, slice_box in zip(*(part.tolist() for part in columns), strict=True):
-            want = wants[number]
             item = ITEM_BYTES[entries.dtype[entry_of[number]]]
             shard, at = int(slices.shard[row]), int(slices.at[row])
-            yield _Overlap(want, shard, at, item, tuple(slice_box), want_boxes[number], tuple(box))
-    if len(covered) < len(wants):
-        raise _gap(next(want for number, want in enumerate(wants) if number not in covered))
+            yield _Overlap(wants[number], shard, at, item, tuple(slice_box), want_boxes[number], tuple(box))
+    if missing:
+        raise _gap(wants[min(missing)])
+
+
+def _meeting(group: BoxGroup, numbers: Column, want_boxes: Sequence[Box]) -> tuple[Column, Matrix, Matrix, Column]:
+    """Where slices meet the boxes that are wanted of their entries, in the order of these.
+
+    Gives the want, the first index, the extent, and the row of the group.
+    """
+    dimensions = group.offsets.shape[1]
+    used, place = np.unique(numbers, return_inverse=True)
+    wanted = np.array([want_boxes[number] for number in used.tolist()], np.int64).reshape(len(used), 2 * dimensions)
+    begin, length = wanted[:, :dimensions][place], wanted[:, dimensions:][place]
+    low = np.maximum(group.offsets, begin)
+    extent = np.minimum(group.offsets + group.sizes, begin + length) - low
+    meet = np.flatnonzero((extent > 0).all(axis=1))
+    meet = meet[np.argsort(numbers[meet], kind="stable")]
+    return numbers[meet], low[meet], extent[meet], meet
 
 
 def _check_tiling(
     wants: Sequence[Want], want_boxes: Sequence[Box], numbers: Column, low: Matrix, extent: Matrix
-) -> set[int]:
-    """The wants among `numbers`, each of which must be covered by its overlaps."""
-    order = np.argsort(numbers, kind="stable")
-    found, begins = np.unique(numbers[order], return_index=True)
-    for number, rows in zip(found.tolist(), np.split(order, begins[1:]), strict=True):
-        box = want_boxes[number]
-        if not boxes.tile(low[rows] - np.array(boxes.offsets(box), np.int64), extent[rows], boxes.sizes(box)):
-            raise _gap(wants[number])
-    return set(found.tolist())
+) -> None:
+    """CorruptObject unless what meets a wanted box covers it exactly."""
+    used, place = np.unique(numbers, return_inverse=True)
+    shape = (len(used), low.shape[1])
+    first = np.array([boxes.offsets(want_boxes[n]) for n in used.tolist()], np.int64).reshape(shape)
+    sizes = np.array([boxes.sizes(want_boxes[n]) for n in used.tolist()], np.int64).reshape(shape)
+    for bad in boxes.untiled(place, low - first[place], extent, sizes).tolist():
+        raise _gap(wants[int(used[bad])])
 
 
 def _gap(want: Want) -> CorruptObject:

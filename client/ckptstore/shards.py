@@ -22,11 +22,11 @@ from ckptstore.dtypes import ITEM_BYTES
 
 CHUNK_BYTES = 8 << 20
 """Raw size of a chunk at most."""
-EVEN_PARTS = 8
-"""Chunks end where an even split of an entry's first dimension by this number does, so that ranks which hold
+EVEN_PARTS = (2, 4, 8)
+"""Chunks end where even splits of an entry's first dimension by these numbers do, so that ranks which hold
 such parts read whole chunks and nothing else."""
 _OWN_CHUNK_BYTES = 64 << 10
-"""A slice of at least this size starts a chunk of its own, and is cut into chunks no smaller than this."""
+"""A slice of at least this size starts a chunk of its own. Parts smaller than this get no chunks of their own."""
 _SHARED_CHUNK_BYTES = 1 << 20
 """Smaller slices share chunks of at most this size."""
 _BLOCK_BYTES = 256 << 10
@@ -127,10 +127,12 @@ def _even_cuts(piece: Slice) -> list[int]:
         return []
     first, rows = boxes.offsets(piece.box)[0], boxes.sizes(piece.box)[0]
     row_bytes = piece.bytes // rows
-    step = -(-piece.shape[0] // EVEN_PARTS)
-    if step * row_bytes < _OWN_CHUNK_BYTES:
-        return []
-    return [(row - first) * row_bytes for row in range((first // step + 1) * step, first + rows, step)]
+    ends: set[int] = set()
+    for parts in EVEN_PARTS:
+        step = -(-piece.shape[0] // parts)
+        if step * row_bytes >= _OWN_CHUNK_BYTES:
+            ends.update(range((first // step + 1) * step, first + rows, step))
+    return [(row - first) * row_bytes for row in sorted(ends)]
 
 
 def encode_chunk(raw: memoryview, span: ChunkSpan, compress: bool) -> EncodedChunk:

@@ -20,6 +20,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from ckptstore.documents import JSON
 from ckptstore.errors import CorruptObject, UnsupportedObject
 
@@ -63,11 +65,18 @@ def encode_tree(value: Any, path: str, leaf: Leaf, depth: int = 0) -> JSON:
         return [child(i, item) for i, item in enumerate(value)]
     if kind in (tuple, set, frozenset):
         return {TAG: kind.__name__, "v": [child(i, item) for i, item in enumerate(value)]}
-    if kind is dict and all(type(key) is str and not key.startswith(TAG) for key in value):
-        return {_text(key, path): child(key, item) for key, item in value.items()}
+    if kind is dict and all(type(key) is str for key in value):
+        return mapping({_text(key, path): child(key, item) for key, item in value.items()})
     if kind in _MAPPINGS:
         return {TAG: _MAPPINGS[kind], "v": [[child("key", key), child(key, item)] for key, item in value.items()]}
     return leaf(path, value)
+
+
+def mapping(items: dict[str, JSON]) -> JSON:
+    """A dict whose values are trees already, as a tree."""
+    if any(key.startswith(TAG) for key in items):
+        return {TAG: "dict", "v": [[key, item] for key, item in items.items()]}
+    return items
 
 
 def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
@@ -94,31 +103,45 @@ def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
     return unleaf(path, tree)
 
 
-def merge_trees(first: JSON, second: JSON) -> JSON:
-    """What two ranks say of one item: dicts are joined key by key, lists one after the other; else the first holds."""
+def merge_trees(first: JSON, second: JSON, path: str, depth: int = 0) -> JSON:
+    """What two ranks say of one item: dicts are joined key by key, lists one after the other; all else must be equal.
+
+    Raises CorruptObject where the ranks disagree, or a dict is malformed.
+    """
+    _check_depth(depth, path)
     if isinstance(first, list) and isinstance(second, list):
         return first + second
-    ours, theirs = _pairs(first), _pairs(second)
-    if ours is None or theirs is None:
+    ours, theirs = _pairs(first, path), _pairs(second, path)
+    if ours is None or theirs is None or first.get(TAG, "dict") != second.get(TAG, "dict"):
+        if _without_device(first) != _without_device(second):
+            raise CorruptObject(f"two ranks disagree about the state at {path!r}")
         return first
+    for name, (key, value) in theirs.items():
+        merged = merge_trees(ours[name][1], value, f"{path}/{key}", depth + 1) if name in ours else value
+        ours[name] = (key, merged)
     if TAG not in first and TAG not in second:
-        joined = {key: merge_trees(value, second[key]) if key in second else value for key, value in ours}
-        return {**joined, **{key: value for key, value in theirs if key not in first}}
-    joint = [[key, merge_trees(value, other[0]) if (other := _values(theirs, key)) else value] for key, value in ours]
-    return {TAG: first.get(TAG, "dict"), "v": joint + [[key, v] for key, v in theirs if not _values(ours, key)]}
+        return dict(ours.values())
+    return {TAG: first.get(TAG, "dict"), "v": [list(pair) for pair in ours.values()]}
 
 
-def _pairs(tree: JSON) -> list[tuple[JSON, JSON]] | None:
-    """Keys and values of a dict, however its keys made it be written; None for anything else."""
+def _pairs(tree: JSON, path: str) -> dict[bytes, tuple[JSON, JSON]] | None:
+    """Keys and values of a dict by the text of the key, however its keys made it be written; None for anything else."""
     if not isinstance(tree, dict):
         return None
     if TAG not in tree:
-        return list(tree.items())
-    return [(key, value) for key, value in tree["v"]] if tree[TAG] in _MAPPINGS.values() else None
+        return {msgspec.json.encode(key): (key, value) for key, value in tree.items()}
+    if tree[TAG] not in _MAPPINGS.values():
+        return None
+    try:
+        return {msgspec.json.encode(key): (key, value) for key, value in tree["v"]}
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed {tree[TAG]!r}: {error}") from error
 
 
-def _values(pairs: list[tuple[JSON, JSON]], key: JSON) -> list[JSON]:
-    return [value for other, value in pairs if other == key and type(other) is type(key)]
+def _without_device(leaf: JSON) -> bytes:
+    """The text of a leaf: in Python, 1 equals True and 1.0."""
+    said = {key: value for key, value in leaf.items() if key != "device"} if isinstance(leaf, dict) else leaf
+    return msgspec.json.encode(said)
 
 
 def leaves(tree: JSON, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
