@@ -1,0 +1,42 @@
+"""The layouts by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.support.parallel import pipeline, replicated, sharded, tensor
+from tests.support.parallel.built import Built, Setup
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to train the model: on so many ranks, built by this function inside the process group."""
+
+    name: str
+    world_size: int
+    build: Callable[[Setup], Built]
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("single", 1, replicated.single),
+        Layout("model_parallel", 1, pipeline.model_parallel),
+        Layout("ddp", 2, replicated.ddp),
+        Layout("zero", 2, replicated.zero),
+        Layout("ep", 2, replicated.expert_parallel),
+        Layout("fsdp2", 2, sharded.fsdp2),
+        Layout("fsdp2_4", 4, sharded.fsdp2),
+        Layout("fsdp2_checkpointed", 2, sharded.fsdp2_checkpointed),
+        Layout("fsdp1", 2, sharded.fsdp1),
+        Layout("fsdp1_grad", 2, sharded.fsdp1_grad),
+        Layout("fsdp1_flat", 2, sharded.fsdp1_flat),
+        Layout("hsdp", 4, sharded.hsdp),
+        Layout("tp", 2, tensor.tp),
+        Layout("ddp_tp", 4, tensor.ddp_tp),
+        Layout("tp_fsdp2", 4, tensor.tp_fsdp2),
+        Layout("pp", 2, pipeline.pp),
+        Layout("pp_interleaved", 2, pipeline.pp_interleaved),
+    )
+}

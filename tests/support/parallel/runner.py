@@ -1,0 +1,79 @@
+"""Scenarios in real ranks: functions that run in every process of a group and return something JSON can hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A function ("package.module:name") that each of `world_size` ranks calls with these arguments.
+
+    With more than one rank there is a gloo group; with one there is none.
+    """
+
+    function: str
+    world_size: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What every rank returned, or what was printed by the ranks of a scenario that failed."""
+
+    results: list[Any]
+    error: str | None
+
+    def result(self) -> list[Any]:
+        """By rank. Raises AssertionError with the output if the scenario failed."""
+        if self.error is not None:
+            raise AssertionError(self.error)
+        return self.results
+
+
+def run_scenarios(scenarios: Sequence[Scenario], folder: Path) -> list[Outcome]:
+    """Run them one after the other in `folder`, which is empty. One that fails or hangs spoils no other."""
+    (folder / "scenarios.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
+    limit = 60 + sum(scenario.timeout_s + 10 for scenario in scenarios)
+    with (folder / "host.txt").open("w+") as output:
+        host = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.parallel.host", str(folder)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = host.wait(limit)
+        finally:
+            _kill_all(host)
+        assert code == 0, (folder / "host.txt").read_text()
+    return [_outcome(folder / str(number), scenario) for number, scenario in enumerate(scenarios)]
+
+
+def _outcome(place: Path, scenario: Scenario) -> Outcome:
+    error = json.loads((place / "outcome.json").read_text())
+    if error is not None:
+        return Outcome([], error)
+    return Outcome([json.loads((place / f"rank-{rank}.json").read_text()) for rank in range(scenario.world_size)], None)
+
+
+def _kill_all(host: subprocess.Popen[bytes]) -> None:
+    """The host and whatever ranks it still has: they are a session of their own."""
+    try:
+        os.killpg(host.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    host.wait()

@@ -1,0 +1,88 @@
+"""Layouts in which every parameter is divided over the ranks: FSDP2, HSDP and FSDP1."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+
+from tests.support.parallel.built import Built, Setup, average_gradients, data_parallel, optimizers
+from tests.support.parallel.model import Block, Transformer
+
+
+def fsdp2(setup: Setup) -> Built:
+    """fully_shard for each block and the root."""
+    model = setup.model()
+    shard(model)
+    return _data_parallel(setup, model, model.scale)
+
+
+def fsdp2_checkpointed(setup: Setup) -> Built:
+    """As fsdp2, and attention is computed again in backward: its wrapper stands in the middle of names."""
+    model = setup.model()
+    for block in model.blocks.values():
+        cast(Block, block).attn = checkpoint_wrapper(cast(Block, block).attn)  # type: ignore[assignment]
+    shard(model)
+    return _data_parallel(setup, model, model.scale)
+
+
+def hsdp(setup: Setup) -> Built:
+    """fully_shard on two dimensions: sharded in pairs, and the pairs are replicas."""
+    model = setup.model()
+    shard(model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
+    return _data_parallel(setup, model, model.scale)
+
+
+def fsdp1(setup: Setup) -> Built:
+    """FullyShardedDataParallel that shows the original parameters."""
+    return _fsdp1(setup, ShardingStrategy.FULL_SHARD, originals=True)
+
+
+def fsdp1_grad(setup: Setup) -> Built:
+    """FullyShardedDataParallel that keeps parameters whole between forward and backward."""
+    return _fsdp1(setup, ShardingStrategy.SHARD_GRAD_OP, originals=True)
+
+
+def fsdp1_flat(setup: Setup) -> Built:
+    """FullyShardedDataParallel with one flat parameter per wrapped module."""
+    return _fsdp1(setup, ShardingStrategy.FULL_SHARD, originals=False)
+
+
+def shard(model: Transformer, mesh: DeviceMesh | None = None) -> None:
+    """Each block, then the root. Scalars cannot be sharded: that one stays a plain tensor on every rank."""
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.scale})
+
+
+def _data_parallel(setup: Setup, model: nn.Module, whole: nn.Parameter) -> Built:
+    """Every rank is data parallel; `whole` is the parameter that the wrapper leaves alone."""
+    world = dist.get_world_size()
+    return data_parallel(
+        setup,
+        model,
+        optimizers(setup, [model]),
+        dist.get_rank(),
+        world,
+        reduce=lambda: average_gradients([whole], world),
+    )
+
+
+def _fsdp1(setup: Setup, strategy: ShardingStrategy, originals: bool) -> Built:
+    """A flat parameter is trained whole or not at all: then the frozen one must stay outside."""
+    assert not setup.two_optimizers, "torch gathers no optimizer that has only some of the parameters"
+    model = setup.model()
+    options: dict[str, Any] = {
+        "device_id": torch.device("cpu"),
+        "use_orig_params": originals,
+        "sharding_strategy": strategy,
+    }
+    for name, block in model.blocks.items():
+        model.blocks[name] = FullyShardedDataParallel(block, **options)
+    ignored = [model.scale] if originals else [model.scale, model.position]
+    return _data_parallel(setup, FullyShardedDataParallel(model, ignored_states=ignored, **options), model.scale)
