@@ -24,6 +24,7 @@ class Metrics:
         self.cache_served_bytes = counter("cache_served_bytes", "Bytes given to readers through the cache.")
         self.cache_store_bytes = counter("cache_store_bytes", "Bytes read from the store for readers.")
         self.cache_evictions = counter("cache_evictions", "Pieces removed from the cache to stay within its limit.")
+        self.cache_failures = counter("cache_failures", "Pieces that could not be written to the cache.")
         self.cache_bytes = Gauge("ckptd_cache_bytes", "Bytes that the cache holds on disk.", registry=self.registry)
         self.store_errors = counter("store_errors", "Failures of the store.", "op", "code")
         self.rolled_forward = counter("rolled_forward", "Attempts committed because their own committer did not.")

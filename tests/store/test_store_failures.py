@@ -6,8 +6,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,7 @@ from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store
 from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint
-
-
-@contextmanager
-def small_file_system(folder: Path, size: str) -> Iterator[Path]:
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    if mounted.returncode:
-        pytest.skip(f"may not mount a tmpfs here: {mounted.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+from tests.support.disks import small_file_system
 
 
 def write_many(store: Store, steps: Iterable[int]) -> None:

@@ -128,11 +128,11 @@ class BlockCache:
         try:
             self._folder.write(extent, data)
         except OSError as error:
+            self._metrics.cache_failures.inc()
             if not self._complained:
                 _LOG.warning("cannot write to the cache, reads go on from the store: %s", error)
             self._complained = True
             return False
-        self._complained = False
         return True
 
     def _land(self, extent: Extent, stored: bool) -> None:
@@ -166,7 +166,7 @@ class BlockCache:
         self._metrics.cache_evictions.inc(len(extents))
 
     def _adopt(self, folder: Folder) -> None:
-        for extent in folder.scan():
+        for extent in folder.found:
             if not self._extents.adopt(extent):
                 folder.remove(extent)
         self._evict(folder, self._extents.shrink())

@@ -142,7 +142,8 @@ class Extents:
         # Small files cost more than their bytes, so their number is limited too.
         most = self._limit_bytes // _MIN_MEAN_BYTES
         while self._stored and (
-            self.stored_bytes + self._arriving_bytes > self._limit_bytes or len(self._stored) > most
+            self.stored_bytes + self._arriving_bytes > self._limit_bytes
+            or len(self._stored) + len(self._arriving) > most
         ):
             extent = next(iter(self._stored))
             self.forget(extent)

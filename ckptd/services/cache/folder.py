@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -36,7 +35,8 @@ class Folder:
         self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._remove_leftovers(store_url.encode())
+            self.found = self._enter(store_url.encode())
+            """What was there, the oldest first."""
         except BaseException:
             os.close(self._lock)
             raise
@@ -44,18 +44,6 @@ class Folder:
     def close(self) -> None:
         """Let another process have the folder."""
         os.close(self._lock)
-
-    def scan(self) -> Iterator[Extent]:
-        """What is there, the oldest first. A file that cannot be whole is removed."""
-        found = []
-        with os.scandir(self._files) as entries:
-            for entry in entries:
-                extent, status = Extent.parse(entry.name), entry.stat()
-                if extent is None or status.st_size != extent.bytes + _DIGEST_BYTES:
-                    os.unlink(entry.path)
-                else:
-                    found.append((status.st_mtime_ns, extent))
-        yield from (extent for _, extent in sorted(found))
 
     def write(self, extent: Extent, data: Buffer) -> None:
         """Keep an extent. Raises OSError, and then leaves nothing behind."""
@@ -96,15 +84,26 @@ class Folder:
     def _path(self, extent: Extent) -> Path:
         return self._files / extent.file_name
 
-    def _remove_leftovers(self, store_url: bytes) -> None:
-        """What killed processes were writing; all, if the folder was another store's."""
-        same = os.pread(self._lock, len(store_url) + 1, 0) == store_url
+    def _enter(self, signature: bytes) -> list[Extent]:
+        """The lock file says whose bytes these are. Another store's are deleted before it is rewritten."""
+        ours = os.pread(self._lock, len(signature) + 1, 0) == signature
+        found = self._scan(ours)
+        if not ours:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, signature, 0)
+        return found
+
+    def _scan(self, ours: bool) -> list[Extent]:
+        """What is there, and removes what a crash left; everything if it is not ours."""
+        found = []
         with os.scandir(self._files) as entries:
             for entry in entries:
-                if not same or entry.name.startswith(_TEMPORARY):
+                extent, status = Extent.parse(entry.name), entry.stat(follow_symlinks=False)
+                if ours and extent and status.st_size == extent.bytes + _DIGEST_BYTES:
+                    found.append((status.st_mtime_ns, extent))
+                elif not entry.is_dir(follow_symlinks=False):
                     os.unlink(entry.path)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, store_url, 0)
+        return [extent for _, extent in sorted(found)]
 
 
 def open_folder(path: Path, store_url: str) -> Folder | None:
