@@ -115,8 +115,9 @@ def silence(restore: Restore, ranks: Sequence[RankProgress], now: float, since: 
 
 def _median(world_size: int, fractions: Sequence[float]) -> float:
     num_absent = world_size - len(fractions)
-    middle = (world_size - 1) // 2
-    return 0.0 if middle < num_absent else sorted(fractions)[middle - num_absent]
+    ordered = sorted(fractions)
+    middle = [i - num_absent for i in ((world_size - 1) // 2, world_size // 2)]
+    return sum(ordered[i] for i in middle if i >= 0) / 2
 
 
 def _absent(world_size: int, ranks: Sequence[RankProgress]) -> list[int]:

@@ -12,7 +12,7 @@ import msgspec
 from ckptstore import wire
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import CkptError, CorruptObject, DaemonUnavailable, error_from_code
-from ckptstore.names import Attempt, Reference
+from ckptstore.names import Attempt, Reference, check_ulid
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _RETRIES = 3
@@ -134,6 +134,7 @@ class DaemonClient:
         return self._json("POST", wire.REINDEX, wire.ReindexBody, timeout=3600)
 
     # Restore sessions. Every call may be repeated: after a lost reply the second answer is as good as the first.
+    # An id that is none raises InvalidName.
 
     def join_restore(
         self,
@@ -242,4 +243,4 @@ class DaemonClient:
 
 
 def _restore_path(id: str) -> str:
-    return f"{wire.RESTORES}/{quote(id, safe='')}"
+    return f"{wire.RESTORES}/{check_ulid(id)}"

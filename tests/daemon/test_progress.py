@@ -131,6 +131,7 @@ def test_ranks_that_never_joined_are_behind_as_soon_as_most_have_done_something(
     ranks = [_restored(0), _fetching(2, 60), _restored(3)]
     assert progress.stragglers(_restore(5), ranks, _BEGAN) == [1, 4]
     assert progress.stragglers(_restore(6), ranks[:2], _BEGAN) == []  # most of them have done nothing
+    assert progress.stragglers(_restore(2), ranks[:1], _BEGAN) == [1]
     assert progress.stragglers(_restore(6), ranks[:2], _BEGAN + 26) == [1, 2, 3, 4, 5]
     assert len(progress.stragglers(_restore(1 << 20), ranks, _BEGAN + 26)) == progress.MAX_STRAGGLERS
 
