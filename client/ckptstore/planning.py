@@ -128,8 +128,9 @@ def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
     layouts: dict[int, _ShardLayout] = {}
     pieces: dict[tuple[int, int], list[Piece]] = {}
     for overlap in _overlaps(content, wants):
-        layout = layouts.setdefault(overlap.shard, _ShardLayout.of(content.shards[overlap.shard]))
-        for chunk, piece in _pieces(overlap, layout):
+        if overlap.shard not in layouts:
+            layouts[overlap.shard] = _ShardLayout.of(content.shards[overlap.shard])
+        for chunk, piece in _pieces(overlap, layouts[overlap.shard]):
             pieces.setdefault((overlap.shard, chunk), []).append(piece)
     return _coalesce(
         _chunk_read(content.shards[shard], layouts[shard], chunk, found)
@@ -267,8 +268,14 @@ class _ShardLayout:
 
 def _pieces(overlap: _Overlap, layout: _ShardLayout) -> Iterator[tuple[int, Piece]]:
     """What each chunk gives to an overlap."""
-    item, at = overlap.item, overlap.at
+    item, at, want = overlap.item, overlap.at, overlap.want
     shape, target = boxes.sizes(overlap.slice_box), boxes.sizes(overlap.want_box)
+    if overlap.slice_box == overlap.want_box:
+        for chunk, start, low, high in layout.split(at, at + prod(shape) * item):
+            _check_whole(chunk, low - at, high - at, overlap)
+            to = want.at + low - at
+            yield chunk, Piece(want.buffer, low - start, to, item, ((high - low) // item,), (item,), (item,))
+        return
     steps, target_steps = boxes.strides(shape), boxes.strides(target)
     length = boxes.sizes(overlap.box)
     begin = _minus(overlap.box, overlap.slice_box)
@@ -276,8 +283,7 @@ def _pieces(overlap: _Overlap, layout: _ShardLayout) -> Iterator[tuple[int, Piec
     first = _dot(begin, steps)
     last = first + _dot([size - 1 for size in length], steps)
     for chunk, start, low, high in layout.split(at + first * item, at + (last + 1) * item):
-        if (low - at) % item or (high - at) % item:
-            raise CorruptObject(f"chunk {chunk} cuts an element of entry {overlap.want.entry!r}")
+        _check_whole(chunk, low - at, high - at, overlap)
         for part in boxes.flat_boxes(shape, (low - at) // item, (high - at) // item):
             corner = [max(a, b) for a, b in zip(boxes.offsets(part), begin, strict=True)]
             ends = zip(boxes.offsets(part), boxes.sizes(part), begin, length, corner, strict=True)
@@ -285,8 +291,13 @@ def _pieces(overlap: _Overlap, layout: _ShardLayout) -> Iterator[tuple[int, Piec
             if all(size > 0 for size in sizes):
                 source = at + _dot(corner, steps) * item - start
                 into = [c + s for c, s in zip(corner, shift, strict=True)]
-                to = overlap.want.at + _dot(into, target_steps) * item
-                yield chunk, Piece(overlap.want.buffer, source, to, item, *_merge(sizes, steps, target_steps, item))
+                to = want.at + _dot(into, target_steps) * item
+                yield chunk, Piece(want.buffer, source, to, item, *_merge(sizes, steps, target_steps, item))
+
+
+def _check_whole(chunk: int, low: int, high: int, overlap: _Overlap) -> None:
+    if low % overlap.item or high % overlap.item:
+        raise CorruptObject(f"chunk {chunk} cuts an element of entry {overlap.want.entry!r}")
 
 
 def _merge(
