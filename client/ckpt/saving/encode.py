@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckptstore.shards import ChunkSpan, EncodedChunk, encode_chunk
@@ -15,9 +15,14 @@ _AHEAD = 2  # chunks encoded and waiting, beyond one per thread
 
 def encode_chunks(raw: memoryview, spans: Sequence[ChunkSpan], compress: bool) -> Iterator[EncodedChunk]:
     """The chunks in order. At most THREADS + 2 of them are in memory at a time."""
+    return encode_stream(((raw, span) for span in spans), compress)
+
+
+def encode_stream(chunks: Iterable[tuple[memoryview, ChunkSpan]], compress: bool) -> Iterator[EncodedChunk]:
+    """The same for chunks that each lie in memory of their own, which is asked for as encoding goes on."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
         waiting: deque[Future[EncodedChunk]] = deque()
-        for span in spans:
+        for raw, span in chunks:
             if len(waiting) >= THREADS + _AHEAD:
                 yield waiting.popleft().result()
             waiting.append(pool.submit(encode_chunk, raw, span, compress))

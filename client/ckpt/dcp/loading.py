@@ -1,0 +1,94 @@
+"""The items of one rank's load plan: where their bytes come from, and where they go."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
+from ckpt.dcp.naming import Value
+from ckpt.dtypes import BY_NAME
+from ckptstore.boxes import Box
+from ckptstore.documents import Content
+from ckptstore.errors import CorruptObject
+from ckptstore.planning import Want
+from ckptstore.trees import TAG, decode_tree
+
+
+class Loading:
+    """Collects what a rank needs of a checkpoint. Used by one thread; `place` comes after `buffers` are filled."""
+
+    def __init__(self, content: Content) -> None:
+        entries = content.entries
+        columns = zip(entries.name, entries.dtype, entries.shape, strict=True)
+        self._entries = {name: (dtype, tuple(shape)) for name, dtype, shape in columns}
+        self._finish: list[Callable[[], None]] = []
+        self.wants: list[Want] = []
+        self.buffers: dict[str, memoryview] = {}
+        """Writable host memory for each want: that of the target itself where it can be."""
+
+    def add_tensor(self, planner: LoadPlanner, item: ReadItem, value: Value) -> None:
+        """Part of an entry, into the tensor that the planner names."""
+        assert value.entry is not None
+        dtype = self._describe(value.entry)[0]
+        target = planner.resolve_tensor(item).detach()
+        # DCP was told that every entry is one piece: offsets in storage are those in the entry.
+        box = (*item.storage_offsets, *item.lengths)
+        own = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        direct = own and not target.is_conj() and not target.is_neg()
+        host = target if direct else torch.empty(item.lengths, dtype=dtype)
+        self._want(value.entry, box, host)
+        self._finish.append(partial(_place_tensor, planner, item, host, target))
+
+    def add_object(self, planner: LoadPlanner, item: ReadItem, value: Value) -> None:
+        """An object, from its tree."""
+        decoded = decode_tree(value.tree, value.name, self._unleaf)
+        self._finish.append(partial(_place_object, planner, item, decoded))
+
+    def place(self) -> None:
+        """Give everything to the planner."""
+        for step in self._finish:
+            step()
+
+    def _unleaf(self, path: str, leaf: dict[str, Any]) -> Any:
+        if leaf[TAG] not in ("tensor", "array"):
+            return small_value(path, leaf)
+        tensor = self._new(leaf["name"]) if "name" in leaf else inline_tensor(path, leaf)
+        return tensor.numpy() if leaf[TAG] == "array" else tensor
+
+    def _new(self, entry: str) -> torch.Tensor:
+        dtype, shape = self._describe(entry)
+        tensor = torch.empty(shape, dtype=dtype)
+        self._want(entry, None, tensor)
+        return tensor
+
+    def _want(self, entry: str, box: Box | None, host: torch.Tensor) -> None:
+        buffer = str(len(self.wants))
+        self.wants.append(Want(entry, box, buffer))
+        self.buffers[buffer] = tensor_bytes(host)
+
+    def _describe(self, entry: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        if entry not in self._entries:
+            raise CorruptObject(f"a tree names the entry {entry!r}, which the manifest does not have")
+        dtype, shape = self._entries[entry]
+        return BY_NAME[dtype], shape
+
+
+@torch.no_grad()
+def _place_tensor(planner: LoadPlanner, item: ReadItem, host: torch.Tensor, target: torch.Tensor) -> None:
+    if target is not host:
+        target.copy_(host)
+    planner.commit_tensor(item, target)
+
+
+def _place_object(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    # Planners unpickle what they are given. These bytes are made here: none from the store is ever unpickled.
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    planner.load_bytes(item, data)

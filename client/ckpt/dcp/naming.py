@@ -1,0 +1,171 @@
+"""Names between DCP and our checkpoints: checkpoint ids, paths of values, and the trees that values lie in. Pure.
+
+DCP flattens nested dicts and lists into values by path, and joins a path by dots into a fully qualified name (FQN).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.capture.leaves import small_value
+from ckptstore.documents import JSON
+from ckptstore.errors import CorruptObject, InvalidName, UnsupportedObject
+from ckptstore.names import Reference
+from ckptstore.trees import TAG, decode_tree, encode_tree
+
+Path = tuple[str | int, ...]
+"""Keys of dicts and indices of lists, from the outside in; the first is the item."""
+
+_STEP = re.compile(r"(?:.*/)?(?:step[-_=]?)?([0-9]{1,12})/?")
+_MAPPINGS = ("dict", "odict", "counter")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor or object of a state dict, and its place."""
+
+    path: Path
+    tree: JSON
+    """As tagged JSON; a tensor names its entry."""
+
+    @property
+    def fqn(self) -> str:
+        """What DCP calls it."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def name(self) -> str:
+        """What entries and messages call it."""
+        return entry_name(self.path)
+
+    @property
+    def entry(self) -> str | None:
+        """The entry of a tensor; None for an object."""
+        return _entry(self.tree)
+
+
+def entry_name(path: Path) -> str:
+    """The name of the entry at a path."""
+    return "/".join(map(str, path))
+
+
+def parse_checkpoint_id(checkpoint_id: str | os.PathLike[str], run: str) -> Reference:
+    """The checkpoint that DCP's `checkpoint_id` names; without a run of its own, in `run`.
+
+    A step ("1000"), a path that ends in one ("outputs/step-1000"), or an id ("gpt@1000"). Raises InvalidName.
+    """
+    text = os.fspath(checkpoint_id)
+    if "@" in text:
+        return Reference.parse(text)
+    match = _STEP.fullmatch(text)
+    if match is None:
+        raise InvalidName(
+            f"checkpoint_id {text!r} names no step", "Use a step, a path ending in step-1000, or RUN@STEP"
+        )
+    return Reference(run, int(match[1]))
+
+
+def path_of(planner_data: Any, fqn: str) -> Path:
+    """The path of a name, by the table that a flattening planner gives along; else the name is the path."""
+    found = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
+    return tuple(found) if found else (fqn,)
+
+
+def flatten(trees: Mapping[str, JSON]) -> Iterator[Value]:
+    """The values that DCP's flattening planners find in a state dict, in order. Raises CorruptObject."""
+    try:
+        for item, tree in trees.items():
+            yield from _flatten((item,), tree)
+    except RecursionError as error:
+        raise CorruptObject("a tree is nested too deep") from error
+
+
+def is_value(tree: JSON) -> bool:
+    """Whether DCP takes an object as a whole, instead of flattening it."""
+    return [value.path for value in _flatten((), tree)] == [()]
+
+
+def nest(values: Iterable[Value]) -> dict[str, JSON]:
+    """The trees whose values these are: the inverse of `flatten`, but for empty dicts, which DCP drops.
+
+    Raises UnsupportedObject if one rank has a value where another one has a dict or list.
+    """
+    root: dict[str | int, Any] = {}
+    for value in values:
+        node = root
+        for depth, key in enumerate(value.path[:-1], 1):
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise _conflict(value.path[:depth])
+        if isinstance(node.setdefault(value.path[-1], value), dict):
+            raise _conflict(value.path)
+    return {str(item): encode_tree(_with_lists((item,), node), str(item), _tree) for item, node in root.items()}
+
+
+def _flatten(path: Path, tree: JSON) -> Iterator[Value]:
+    pairs = _pairs(path, tree)
+    if pairs is not None:
+        for key, item in pairs:
+            yield from _flatten((*path, key), item)
+    elif isinstance(tree, list) and not _stays_whole(tree):
+        for index, item in enumerate(tree):
+            yield from _flatten((*path, index), item)
+    else:
+        yield Value(path, tree)
+
+
+def _stays_whole(items: list[JSON]) -> bool:
+    """DCP flattens a list only if there are tensors or dicts in it."""
+    return all(
+        _stays_whole(item) if isinstance(item, list) else _entry(item) is None and not _is_mapping(item)
+        for item in items
+    )
+
+
+def _is_mapping(tree: JSON) -> bool:
+    return isinstance(tree, dict) and (TAG not in tree or tree[TAG] in _MAPPINGS)
+
+
+def _pairs(path: Path, tree: JSON) -> list[tuple[str, JSON]] | None:
+    """Keys and values of a dict, however it is written; None for anything else."""
+    if not _is_mapping(tree):
+        return None
+    if TAG not in tree:
+        return list(tree.items())
+    try:
+        return [(str(decode_tree(key, entry_name(path), small_value)), value) for key, value in tree["v"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptObject(f"tree at {entry_name(path)!r} holds a malformed dict") from error
+
+
+def _entry(tree: JSON) -> str | None:
+    found = isinstance(tree, dict) and tree.get(TAG) == "tensor" and tree.get("name")
+    return found if isinstance(found, str) else None
+
+
+def _with_lists(path: Path, node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    items = {key: _with_lists((*path, key), item) for key, item in node.items()}
+    indices = [key for key in items if isinstance(key, int)]
+    if not indices:
+        return items
+    if len(indices) < len(items):
+        raise _conflict(path)
+    # What is missing was an empty dict.
+    return [items.get(index, {}) for index in range(max(indices) + 1)]
+
+
+def _tree(path: str, value: Value) -> JSON:
+    return value.tree
+
+
+def _conflict(path: Path) -> UnsupportedObject:
+    return UnsupportedObject(
+        f"state at {entry_name(path)!r} has another structure on another rank",
+        "Use other keys for what belongs to one rank alone",
+    )

@@ -1,0 +1,150 @@
+"""What one rank writes of a state dict: slices for its shard, and what the coordinator must know of each item."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ckpt.capture.leaves import _small_leaf, tensor_bytes
+from ckpt.dcp.naming import Path, Value, entry_name, is_value, path_of
+from ckpt.dtypes import NAMES
+from ckptstore.documents import JSON
+from ckptstore.errors import UnsupportedObject
+from ckptstore.shards import ChunkSpan, Placed, Slice, place_slices, plan_chunks
+from ckptstore.trees import TAG, encode_tree, unsupported
+
+_Tensors = dict[Slice, Callable[[], torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The items of one rank. Tensors are resolved when their bytes are needed, one after the other."""
+
+    placed: list[Placed]
+    results: list[WriteResult]
+    """One per item, with its Value."""
+    tensors: _Tensors
+
+    @staticmethod
+    def of(plan: SavePlan, planner: SavePlanner) -> Share:
+        """Raises UnsupportedObject for what cannot be stored without pickle."""
+        tensors: _Tensors = {}
+        results = []
+        for item in plan.items:
+            path = path_of(plan.planner_data, item.index.fqn)
+            if item.type is WriteItemType.BYTE_IO:
+                value = _object(path, _lookup(planner, item, path), tensors)
+                size = len(msgspec.json.encode(value.tree))
+            else:
+                piece = _slice(item, path)
+                value, size = Value(path, {TAG: "tensor", "name": piece.entry}), piece.bytes
+                # An empty part of a larger tensor need not be told.
+                if piece.bytes or 0 in piece.shape:
+                    tensors[piece] = partial(_tensor, planner, item, piece)
+            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=value))
+        return Share(place_slices(tensors), results, tensors)
+
+    def chunks(self) -> Iterator[tuple[memoryview, ChunkSpan]]:
+        """The raw bytes of each chunk, in order; at most one tensor and one chunk beyond those in use are in memory."""
+        stream = (tensor_bytes(self.tensors[place.slice]()) for place in self.placed if place.slice.bytes)
+        left = memoryview(b"")
+        for span in plan_chunks(self.placed):
+            parts, missing = [], span.bytes
+            while missing:
+                left = left or next(stream)
+                parts.append(left[:missing])
+                left, missing = left[missing:], missing - len(parts[-1])
+            raw = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+            yield raw, ChunkSpan(0, span.bytes, span.dtype)
+
+
+def _slice(item: WriteItem, path: Path) -> Slice:
+    data = item.tensor_data
+    assert data is not None
+    name = entry_name(path)
+    return Slice(name, _type(name, data.properties.dtype), tuple(data.size), (*data.chunk.offsets, *data.chunk.sizes))
+
+
+def _type(name: str, dtype: torch.dtype) -> str:
+    if dtype not in NAMES:
+        raise UnsupportedObject(f"tensor at {name!r} has type {dtype}", "Convert it to another type")
+    return NAMES[dtype]
+
+
+def _tensor(planner: SavePlanner, item: WriteItem, piece: Slice) -> torch.Tensor:
+    """The planned part of a tensor, in host memory. Raises UnsupportedObject if it is not what was planned."""
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)
+    sizes = piece.box[len(piece.shape) :]
+    plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+    if not plain or tuple(tensor.shape) != sizes or NAMES.get(tensor.dtype) != piece.dtype:
+        raise UnsupportedObject(
+            f"tensor at {piece.entry!r} is {tensor.dtype} {list(tensor.shape)} ({tensor.layout}, {tensor.device}), "
+            f"planned as {piece.dtype} {list(sizes)}",
+            "Store dense tensors; a planner that transforms them must plan for what it makes of them",
+        )
+    return _host(tensor)
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _object(path: Path, value: Any, tensors: _Tensors) -> Value:
+    """The object's tree; tensors and arrays in it become entries of their own."""
+
+    def leaf(at: str, found: Any) -> JSON:
+        if type(found) is torch.Tensor:
+            kind, tensor = "tensor", found
+        elif type(found) is np.ndarray:
+            kind, tensor = "array", _from_array(at, found)
+        else:
+            return _small_leaf(at, found)
+        piece = Slice.whole(at, _type(at, tensor.dtype), tuple(tensor.shape))
+        tensors[piece] = partial(_host, tensor)
+        return {TAG: kind, "name": at}
+
+    name = entry_name(path)
+    tree = encode_tree(value, name, leaf)
+    if not is_value(tree):
+        raise UnsupportedObject(
+            f"state at {name!r} is a dict or list that the planner did not flatten",
+            "Use a planner with flatten_state_dict=True, as it is by default",
+        )
+    return Value(path, tree)
+
+
+def _from_array(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array.copy())
+    except (TypeError, ValueError) as error:
+        raise unsupported(path, array) from error
+
+
+def _lookup(planner: SavePlanner, item: WriteItem, path: Path) -> Any:
+    """The object itself; where a planner makes bytes of its own, what can be read back from them without pickle."""
+    kind = type(planner)
+    if (
+        isinstance(planner, DefaultSavePlanner)
+        and kind.resolve_data is DefaultSavePlanner.resolve_data
+        and kind.transform_object is DefaultSavePlanner.transform_object  # type: ignore[attr-defined]
+    ):
+        return planner.lookup_object(item.index)
+    data: Any = planner.resolve_data(item)
+    data.seek(0)
+    try:
+        return torch.load(data, weights_only=True)
+    except Exception as error:
+        raise UnsupportedObject(
+            f"state at {entry_name(path)!r} is made into bytes by {kind.__qualname__}, which need pickle: {error}",
+            "Let the planner give numbers, strings, lists, dicts or tensors",
+        ) from error

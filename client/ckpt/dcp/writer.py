@@ -1,0 +1,213 @@
+"""DCP's way out: each rank's items become a shard of ours, and the coordinator commits.
+
+    all ranks     write_data   encode and upload a shard, then the receipt
+    coordinator   finish       all results there? its own receipt, with the trees of all ranks; then commit
+
+The coordinator's receipt is the last one on purpose: an attempt without it is incomplete, and nobody else
+(a daemon, the next trainer) commits what DCP has reported as failed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ckpt.dcp.naming import nest, parse_checkpoint_id
+from ckpt.dcp.share import Share
+from ckpt.saving.encode import encode_stream
+from ckpt.saving.upload import upload_shard
+from ckptstore import names
+from ckptstore.clock import system_clock
+from ckptstore.commit import StoredReceipt, commit_attempt, read_receipt
+from ckptstore.documents import FORMAT, JSON, Content, Receipt, Shard, seal
+from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
+from ckptstore.names import Attempt, check_run, check_step, new_ulid
+from ckptstore.shards import raw_bytes, slice_tables
+from ckptstore.stores import Store, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What the coordinator tells a rank about one save."""
+
+    run: str
+    attempt: Attempt
+    rank: int
+    world_size: int
+    created_at: float
+
+
+class StorageWriter(TorchStorageWriter):
+    """Writes what `dcp.save` and `dcp.async_save` save as checkpoints of a run.
+
+    store: its URL, or a Store. step: of the checkpoint; DCP's `checkpoint_id` sets it anew for each save: a step, a
+    path that ends in one ("outputs/step-1000"), or RUN@STEP. compress: "fast" or "off". options: of the fsspec file
+    system.
+
+    When dcp.save returns, the checkpoint is durable and committed, and its id is in the `storage_meta` of what dcp.save
+    returns; if it raises, on any rank, nothing was committed (unless the store broke down during the commit itself).
+    Saving a step again commits a further attempt of it and leaves the earlier one as it is.
+    One writer does one save at a time, and may be pickled if it was given a URL.
+    """
+
+    def __init__(
+        self,
+        store: str | Store,
+        run: str,
+        step: int | None = None,
+        *,
+        compress: Literal["fast", "off"] = "fast",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if compress not in ("fast", "off"):
+            raise InvalidRequest(f"compress {compress!r} is unknown", "Use 'fast' or 'off'")
+        self._location = store
+        self._options = options
+        self._run = check_run(run)
+        self._step = None if step is None else check_step(step)
+        self._compress = compress == "fast"
+        self._is_coordinator = False
+        self._plans: dict[int, SavePlan] = {}
+        self._share: tuple[Assignment, Content] | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next save is of this checkpoint. Raises InvalidName."""
+        if checkpoint_id is not None:
+            reference = parse_checkpoint_id(checkpoint_id, self._run)
+            if reference.step is None or reference.ulid is not None:
+                raise InvalidName(f"{checkpoint_id} is no name for a new checkpoint", "Use a step, or RUN@STEP")
+            self._run, self._step = reference.run, reference.step
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether `reset` would take it."""
+        try:
+            cls("memory://", "run").reset(checkpoint_id)
+        except BadInput:
+            return False
+        return True
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises InvalidRequest without a step, or where no coordinator could commit for all ranks."""
+        if not kwargs.get("use_collectives", True):
+            raise InvalidRequest("use_collectives=False saves without a coordinator", "Leave it out")
+        if self._step is None:
+            raise InvalidRequest("the step is not known", "Pass step= to StorageWriter, or checkpoint_id= to dcp.save")
+        self._is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Choose the attempt, for all ranks."""
+        assert self._step is not None
+        now = system_clock()
+        attempt = Attempt(self._step, new_ulid(now))
+        self._plans = {rank: self._whole(rank, plan) for rank, plan in enumerate(plans)}
+        return [
+            replace(plan, storage_data=Assignment(self._run, attempt, rank, len(plans), now))
+            for rank, plan in self._plans.items()
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shard and, but for the coordinator, its receipt; durable on return.
+
+        Raises UnsupportedObject for what cannot be stored without pickle, and the store's errors.
+        """
+        assignment: Assignment = plan.storage_data
+        store = self._open()
+        share = Share.of(plan, planner)
+        shards = []
+        if share.placed:
+            name = names.shard_name(assignment.rank)
+            uploaded = upload_shard(
+                store,
+                names.shard_key(assignment.run, assignment.attempt, name),
+                raw_bytes(share.placed),
+                encode_stream(share.chunks(), self._compress),
+                lambda _: None,
+            )
+            shards = [Shard(name=name, rank=assignment.rank, chunks=uploaded.chunks)]
+        entries, slices = slice_tables(share.placed)
+        content = Content(shards=shards, entries=entries, slices=slices, aliases={}, trees={})
+        if self._is_coordinator:
+            self._share = (assignment, content)
+        else:
+            _write_receipt(store, assignment, content, {})
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(share.results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit; the checkpoint exists on return.
+
+        Raises SaveFailed if anything that was planned has no result, ObjectMissing if a rank has no receipt, and what
+        `ckptstore.commit.commit_attempt` raises.
+        """
+        assert self._share is not None
+        (assignment, content), self._share = self._share, None
+        self._check_complete(metadata, results)
+        store = self._open()
+        trees = nest(result.storage_data for rank in results for result in rank)
+        own = _write_receipt(store, assignment, content, trees)
+        receipts = [
+            own if rank == assignment.rank else read_receipt(store, assignment.run, assignment.attempt, rank)
+            for rank in range(assignment.world_size)
+        ]
+        commit_attempt(store, receipts, system_clock)
+        metadata.storage_meta = StorageMeta(checkpoint_id=names.checkpoint_id(assignment.run, assignment.attempt))
+
+    def _whole(self, rank: int, plan: SavePlan) -> SavePlan:
+        """The plan itself, or the one before if a planner that caches plans says that it is still the same."""
+        if plan.usable:
+            return plan
+        if rank not in self._plans:
+            raise InvalidRequest(
+                "the planner cached the plan of a save that this StorageWriter did not do",
+                "Use one StorageWriter for all saves, or enable_plan_caching=False",
+            )
+        # A rank that took the plan from its own cache would write into the attempt of the save before.
+        return self._plans[rank]
+
+    def _check_complete(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+        planned = [{item.index for item in plan.items} for plan in self._plans.values()]
+        written = [{result.index for result in rank} for rank in results]
+        names_written = {index.fqn for rank in written for index in rank}
+        if planned != written or names_written != set(metadata.state_dict_metadata):
+            missing = sorted(set(metadata.state_dict_metadata) - names_written)
+            raise SaveFailed(
+                f"not everything that was planned has been written ({', '.join(missing[:8]) or 'parts of tensors'})",
+                "Nothing was committed; look at the planner, or save again",
+            )
+
+    def _open(self) -> Store:
+        return open_store(self._location, self._options) if isinstance(self._location, str) else self._location
+
+
+def _write_receipt(store: Store, assignment: Assignment, content: Content, trees: dict[str, JSON]) -> StoredReceipt:
+    """State that the rank's shard is durable; the receipt itself is durable on return."""
+    receipt = Receipt(
+        format=FORMAT,
+        kind="receipt",
+        run=assignment.run,
+        step=assignment.attempt.step,
+        attempt=str(assignment.attempt),
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+        created_at=assignment.created_at,
+        content=Content(shards=content.shards, entries=content.entries, slices=content.slices, aliases={}, trees=trees),
+        local={},
+        metrics={},
+    )
+    data = seal(receipt)
+    store.put(names.receipt_key(assignment.run, assignment.attempt, assignment.rank), data)
+    return StoredReceipt(receipt, data)
