@@ -9,7 +9,9 @@ then every rank prints where it hangs.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -18,13 +20,12 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it
 import torch.distributed as dist
-
-# What scenarios need, loaded once before the ranks are forked.
-from tests.support.parallel import matrix  # noqa: F401
 
 GRACE_S = 5.0
 """For the others to notice that a rank has failed, before they are killed."""
@@ -32,9 +33,13 @@ GRACE_S = 5.0
 
 def main(folder: Path) -> None:
     """Run all scenarios of the folder."""
+    scenarios = json.loads((folder / "scenarios.json").read_text())
+    for scenario in scenarios:
+        _function(scenario)
     warnings.simplefilter("error")  # only now: importing parts of torch warns
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
-    for number, scenario in enumerate(json.loads((folder / "scenarios.json").read_text())):
+    gc.freeze()  # else the first collection of each rank copies every page it shares with the others
+    for number, scenario in enumerate(scenarios):
         place = folder / str(number)
         place.mkdir()
         error = _run(scenario, place)
@@ -84,7 +89,7 @@ def _wait(running: dict[int, int], deadline: float) -> tuple[list[int], list[int
 
 
 def _become(rank: int, scenario: dict[str, Any], place: Path) -> NoReturn:
-    """In the child: be the rank, and end as any process does."""
+    """In the child: be the rank, and end."""
     output = os.open(place / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -96,12 +101,14 @@ def _become(rank: int, scenario: dict[str, Any], place: Path) -> NoReturn:
         code = 0
     except BaseException:
         traceback.print_exc()
-    sys.exit(code)
+    atexit._run_exitfuncs()  # coverage writes its data here; taking torch down takes longer than most scenarios
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _call(rank: int, scenario: dict[str, Any], place: Path) -> Any:
-    module, _, name = scenario["function"].partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = _function(scenario)
     if scenario["world_size"] == 1:
         return function(**scenario["arguments"])
     dist.init_process_group(
@@ -111,6 +118,11 @@ def _call(rank: int, scenario: dict[str, Any], place: Path) -> Any:
         return function(**scenario["arguments"])
     finally:
         dist.destroy_process_group()
+
+
+def _function(scenario: dict[str, Any]) -> Callable[..., Any]:
+    module, _, name = scenario["function"].partition(":")
+    return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
 
 
 if __name__ == "__main__":
