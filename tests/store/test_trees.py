@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptObject, UnsupportedObject
-from ckptstore.trees import decode_tree, encode_tree, leaves, unsupported
+from ckptstore.trees import decode_tree, encode_tree, leaves, merge_trees, unsupported
 
 
 class Weird:
@@ -190,3 +191,98 @@ def test_leaves_are_found_under_the_paths_that_captured_them() -> None:
     found = list(leaves(tree, "s"))
     assert [path for path, _ in found] == [tagged["name"] for _, tagged in found]
     assert [path for path, _ in found] == ["s/a/0", "s/a/1/b/1", "s/c/0", "s/c/$/x"]
+
+
+# What several ranks say of one item.
+
+PLAIN = st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from(["", "a", 1.0])
+SAID = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.dictionaries(st.sampled_from([0, 1, "a", True]), inner, max_size=3).map(OrderedDict)
+        | st.tuples(inner)
+    ),
+    max_leaves=8,
+)
+
+
+def paths(tree: Any, path: str = "") -> list[str]:
+    """Every leaf with its path; what lists hold counts without its place."""
+    if isinstance(tree, list):
+        return sorted(found for item in tree for found in paths(item, f"{path}/[]"))
+    if isinstance(tree, dict) and tree.get("$") in ("dict", "odict", "counter"):
+        return sorted(found for key, item in tree["v"] for found in paths(item, f"{path}/{key!r}"))
+    if isinstance(tree, dict) and "$" not in tree:
+        return sorted(found for key, item in tree.items() for found in paths(item, f"{path}/{key!r}"))
+    return [f"{path}={msgspec.json.encode(tree)!r}"]
+
+
+def merged(trees: list[Any]) -> Any:
+    """The merge from left to right, or None if the trees disagree."""
+    try:
+        return reduce(lambda a, b: merge_trees(a, b, "s"), trees)
+    except CorruptObject:
+        return None
+
+
+@given(st.lists(SAID, min_size=3, max_size=3))
+def test_what_ranks_say_is_joined_or_refused(values: list[Any]) -> None:
+    trees = [encode_tree(value, "s", refuse) for value in values]
+    before = msgspec.json.encode(trees)
+    whole = merged(trees)
+    assert msgspec.json.encode(trees) == before, "receipts stay as they are"
+    right = merged(trees[1:])
+    if whole is None:
+        return
+    assert set(paths(whole)) == {leaf for tree in trees for leaf in paths(tree)}, "nothing is lost, nothing is made up"
+    assert right is not None
+    assert msgspec.json.encode(merge_trees(trees[0], right, "s")) == msgspec.json.encode(whole), "however grouped"
+
+
+def test_pipeline_stages_make_one_optimizer() -> None:
+    stages = [
+        {"state": {f"layer{i}": {"step": 3}}, "groups": [{"params": [f"layer{i}"], "lr": 0.1}], "scale": 1.0}
+        for i in range(3)
+    ]
+    assert merged(stages) == {
+        "state": {f"layer{i}": {"step": 3} for i in range(3)},
+        "groups": [group for stage in stages for group in stage["groups"]],
+        "scale": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1, 2), (1, True), (1, 1.0), (1, [1]), ({}, None), ("", {}), ([], {}),
+        ({"$": "tuple", "v": [1]}, {"$": "tuple", "v": [2]}),
+        ({"$": "odict", "v": []}, {"$": "counter", "v": []}),
+        ({"$": "odict", "v": []}, {"a": 1}),
+        ({"$": "tensor", "name": "a"}, {"$": "tensor", "name": "b"}),
+        ({"$": "dict", "v": [[1]]}, {"$": "dict", "v": []}),
+        ({"$": "dict"}, {"$": "dict", "v": []}),
+        ({"$": "dict", "v": 3}, {"a": 1}),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree_are_told_so(first: Any, second: Any) -> None:
+    for a, b in ((first, second), (second, first)):
+        with pytest.raises(CorruptObject, match=r"s/deep/x"):
+            merge_trees({"deep": {"x": a}}, {"deep": {"x": b}}, "s")
+
+
+def test_the_device_of_a_tensor_is_not_worth_a_quarrel() -> None:
+    first, second = ({"$": "tensor", "name": "a", "device": device} for device in ("cuda", "cpu"))
+    assert merge_trees(first, second, "s") == first
+
+
+def test_many_odd_keys_and_deep_trees_are_merged_in_bounds() -> None:
+    pairs = [[i, i] for i in range(75_000)]
+    first, second = ({"$": "dict", "v": part} for part in (pairs[:50_000], pairs[25_000:]))
+    assert merge_trees(first, second, "s") == {"$": "dict", "v": pairs}
+    deep: Any = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    with pytest.raises(CorruptObject, match="nested"):
+        merge_trees(deep, deep, "s")
