@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptstore import names
+from ckptstore import names, planning
 from ckptstore.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.clock import system_clock
 from ckptstore.leases import release_lease, take_lease
-from ckptstore.reading import entry_bytes, fetch, plan_reads
+from ckptstore.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.reading import fetch
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import Store, open_store
 from ckptstore.verify import verify
@@ -165,13 +166,14 @@ class InterruptedSource(StoreSource):
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
 @pytest.mark.parametrize("work", ["fetch", "verify"])
-def test_ctrl_c_does_not_wait_for_all_that_is_queued(filled: Store, work: str) -> None:
+def test_ctrl_c_does_not_wait_for_all_that_is_queued(filled: Store, work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "READ_BYTES", 1)  # each chunk is fetched alone
     arrays = {f"model/{i}": np.zeros((1 << 20,), dtype=np.uint8) for i in range(100)}
     write_checkpoint(filled, "long", 1, arrays=arrays)
     source, checkpoint = InterruptedSource(filled), latest(filled, "long")
     content = read_manifest(source, checkpoint).content
     buffers = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
-    reads = plan_reads(content, content.entries.name)
+    reads = plan_reads(content, whole_entries(content.entries.name))
     InterruptedSource.reads = 0
     begin: dict[str, Callable[[], object]] = {
         "fetch": lambda: fetch(source, checkpoint, reads, buffers, threads=2),
