@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ckptctl.commands import deletion, export, index, listing, restores, show, verify
+from ckptctl.commands import deletion, export, import_, index, listing, restores, show, verify
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
 from ckptctl.render import Output, Screen, report_error
 from ckptctl.session import Session
@@ -75,7 +75,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _group in (listing, show, verify, deletion, export, restores, index):
+for _group in (listing, show, verify, deletion, export, import_, restores, index):
     _group.register(app)
 
 

@@ -30,12 +30,7 @@ def writer_of(kind: FileFormat, max_shard_bytes: int) -> Writer:
     try:
         from ckpt.foreign.writing import require_loadable, write_dcp, write_torch
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "torch":
-            raise
-        raise InvalidRequest(
-            "this format needs the package torch, which is not installed",
-            "pip install 'ckptd[torch]', or export to .safetensors",
-        ) from error
+        raise missing_torch(error) from error
     write = write_dcp if kind is FileFormat.DCP else write_torch
 
     def write_state(export: Export, path: Path) -> None:
@@ -45,6 +40,16 @@ def writer_of(kind: FileFormat, max_shard_bytes: int) -> Writer:
             write(content, items, data, path)
 
     return write_state
+
+
+def missing_torch(error: ModuleNotFoundError) -> InvalidRequest:
+    """The error for a format that needs torch where torch is not installed."""
+    if error.name is None or error.name.partition(".")[0] != "torch":
+        raise error
+    return InvalidRequest(
+        "this format needs the package torch, which is not installed",
+        "pip install 'ckptd[torch]', or use the format safetensors",
+    )
 
 
 def write_safetensors(export: Export, path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptstore.documents import JSON
-from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.errors import CorruptObject
 from ckptstore.shards import Slice
 
 Read = Callable[[int, memoryview], None]
@@ -53,16 +52,3 @@ def file_read(path: Path, offset: int) -> Read:
                 done += count
 
     return read
-
-
-def require_readable(path: Path) -> None:
-    """Raises InvalidRequest if nothing can be read at `path`."""
-    if not path.exists():
-        raise InvalidRequest(f"{path} does not exist", "Name a file or folder on this machine")
-    if not os.access(path, os.R_OK):
-        raise InvalidRequest(f"{path} cannot be read", "Check its permissions")
-
-
-def total_bytes(paths: Sequence[Path]) -> int:
-    """Of some files."""
-    return sum(path.stat().st_size for path in paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ def write_dcp(content: Content, items: Collection[str], data: Data, path: Path) 
     """
     state = build_state(content, items, data)
     try:
-        save(state, storage_writer=FileSystemWriter(path, sync_files=False), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(state, storage_writer=FileSystemWriter(path, sync_files=False), no_dist=True)
     except (RuntimeError, CheckpointException) as error:
         raise _disk_error(error) from None
 

@@ -1,0 +1,216 @@
+"""A state of nested dicts, as other programs save it, in the form in which `ckpt` keeps and restores one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.capture.modules import canonical
+from ckpt.capture.state import MODEL, OPTIMIZER
+from ckpt.dtypes import NAMES
+from ckpt.foreign.parts import Foreign, Part, Read
+from ckpt.foreign.strided import tensor_read
+from ckptstore.boxes import Box
+from ckptstore.documents import JSON
+from ckptstore.errors import InvalidRequest, UnsupportedObject
+from ckptstore.shards import Slice
+from ckptstore.trees import TAG, encode_tree, unsupported
+
+_RENAMED = {
+    "state_dict": MODEL,
+    "model_state_dict": MODEL,
+    "optimizer": OPTIMIZER,
+    "optimizer_state_dict": OPTIMIZER,
+    "optim_state_dict": OPTIMIZER,
+}
+_WRAPPER = "module."
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """A tensor that lies in several pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[Box, Read], ...]
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Collects the parts and trees of one file."""
+
+    path: str
+    foreign: Foreign = field(default_factory=Foreign)
+    _names: set[str] = field(default_factory=set)
+    _seen: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def add(self, item: str, value: Any) -> None:
+        self.foreign.trees[item] = encode_tree(value, item, self._leaf)
+
+    def _leaf(self, path: str, value: Any) -> JSON:
+        if isinstance(value, Scattered):
+            name, dtype = self._fresh(path), self._dtype(path, value.dtype)
+            slices = [(Slice(name, dtype, value.shape, box), read) for box, read in value.pieces]
+            self.foreign.parts += [Part(piece, read) for piece, read in slices]
+            return {TAG: "tensor", "name": name}
+        if isinstance(value, torch.Tensor):
+            return {TAG: "tensor", "name": self._tensor(path, value)}
+        if type(value) is torch.Size:
+            return {TAG: "size", "v": list(value)}
+        if type(value) is torch.dtype:
+            return {TAG: "dtype", "v": self._dtype(path, value)}
+        if type(value) is torch.device:
+            return {TAG: "device", "v": str(value)}
+        raise unsupported(path, value)
+
+    def _tensor(self, path: str, tensor: torch.Tensor) -> str:
+        dtype = self._dtype(path, tensor.dtype)
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise UnsupportedObject(f"tensor at {path!r} of {self.path} is not dense", "Save dense tensors")
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            # Else a file of a few bytes could ask for any number of them.
+            raise UnsupportedObject(
+                f"tensor at {path!r} of {self.path} is larger than its storage", "Save its .contiguous()"
+            )
+        key = (tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        known = self._seen.get(key)
+        name = self._fresh(path)
+        if known is not None and tensor.numel():
+            self.foreign.aliases[name] = known
+            return known
+        self._seen[key] = name
+        self.foreign.parts.append(Part(Slice.whole(name, dtype, tuple(tensor.shape)), tensor_read(tensor.detach())))
+        return name
+
+    def _dtype(self, path: str, dtype: torch.dtype) -> str:
+        if dtype not in NAMES:
+            raise UnsupportedObject(f"{path!r} of {self.path} has type {dtype}", "Convert it to another type")
+        return NAMES[dtype]
+
+    def _fresh(self, path: str) -> str:
+        # A dict may hold both 1 and "1", whose paths are equal.
+        name, count = path, 1
+        while name in self._names:
+            count += 1
+            name = f"{path}#{count}"
+        self._names.add(name)
+        return name
+
+
+def to_foreign(state: Any, item: str, path: str) -> Foreign:
+    """A state as parts and trees. `item` names it unless it is a dict of items.
+
+    Raises InvalidRequest if nothing is in it, UnsupportedObject for what cannot be stored.
+    """
+    items = _items(state, item)
+    builder = _Builder(path)
+    if isinstance(items.get(MODEL), Mapping):
+        items[MODEL] = _plain_names(items[MODEL], builder.foreign.notes)
+    for name, value in items.items():
+        if _is_optimizer(value):
+            value = _by_name(name, value, items.get(MODEL), builder.foreign.notes)
+        builder.add(name, value)
+    if not builder.foreign.trees:
+        raise InvalidRequest(f"{path} holds nothing", "Is it the right file?")
+    return builder.foreign
+
+
+def _items(state: Any, item: str) -> dict[str, Any]:
+    """A dict without tensors at its top holds items; anything else is one."""
+    if not isinstance(state, dict) or not all(type(key) is str for key in state):
+        return {item: state}
+    if any(isinstance(value, torch.Tensor | Scattered) for value in state.values()):
+        return {item: dict(state)}
+    names = [_RENAMED.get(str(key), str(key)) for key in state]
+    if len(set(names)) < len(names):
+        names = list(state)
+    # An OrderedDict, as state_dict gives, says no more than a dict.
+    return {name: dict(v) if isinstance(v, dict) else v for name, v in zip(names, state.values(), strict=True)}
+
+
+def _plain_names(model: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Parameters by the names that a module without wrappers has."""
+    plain = {canonical(key): value for key, value in model.items() if isinstance(key, str)}
+    if len(plain) < len(model):
+        return dict(model)
+    if plain and all(key.startswith(_WRAPPER) for key in plain):
+        plain = {key.removeprefix(_WRAPPER): value for key, value in plain.items()}
+    if list(plain) != list(model):
+        notes.append("the names of the model's wrappers (module., _orig_mod.) were taken off its parameters")
+    return plain
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("state", {}), dict)
+        and isinstance(value.get("param_groups"), list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in value["param_groups"])
+    )
+
+
+def _by_name(item: str, state: dict[str, Any], model: Any, notes: list[str]) -> dict[str, Any]:
+    """An optimizer's state by parameter names, as `restore` wants it; unchanged if they cannot be known."""
+    groups, states = state["param_groups"], state.get("state", {})
+    names = _names_of(groups, states, model)
+    if names is None:
+        notes.append(
+            f"{item} is kept by parameter number: the file does not tell the parameters' names. Load it with "
+            f"ckpt.load and give it to load_state_dict; restore cannot take it"
+        )
+        return state
+    extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return {
+        "state": {names.get(key, key): value for key, value in states.items()},
+        "groups": [
+            {
+                "params": [names[parameter] for parameter in group["params"]],
+                **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+            }
+            for group in groups
+        ],
+        **extra,
+    }
+
+
+def _names_of(groups: list[dict[str, Any]], state: dict[Any, Any], model: Any) -> dict[Any, str] | None:
+    """The name of each parameter that the groups mention, or None."""
+    keys = [key for group in groups for key in group["params"]]
+    if all(isinstance(key, str) for key in keys):
+        return {key: key for key in keys}
+    if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
+        return {key: name for group in groups for key, name in zip(group["params"], group["param_names"], strict=True)}
+    if len(groups) > 1 or not isinstance(model, Mapping):
+        return None  # who made several groups did not follow the model's order
+    parameters = _parameters(model)
+    if len(parameters) != len(keys):
+        return None
+    names = dict(zip(keys, parameters, strict=True))
+    fits = all(_fits(state.get(key, {}), parameters[name]) for key, name in names.items())
+    return names if fits else None
+
+
+def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter, in the module's order: no well-known buffers, no integers, tied ones once."""
+    found: dict[str, tuple[int, ...]] = {}
+    seen: set[int] = set()
+    for name, value in model.items():
+        if not isinstance(value, torch.Tensor | Scattered) or not value.dtype.is_floating_point:
+            continue
+        if name.rpartition(".")[2] in _BUFFERS or (isinstance(value, torch.Tensor) and value.data_ptr() in seen):
+            continue
+        if isinstance(value, torch.Tensor) and value.numel():
+            seen.add(value.data_ptr())
+        found[name] = tuple(value.shape)
+    return found
+
+
+def _fits(state: Any, shape: tuple[int, ...]) -> bool:
+    """Whether the state of one parameter has the parameter's shape, where it is more than a number."""
+    tensors: Iterable[Any] = state.values() if isinstance(state, dict) else ()
+    shapes = {tuple(t.shape) for t in tensors if isinstance(t, torch.Tensor | Scattered)}
+    return shapes <= {shape, ()}

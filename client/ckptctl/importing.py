@@ -1,0 +1,126 @@
+"""Importing: the state in a file becomes one committed checkpoint, a chunk at a time."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ckpt.foreign.parts import Foreign, Read
+from ckpt.saving.upload import Uploaded, upload_shard
+from ckptstore import names
+from ckptstore.boxes import Box
+from ckptstore.catalog import Checkpoint, find, from_outcome
+from ckptstore.clock import Clock
+from ckptstore.commit import StoredReceipt, commit_attempt
+from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
+from ckptstore.errors import InvalidRequest, NoCheckpoint
+from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.planning import check_cover
+from ckptstore.reading import Progress
+from ckptstore.shards import (
+    ChunkSpan,
+    EncodedChunk,
+    Placed,
+    encode_chunk,
+    place_slices,
+    plan_chunks,
+    raw_bytes,
+    slice_tables,
+)
+from ckptstore.stores import Store
+
+_THREADS = min(4, max(1, os.cpu_count() or 1))
+_AHEAD = 2  # chunks encoded and waiting, beyond one per thread
+
+
+def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attempt]:
+    """The run and a fresh attempt of the step in RUN@STEP. Raises InvalidRequest if the step has a checkpoint."""
+    wanted = Reference.parse(reference)
+    if wanted.step is None or wanted.ulid is not None:
+        raise InvalidRequest(f"{reference!r} does not name a new checkpoint", "Write RUN@STEP")
+    try:
+        found = find(store, wanted)
+    except NoCheckpoint:
+        return wanted.run, Attempt(wanted.step, new_ulid(clock()))
+    raise InvalidRequest(f"{found.id} exists", "Choose another run or step; nothing committed is overwritten")
+
+
+def write_checkpoint(
+    store: Store, run: str, attempt: Attempt, foreign: Foreign, progress: Progress, clock: Clock
+) -> Checkpoint:
+    """Store the state as the checkpoint of a single process; it exists on return.
+
+    Memory does not grow with the state. Raises CorruptObject if the file turns out to be damaged: then nothing is
+    committed. Raises Unavailable if the store does not take it.
+    """
+    created_at = clock()
+    placed = place_slices(part.slice for part in foreign.parts)
+    entries, slices = slice_tables(placed)
+    trees, aliases = foreign.trees, foreign.aliases
+    check_cover(Content(shards=[], entries=entries, slices=slices, aliases=aliases, trees=trees))
+    uploaded = _upload(store, run, attempt, placed, foreign, progress) if placed else None
+    shards = [Shard(name=names.shard_name(0), rank=0, chunks=uploaded.chunks)] if uploaded else []
+    receipt = Receipt(
+        format=FORMAT,
+        kind="receipt",
+        run=run,
+        step=attempt.step,
+        attempt=str(attempt),
+        rank=0,
+        world_size=1,
+        created_at=created_at,
+        content=Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=trees),
+        local={},
+        metrics={},
+    )
+    data = seal(receipt)
+    store.put(names.receipt_key(run, attempt, 0), data)
+    checkpoint = from_outcome(commit_attempt(store, [StoredReceipt(receipt, data)], clock))
+    assert checkpoint is not None  # an aborted attempt is an error of commit_attempt
+    return checkpoint
+
+
+def _upload(
+    store: Store, run: str, attempt: Attempt, placed: Sequence[Placed], foreign: Foreign, progress: Progress
+) -> Uploaded:
+    reads = {(part.slice.entry, part.slice.box): part.read for part in foreign.parts}
+    key = names.shard_key(run, attempt, names.shard_name(0))
+    done = 0
+
+    def report(total: int) -> None:
+        nonlocal done
+        progress(total - done)
+        done = total
+
+    return upload_shard(store, key, raw_bytes(placed), _encode(placed, reads), report)
+
+
+def _encode(placed: Sequence[Placed], reads: Mapping[tuple[str, Box], Read]) -> Iterator[EncodedChunk]:
+    """The chunks in order; a few of them are in memory at a time."""
+    starts = [place.at for place in placed]
+
+    def encode(span: ChunkSpan) -> EncodedChunk:
+        raw = memoryview(bytearray(span.bytes))
+        for place in placed[bisect_right(starts, span.at) - 1 :]:
+            low, high = max(span.at, place.at), min(span.at + span.bytes, place.at + place.slice.bytes)
+            if place.at >= span.at + span.bytes:
+                break
+            if low < high:
+                read = reads[place.slice.entry, place.slice.box]
+                read(low - place.at, raw[low - span.at : high - span.at])
+        return encode_chunk(raw, ChunkSpan(0, span.bytes, span.dtype), compress=True)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-import") as pool:
+        waiting: deque[Future[EncodedChunk]] = deque()
+        try:
+            for span in plan_chunks(placed):
+                if len(waiting) >= _THREADS + _AHEAD:
+                    yield waiting.popleft().result()
+                waiting.append(pool.submit(encode, span))
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)

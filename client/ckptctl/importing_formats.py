@@ -1,0 +1,152 @@
+"""What can be imported: how a file's format is told, and who reads it. Torch is loaded for its own formats only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from ckpt.foreign.parts import Foreign, Part, file_read
+from ckptctl.exporting_formats import INDEX, ONLY, missing_torch
+from ckptctl.safetensors_file import StoredTensor, read_header
+from ckptstore.documents import JSON
+from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.shards import Slice
+from ckptstore.trees import TAG
+
+
+class ForeignFormat(StrEnum):
+    """What a checkpoint can be imported from."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    DCP = "dcp"
+
+
+_SUFFIXES = {
+    ".safetensors": ForeignFormat.SAFETENSORS,
+    ".json": ForeignFormat.SAFETENSORS,
+    ".pt": ForeignFormat.TORCH,
+    ".pth": ForeignFormat.TORCH,
+    ".bin": ForeignFormat.TORCH,
+    ".ckpt": ForeignFormat.TORCH,
+}
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+_DCP_METADATA = ".metadata"
+_OWN = "checkpoint"
+"""The metadata of our own exports names the checkpoint."""
+
+
+def choose_format(path: Path, given: ForeignFormat | None) -> ForeignFormat:
+    """The format given, or the one that the path tells. Raises InvalidRequest."""
+    if not path.exists():
+        raise InvalidRequest(f"{path} does not exist", "Name a file or folder on this machine")
+    if given is not None:
+        return given
+    if (path / _DCP_METADATA).is_file():
+        return ForeignFormat.DCP
+    found = _SUFFIXES.get(_file(path).suffix) if _file(path).is_file() else None
+    if found is None:
+        raise InvalidRequest(f"it cannot be told what {path} is", "Pass --format")
+    return found
+
+
+def read_foreign(path: Path, kind: ForeignFormat, item: str) -> Foreign:
+    """The state at `path`, without the bytes of its tensors. `item` names a state that is not a dict of items.
+
+    Raises InvalidRequest, UnsupportedObject or CorruptObject.
+    """
+    try:
+        if kind is ForeignFormat.SAFETENSORS:
+            return read_safetensors(_file(path), item)
+        try:
+            from ckpt.foreign.dcp_folder import read_dcp
+            from ckpt.foreign.torch_file import read_torch
+        except ModuleNotFoundError as error:
+            raise missing_torch(error) from error
+        return read_dcp(path, item) if kind is ForeignFormat.DCP else read_torch(path, item)
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", "Check its permissions") from error
+
+
+def _file(path: Path) -> Path:
+    """The file to begin with in a folder."""
+    if not path.is_dir():
+        return path
+    return path / INDEX if (path / INDEX).is_file() else path / ONLY
+
+
+def read_safetensors(path: Path, item: str) -> Foreign:
+    """A file, or the files that an index names. A file that ckptctl exported falls into its items again."""
+    index = _index(path)
+    files = [path.parent / name for name in sorted(set(index.values()))] if index else [path]
+    foreign = Foreign()
+    paths: dict[tuple[str, ...], str] = {}
+    found: set[str] = set()
+    for file in files:
+        tensors, metadata = read_header(file)
+        twice = found & {tensor.name for tensor in tensors}
+        if twice:
+            raise CorruptObject(f"tensor {min(twice)!r} is in two files beside {path}")
+        found |= {tensor.name for tensor in tensors}
+        _add(foreign, paths, file, tensors, metadata, item)
+    if not index.keys() <= found:
+        raise CorruptObject(f"tensor {min(index.keys() - found)!r} is in {path} and in none of its files")
+    if not found:
+        raise InvalidRequest(f"{path} holds no tensors", "Is it the right file?")
+    for keys, name in paths.items():
+        _set(foreign.trees, keys, {TAG: "tensor", "name": name}, path)
+    return foreign
+
+
+def _add(
+    foreign: Foreign,
+    paths: dict[tuple[str, ...], str],
+    file: Path,
+    tensors: Iterable[StoredTensor],
+    metadata: Mapping[str, str],
+    item: str,
+) -> None:
+    """Add the tensors of one file, and the paths that lead to each."""
+    is_own = _OWN in metadata
+    entries = {tensor.name: tensor.name if is_own else f"{item}/{tensor.name}" for tensor in tensors}
+    tied = {alias: name for alias, name in metadata.items() if name in entries and alias not in entries}
+    for tensor in tensors:
+        piece = Slice.whole(entries[tensor.name], tensor.dtype, tensor.shape)
+        foreign.parts.append(Part(piece, file_read(file, tensor.at)))
+    for name, entry in [*entries.items(), *((alias, entries[name]) for alias, name in tied.items())]:
+        paths[tuple(name.split("/")) if is_own else (item, name)] = entry
+    prefix = "" if is_own else f"{item}/"
+    foreign.aliases.update({prefix + alias: entries[name] for alias, name in tied.items()})
+
+
+def _index(path: Path) -> dict[str, str]:
+    """File by tensor; empty for a file that needs no index. Raises CorruptObject."""
+    if path.suffix != ".json":
+        return {}
+    try:
+        files = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptObject(f"{path} is not an index: {error}") from error
+    for name in files.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CorruptObject(f"{path} names {name!r}, which is no .safetensors file beside it")
+        if not (path.parent / name).is_file():
+            raise CorruptObject(f"{path.parent / name} is missing", "Copy all files that the index names")
+    return files
+
+
+def _set(trees: dict[str, JSON], keys: tuple[str, ...], leaf: JSON, path: Path) -> None:
+    *above, last = keys
+    for key in above:
+        trees = trees.setdefault(key, {})
+    if TAG in trees or last in trees or last.startswith(TAG) or any(key.startswith(TAG) for key in above):
+        raise CorruptObject(f"the tensor {'/'.join(keys)!r} of {path} has a name that another one excludes")
+    trees[last] = leaf
