@@ -242,7 +242,7 @@ def test_what_ranks_say_is_joined_or_refused(values: list[Any]) -> None:
 
 
 def test_pipeline_stages_make_one_optimizer() -> None:
-    stages = [
+    stages: list[Any] = [
         {"state": {f"layer{i}": {"step": 3}}, "groups": [{"params": [f"layer{i}"], "lr": 0.1}], "scale": 1.0}
         for i in range(3)
     ]
@@ -279,7 +279,8 @@ def test_the_device_of_a_tensor_is_not_worth_a_quarrel() -> None:
 
 def test_many_odd_keys_and_deep_trees_are_merged_in_bounds() -> None:
     pairs = [[i, i] for i in range(75_000)]
-    first, second = ({"$": "dict", "v": part} for part in (pairs[:50_000], pairs[25_000:]))
+    first: Any = {"$": "dict", "v": pairs[:50_000]}
+    second: Any = {"$": "dict", "v": pairs[25_000:]}
     assert merge_trees(first, second, "s") == {"$": "dict", "v": pairs}
     deep: Any = {}
     for _ in range(900):
