@@ -30,6 +30,7 @@ fmt: setup
 bench: setup
 	$(BIN)/python -m bench stall
 	$(BIN)/python -m bench codec
+	$(BIN)/python -m bench plan
 
 clean:
 	rm -rf .venv demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
