@@ -14,6 +14,7 @@ from ckptstore import catalog
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.clock import Clock
 from ckptstore.errors import (
+    CkptError,
     CorruptObject,
     InvalidName,
     InvalidRequest,
@@ -167,9 +168,18 @@ class Restores:
                 lease=lease,
                 lease_until=until,
             )
-        # An unmounted volume looks like an empty one. Only what was listed just now and never held any has none.
-        known = self._catalogue.find(_reference(asked))
-        raise StoreUnavailable(f"{self._store.url} does not list {known.id}", "Is the volume mounted? Then try again")
+        raise self._none_left(_reference(asked))
+
+    def _none_left(self, reference: Reference) -> CkptError:
+        """An unmounted volume looks like an empty one: none is what the index, just listed, does not know either."""
+        try:
+            known = self._catalogue.find(reference)
+        except NoCheckpoint as error:
+            return error
+        # A checkpoint that is named may have been deleted since; the newest of a run never is.
+        if reference.step is not None and reference.run in catalog.list_runs(self._store):
+            return NoCheckpoint(f"{known.id} was deleted just now", "Restore another checkpoint")
+        return StoreUnavailable(f"{self._store.url} does not list {known.id}", "Is the volume mounted? Then try again")
 
     def _candidates(self, asked: RestoreRequest) -> Iterable[Checkpoint]:
         """From the store itself: a commit counts from the moment it is made, not from when the index has it."""

@@ -78,3 +78,11 @@ def _refused(answer: httpx.Response) -> None:
     assert answer.status_code == 422, answer.text
     assert answer.headers["content-type"] == wire.PROBLEM
     assert answer.json()["code"] in ("invalid_name", "invalid_request")
+
+
+def test_the_openapi_document_says_what_is_allowed(served: Served) -> None:
+    document = served.daemon.get("/openapi.json")
+    put = document.json()["paths"][wire.RESTORES + "/{id}/ranks/{rank}"]["put"]
+    schema = put["requestBody"]["content"]["application/json"]["schema"]
+    assert sorted(schema["properties"]["phase"]["enum"]) == sorted(Phase)
+    assert "$defs" not in document.text

@@ -135,6 +135,23 @@ def test_a_daemon_that_was_away_does_not_blame_the_ranks(store: Store, clock: Mo
     assert ended.problem == "no word for 100 s from rank 0 (fetching), rank 1 (never joined)"
 
 
+def test_a_rank_that_never_joins_ends_it_although_the_others_report(
+    store: Store, clock: MovableClock, make: Make
+) -> None:
+    write(store, 1)
+    services = make(store)
+    id = services.open(world_size=3).id
+    for _ in range(3):
+        clock.advance(33)
+        services.restores.report(id, 0, _FETCHING)
+        services.restores.report(id, 2, _RESTORED)
+        services.restores.watch()
+        assert services.restores.find(id).live
+    clock.advance(2)
+    services.restores.watch()
+    assert services.restores.find(id).problem == "no word for 100 s from rank 1 (never joined)"
+
+
 def test_a_lease_that_ran_out_meanwhile_is_taken_again(store: Store, clock: MovableClock, make: Make) -> None:
     old, _ = write(store, 1, 2)
     id = make(store).open(checkpoint=old).id
@@ -211,12 +228,23 @@ def test_a_deletion_that_comes_in_between_never_takes_what_a_session_restores(
         services = make(store, FaultyStore(store, interleaving))
         try:
             services.open(f"k{number}", old)
-        except (NoCheckpoint, StoreUnavailable):
+        except NoCheckpoint:
             outcomes.append("refused")
         else:
             outcomes.append("restoring")
             assert intact(store, old)
     assert set(outcomes) == {"refused", "restoring"}
+
+
+def test_a_newest_that_is_deleted_in_between_gives_way_to_the_one_before(
+    store: Store, clock: MovableClock, make: Make
+) -> None:
+    write(store, 0)
+    calls = count_calls(store, lambda counted: make(store, counted).open("count"))
+    for number in range(calls + 1):
+        (newest,) = write(store, number + 1)
+        services = make(store, FaultyStore(store, Interleaving(number, partial(_delete, store, newest, clock))))
+        assert intact(store, services.open(f"k{number}").checkpoint)
 
 
 def _delete(store: Store, checkpoint: Checkpoint, clock: MovableClock) -> None:

@@ -18,6 +18,7 @@ from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.daemon import DaemonClient
 from ckptstore.errors import (
     CorruptObject,
+    DaemonUnavailable,
     InvalidRequest,
     NoCheckpoint,
     NoRestore,
@@ -290,16 +291,19 @@ def test_ranks_go_on_after_the_daemon_was_killed(store: Store, run: str, tmp_pat
         client.report_restore(before.id, 0, Phase.RESTORED, 10, 10)
         client.report_restore(before.id, 1, Phase.FETCHING, 5, 10)
         first.kill()
-    _write(store, run, 3)
-    with running_daemon(store.url, db) as second, second.client() as client:
-        session = client.join_restore(run, "k", 3, 2)
-        assert (session.id, session.checkpoint) == (before.id, before.checkpoint)
-        assert (session.num_joined, session.num_restored, session.done_bytes) == (3, 1, 15)
-        with _waiting(second, session.id) as (poll,):
-            client.report_restore(session.id, 1, Phase.RESTORED, 10, 10)
-            client.report_restore(session.id, 2, Phase.RESTORED, 10, 10)
-            assert poll.result(timeout=10).state is RestoreState.RESTORED
-        wait_until(lambda: not _leases(store, run), "the release of the lease")
+        with pytest.raises(DaemonUnavailable):
+            client.report_restore(before.id, 1, Phase.FETCHING, 6, 10)
+        _write(store, run, 3)
+        port = first.url.rpartition(":")[2]
+        with running_daemon(store.url, db, options=("--port", port)) as second:
+            session = client.join_restore(run, "k", 3, 2)
+            assert (session.id, session.checkpoint) == (before.id, before.checkpoint)
+            assert (session.num_joined, session.num_restored, session.done_bytes) == (3, 1, 15)
+            with _waiting(second, session.id) as (poll,):
+                client.report_restore(session.id, 1, Phase.RESTORED, 10, 10)
+                client.report_restore(session.id, 2, Phase.RESTORED, 10, 10)
+                assert poll.result(timeout=10).state is RestoreState.RESTORED
+            wait_until(lambda: not _leases(store, run), "the release of the lease")
 
 
 def test_a_daemon_that_leaves_answers_those_that_wait(store: Store, run: str) -> None:
