@@ -52,7 +52,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = width // HEADS
         self.q = nn.Linear(width, width)
-        self.k = nn.Linear(width, width)
+        self.k = nn.Linear(width, width, bias=False)  # a bias of keys has no gradient but rounding
         self.v = nn.Linear(width, width)
         self.o = nn.Linear(width, width)
         self.register_buffer("mask", torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), persistent=False)
