@@ -13,6 +13,7 @@ RUN useradd --system --uid 10001 ckptd && install -d -m 1777 /var/lib/ckptd
 USER 10001
 ENV CKPTD_HOST=0.0.0.0 \
     CKPTD_DB=sqlite:////var/lib/ckptd/index.db \
+    CKPTD_CACHE=/var/lib/ckptd/cache \
     PYTHONDONTWRITEBYTECODE=1
 EXPOSE 8470
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \

@@ -43,6 +43,10 @@ class DaemonClient:
         """Close the connections."""
         self._http.close()
 
+    def read_past_caches(self) -> None:
+        """From now on be answered by the store itself, past the cache of the daemon and of any proxy."""
+        self._http.headers["Cache-Control"] = "no-cache"
+
     # Source
 
     def runs(self) -> list[str]:

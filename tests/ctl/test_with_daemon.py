@@ -105,6 +105,16 @@ def test_reindex_finds_what_the_store_holds(daemon: Daemon, folder: Path, filled
     assert through.json == direct.json
 
 
+def test_verify_looks_at_the_store_not_into_the_cache(daemon: Daemon, folder: Path, filled: Store) -> None:
+    newest = list_checkpoints(filled, "gpt")[0]
+    daemon.get(f"/v1/checkpoints/{newest.id}/shards/shard-00000.ckpt").raise_for_status()
+    path = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    assert invoke("verify", newest.id, "--url", daemon.url).code == 5
+
+
 def test_gc_is_for_stores(daemon: Daemon) -> None:
     done = invoke("gc", "--url", daemon.url)
     assert (done.code, "--store" in done.stderr) == (2, True)

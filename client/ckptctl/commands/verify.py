@@ -51,6 +51,8 @@ def verify(
     Goes on after a problem and lists all of them. With -o id it prints the damaged checkpoints.
     """
     session: Session = ctx.obj
+    if session.target.is_daemon:
+        session.daemon("verify").read_past_caches()  # what lies in a cache says nothing about the store
     chosen = _choose(session, checkpoint, everything, run)
     results = list(_verify_each(session, chosen))
     damaged = [result for result in results if not result.ok]
