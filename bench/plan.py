@@ -2,7 +2,7 @@
 
 The manifest is what 4096 ranks write that each hold an even part of 244 entries along the first dimension. Its digests
 are random, so that they do not compress. The functions of the product write and parse it, in processes of their own, so
-that the memory is theirs.
+that the memory is theirs. Times are processor time of the one thread that works: on an idle core, time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -54,24 +55,24 @@ def measure(quick: bool) -> Report:
         path = Path(folder, "manifest.json.zst")
         written = in_fresh_process("write", path, ranks)
         plans = [in_fresh_process("plan", path, ranks) for _ in range(REPETITIONS)]
-    best = {name: sorted(plan[name] for plan in plans)[REPETITIONS // 2] for name in plans[0]}
+    usual = {name: median(plan[name] for plan in plans) for name in plans[0]}
     per_slice = written["stored_bytes"] / written["slices"]
     return Report(
         bench="plan",
-        what=f"{written['slices']} slices of {ranks} ranks to one rank of {ranks // 2}, median of {REPETITIONS}",
+        what=f"{written['slices']} slices of {ranks} ranks to one rank of {ranks // 2}; median of {REPETITIONS}",
         columns=("", "", "goal"),
         rows=[
-            ("parse and check", f"{best['parse_s']:.2f} s", ""),
-            ("plan", f"{best['plan_s']:.2f} s", ""),
-            ("parse, check and plan", f"{best['total_s']:.2f} s", f"{GOAL_S:.0f} s"),
-            ("peak memory of the process", f"{best['peak_bytes'] / 1e6:.0f} MB", f"{MEMORY_BYTES / 1e6:.0f} MB"),
+            ("parse and check", f"{usual['parse_s']:.2f} s", ""),
+            ("plan", f"{usual['plan_s']:.2f} s", ""),
+            ("parse, check and plan", f"{usual['total_s']:.2f} s", f"{GOAL_S:.0f} s"),
+            ("peak memory of the process", f"{usual['peak_bytes'] / 1e6:.0f} MB", f"{MEMORY_BYTES / 1e6:.0f} MB"),
             ("manifest, per slice", f"{per_slice:.1f} B", f"{BYTES_PER_SLICE} B"),
-            ("fetched / needed", f"{best['fetched_over_needed']:.3f}", ""),
+            ("stored bytes fetched / raw bytes needed", f"{usual['fetched_over_needed']:.3f}", ""),
         ],
-        ratio=best["total_s"],
+        ratio=usual["total_s"],
         goal=GOAL_S,
-        also_ok=best["peak_bytes"] <= MEMORY_BYTES and per_slice <= BYTES_PER_SLICE,
-        facts={**best, "bytes_per_slice": per_slice, "slices": written["slices"]},
+        also_ok=usual["peak_bytes"] <= MEMORY_BYTES and per_slice <= BYTES_PER_SLICE,
+        facts={**usual, "bytes_per_slice": per_slice, "slices": written["slices"]},
     )
 
 
@@ -94,16 +95,16 @@ def write(path: Path, ranks: int) -> dict[str, float]:
 def plan(path: Path, ranks: int) -> dict[str, float]:
     """Parse the manifest and plan what one rank of half as many needs."""
     data = path.read_bytes()
-    began = time.perf_counter()
+    began = time.process_time()
     content = parse_manifest(data, "manifest").content
-    parsed = time.perf_counter()
+    parsed = time.process_time()
     wants = [
         Want(name, (first, *(0 for _ in shape[1:]), rows, *shape[1:]), name)
         for name, shape in zip(content.entries.name, content.entries.shape, strict=True)
         for first, rows in [even_part(shape[0], ranks // 2, READER % (ranks // 2))]
     ]
     reads = plan_reads(content, wants)
-    planned = time.perf_counter()
+    planned = time.process_time()
     chunks = [chunk for read in reads for chunk in read.chunks]
     needed = sum(piece.bytes for chunk in chunks for piece in chunk.pieces)
     return {

@@ -100,7 +100,7 @@ def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
     dimensions = of_entry[slices.entry]
     box_ends = np.cumsum(2 * dimensions)
     items = column(ITEM_BYTES[dtype] for dtype in entries.dtype)
-    for count in np.unique(dimensions[rows]).tolist():
+    for count in np.flatnonzero(np.bincount(dimensions[rows])).tolist():
         chosen = rows[dimensions[rows] == count]
         entry = slices.entry[chosen]
         box = slices.box[(box_ends[chosen] - 2 * count)[:, None] + np.arange(2 * count)]

@@ -132,7 +132,7 @@ def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
             layouts[overlap.shard] = _ShardLayout.of(content.shards[overlap.shard])
         for chunk, piece in _pieces(overlap, layouts[overlap.shard]):
             pieces.setdefault((overlap.shard, chunk), []).append(piece)
-    return _coalesce(
+    return coalesce(
         _chunk_read(content.shards[shard], layouts[shard], chunk, found)
         for (shard, chunk), found in sorted(pieces.items(), key=lambda item: item[0])
     )
@@ -216,9 +216,10 @@ def _meeting(group: BoxGroup, numbers: Column, want_boxes: Sequence[Box]) -> tup
     Gives the want, the first index, the extent, and the row of the group.
     """
     dimensions = group.offsets.shape[1]
-    used, place = np.unique(numbers, return_inverse=True)
-    wanted = np.array([want_boxes[number] for number in used.tolist()], np.int64).reshape(len(used), 2 * dimensions)
-    begin, length = wanted[:, :dimensions][place], wanted[:, dimensions:][place]
+    wanted = np.zeros((len(want_boxes), 2 * dimensions), np.int64)
+    for number in np.flatnonzero(np.bincount(numbers)).tolist():
+        wanted[number] = want_boxes[number]
+    begin, length = wanted[numbers, :dimensions], wanted[numbers, dimensions:]
     low = np.maximum(group.offsets, begin)
     extent = np.minimum(group.offsets + group.sizes, begin + length) - low
     meet = np.flatnonzero((extent > 0).all(axis=1))
@@ -341,7 +342,8 @@ def _chunk_read(shard: Shard, layout: _ShardLayout, chunk: int, pieces: Sequence
     )
 
 
-def _coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
+def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
+    """Chunks in shard order, neighbours joined. Pure."""
     reads: list[ShardRead] = []
     current: list[ChunkRead] = []
     useful = 0
