@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -29,11 +31,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt.dcp import StorageReader, StorageWriter
+from ckptstore.names import Reference
+from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.dcp_state import flat_optimizer_state, full, make_model, make_optimizer, same
 from tests.support.ddp import join
@@ -88,17 +94,42 @@ def round_trip(folder: str, rank: int) -> None:
 def from_single(folder: str, rank: int) -> None:
     """What a Checkpointer of one process saved is loaded by two ranks, through DCP."""
     model, optim = sharded(2)
-    state = {"model": model.state_dict(), "optim": tensors_of(flat_optimizer_state(model, optim))}
+    state = state_of(model, optim)
     dcp.load(state, storage_reader=StorageReader(folder, run="single"))
     expected = make_model(1)
     its_optim = make_optimizer(expected)
     assert same(full(state["model"]), dict(expected.state_dict()))
-    assert same(full(state["optim"]), tensors_of(flat_optimizer_state(expected, its_optim)))
+    assert same(full(state["optim"]), flat_optimizer_state(expected, its_optim))
 
 
-def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Without options of groups."""
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+def resharded(folder: str, rank: int) -> None:
+    """Any placement is loaded into any other; of replicas one is stored."""
+    mesh, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    whole = torch.arange(35.0).reshape(7, 5)
+    placements: list[tuple[Any, list[Any]]] = [
+        (mesh, [Shard(0)]), (mesh, [Shard(1)]), (mesh, [Replicate()]), (grid, [Replicate(), Shard(1)])
+    ]  # fmt: skip
+    saved: dict[str, Any] = {str(i): distribute_tensor(whole, *each) for i, each in enumerate(placements)}
+    saved["old"] = sharded_tensor(whole, rank)
+    dcp.save(saved, storage_writer=StorageWriter(folder, "dtensors", 1))
+    stored = StoreSource(open_store(folder)).find(Reference("dtensors", 1))
+    assert stored.raw_bytes == len(saved) * whole.nbytes
+    reader = StorageReader(folder, run="dtensors")
+    for each in placements:
+        state: dict[str, Any] = {name: distribute_tensor(torch.zeros(7, 5), *each) for name in saved}
+        dcp.load(state, storage_reader=reader)
+        assert all(torch.equal(tensor.full_tensor(), whole) for tensor in state.values()), each
+    state = {"0": sharded_tensor(torch.zeros(7, 5), rank)}
+    with warnings.catch_warnings(action="ignore"):  # torch deprecates the class
+        dcp.load(state, storage_reader=reader)
+        assert torch.equal(state["0"].local_tensor(), whole[:3] if rank == 0 else whole[3:])
+
+
+def sharded_tensor(whole: torch.Tensor, rank: int) -> Any:
+    """A ShardedTensor: three rows on rank 0, the rest on rank 1."""
+    start, stop = (0, 3) if rank == 0 else (3, 7)
+    shard = LocalShard.from_tensor_and_offsets(whole[start:stop].clone(), [start, 0], rank)
+    return init_from_local_shards([shard], *whole.shape)
 
 
 class FailingPlanner(DefaultSavePlanner):
@@ -292,7 +323,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-SCENARIOS = (round_trip, from_single, failures, titan, cached_plans, moving_latest)
+SCENARIOS = (round_trip, from_single, resharded, failures, titan, cached_plans, moving_latest)
 
 
 def main() -> None:

@@ -7,11 +7,10 @@
     dcp.load({"model": state}, storage_reader=StorageReader("s3://bucket/ckpts", run="gpt-small"))
 
 What DCP calls model.blocks.0.weight lies under ("model", "blocks.0.weight"): it is the entry model/blocks.0.weight
-and has its place in the tree of the item `model`, as if `Checkpointer` had saved it. So either side loads the models
-of the other (`Checkpointer.restore(model)`, `Checkpointer.load`), and DCP finds the optimizer state that
-`Checkpointer` saved as optim.state.<parameter>.<key>, the names that get_optimizer_state_dict(...,
-flatten_optimizer_state_dict=True) gives to tensors. `Checkpointer` does not restore an optimizer from DCP's names, and
-the state that it keeps per rank is not seen here.
+and has its place in the tree of the item `model`, as if `Checkpointer` had saved it. So `Checkpointer` restores and
+loads models that DCP saved. The other way round, DCP finds models and optimizers that `Checkpointer` saved, under the
+names of model.state_dict() and get_optimizer_state_dict(..., flatten_optimizer_state_dict=True). `Checkpointer` does
+not restore optimizers from DCP's names, and DCP does not see the state that `Checkpointer` keeps per rank.
 """
 
 from ckpt.dcp.reader import StorageReader

@@ -76,10 +76,13 @@ def path_of(planner_data: Any, fqn: str) -> Path:
 
 
 def flatten(trees: Mapping[str, JSON]) -> Iterator[Value]:
-    """The values that DCP's flattening planners find in a state dict, in order. Raises CorruptObject."""
+    """The values that DCP's flattening planners find in a state dict, in order. Raises CorruptObject.
+
+    Options of parameter groups as `Checkpointer` saves them are given per parameter, as DCP's users ask for them.
+    """
     try:
         for item, tree in trees.items():
-            yield from _flatten((item,), tree)
+            yield from _flatten((item,), _options_by_parameter(tree))
     except RecursionError as error:
         raise CorruptObject("a tree is nested too deep") from error
 
@@ -116,6 +119,25 @@ def _flatten(path: Path, tree: JSON) -> Iterator[Value]:
             yield from _flatten((*path, index), item)
     else:
         yield Value(path, tree)
+
+
+def _options_by_parameter(tree: JSON) -> JSON:
+    """{"groups": [{"params": ["w"], "lr": 1}]} becomes {"param_groups.w.lr": 1}; any other tree is as it was."""
+    groups = tree.get("groups") if isinstance(tree, dict) and "state" in tree else None
+    if not isinstance(groups, list) or not all(_is_group(group) for group in groups):
+        return tree
+    options = {
+        f"param_groups.{name}.{key}": option
+        for group in groups
+        for name in group["params"]
+        for key, option in group.items()
+        if key != "params"
+    }
+    return {**{key: value for key, value in tree.items() if key != "groups"}, **options}
+
+
+def _is_group(tree: JSON) -> bool:
+    return isinstance(tree, dict) and TAG not in tree and isinstance(tree.get("params"), list)
 
 
 def _stays_whole(items: list[JSON]) -> bool:

@@ -8,7 +8,8 @@ checkpoint with the same tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -61,7 +62,9 @@ class StorageReader(TorchStorageReader):
         token: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._source: Source = open_source(store, token, options) if isinstance(store, str) else StoreSource(store)
+        self._store = store
+        self._token = token
+        self._options = options
         self._reference = Reference(check_run(run), None)
         if isinstance(checkpoint, int):
             self._reference = Reference(run, check_step(checkpoint))
@@ -87,7 +90,8 @@ class StorageReader(TorchStorageReader):
     # this rank would leave the collectives of the others.
     def read_metadata(self, *args: Any, **ignored: Any) -> Metadata:
         """What the checkpoint holds. Raises NoCheckpoint, Damaged, ObjectMissing, Unavailable or UnsupportedObject."""
-        self._opened = _Opened.of(self._source, self._source.find(self._reference))
+        with self._connect() as source:
+            self._opened = _Opened.of(source, source.find(self._reference))
         return self._opened.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -108,32 +112,33 @@ class StorageReader(TorchStorageReader):
         Raises CorruptObject before a damaged chunk is placed, StateMismatch if the coordinator's checkpoint does not
         hold what was planned, NoCheckpoint if it is being deleted, ObjectMissing or Unavailable.
         """
-        opened = self._agreed(plan)
-        lease = take_lease(self._source, opened.checkpoint)
-        try:
-            loading = Loading(opened.content)
-            for item in plan.items:
-                value = opened.values[item.storage_index.fqn]
-                if item.type is LoadItemType.BYTE_IO:
-                    loading.add_object(planner, item, value)
-                else:
-                    loading.add_tensor(planner, item, value)
-            fetch(self._source, opened.checkpoint, plan_reads(opened.content, loading.wants), loading.buffers)
-            loading.place()
-        finally:
-            if lease is not None:
-                self._source.release_lease(opened.checkpoint.run, lease)
+        with self._connect() as source:
+            opened = self._agreed(source, plan)
+            with _leased(source, opened.checkpoint):
+                loading = Loading(opened.content)
+                for item in plan.items:
+                    value = opened.values[item.storage_index.fqn]
+                    if item.type is LoadItemType.BYTE_IO:
+                        loading.add_object(planner, item, value)
+                    else:
+                        loading.add_tensor(planner, item, value)
+                fetch(source, opened.checkpoint, plan_reads(opened.content, loading.wants), loading.buffers)
+                loading.place()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _agreed(self, plan: LoadPlan) -> _Opened:
+    def _connect(self) -> closing[Source]:
+        store = self._store
+        return closing(open_source(store, self._token, self._options) if isinstance(store, str) else StoreSource(store))
+
+    def _agreed(self, source: Source, plan: LoadPlan) -> _Opened:
         """The coordinator's checkpoint, which this rank may not have planned on."""
         planned = self._opened
         assert planned is not None
         if plan.storage_data == planned.checkpoint.id:
             return planned
-        opened = _Opened.of(self._source, self._source.find(Reference.parse(plan.storage_data)))
+        opened = _Opened.of(source, source.find(Reference.parse(plan.storage_data)))
         for fqn in {item.storage_index.fqn for item in plan.items}:
             ours, theirs = (found.metadata.state_dict_metadata.get(fqn) for found in (planned, opened))
             if ours != theirs:
@@ -180,6 +185,16 @@ class _Opened:
                     raise CorruptObject(f"a tree names the entry {value.entry!r}, which the manifest does not have")
                 described[fqn] = _describe(value.entry, *tensors[value.entry])
         return Metadata(described, planner_data={fqn: value.path for fqn, value in self.values.items()})
+
+
+@contextmanager
+def _leased(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
+    lease = take_lease(source, checkpoint)
+    try:
+        yield
+    finally:
+        if lease is not None:
+            source.release_lease(checkpoint.run, lease)
 
 
 def _describe(entry: str, dtype: str, size: torch.Size) -> TensorStorageMetadata:

@@ -81,16 +81,13 @@ class StorageWriter(TorchStorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The next save is of this checkpoint. Raises InvalidName."""
         if checkpoint_id is not None:
-            reference = parse_checkpoint_id(checkpoint_id, self._run)
-            if reference.step is None or reference.ulid is not None:
-                raise InvalidName(f"{checkpoint_id} is no name for a new checkpoint", "Use a step, or RUN@STEP")
-            self._run, self._step = reference.run, reference.step
+            self._run, self._step = _new_checkpoint(checkpoint_id, self._run)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether `reset` would take it."""
         try:
-            cls("memory://", "run").reset(checkpoint_id)
+            _new_checkpoint(checkpoint_id, "run")
         except BadInput:
             return False
         return True
@@ -191,6 +188,13 @@ class StorageWriter(TorchStorageWriter):
 
     def _open(self) -> Store:
         return open_store(self._location, self._options) if isinstance(self._location, str) else self._location
+
+
+def _new_checkpoint(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:
+    reference = parse_checkpoint_id(checkpoint_id, run)
+    if reference.step is None or reference.ulid is not None:
+        raise InvalidName(f"{checkpoint_id} is no name for a new checkpoint", "Use a step, or RUN@STEP")
+    return reference.run, reference.step
 
 
 def _write_receipt(store: Store, assignment: Assignment, content: Content, trees: dict[str, JSON]) -> StoredReceipt:
