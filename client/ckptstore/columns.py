@@ -38,16 +38,19 @@ def pack(numbers: Column) -> str:
 
 
 def unpack(text: object) -> Column:
-    """The column that `pack` was given. Raises ValueError for anything that `pack` does not write."""
+    """The column that `pack` was given. Raises ValueError for anything that is not a column."""
     if not isinstance(text, str):
         raise ValueError("a column is not text")
-    width, _, data = text.partition(":")
-    if width not in _WIDTHS:
+    width, colon, data = text.partition(":")
+    if width not in _WIDTHS or not colon:
         raise ValueError(f"a column of {width[:8]!r}")
     try:
-        numbers = np.frombuffer(binascii.a2b_base64(data, strict_mode=True), f"<{width}").astype(np.int64)
+        packed = binascii.a2b_base64(data, strict_mode=True)
     except binascii.Error as error:
         raise ValueError(f"a column is not base64: {error}") from error
+    if len(data) != -(-len(packed) // 3) * 4:
+        raise ValueError("a column is padded too much")
+    numbers = np.frombuffer(packed, f"<{width}").astype(np.int64)
     if numbers.min(initial=0) < 0:
         raise ValueError("a number of a column is out of bounds")
     return numbers
