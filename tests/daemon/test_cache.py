@@ -10,17 +10,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckptd.metrics import Metrics
 from ckptd.services.cache import BLOCK_BYTES, BlockCache, open_folder
-from ckptd.services.cache.extents import GRAIN_BYTES, Extent, Extents
+from ckptd.services.cache.extents import GRAIN_BYTES, Extent
 from ckptstore import names
 from ckptstore.errors import CorruptObject, StoreUnavailable
 from ckptstore.names import Attempt
@@ -355,35 +352,17 @@ def test_a_read_past_the_cache_mends_it(cached: Opener, tmp_path: Path) -> None:
     cache.check(0, 1000)
 
 
-_RANGES = st.lists(st.tuples(st.integers(0, _SIZE - 1), st.integers(1, _SIZE)), max_size=12)
-
-
-@given(_RANGES, st.randoms(use_true_random=False))
-def test_extents_cover_what_is_wanted_and_never_overlap(ranges: list[tuple[int, int]], random: Random) -> None:
-    extents, claimed = Extents(_ROOMY), []
-    for start, count in ranges:
-        offset, end = start, min(start + count, _SIZE)
-        while offset < end:
-            extent = extents.at(_KEY, offset)
-            if extent is None:
-                extent = extents.claim(_KEY, _SIZE, offset, end)
-                assert extents.make_room(extent) == []
-                extents.store(extent)
-                claimed.append(extent)
-            assert extent.offset <= offset < extent.end <= _SIZE
-            assert Extent.parse(extent.file_name) == extent
-            offset = extent.end
-    ordered = sorted(claimed)
-    assert all(one.end <= other.offset for one, other in pairwise(ordered))
-    wanted = set().union(*(_grains(start, min(start + count, _SIZE)) for start, count in ranges))
-    assert sum(extent.bytes for extent in claimed) <= len(wanted) * GRAIN_BYTES
-    random.shuffle(claimed)
-    for extent in claimed:
-        assert extents.stored_bytes >= extent.bytes
-        extents.forget(extent)
-        assert extents.at(_KEY, extent.offset) is None
-    assert (extents.stored_bytes, extents.stored()) == (0, [])
-
-
-def _grains(start: int, end: int) -> range:
-    return range(start // GRAIN_BYTES, -(-end // GRAIN_BYTES))
+def test_a_read_past_the_cache_leaves_a_read_under_way_alone(cached: Opener) -> None:
+    cache, gate = cached(), threading.Event()
+    cache.store.before_read = lambda: len(cache.store.reads) > 1 or gate.wait()
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            readers = [pool.submit(cache.read, 0, 1000)]
+            wait_until(lambda: cache.store.reads, "the first read")
+            assert cache.blocks.read_past(_KEY, 0, 1000) == cache.data[:1000]
+            readers.append(pool.submit(cache.read, 0, 1000))
+            wait_until(lambda: cache.hits or len(cache.store.reads) > 2, "the second reader")
+        finally:
+            gate.set()
+        assert [reader.result() for reader in readers] == [cache.data[:1000]] * 2
+    assert len(cache.store.reads) == 2
