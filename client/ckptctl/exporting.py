@@ -23,7 +23,7 @@ from ckptstore.catalog import Checkpoint
 from ckptstore.documents import Content
 from ckptstore.errors import InvalidRequest
 from ckptstore.planning import Want, entry_bytes, plan_reads
-from ckptstore.reading import Progress, fetch
+from ckptstore.reading import DEFAULT_THREADS, Progress, fetch
 from ckptstore.source import Source
 from ckptstore.stores.local import sync_folder
 from ckptstore.trees import leaves
@@ -32,6 +32,7 @@ Entry = tuple[str, str, tuple[int, ...]]
 """Name, type and shape."""
 
 _ALIGNMENT = 64
+_THREADS = min(4, DEFAULT_THREADS)  # each holds some 40 MB
 
 
 class FileFormat(StrEnum):
@@ -85,7 +86,7 @@ class Export:
 
     def fetch(self, wants: Iterable[Want], buffers: Mapping[str, memoryview]) -> None:
         """Bring entries into buffers, every chunk checked. Raises Damaged, ObjectMissing or Unavailable."""
-        fetch(self.source, self.checkpoint, plan_reads(self.content, wants), buffers, self.progress)
+        fetch(self.source, self.checkpoint, plan_reads(self.content, wants), buffers, self.progress, _THREADS)
 
     @contextmanager
     def scratch(self, folder: Path) -> Iterator[dict[str, memoryview]]:

@@ -9,6 +9,7 @@ import pytest
 from ckptstore.clock import system_clock
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
+from tests.support.entries import ENTRIES, TREES, write_entries
 
 
 class Calendar:
@@ -39,3 +40,11 @@ def folder(tmp_path: Path) -> Path:
 def filled(folder: Path) -> Store:
     """The store in `folder`."""
     return open_store(str(folder))
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """A store with one checkpoint that has a model with tied weights, an optimizer and a scheduler."""
+    folder = tmp_path / "store"
+    write_entries(open_store(str(folder)), ENTRIES, TREES, {"model/head": "model/emb"})
+    return folder

@@ -4,9 +4,7 @@ import sys
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,81 +14,16 @@ from ckpt.foreign.writing import build_state, require_loadable
 from ckptctl.exporting import FileFormat, write_whole
 from ckptctl.exporting_formats import writer_of
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, from_outcome, list_checkpoints
-from ckptstore.clock import system_clock
+from ckptstore.catalog import list_checkpoints
 from ckptstore.columns import column
-from ckptstore.commit import StoredReceipt, commit_attempt
-from ckptstore.documents import FORMAT, Content, Entries, Receipt, Shard, Slices, seal
+from ckptstore.documents import Content, Entries, Slices
 from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
-from ckptstore.names import Attempt, new_ulid
-from ckptstore.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, slice_tables
+from ckptstore.shards import Slice
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import invoke, run
-
-TREES: dict[str, Any] = {
-    "model": {
-        "emb": {"$": "tensor", "name": "model/emb"},
-        "head": {"$": "tensor", "name": "model/emb"},
-        "bias": {"$": "array", "name": "model/bias"},
-    },
-    "optim": {
-        "state": {"$": "dict", "v": [[0, {"m": {"$": "tensor", "name": "optim/m", "device": "cuda"}, "t": 3}]]},
-        "betas": {"$": "tuple", "v": [0.9, {"$": "tensor", "name": "optim/beta"}]},
-    },
-    "scheduler": {
-        "last": {"$": "float", "v": "inf"},
-        "size": {"$": "size", "v": [2, 3]},
-        "type": {"$": "dtype", "v": "bfloat16"},
-        "milestones": {"$": "counter", "v": [[30, 1]]},
-        "order": {"$": "odict", "v": [["b", {"$": "bytes", "v": "AAE="}]]},
-        "number": {"$": "scalar", "dtype": "int64", "v": "BwAAAAAAAAA="},
-    },
-}
-ENTRIES = [
-    Slice.whole("model/emb", "bfloat16", (5, 3)),
-    Slice.whole("model/bias", "float64", (3,)),
-    Slice.whole("optim/m", "float8_e5m2", (0, 4)),
-    Slice.whole("optim/beta", "uint16", ()),
-]
-
-
-def write_entries(
-    store: Store, entries: list[Slice], trees: dict[str, Any], aliases: dict[str, str]
-) -> tuple[Checkpoint, dict[str, bytes]]:
-    """A checkpoint of entries with any bytes; also gives the bytes of each."""
-    attempt = Attempt(1, new_ulid(system_clock()))
-    placed = place_slices(entries)
-    raw = np.random.default_rng(1).bytes(sum(entry.bytes for entry in entries))
-    chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
-    with store.open_writer(names.shard_key("r", attempt, "shard-00000.ckpt")) as writer:
-        for chunk in chunks:
-            writer.write(chunk.data)
-    tables: tuple[Entries, Slices] = slice_tables(placed)
-    shards = [Shard(name="shard-00000.ckpt", rank=0, chunks=chunk_table(chunks))]
-    receipt = Receipt(
-        format=FORMAT, kind="receipt", run="r", step=1, attempt=str(attempt), rank=0, world_size=1,
-        created_at=system_clock(), local={}, metrics={},
-        content=Content(shards=shards, entries=tables[0], slices=tables[1], aliases=aliases, trees=trees),
-    )  # fmt: skip
-    data = seal(receipt)
-    store.put(names.receipt_key("r", attempt, 0), data)
-    checkpoint = from_outcome(commit_attempt(store, [StoredReceipt(receipt, data)], system_clock))
-    assert checkpoint is not None
-    return checkpoint, {p.slice.entry: raw[p.at : p.at + p.slice.bytes] for p in placed}
-
-
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Path:
-    """A store with one checkpoint that has a model with tied weights, an optimizer and a scheduler."""
-    folder = tmp_path / "store"
-    write_entries(open_store(str(folder)), ENTRIES, TREES, {"model/head": "model/emb"})
-    return folder
+from tests.support.entries import tensor_bytes, write_entries
 
 
 def left_in(folder: Path) -> list[str]:

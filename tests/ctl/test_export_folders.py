@@ -1,0 +1,165 @@
+"""Exports to folders: Hugging Face's and torch.distributed.checkpoint's."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ckptstore import names
+from ckptstore.catalog import list_checkpoints
+from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.shards import Slice
+from ckptstore.stores import Store, open_store
+from tests.support.checkpoints import sample_arrays
+from tests.support.command_line import PROGRAM, clean_environment, invoke
+from tests.support.disks import small_file_system
+from tests.support.entries import tensor_bytes, write_entries
+
+DEADLINE_S = 30.0
+
+
+def load_dcp(folder: Path, state: dict[str, Any]) -> None:
+    """What dcp.load does in a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)  # type: ignore[attr-defined]
+
+
+def export(folder: Path, reference: str, to: Path, kind: str, *more: object) -> int:
+    return invoke("export", reference, "--to", to, "--format", kind, "--store", folder, *more).code
+
+
+def test_a_hugging_face_folder_has_an_index_and_files_of_bounded_size(folder: Path, tmp_path: Path) -> None:
+    to = tmp_path / "hf"
+    assert export(folder, "gpt@40", to, "huggingface", "--max-shard-size", "1MB") == 0
+    index = json.loads((to / "model.safetensors.index.json").read_text())
+    arrays = {name.removeprefix("model/"): array for name, array in sample_arrays(40).items()}
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
+    assert set(index["weight_map"].values()) == {f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)}
+    assert {path.name for path in to.iterdir()} == {*index["weight_map"].values(), "model.safetensors.index.json"}
+    for name, array in arrays.items():
+        with safe_open(to / index["weight_map"][name], "pt") as file:
+            assert tensor_bytes(file.get_tensor(name)) == array.tobytes()
+            assert file.metadata()["format"] == "pt"
+    small = [load_file(to / f"model-{n:05d}-of-00003.safetensors") for n in (1, 3)]
+    assert all(sum(t.nbytes for t in tensors.values()) <= 10**6 for tensors in small)
+
+
+def test_a_small_model_is_one_file_without_an_index_and_tied_weights_are_in_it_once(
+    training: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / "hf"
+    assert export(training, "r@1", to, "huggingface") == 0
+    assert [path.name for path in to.iterdir()] == ["model.safetensors"]
+    with safe_open(to / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["bias", "emb"]
+        assert file.metadata() == {"format": "pt", "head": "emb"}
+
+
+def test_another_item_can_be_the_model(training: Path, tmp_path: Path) -> None:
+    assert export(training, "r@1", tmp_path / "hf", "huggingface", "--names", "optim/*") == 0
+    assert set(load_file(tmp_path / "hf" / "model.safetensors")) == {"m", "beta"}
+
+
+@pytest.mark.parametrize(("more", "said"), [(("--names", "*"), "holds one model"), (("--max-shard-size", "5"), "size")])
+def test_what_makes_no_model_is_refused(training: Path, tmp_path: Path, more: tuple[str, str], said: str) -> None:
+    args = ("export", "r@1", "--to", tmp_path / "hf", "--format", "huggingface", "--store", training)
+    done = invoke(*args, *more)
+    assert (done.code, said in done.stderr) == (2, True)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "dcp"])
+def test_a_folder_that_is_there_is_never_replaced(training: Path, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "precious").touch()
+    assert export(training, "r@1", tmp_path / "there", kind, "--force") == 2
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["precious"]
+
+
+def test_a_dcp_folder_holds_the_state_as_it_was_saved(training: Path, tmp_path: Path) -> None:
+    assert export(training, "r@1", tmp_path / "dcp", "dcp") == 0
+    assert export(training, "r@1", tmp_path / "same.pt", "torch") == 0
+    expected = torch.load(tmp_path / "same.pt", weights_only=True)
+    state: dict[str, Any] = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in expected["model"].items()},
+        "optim": {"state": {"0": {"m": torch.zeros(0, 4, dtype=torch.float8_e5m2), "t": 0}}, "betas": None},
+        "scheduler": {"last": 0.0, "size": None, "type": None, "number": 0},
+    }
+    load_dcp(tmp_path / "dcp", state)
+    for name, tensor in expected["model"].items():
+        assert tensor_bytes(state["model"][name]) == tensor_bytes(tensor)
+    assert state["optim"]["state"]["0"]["t"] == 3
+    assert state["optim"]["betas"] == expected["optim"]["betas"]
+    assert state["scheduler"] == {name: expected["scheduler"][name] for name in state["scheduler"]}
+
+
+def test_every_element_type_keeps_its_bits_in_a_dcp_folder(tmp_path: Path) -> None:
+    # Loading makes any true byte of a bool a one: these bytes are random.
+    dtypes = [dtype for dtype in ITEM_BYTES if dtype != "bool" and hasattr(torch, dtype)]
+    entries = [Slice.whole(f"model/{dtype}", dtype, (3, 5)) for dtype in dtypes]
+    tree = {"model": {entry.dtype: {"$": "tensor", "name": entry.entry} for entry in entries}}
+    _, raw = write_entries(open_store(str(tmp_path / "store")), entries, tree, {})
+    assert export(tmp_path / "store", "r@1", tmp_path / "dcp", "dcp") == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        model = {dtype: torch.zeros(3, 5, dtype=getattr(torch, dtype)) for dtype in dtypes}
+        load_dcp(tmp_path / "dcp", {"model": model})
+    assert {f"model/{name}": bytes(tensor.untyped_storage()) for name, tensor in model.items()} == raw
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "huggingface", "dcp"])
+def test_a_full_disk_leaves_nothing_and_is_said_plainly(training: Path, tmp_path: Path, kind: str) -> None:
+    write_entries(open_store(str(training)), [Slice.whole("model/w", "float32", (900_000,))], {
+        "model": {"w": {"$": "tensor", "name": "model/w"}}}, {})  # fmt: skip
+    with small_file_system(tmp_path / "disk", "2m") as disk:
+        args = ("export", "r@1", "--to", disk / "x", "--format", kind, "--store", training, "-o", "json")
+        done = invoke(*args)
+        assert (done.code, done.error["code"]) == (1, "not_written")
+        assert "No space left on device" in done.error["message"]
+        assert list(disk.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_late_is_said_as_plainly(training: Path, tmp_path: Path) -> None:
+    write_entries(open_store(str(training)), [Slice.whole("model/w", "float32", (400_000,))], {
+        "model": {"w": {"$": "tensor", "name": "model/w"}}}, {})  # fmt: skip
+    for kind in ("torch", "dcp"):
+        with small_file_system(tmp_path / kind, "2m") as disk:  # room for the bytes once
+            args = ("export", "r@1", "--to", disk / "x", "--format", kind, "--store", training, "-o", "json")
+            done = invoke(*args)
+            assert (done.code, done.error["code"]) == (1, "not_written")
+            assert "No space left on device" in done.error["message"]
+            assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "huggingface"])
+def test_a_killed_export_leaves_nothing_under_its_name(folder: Path, filled: Store, tmp_path: Path, kind: str) -> None:
+    newest = list_checkpoints(filled, "gpt")[0]
+    shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    shard.unlink()
+    os.mkfifo(shard)  # whoever opens it waits
+    to = tmp_path / "out" / "x"
+    to.parent.mkdir()
+    command = [*PROGRAM, "export", newest.id, "--to", str(to), "--format", kind, "--store", str(folder)]
+    process = subprocess.Popen(command, env=clean_environment())
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not list(to.parent.iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    assert not to.exists()
+    shard.unlink()
