@@ -100,13 +100,13 @@ def test_show_tells_entries_shards_and_metrics(folder: Path) -> None:
     assert "model/weight  float32  700 × 1024  2.7 MiB" in shown
     assert "model/empty   float32  0 × 3           0 B" in shown
     assert "model/scalar  int32    scalar          4 B" in shown
-    assert "shard-00000.ckpt     0       4  2.7 MiB  2.3 MiB  float-split/float16, " in shown
+    assert "shard-00000.ckpt     0      14  2.7 MiB  2.3 MiB  float-split/float16, " in shown
     body = invoke("show", "gpt@40", "--store", folder, "-o", "json").json
     weight = next(entry for entry in body["entries"] if entry["name"] == "model/weight")
     assert weight == {
         "name": "model/weight", "dtype": "float32", "shape": [700, 1024], "bytes": 700 * 1024 * 4, "aliases": [],
     }  # fmt: skip
-    assert (body["checkpoint"]["step"], body["shards"][0]["num_chunks"], body["items"]) == (40, 4, ["model"])
+    assert (body["checkpoint"]["step"], body["shards"][0]["num_chunks"], body["items"]) == (40, 14, ["model"])
 
 
 def test_show_selects_entries(folder: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_sound_checkpoint_is_ok(folder: Path) -> None:
     assert (done.code, done.stderr) == (0, "")
     assert [line.split() for line in done.stdout.splitlines()] == [
         ["CHECKPOINT", "CHUNKS", "STORED", "RESULT"],
-        ["gpt@40", "4", "2.3", "MiB", "ok"],
+        ["gpt@40", "14", "2.3", "MiB", "ok"],
     ]
 
 
@@ -54,10 +54,10 @@ def test_every_problem_of_every_checkpoint_is_listed(folder: Path, filled: Store
     assert done.code == 5
     assert "2 of 6 checkpoints damaged" in done.stderr
     assert "chunk 0 of shard-00000.ckpt" in done.stdout
-    assert "chunk 3 of shard-00000.ckpt" in done.stdout
+    assert "chunk 13 of shard-00000.ckpt" in done.stdout
     verdicts = {line.split()[0]: line.split()[4:] for line in done.stdout.splitlines()[1:7]}
     assert verdicts["gpt@40"] == ["2", "problems"]
-    assert verdicts["gpt@20"] == ["4", "problems"]
+    assert verdicts["gpt@20"] == ["14", "problems"]
     assert sum(verdict == ["ok"] for verdict in verdicts.values()) == 4
 
 
