@@ -152,6 +152,20 @@ def test_a_rank_that_never_joins_ends_it_although_the_others_report(
     assert services.restores.find(id).problem == "no word for 100 s from rank 1 (never joined)"
 
 
+def test_a_rank_that_is_restored_may_be_silent(store: Store, clock: MovableClock, make: Make) -> None:
+    write(store, 1)
+    services = make(store)
+    id = services.open().id
+    services.restores.report(id, 1, _RESTORED)
+    for _ in range(4):
+        clock.advance(60)
+        services.restores.report(id, 0, _FETCHING)
+        services.restores.watch()
+        expires_at = services.restores.view(id, with_ranks=False).expires_at
+        assert expires_at is not None
+        assert 99 < expires_at - clock() <= 100
+
+
 def test_a_lease_that_ran_out_meanwhile_is_taken_again(store: Store, clock: MovableClock, make: Make) -> None:
     old, _ = write(store, 1, 2)
     id = make(store).open(checkpoint=old).id
