@@ -1,17 +1,14 @@
-"""torch.distributed.checkpoint through our writer and reader: one process, and two ranks."""
+"""torch.distributed.checkpoint through our writer and reader, in one process."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -20,47 +17,20 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from ckpt import Checkpointer
 from ckpt.dcp import StorageReader, StorageWriter
 from ckptstore.clock import system_clock
-from ckptstore.deletion import advance, undecided_attempts
 from ckptstore.errors import CorruptObject, InvalidName, InvalidRequest, StateMismatch, UnsupportedObject
 from ckptstore.leases import active_leases
 from ckptstore.names import Reference, shard_key, shard_name
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store
-from ckptstore.verify import verify
-from tests.support.command_line import invoke
-from tests.support.daemons import running_daemon
-from tests.support.dcp_state import flat_optimizer_state, make_model, make_optimizer, same
-from tests.support.ddp import lines, run_ranks
+from tests.support.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save
 from tests.support.stores import Faults, FaultyStore
 
 MODES: tuple[Literal["before", "after"], ...] = ("before", "after")
-dcp: Any = torch.distributed.checkpoint  # it exports without saying so
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
 ]
-
-
-def save(store: Store | str, state: dict[str, Any], step: int = 1, **options: Any) -> str:
-    """Returns the id of the checkpoint."""
-    metadata = dcp.save(state, storage_writer=StorageWriter(store, run="r", step=step), **options)
-    assert metadata.storage_meta is not None
-    return str(metadata.storage_meta.checkpoint_id)
-
-
-def load(store: Store | str, state: dict[str, Any], checkpoint: str | int | None = None, **options: Any) -> Any:
-    """`state`, loaded."""
-    dcp.load(state, storage_reader=StorageReader(store, run="r", checkpoint=checkpoint), **options)
-    return state
-
-
-@contextmanager
-def failing(kind: type[BaseException], match: str) -> Iterator[None]:
-    """What is done inside fails with this error, wrapped as DCP does."""
-    with pytest.raises(CheckpointException, match=match) as caught:
-        yield
-    assert [type(error) for error, _ in caught.value.failures.values()] == [kind]
 
 
 def flip_a_bit(store: Store, checkpoint: str) -> None:
@@ -70,104 +40,6 @@ def flip_a_bit(store: Store, checkpoint: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-
-
-# Two ranks.
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A store that two ranks have saved to and loaded from, and what a Checkpointer had saved there."""
-    place = tmp_path_factory.mktemp("dcp")
-    for name in ("meet", "store"):
-        (place / name).mkdir()
-    model = make_model(1)
-    with Checkpointer(str(place / "store"), run="single", writer="thread") as checkpointer:
-        checkpointer.save(model, make_optimizer(model), 7)
-    for output in run_ranks("dcp_ranks", 2, place / "meet", str(place / "store")):
-        held = [line for line in lines(output) if line.endswith(" held")]
-        assert len(held) == 7, output
-    return str(place / "store")
-
-
-def test_two_ranks_write_the_checkpoint_that_one_process_would(ranks: str) -> None:
-    source = StoreSource(open_store(ranks))
-    checkpoint = source.find(Reference("fsdp", 1))
-    assert (checkpoint.world_size, checkpoint.num_shards) == (2, 2)
-    assert verify(source, checkpoint).ok
-    content = read_manifest(source, checkpoint).content
-    shapes = dict(zip(content.entries.name, content.entries.shape, strict=True))
-    assert shapes["model/0.weight"] == [301, 7]
-    assert shapes["optim/state.2.weight.exp_avg"] == [1, 301]
-    assert content.trees["model"]["0.weight"] == {"$": "tensor", "name": "model/0.weight"}
-    assert content.trees["objects"] == {
-        "seen": 17,
-        "only_0": {"$": "bytes", "v": "Ynl0ZXM="},
-        "only_1": {"$": "bytes", "v": "Ynl0ZXM="},
-        "groups": [{"lr": 0.1}, {"lr": 0.2}],
-        "order": [3, 1, 2],
-    }
-
-
-def test_one_process_loads_what_two_ranks_saved(ranks: str) -> None:
-    expected, model = make_model(1), make_model(2)
-    optim, its_optim = make_optimizer(model), make_optimizer(expected)
-    state = {"model": model.state_dict(), "optim": flat_optimizer_state(model, optim)}
-    dcp.load(state, storage_reader=StorageReader(ranks, run="fsdp", checkpoint=2))
-    assert same(state["model"], dict(expected.state_dict()))
-    assert same(state["optim"], flat_optimizer_state(expected, its_optim))
-
-
-def test_checkpointer_restores_the_model_that_two_ranks_saved(ranks: str) -> None:
-    expected, model = make_model(1), make_model(2)
-    make_optimizer(expected)
-    with Checkpointer(ranks, run="fsdp", writer="thread") as checkpointer:
-        tensors = checkpointer.load(1, "model/*")
-        checkpointer.restore(model)
-    assert same(dict(model.state_dict()), dict(expected.state_dict()))
-    assert same(tensors, {f"model/{name}": tensor for name, tensor in expected.state_dict().items()})
-
-
-def test_ckptctl_shows_verifies_and_exports_it(ranks: str, tmp_path: Path) -> None:
-    expected = make_model(1)
-    make_optimizer(expected)
-    assert [row["step"] for row in invoke("ls", "-r", "fsdp", "--store", ranks, "-o", "json").json] == [3, 2, 1]
-    assert "model/0.weight" in invoke("show", "fsdp@1", "--store", ranks, "-o", "json").stdout
-    assert invoke("verify", "fsdp@1", "--store", ranks).code == 0
-    done = invoke("export", "fsdp@1", "--to", tmp_path / "all.pt", "--store", ranks)
-    assert done.code == 0, done.stderr
-    exported = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert same(exported["model"], dict(expected.state_dict()))
-    assert exported["objects"]["groups"] == [{"lr": 0.1}, {"lr": 0.2}]
-
-
-def test_a_daemon_serves_it_too(ranks: str) -> None:
-    expected, model = make_model(1), make_model(2)
-    make_optimizer(expected)
-    with running_daemon(ranks) as daemon:
-        state = {"model": model.state_dict()}
-        dcp.load(state, storage_reader=StorageReader(daemon.url, run="fsdp"), checkpoint_id="3")
-    assert same(state["model"], dict(expected.state_dict()))
-
-
-def test_what_failed_is_never_committed_by_anybody(ranks: str) -> None:
-    store = open_store(ranks)
-    assert StoreSource(store).checkpoints("failing") == []
-    attempts = undecided_attempts(store, "failing")
-    assert len(attempts) == 3
-    assert not any(advance(store, "failing", attempt, system_clock) for attempt in attempts)
-
-
-def test_a_rank_that_is_killed_leaves_nothing_committed(tmp_path: Path) -> None:
-    (tmp_path / "meet").mkdir()
-    with pytest.raises(AssertionError, match="heard of it"):
-        run_ranks("dcp_ranks", 2, tmp_path / "meet", str(tmp_path / "store"), "die")
-    store = open_store(str(tmp_path / "store"))
-    assert StoreSource(store).checkpoints("killed") == []
-    assert not any(advance(store, "killed", attempt, system_clock) for attempt in undecided_attempts(store, "killed"))
-
-
-# One process.
 
 
 def test_tensors_of_all_shapes_and_types_come_back_bit_exact(store: Store) -> None:
@@ -235,6 +107,19 @@ def test_an_object_that_needs_pickle_is_refused_by_name(store: Store) -> None:
     with failing(UnsupportedObject, r"tensor at 'x' .*sparse"):
         save(store, {"x": torch.eye(3).to_sparse()})
     assert StoreSource(store).checkpoints("r") == []
+
+
+def test_names_that_would_be_one_are_refused(store: Store) -> None:
+    with failing(UnsupportedObject, "two tensors of the state have the name 'a/b'"):
+        save(store, {"a/b": torch.zeros(3), "a": {"b": torch.ones(3)}})
+    with failing(UnsupportedObject, "two tensors of the state have the name 'a/0/1'"):
+        save(store, {"a": ({1: torch.zeros(3), "1": torch.ones(3)},)})
+
+
+def test_a_dict_that_resembles_an_optimizer_keeps_its_names(store: Store) -> None:
+    state = {"x": {"state": {"other": 1}, "groups": [{"params": ["a"], "lr": 1}]}}
+    save(store, state)
+    assert load(store, {"x": {"state": {"other": 0}, "groups": [{"params": [], "lr": 0}]}}) == state
 
 
 class OwnBytes(DefaultSavePlanner):

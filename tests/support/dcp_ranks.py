@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
@@ -41,12 +40,10 @@ from ckpt.dcp import StorageReader, StorageWriter
 from ckptstore.names import Reference
 from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
-from tests.support.dcp_state import flat_optimizer_state, full, make_model, make_optimizer, same
+from tests.support.dcp_state import dcp, flat_optimizer_state, full, make_model, make_optimizer, same
 from tests.support.ddp import join
 from tests.support.stores import Faults, FaultyStore
 from tests.support.training import seed_all
-
-dcp: Any = torch.distributed.checkpoint  # it exports without saying so
 
 
 def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

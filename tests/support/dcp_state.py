@@ -1,15 +1,24 @@
-"""The state that tests of torch.distributed.checkpoint save: equal in every process that asks for it."""
+"""State for tests of torch.distributed.checkpoint, equal in every process that asks for it; saving and loading it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import AdamW, Optimizer
 
+from ckpt.dcp import StorageReader, StorageWriter
+from ckptstore.stores import Store
 from tests.support.training import seed_all
+
+dcp: Any = torch.distributed.checkpoint  # it exports without saying so
 
 
 def make_model(seed: int) -> nn.Module:
@@ -51,3 +60,24 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
     return type(first) is type(second) and bool(first == second)
+
+
+def save(store: Store | str, state: dict[str, Any], step: int = 1, **options: Any) -> str:
+    """Returns the id of the checkpoint."""
+    metadata = dcp.save(state, storage_writer=StorageWriter(store, run="r", step=step), **options)
+    assert metadata.storage_meta is not None
+    return str(metadata.storage_meta.checkpoint_id)
+
+
+def load(store: Store | str, state: dict[str, Any], checkpoint: str | int | None = None, **options: Any) -> Any:
+    """`state`, loaded."""
+    dcp.load(state, storage_reader=StorageReader(store, run="r", checkpoint=checkpoint), **options)
+    return state
+
+
+@contextmanager
+def failing(kind: type[BaseException], match: str) -> Iterator[None]:
+    """What is done inside fails with this error, wrapped as DCP does."""
+    with pytest.raises(CheckpointException, match=match) as caught:
+        yield
+    assert [type(error) for error, _ in caught.value.failures.values()] == [kind]

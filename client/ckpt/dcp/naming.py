@@ -123,12 +123,11 @@ def _flatten(path: Path, tree: JSON) -> Iterator[Value]:
 
 def _options_by_parameter(tree: JSON) -> JSON:
     """{"groups": [{"params": ["w"], "lr": 1}]} becomes {"param_groups.w.lr": 1}; any other tree is as it was."""
-    groups = tree.get("groups") if isinstance(tree, dict) and "state" in tree else None
-    if not isinstance(groups, list) or not all(_is_group(group) for group in groups):
+    if not _is_optimizer(tree):
         return tree
     options = {
         f"param_groups.{name}.{key}": option
-        for group in groups
+        for group in tree["groups"]
         for name in group["params"]
         for key, option in group.items()
         if key != "params"
@@ -136,8 +135,17 @@ def _options_by_parameter(tree: JSON) -> JSON:
     return {**{key: value for key, value in tree.items() if key != "groups"}, **options}
 
 
-def _is_group(tree: JSON) -> bool:
-    return isinstance(tree, dict) and TAG not in tree and isinstance(tree.get("params"), list)
+def _is_optimizer(tree: JSON) -> bool:
+    """Whether it looks like what `Checkpointer` saves of an optimizer: groups of parameters, and state of some."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
+        return False
+    groups = tree.get("groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and TAG not in group for group in groups):
+        return False
+    lists = [group.get("params") for group in groups]
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        return False
+    return set(tree["state"]) <= {name for names in lists for name in names}
 
 
 def _stays_whole(items: list[JSON]) -> bool:
@@ -178,8 +186,10 @@ def _with_lists(path: Path, node: Any) -> Any:
         return items
     if len(indices) < len(items):
         raise _conflict(path)
-    # What is missing was an empty dict.
-    return [items.get(index, {}) for index in range(max(indices) + 1)]
+    # What is missing was an empty dict; and one was at the end if nothing else made DCP flatten the list.
+    found = [items.get(index, {}) for index in range(max(indices) + 1)]
+    flattened = any(not isinstance(item, Value) or item.entry is not None for item in found)
+    return found if flattened else [*found, {}]
 
 
 def _tree(path: str, value: Value) -> JSON:

@@ -49,7 +49,7 @@ class Share:
                 value, size = Value(path, {TAG: "tensor", "name": piece.entry}), piece.bytes
                 # An empty part of a larger tensor need not be told.
                 if piece.bytes or 0 in piece.shape:
-                    tensors[piece] = partial(_tensor, planner, item, piece)
+                    _add(tensors, piece, partial(_tensor, planner, item, piece))
             results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=value))
         return Share(place_slices(tensors), results, tensors)
 
@@ -65,6 +65,15 @@ class Share:
                 left, missing = left[missing:], missing - len(parts[-1])
             raw = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
             yield raw, ChunkSpan(0, span.bytes, span.dtype)
+
+
+def _add(tensors: _Tensors, piece: Slice, resolve: Callable[[], torch.Tensor]) -> None:
+    if piece in tensors:
+        raise UnsupportedObject(
+            f"two tensors of the state have the name {piece.entry!r}",
+            'Rename a key: a "/" in it reads like a nested dict, and 1 like "1"',
+        )
+    tensors[piece] = resolve
 
 
 def _slice(item: WriteItem, path: Path) -> Slice:
@@ -85,14 +94,17 @@ def _tensor(planner: SavePlanner, item: WriteItem, piece: Slice) -> torch.Tensor
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor)
     sizes = piece.box[len(piece.shape) :]
-    plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
-    if not plain or tuple(tensor.shape) != sizes or NAMES.get(tensor.dtype) != piece.dtype:
+    if not _is_dense(tensor) or tuple(tensor.shape) != sizes or NAMES.get(tensor.dtype) != piece.dtype:
         raise UnsupportedObject(
             f"tensor at {piece.entry!r} is {tensor.dtype} {list(tensor.shape)} ({tensor.layout}, {tensor.device}), "
             f"planned as {piece.dtype} {list(sizes)}",
             "Store dense tensors; a planner that transforms them must plan for what it makes of them",
         )
     return _host(tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,14 +115,13 @@ def _object(path: Path, value: Any, tensors: _Tensors) -> Value:
     """The object's tree; tensors and arrays in it become entries of their own."""
 
     def leaf(at: str, found: Any) -> JSON:
-        if type(found) is torch.Tensor:
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and _is_dense(found):
             kind, tensor = "tensor", found
         elif type(found) is np.ndarray:
             kind, tensor = "array", _from_array(at, found)
         else:
             return _small_leaf(at, found)
-        piece = Slice.whole(at, _type(at, tensor.dtype), tuple(tensor.shape))
-        tensors[piece] = partial(_host, tensor)
+        _add(tensors, Slice.whole(at, _type(at, tensor.dtype), tuple(tensor.shape)), partial(_host, tensor))
         return {TAG: kind, "name": at}
 
     name = entry_name(path)
