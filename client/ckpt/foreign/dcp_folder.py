@@ -130,6 +130,8 @@ class _Folder:
         if 0 in tensor.size:
             return torch.empty(tensor.size, dtype=dtype)
         boxes = {(*chunk.offsets, *chunk.sizes): chunk for chunk in tensor.chunks if 0 not in chunk.sizes}
+        if not boxes:
+            raise _Nowhere(f"no chunk of {name!r} is there")
         pieces = []
         for box, chunk in boxes.items():
             if {len(chunk.offsets), len(chunk.sizes)} != {len(tensor.size)}:

@@ -111,9 +111,7 @@ def to_foreign(state: Any, item: str, path: str) -> Foreign:
     if isinstance(items.get(MODEL), Mapping):
         items[MODEL] = _plain_names(items[MODEL], builder.foreign.notes)
     for name, value in items.items():
-        if _is_optimizer(value):
-            value = _by_name(name, value, items.get(MODEL), builder.foreign.notes)
-        builder.add(name, value)
+        builder.add(name, _optimizer(name, _unflattened(value), items.get(MODEL), builder.foreign.notes))
     if not builder.foreign.trees:
         raise InvalidRequest(f"{path} holds nothing", "Is it the right file?")
     return builder.foreign
@@ -144,6 +142,23 @@ def _plain_names(model: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     return plain
 
 
+def _unflattened(value: Any) -> Any:
+    """An optimizer's state whose keys are state.<parameter>.<key> and param_groups.<parameter>.<option>, as a tree."""
+    if not isinstance(value, dict) or not value:
+        return value
+    tree: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for key in value:
+        part, _, rest = str(key).partition(".")
+        name, _, last = rest.rpartition(".")
+        if part not in tree or not name:
+            return value
+        tree[part].setdefault(name, {})[last] = value[key]
+    groups: dict[str, dict[str, Any]] = {}
+    for name, options in tree["param_groups"].items():
+        groups.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(name)
+    return {"state": tree["state"], "param_groups": list(groups.values())}
+
+
 def _is_optimizer(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -153,8 +168,10 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _by_name(item: str, state: dict[str, Any], model: Any, notes: list[str]) -> dict[str, Any]:
-    """An optimizer's state by parameter names, as `restore` wants it; unchanged if they cannot be known."""
+def _optimizer(item: str, state: Any, model: Any, notes: list[str]) -> Any:
+    """An optimizer's state by parameter names, as `restore` wants it; other states, and unknown names, as they are."""
+    if not _is_optimizer(state):
+        return state
     groups, states = state["param_groups"], state.get("state", {})
     names = _names_of(groups, states, model)
     if names is None:

@@ -32,9 +32,7 @@ def read_torch(path: Path, item: str) -> Foreign:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise refusal(str(path), path, error) from error
-    except (OSError, CkptError):
-        raise
-    except Exception as error:  # torch raises almost anything for a damaged file
+    except Exception as error:  # torch raises almost anything for a damaged file, OSError too
         raise CorruptObject(f"{path} cannot be read: {first_sentence(error)}", "Copy it again") from error
     return to_foreign(state, item, str(path))
 

@@ -1,0 +1,264 @@
+"""What torch.distributed.checkpoint wrote, imported: whole again, restorable, and never executed."""
+
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+
+from ckpt import Checkpointer
+from ckptstore.catalog import list_checkpoints
+from ckptstore.source import StoreSource, read_manifest
+from ckptstore.stores import open_store
+from tests.support.command_line import Finished, invoke
+from tests.support.dcp_state import make_model, make_optimizer, same
+from tests.support.ddp import run_ranks
+
+dcp: Any = torch.distributed.checkpoint  # it exports without saying so
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder of one process."""
+    return save(tmp_path / "dcp", {"model": {"w": torch.arange(60.0).reshape(20, 3)}, "step": 5})
+
+
+def save(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def take(store: Path, path: Path, run: str = "r") -> Finished:
+    return invoke("import", path, f"{run}@1", "--store", store, "-o", "json")
+
+
+def refused(store: Path, path: Path) -> Any:
+    """The error of an import that must leave nothing."""
+    done = take(store, path)
+    assert done.code != 0
+    assert list_checkpoints(open_store(str(store)), "r") == []
+    assert list(store.rglob("*.ckpt")) == []
+    return done.error
+
+
+def given_back(store: Path, run: str = "r") -> Any:
+    to = store.parent / "out.pt"
+    assert invoke("export", f"{run}@1", "--to", to, "--store", store, "--force").code == 0
+    return torch.load(to, weights_only=True)
+
+
+def change(folder: Path, how: Callable[[Metadata], object]) -> None:
+    """Write other metadata into a folder."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    how(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_what_ranks_saved_in_pieces_restores_into_one_process(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "dcp").mkdir()
+    run_ranks("foreign_ranks", 2, tmp_path / "dcp", str(tmp_path / "dcp"))
+    model = make_model(1)
+    optim = make_optimizer(model)
+    for form in ("tree", "flat"):
+        done = take(store, tmp_path / "dcp" / form, form)
+        assert (done.code, done.json["items"]) == (0, ["history", "model", "optim", "step"])
+        assert done.json["notes"] == []
+        other = make_model(9)
+        fresh = torch.optim.AdamW(other.parameters(), lr=1.0)
+        with Checkpointer(str(store), run=form, writer="thread") as checkpointer:
+            checkpointer.restore(other, fresh)
+        assert same(other.state_dict(), model.state_dict())
+        assert same(fresh.state_dict()["state"], optim.state_dict()["state"])
+        assert fresh.param_groups[0]["lr"] == 0.01
+        state = given_back(store, form)
+        assert (state["step"], state["history"]) == (5, [0.5, {"loss": 0.25}])
+    source = StoreSource(open_store(str(store)))
+    manifest = read_manifest(source, list_checkpoints(source.store, "tree")[0])
+    assert len(manifest.content.slices.at) > len(manifest.content.entries.name)
+
+
+def test_shapes_of_all_kinds_keep_their_bits(store: Path, tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "model": {
+            "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+            "empty": torch.zeros(0, 4),
+            "flags": torch.tensor([True, False]),
+            "transposed": torch.arange(20_000).reshape(100, 200).t(),
+            "large": torch.arange(3_000_000, dtype=torch.int32).reshape(-1, 3),
+        },
+        "list": [torch.ones(2), {"a": torch.zeros(3)}, *range(12)],
+        "values": {"text": "x", "none": None, "pair": (1, 2.5), "size": torch.Size([2]), "names": ["a", "b"]},
+    }
+    assert take(store, save(tmp_path / "dcp", state)).code == 0
+    found = given_back(store)
+    assert same(found["model"], {**state["model"]})
+    assert same(found["list"][0], state["list"][0])
+    assert same(found["list"][1], state["list"][1])
+    assert found["list"][2:] == state["list"][2:]
+    assert found["values"] == state["values"]
+
+
+def test_a_flat_state_dict_becomes_a_model(store: Path, tmp_path: Path) -> None:
+    model = make_model(1)
+    assert take(store, save(tmp_path / "dcp", model.state_dict())).json["items"] == ["model"]
+    assert same(given_back(store)["model"], dict(model.state_dict()))
+
+
+def test_an_export_imports_to_the_same_state(store: Path, tmp_path: Path) -> None:
+    model = make_model(1)
+    optim = make_optimizer(model)
+    torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, tmp_path / "a.pt")
+    assert take(store, tmp_path / "a.pt").code == 0
+    to = tmp_path / "dcp"
+    assert invoke("export", "r@1", "--to", to, "--format", "dcp", "--store", store).code == 0
+    assert take(store, to, "copy").code == 0
+    assert same(given_back(store, "copy"), given_back(store))
+
+
+class Payload:
+    """What a hostile pickle would do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_the_metadata_is_executed(store: Path, saved: Path, tmp_path: Path) -> None:
+    change(saved, lambda metadata: setattr(metadata, "planner_data", Payload(tmp_path / "pwned")))
+    error = refused(store, saved)
+    assert (error["code"], "posix.mkdir" in error["message"]) == ("unsupported_object", True)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_nothing_in_a_value_is_executed(store: Path, tmp_path: Path) -> None:
+    folder = save(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "x": Payload(tmp_path / "pwned")})
+    error = refused(store, folder)
+    assert error["code"] == "unsupported_object"
+    assert "'x'" in error["message"]
+    assert "posix.mkdir" in error["message"]
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not a pickle",
+        pickle.dumps({"a": 1}),
+        pickle.dumps(Metadata),
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81.",
+        # attributes set on a class, not on an object of it
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x01aK\x01sb.",
+        b"\x80\x04ctorch\nfloat32\n)R.",
+    ],
+)
+def test_metadata_that_is_none_is_damage(store: Path, saved: Path, data: bytes) -> None:
+    (saved / ".metadata").write_bytes(data)
+    assert refused(store, saved)["code"] == "corrupt"
+
+
+def key_of(metadata: Metadata, name: str) -> Any:
+    return next(key for key in metadata.storage_data if key.fqn == name)
+
+
+def move(path: str) -> Callable[[Metadata], object]:
+    return lambda metadata: setattr(metadata.storage_data[key_of(metadata, "model.w")], "relative_path", path)
+
+
+def place(**fields: Any) -> Callable[[Metadata], object]:
+    return lambda metadata: vars(metadata.storage_data[key_of(metadata, "model.w")]).update(fields)
+
+
+def tensor(**fields: Any) -> Callable[[Metadata], object]:
+    return lambda metadata: vars(metadata.state_dict_metadata["model.w"]).update(fields)
+
+
+def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metadata], object]:
+    return tensor(chunks=[ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes])
+
+
+def paths(**found: Any) -> Callable[[Metadata], object]:
+    return lambda metadata: metadata.planner_data.update({name.replace("_", "."): p for name, p in found.items()})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        move("../secret"),
+        move("/etc/passwd"),
+        move(".."),
+        move(""),
+        move("missing.distcp"),
+        place(offset=10),
+        place(offset=-1),
+        place(offset="0"),
+        place(offset=1 << 62),
+        place(length=1 << 40),
+        place(length=20),
+        tensor(size=torch.Size([20, 4])),
+        tensor(size=torch.Size([1 << 40, 1 << 20])),
+        tensor(size=[-20, -3]),
+        tensor(size="ab"),
+        tensor(properties=None),
+        tensor(chunks=[]),
+        tensor(chunks=None),
+        chunks(((0, 0), (10, 3))),
+        chunks(((0,), (20,))),
+        chunks(((0, 0), (21, 3))),
+        chunks(((1, 0), (20, 3))),
+        chunks(((0, 0), (1 << 40, 1 << 40))),
+        lambda metadata: metadata.storage_data.clear(),
+        lambda metadata: setattr(metadata, "storage_data", None),
+        lambda metadata: setattr(metadata, "state_dict_metadata", [1]),
+        paths(step=("model", "w")),
+        paths(step=("model", "w", "x")),
+        paths(step=()),
+        paths(step=("a", 3)),
+        paths(step=("model", 0)),
+    ],
+)
+def test_metadata_that_lies_is_damage(store: Path, saved: Path, how: Callable[[Metadata], object]) -> None:
+    change(saved, how)
+    assert refused(store, saved)["code"] == "corrupt"
+
+
+def test_a_folder_without_the_files_of_a_rank_is_damage(store: Path, saved: Path) -> None:
+    data = next(saved.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    assert refused(store, saved)["code"] == "corrupt"
+    data.unlink()
+    assert refused(store, saved)["code"] == "corrupt"
+
+
+def test_a_flipped_bit_where_a_tensor_is_described_is_damage(store: Path, saved: Path) -> None:
+    data = next(saved.glob("*.distcp"))
+    found = data.read_bytes()
+    at = found.index(b"FloatStorage")
+    data.write_bytes(found[:at] + b"X" + found[at + 1 :])
+    assert refused(store, saved)["code"] == "corrupt"
+
+
+def test_a_folder_that_was_never_finished_is_told_as_none(store: Path, saved: Path) -> None:
+    (saved / ".metadata").unlink()
+    assert refused(store, saved)["code"] == "invalid_request"
+    done = invoke("import", saved, "r@1", "--store", store, "--format", "dcp", "-o", "json")
+    assert (done.code, done.error["code"]) == (5, "corrupt")
+    shutil.rmtree(saved)

@@ -1,0 +1,235 @@
+"""What torch.save wrote, imported: restorable, exact, and never executed."""
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.catalog import list_checkpoints
+from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.stores import open_store
+from tests.support.command_line import Finished, invoke
+from tests.support.dcp_state import make_model, make_optimizer, same
+from tests.support.entries import tensor_bytes
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+def take(store: Path, path: Path, *more: object) -> Finished:
+    return invoke("import", path, "r@1", "--store", store, "-o", "json", *more)
+
+
+def imported(store: Path, state: object, *more: object) -> Finished:
+    torch.save(state, store.parent / "in.pt")
+    done = take(store, store.parent / "in.pt", *more)
+    assert done.code == 0, done.stderr
+    return done
+
+
+def refused(store: Path, path: Path) -> Any:
+    """The error of an import that must leave nothing."""
+    done = take(store, path)
+    assert done.code != 0
+    assert list_checkpoints(open_store(str(store)), "r") == []
+    assert list(store.rglob("*.ckpt")) == []
+    return done.error
+
+
+def given_back(store: Path) -> Any:
+    """The imported state, exported again."""
+    to = store.parent / "out.pt"
+    assert invoke("export", "r@1", "--to", to, "--store", store, "--force").code == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        return torch.load(to, weights_only=True)
+
+
+def restore(store: Path, model: nn.Module, optim: torch.optim.Optimizer | None = None) -> None:
+    with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
+        assert checkpointer.restore(model, optim) is not None
+
+
+def assert_restores(store: Path, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    other = make_model(9)
+    fresh = torch.optim.AdamW(other.parameters(), lr=1.0)
+    restore(store, other, fresh)
+    assert same(other.state_dict(), model.state_dict())
+    assert same(fresh.state_dict()["state"], optim.state_dict()["state"])
+    assert fresh.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model, optim: {"model": model, "optimizer": optim, "step": 5},
+        lambda model, optim: {"state_dict": model, "optimizer_state_dict": optim, "epoch": 1},
+        lambda model, optim: {"model": {f"module.{k}": v for k, v in model.items()}, "optim": optim},
+        lambda model, optim: {"model": {f"_orig_mod.{k}": v for k, v in model.items()}, "optim": optim},
+    ],
+)
+def test_a_training_state_restores_into_a_model_and_its_optimizer(store: Path, wrap: Callable[[Any, Any], Any]) -> None:
+    model = make_model(1)
+    optim = make_optimizer(model)
+    done = imported(store, wrap(model.state_dict(), optim.state_dict()))
+    assert {"model", "optim"} <= set(done.json["items"])
+    assert_restores(store, model, optim)
+
+
+def test_a_plain_state_dict_restores_into_a_model(store: Path) -> None:
+    model, other = make_model(1), make_model(2)
+    assert imported(store, model.state_dict()).json["items"] == ["model"]
+    restore(store, other)
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_an_optimizer_that_knows_its_parameters_names_restores_whatever_its_groups(store: Path) -> None:
+    model = make_model(1)
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [{"params": named[3:]}, {"params": named[:3], "weight_decay": 0.0}]
+    optim = torch.optim.AdamW(groups, lr=0.01)
+    for number, (_, parameter) in enumerate(named):
+        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+    optim.step()
+    assert imported(store, {"model": model.state_dict(), "optimizer": optim.state_dict()}).json["notes"] == []
+    other = make_model(2)
+    parameters = list(other.parameters())
+    fresh = torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=1.0)
+    restore(store, other, fresh)
+    for (_, parameter), twin in zip(named, other.parameters(), strict=True):
+        assert same(dict(fresh.state[twin]), dict(optim.state[parameter]))
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.0, 0.01]
+
+
+@pytest.mark.parametrize("change", ["groups", "frozen", "shapes", "alone"])
+def test_an_optimizer_whose_names_cannot_be_known_is_kept_as_it_is_and_said(store: Path, change: str) -> None:
+    model = make_model(1)
+    parameters = list(model.parameters())
+    chosen: Any = {
+        "groups": [{"params": parameters[:2]}, {"params": parameters[2:]}],
+        "frozen": parameters[1:],
+        "shapes": parameters[::-1],
+        "alone": parameters,
+    }[change]
+    optim = torch.optim.SGD(chosen, lr=0.1, momentum=0.9)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    state = {"model": model.state_dict()} if change != "alone" else {}
+    done = imported(store, {**state, "optim": optim.state_dict()})
+    assert ["by parameter number" in note for note in done.json["notes"]] == [True]
+    assert same(given_back(store)["optim"], optim.state_dict())
+
+
+def test_every_kind_of_tensor_and_value_keeps_its_bits(store: Path) -> None:
+    base = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
+    dtypes = [getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)]
+    state: dict[str, Any] = {
+        "model": OrderedDict(
+            {str(dtype): torch.arange(1, 49, dtype=torch.uint8).view(dtype) for dtype in dtypes if dtype != torch.bool},
+            bool=torch.tensor([True, False]),
+            empty=torch.zeros(0, 3),
+            scalar=torch.tensor(3, dtype=torch.int16),
+            transposed=base.permute(2, 0, 1),
+            strided=base[:, 1:3, ::2],
+            conjugate=torch.tensor([1 + 2j, 3 - 1j]).conj(),
+            tied=base,
+            again=base,
+            parameter=nn.Parameter(torch.ones(2)),
+        ),
+        "misc": {
+            "none": None,
+            "list": [1, (2.5, "x")],
+            "size": torch.Size([2]),
+            3: torch.bfloat16,
+            "nan": float("inf"),
+        },
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+        imported(store, state)
+        found = given_back(store)
+    assert found["misc"] == state["misc"]
+    model = found["model"]
+    assert model["tied"].data_ptr() == model["again"].data_ptr()
+    for name, tensor in state["model"].items():
+        assert (model[name].dtype, model[name].shape) == (tensor.dtype, tensor.shape)
+        assert tensor_bytes(model[name]) == tensor_bytes(tensor.detach().resolve_conj().contiguous()), name
+
+
+def test_a_large_tensor_in_odd_order_keeps_its_bits(store: Path) -> None:
+    tensor = torch.arange(3_000_000, dtype=torch.int32).reshape(1000, 3000)
+    imported(store, {"w": tensor.t(), "v": tensor})
+    assert torch.equal(given_back(store)["model"]["w"], tensor.t())
+
+
+def test_an_item_name_can_be_given(store: Path) -> None:
+    assert imported(store, {"w": torch.ones(2)}, "--item", "ema").json["items"] == ["ema"]
+
+
+class Payload:
+    """What a hostile pickle would do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_file_is_executed(store: Path, tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "x": Payload(tmp_path / "pwned")}, tmp_path / "evil.pt")
+    error = refused(store, tmp_path / "evil.pt")
+    assert (error["code"], "posix.mkdir" in error["message"]) == ("unsupported_object", True)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_whole_module_is_refused_by_name(store: Path, tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
+    error = refused(store, tmp_path / "module.pt")
+    assert (error["code"], "torch.nn.modules.linear.Linear" in error["message"]) == ("unsupported_object", True)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.ones(1).expand(1 << 40), "larger than its storage"),
+        (torch.eye(3).to_sparse(), "not dense"),
+    ],
+)
+def test_a_tensor_that_cannot_be_stored_is_named(store: Path, tmp_path: Path, tensor: torch.Tensor, said: str) -> None:
+    torch.save({"w": tensor}, tmp_path / "odd.pt")
+    error = refused(store, tmp_path / "odd.pt")
+    assert (error["code"], said in error["message"], "model/w" in error["message"]) == (
+        "unsupported_object",
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 5_000, -1, -500])
+def test_a_truncated_file_is_damage(store: Path, tmp_path: Path, keep: int) -> None:
+    torch.save({"w": torch.ones(5_000)}, tmp_path / "cut.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "cut.pt").read_bytes()[:keep])
+    assert refused(store, tmp_path / "cut.pt")["code"] == "corrupt"
+
+
+def test_the_format_before_zip_is_said(store: Path, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    error = refused(store, tmp_path / "old.pt")
+    assert (error["code"], "saved once more" in error["hint"]) == ("corrupt", True)
+
+
+def test_nothing_is_no_checkpoint(store: Path, tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "empty.pt")
+    assert refused(store, tmp_path / "empty.pt")["code"] == "invalid_request"
