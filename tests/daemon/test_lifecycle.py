@@ -189,6 +189,8 @@ def test_memory_stays_small_while_a_big_shard_is_read(store: Store) -> None:
         (("--db", "sqlite:////proc/nowhere/index.db"), {}, "cannot make the folder"),
         (("--poll-seconds", "0"), {}, "poll_seconds"),
         (("--port", "70000"), {}, "port"),
+        (("--cache-bytes", "-1"), {}, "cache_bytes"),
+        ((), {"CKPTD_STORE_READS": "0"}, "store_reads"),
         ((), {"CKPTD_LOG_LEVEL": "loud"}, "log level"),
     ],
 )
