@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
+from ckpt.agreement import Agreement, meet
 from ckpt.capture.leaves import Captured
-from ckpt.capture.state import Optimizers, Subject, capture
+from ckpt.capture.state import Model, Optimizers, Subject, capture, describe
 from ckpt.config import Config, configure
 from ckpt.distributed import World
 from ckpt.restoring.pipeline import Restored, Restorer
@@ -29,7 +29,7 @@ from ckpt.saving.stage import Layout
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint
-from ckptstore.names import Attempt, Reference, check_step, derive_ulid, new_ulid
+from ckptstore.names import Attempt, Reference, check_step, derive_ulid
 from ckptstore.source import Source, open_source
 
 logger = logging.getLogger(__name__)
@@ -55,24 +55,37 @@ class Checkpointer:
         compress: Literal["fast", "off"] = "fast",
         commit_timeout_s: float = 1800.0,
         settle_timeout_s: float = 120.0,
+        peer_timeout_s: float = 600.0,
+        spread: bool = False,
+        share: Literal["auto", "broadcast", "daemon", "none"] = "auto",
     ) -> None:
         """See ckpt.config.Config for each argument. Raises InvalidName, InvalidRequest or UnknownScheme."""
         self.config: Config = configure(
             store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots, compress=compress,
-            commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s,
+            commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s, peer_timeout_s=peer_timeout_s,
+            spread=spread, share=share,
         )  # fmt: skip
         self._source: Source = open_source(self.config.source, self.config.token, self.config.options)
         self._pid = os.getpid()
         self._client: SaveClient | None = None
-        self._session: str | None = None
+        self._agreement: Agreement | None = None
         self._saves_of_step: Counter[int] = Counter()
         self._layout = Layout.of([])
         self._lease: str | None = None
         _close_at_exit(self)
 
+    def prepare(self, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
+        """Agree with the other ranks on who writes what, and start the saver. A collective of all ranks.
+
+        The first save does it by itself. Call it again when the layout of the state has changed: other parameters,
+        or other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
+        """
+        self._saving_client().start()
+        self._agree(Subject.of(model, optim, extras))
+
     def save_async(
         self,
-        model: nn.Module | None,
+        model: Model | None,
         optim: Optimizers | None,
         step: int,
         *,
@@ -82,8 +95,10 @@ class Checkpointer:
     ) -> SaveHandle:
         """Copy the state to host memory and return; it becomes durable in the background.
 
-        model: any module, also inside DistributedDataParallel or torch.compile. optim: an optimizer, or a
-        sequence or mapping of them. Either may be None. grads: also keep the gradients, for a save in the middle of
+        model: any module, under any parallelism whose parameters are replicas, DTensors (fully_shard, tensor
+        parallel), FSDP1's with use_orig_params=True, or this rank's alone (pipeline stages, experts) under names of
+        their own; or several chunks of one. optim: an optimizer, or a sequence or mapping of them. Either may
+        be None. grads: also keep the gradients, for a save in the middle of
         an accumulation window. metrics: numbers for listings and retention; those that are not finite are left
         out with a warning. extras: further modules (EMA), objects with state_dict/load_state_dict, or plain
         data; all but modules are kept per rank. RNG state is always kept.
@@ -91,7 +106,7 @@ class Checkpointer:
         On return the state may change, and the snapshot is durable soon even if this process is killed
         (writer="process"). Under a process group every rank calls it with the same step; the first call
         is a collective, later ones are not. Raises the error of an earlier background save, UnsupportedObject,
-        or InvalidRequest; then nothing was taken.
+        InvalidRequest, LayoutChanged, or at the first save RankLost; then nothing was taken.
         """
         started = time.perf_counter()
         client = self._saving_client()
@@ -99,20 +114,25 @@ class Checkpointer:
         client.raise_failure()
         check_step(step)
         subject = Subject.of(model, optim, extras)
-        world = self._agree(subject)
-        captured = capture(subject, world.rank, grads)
-        attempt = Attempt(step, derive_ulid(self._session_ulid, step, self._saves_of_step[step]))
+        agreement = self._agreement or self._agree(subject)
+        subject.settle()
+        captured = capture(subject, agreement.ownership, grads)
+        if [leaf.slice for leaf in captured.leaves] != self._layout.slices:
+            # Optimizer state appears with the first step; anything else is for all ranks to agree on.
+            agreement.ownership.check(describe(subject, sampled=False))
+            self._layout = Layout.of(captured.leaves)
+        attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
         handle = self._stage(client, captured, attempt, _numbers(metrics), started)
         self._saves_of_step[step] += 1
         return handle
 
-    def save(self, model: nn.Module | None, optim: Optimizers | None, step: int, **arguments: Any) -> Checkpoint:
+    def save(self, model: Model | None, optim: Optimizers | None, step: int, **arguments: Any) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable."""
         return self.save_async(model, optim, step, **arguments).result()
 
     def restore(
         self,
-        model: nn.Module | None = None,
+        model: Model | None = None,
         optim: Optimizers | None = None,
         *,
         checkpoint: str | int | None = None,
@@ -134,7 +154,7 @@ class Checkpointer:
             self.wait()
         self._release_lease()
         subject = Subject.of(model, optim, extras)
-        restorer = Restorer(self._source, self.config, World())
+        restorer = Restorer(self._source, self.config, self._world())
         restored = restorer.restore(subject, self._reference(checkpoint), strict)
         if restored is not None:
             self._lease = restored.lease
@@ -196,10 +216,8 @@ class Checkpointer:
         """Process id of the saver, while there is one."""
         return self._client.saver_pid if self._client is not None else None
 
-    @property
-    def _session_ulid(self) -> str:
-        assert self._session is not None
-        return self._session
+    def _world(self) -> World:
+        return World(self.config.peer_timeout_s)
 
     def _saving_client(self) -> SaveClient:
         if os.getpid() != self._pid:
@@ -209,7 +227,7 @@ class Checkpointer:
                 f"{self.config.source} is a daemon, which serves reads only", "Pass the store's URL as store="
             )
         if self._client is None:
-            world = World()
+            world = self._world()
             setup = Setup(
                 store=self.config.source,
                 options=dict(self.config.options),
@@ -224,20 +242,20 @@ class Checkpointer:
             self._client = SaveClient(setup, self.config.in_process, self.config.slots)
         return self._client
 
-    def _agree(self, subject: Subject) -> World:
-        """Once: all ranks take rank 0's session, and make sure that rank 0 may write for them."""
-        world = World()
-        if self._session is None:
-            sessions = world.gather((new_ulid(system_clock()), world.signature(subject.modules)))
-            world.check_replicated([signature for _, signature in sessions])
-            self._session = sessions[0][0]
-        return world
+    def _agree(self, subject: Subject) -> Agreement:
+        world = self._world()
+        agreement = meet(world, lambda: describe(subject, sampled=world.size > 1), self.config.spread)
+        if agreement.different_buffers and world.rank == 0:
+            logger.warning(
+                "buffers differ between ranks, and those of the lowest rank are kept: %s",
+                ", ".join(agreement.different_buffers[:8]),
+            )
+        self._agreement = agreement
+        return agreement
 
     def _stage(
         self, client: SaveClient, captured: Captured, attempt: Attempt, metrics: dict[str, float], started: float
     ) -> SaveHandle:
-        if [leaf.slice for leaf in captured.leaves] != self._layout.slices:
-            self._layout = Layout.of(captured.leaves)
         layout, slot = self._layout, None
         waiting = time.perf_counter()
         if captured.leaves:

@@ -35,6 +35,14 @@ class Config:
     """How long a committer waits for the receipts of all ranks."""
     settle_timeout_s: float = 120.0
     """How long a restore waits for the saver of a killed predecessor on this host."""
+    peer_timeout_s: float = 600.0
+    """How long ranks wait for one that gives no sign of life, at the first save and in restores."""
+    spread: bool = False
+    """Whether ranks that hold copies share the writing of them; else the lowest writes all: one file."""
+    share: Literal["auto", "broadcast", "daemon", "none"] = "auto"
+    """How ranks that restore the same bytes get them: one reads and passes them on, or all read through the daemon's
+    cache, or each reads for itself. auto: broadcast within a process group; without one, the daemon if one is
+    given and the environment tells of several ranks."""
 
     def __post_init__(self) -> None:
         check_run(self.run)
@@ -44,6 +52,12 @@ class Config:
             raise InvalidRequest(f"writer {self.writer!r} is unknown", "Use 'process' or 'thread'")
         if self.compress not in ("fast", "off"):
             raise InvalidRequest(f"compress {self.compress!r} is unknown", "Use 'fast' or 'off'")
+        if self.share not in ("auto", "broadcast", "daemon", "none"):
+            raise InvalidRequest(f"share {self.share!r} is unknown", "Use 'auto', 'broadcast', 'daemon' or 'none'")
+        if self.share == "daemon" and self.daemon is None:
+            raise InvalidRequest("share='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
+        if self.peer_timeout_s <= 0:
+            raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
         if self.slots < 1:
             raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
 

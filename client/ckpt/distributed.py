@@ -1,72 +1,151 @@
 """This process among its ranks. A single process is a world of one.
 
-Nothing here is called on the training thread after the first save.
+Ranks speak through the key-value store that every process group has, not in collectives: it works beside any backend,
+touches no GPU, and whoever is missing can be named. Nothing here is called on the training thread after the first save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
-import torch
+import msgspec
 import torch.distributed as dist
-import xxhash
-from torch import nn
 
-from ckpt.capture.modules import is_replicated, module_state
-from ckptstore.errors import UnsupportedObject
+from ckptstore.errors import RankLost
 
-_SAMPLE = 64  # elements of each parameter that are compared
+_POLL_S = 1.0
+_BEAT_S = 1.0
+
+
+class _Meetings:
+    """How often the ranks of the present process group have met: all count alike."""
+
+    store: Any = None
+    count = 0
+    answers: list[str] = []  # noqa: RUF012 - replaced, never shared
+    group: Any = None
 
 
 class World:
-    """The default process group if there is one."""
+    """The default process group if there is one. One thread meets the others; `beat` may be called from any."""
 
-    def __init__(self) -> None:
-        self._group = dist.is_available() and dist.is_initialized()
-        self.rank: int = dist.get_rank() if self._group else 0
-        self.size: int = dist.get_world_size() if self._group else 1
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+    def __init__(self, timeout_s: float) -> None:
+        """timeout_s: after so long without a sign of life, a rank is lost."""
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if grouped else 0
+        self.size: int = dist.get_world_size() if grouped else 1
+        # A rank may be missed in an exchange first, and then in the meeting after it: both within the time-out.
+        self._silence_s, self._exchange_s = timeout_s * 2 / 3, timeout_s / 3
+        self._lock = threading.Lock()
+        self._beats = 0
+        self._last_beat = 0.0
+        if self.size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            if store is not _Meetings.store:
+                _Meetings.store, _Meetings.count, _Meetings.answers, _Meetings.group = store, 0, [], None
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, by rank."""
+        """Every rank's value (what JSON and bytes can say), on every rank, by rank. Raises RankLost."""
         if self.size == 1:
             return [value]
-        boxes: list[Any] = [None] * self.size
-        dist.all_gather_object(boxes, value)
-        return boxes
+        key = self._next_key()
+        self._set(f"{key}/{self.rank}", [value])
+        if self.rank == 0:
+            try:
+                found = [self._get(f"{key}/{rank}", rank)[0] for rank in range(self.size)]
+            except RankLost as error:
+                self._set(key, [None, error.message, error.hint])
+                raise
+            self._set(key, [found])
+            self._forget(key)
+            return found
+        return list(self._answer(key))
 
-    def signature(self, modules: Mapping[str, nn.Module]) -> str:
-        """What must be equal on all ranks if rank 0 is to write for them: names, types, shapes, some values.
-
-        Of what DistributedDataParallel keeps equal, no values are looked at.
-        """
-        digest = xxhash.xxh3_128()
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. Raises RankLost."""
         if self.size == 1:
-            return ""
-        for item, module in modules.items():
-            for name, value in module_state(module).items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                digest.update(f"{item}/{name} {value.dtype} {tuple(value.shape)}".encode())
-                if not is_replicated(module) and value.numel():
-                    sample = value.detach().reshape(-1)[:_SAMPLE].cpu().contiguous()
-                    digest.update(sample.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+            return value
+        key = self._next_key()
+        if self.rank == 0:
+            self._set(key, [value])
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+        return self._answer(key)
 
-    def check_replicated(self, signatures: Sequence[str]) -> None:
-        """Raise UnsupportedObject if ranks differ: rank 0's shard would silently lose their state."""
-        different = [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]
-        if different:
-            raise UnsupportedObject(
-                f"ranks {different[:8]} hold modules that differ from rank 0's",
-                "This version saves replicated models (DistributedDataParallel); give each rank of a "
-                "model-parallel job a run of its own, outside the process group",
-            )
+    def beat(self) -> None:
+        """A sign of life, for those who wait for this rank. Cheap: at most one a second is sent."""
+        now = time.monotonic()
+        if self.size == 1 or now - self._last_beat < _BEAT_S:
+            return
+        with self._lock:
+            self._last_beat = now
+            self._beats += 1
+            _Meetings.store.set(f"ckpt/beat/{self.rank}", str(self._beats))
+
+    def exchange_group(self) -> dist.ProcessGroup:
+        """A process group that moves bytes between hosts' memories; made together when first asked for."""
+        if _Meetings.group is None:
+            _Meetings.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._exchange_s))
+        group: dist.ProcessGroup = _Meetings.group
+        return group
+
+    def _next_key(self) -> str:
+        _Meetings.count += 1
+        key = f"ckpt/{_Meetings.count}"
+        _Meetings.answers.append(key)
+        return key
+
+    def _forget(self, key: str) -> None:
+        """All ranks have come to meeting `key`, so that none has yet to read the answer of an earlier one."""
+        *read, last = _Meetings.answers
+        _Meetings.answers = [last]
+        with self._lock:
+            for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
+                _Meetings.store.delete_key(name)
+
+    def _set(self, key: str, value: Any) -> None:
+        with self._lock:
+            _Meetings.store.set(key, msgspec.msgpack.encode(value))
+
+    def _answer(self, key: str) -> Any:
+        answer = self._get(key, 0)
+        if len(answer) == 3:
+            raise RankLost(answer[1], answer[2])
+        return answer[0]
+
+    def _get(self, key: str, rank: int) -> Any:
+        """The value that `rank` sets. Raises RankLost if it gives no sign of life meanwhile."""
+        heard, deadline = b"", time.monotonic() + self._silence_s
+        while not self._wait(key):
+            self.beat()
+            now = self._heard(rank)
+            if now != heard:
+                heard, deadline = now, time.monotonic() + self._silence_s
+            if time.monotonic() > deadline:
+                raise RankLost(
+                    f"rank {rank} of {self.size} gave no sign of life for {self._silence_s:.0f} s",
+                    "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
+                )
+        with self._lock:
+            return msgspec.msgpack.decode(bytes(_Meetings.store.get(key)))
+
+    def _wait(self, key: str) -> bool:
+        pause = min(_POLL_S, self._silence_s / 4)
+        try:
+            # Not under the lock: waiting takes long, and a beat from another thread must not wait for it.
+            _Meetings.store.wait([key], timedelta(seconds=pause))
+        except dist.DistNetworkError as error:
+            raise RankLost(
+                f"rank {self.rank} lost the store of its process group: {error}",
+                "The process that hosts it (rank 0, or torchrun's agent) is gone; restart the job",
+            ) from error
+        except RuntimeError:
+            return False  # not within the pause
+        return True
+
+    def _heard(self, rank: int) -> bytes:
+        name = f"ckpt/beat/{rank}"
+        with self._lock:
+            return bytes(_Meetings.store.get(name)) if _Meetings.store.check([name]) else b""

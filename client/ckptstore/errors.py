@@ -94,6 +94,12 @@ class UnknownScheme(BadInput):
     code = "unknown_scheme"
 
 
+class LayoutChanged(BadInput):
+    """The state of a rank is not laid out as the ranks agreed."""
+
+    code = "layout_changed"
+
+
 class UnsupportedObject(BadInput, TypeError):
     """A leaf of the state is of a type that cannot be stored without pickle."""
 
@@ -215,6 +221,18 @@ class DaemonUnavailable(Unavailable):
     """ckptd did not answer."""
 
     code = "daemon_unavailable"
+
+
+class RestoreFailed(CkptError):
+    """A rank failed in a way that no other code tells; nothing may be trained on."""
+
+    code = "restore_failed"
+
+
+class RankLost(Unavailable):
+    """Another rank of this job does not answer."""
+
+    code = "rank_lost"
 
 
 class IndexUnavailable(Unavailable):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -13,6 +15,8 @@ from ckptstore.documents import Manifest, Receipt, digest, parse_manifest, parse
 from ckptstore.errors import CorruptObject, NoCheckpoint
 from ckptstore.names import Reference
 from ckptstore.stores import Store, open_store
+
+_RECEIPT_THREADS = 16
 
 
 class Source(Protocol):
@@ -124,8 +128,13 @@ def open_source(url: str, token: str | None = None, options: Mapping[str, Any] |
 
 def read_manifest(source: Source, checkpoint: Checkpoint) -> Manifest:
     """The checked manifest of a checkpoint. Raises Damaged, ObjectMissing or Unavailable."""
+    return check_manifest_data(checkpoint, source.manifest_data(checkpoint))
+
+
+def check_manifest_data(checkpoint: Checkpoint, data: bytes) -> Manifest:
+    """The manifest in `data`, if it is that of the checkpoint. Raises Damaged."""
     key = f"{checkpoint.id}/manifest.json.zst"
-    manifest = parse_manifest(source.manifest_data(checkpoint), key, expected=checkpoint.manifest_digest)
+    manifest = parse_manifest(data, key, expected=checkpoint.manifest_digest)
     if (manifest.run, manifest.attempt) != (checkpoint.run, str(checkpoint.attempt)):
         raise CorruptObject(f"{key} is the manifest of another attempt")
     return manifest
@@ -138,6 +147,12 @@ def read_receipt(source: Source, checkpoint: Checkpoint, manifest: Manifest, ran
     if digest(data) != manifest.receipts[rank].digest:
         raise CorruptObject(f"{key} does not match the checksum in its manifest")
     return parse_sealed(data, Receipt, key)
+
+
+def read_receipts(source: Source, checkpoint: Checkpoint, manifest: Manifest) -> list[Receipt]:
+    """The checked receipts of all ranks, several at a time. Raises Damaged, ObjectMissing or Unavailable."""
+    with ThreadPoolExecutor(_RECEIPT_THREADS, thread_name_prefix="ckpt-receipts") as pool:
+        return list(pool.map(partial(read_receipt, source, checkpoint, manifest), range(manifest.world_size)))
 
 
 def _first(checkpoints: Iterator[Checkpoint]) -> list[Checkpoint]:

@@ -111,7 +111,7 @@ def test_strict_restore_reports_every_difference_and_changes_nothing(tmp_path: P
         restored = checkpointer.restore(other, scheduler=None, strict=False)
         assert restored is not None
         assert restored.missing == ["model/new.weight", "model/new.bias", "scheduler"]
-        assert restored.unexpected == ["model/gone.weight", "model/gone.bias"]
+        assert restored.unexpected == ["model/gone.bias", "model/gone.weight"]
         assert len(restored.mismatched) == 1
     assert same_state(other["same"].state_dict(), saved["same"].state_dict())
     assert same_state(dict(other["new"].state_dict()), {k[4:]: v for k, v in before.items() if k.startswith("new")})

@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from ckpt.capture.ownership import Ownership
+from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.dtypes import BY_NAME, NAMES
 from ckptstore.documents import JSON
 from ckptstore.dtypes import NUMPY
@@ -43,67 +46,86 @@ class Captured:
 class Collector:
     """Builds a Captured, item by item. Used by one thread for one save."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, ownership: Ownership) -> None:
         self.captured = Captured()
-        self._prefix = f"rank-{rank:05d}/"
+        self._ownership = ownership
+        self._prefix = f"rank-{ownership.rank:05d}/"
         self._names: set[str] = set()
         self._seen: dict[tuple[object, ...], str] = {}
 
-    def add_shared(self, item: str, value: Any) -> None:
-        """State that is the same on all ranks: its tensors go into the shard."""
-        self.captured.trees[item] = encode_tree(value, item, self._shared_leaf)
+    def shared(self, unit: str, path: str, value: Any, flat: Flat | None = None) -> JSON:
+        """The tree of state that belongs to no single rank. Of its tensors the shard gets what this rank writes."""
+
+        def leaf(at: str, found: Any) -> JSON:
+            if isinstance(found, torch.Tensor):
+                return {TAG: "tensor", "name": self._store_part(unit, at, found, flat), **_device(found)}
+            if isinstance(found, np.ndarray):
+                return {TAG: "array", "name": self._store_part(unit, at, _from_array(at, found))}
+            return _small_leaf(at, found)
+
+        return encode_tree(value, path, leaf)
+
+    def inline(self, path: str, value: Any) -> JSON:
+        """The tree of small state, tensors and all."""
+        return encode_tree(value, path, _inline_leaf)
 
     def add_local(self, item: str, value: Any) -> None:
-        """State of this rank alone: small tensors stay in the tree."""
+        """State of this rank alone: small tensors stay in the tree, large ones go into the shard."""
         self.captured.local[item] = encode_tree(value, item, self._local_leaf)
 
-    def _shared_leaf(self, path: str, value: Any) -> JSON:
-        if isinstance(value, torch.Tensor):
-            return {TAG: "tensor", "name": self._store(path, value), **_device(value)}
-        if isinstance(value, np.ndarray):
-            return {TAG: "array", "name": self._store(path, _from_array(path, value))}
-        return _small_leaf(path, value)
-
     def _local_leaf(self, path: str, value: Any) -> JSON:
-        if isinstance(value, np.ndarray):
-            if value.nbytes > _INLINE_BYTES:
-                return self._shared_leaf(self._prefix + path, value)
-            return {TAG: "array", **_inline(path, _from_array(path, value))}
-        if isinstance(value, torch.Tensor):
-            if value.numel() * value.element_size() > _INLINE_BYTES:
-                return self._shared_leaf(self._prefix + path, value)
-            return {TAG: "tensor", **_inline(path, value), **_device(value)}
-        return _small_leaf(path, value)
+        if isinstance(value, DTensor):
+            raise UnsupportedObject(
+                f"the tensor at {path!r} is distributed over ranks, and only modules and optimizers are saved so",
+                "Pass the module or optimizer itself instead of its state_dict",
+            )
+        if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > _INLINE_BYTES:
+            return {TAG: "tensor", "name": self._store(self._prefix + path, value), **_device(value)}
+        if isinstance(value, np.ndarray) and value.nbytes > _INLINE_BYTES:
+            return {TAG: "array", "name": self._store(self._prefix + path, _from_array(path, value))}
+        return _inline_leaf(path, value)
 
     def _store(self, path: str, tensor: torch.Tensor) -> str:
-        """Add a tensor to the shard once; returns the name of its entry."""
-        dtype = _dtype(path, tensor)
-        key = (
-            tensor.device,
-            tensor.data_ptr(),
-            dtype,
-            tensor.shape,
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        known = self._seen.get(key)
-        if known is not None and tensor.numel():
-            self.captured.aliases[self._fresh(path)] = known
-            return known
-        name = self._fresh(path)
-        self._seen[key] = name
-        self.captured.leaves.append(Leaf(Slice.whole(name, dtype, tuple(tensor.shape)), tensor.detach()))
-        return name
+        """Add a whole tensor of this rank alone to the shard; returns the name of its entry."""
+        dtype = dtype_name(path, tensor)
+        name, first = self._name(path, dtype, part_of(path, tensor))
+        if name != first:
+            self.captured.aliases[name] = first
+        else:
+            self._add(first, dtype, part_of(path, tensor))
+        return first
 
-    def _fresh(self, path: str) -> str:
+    def _store_part(self, unit: str, path: str, tensor: torch.Tensor, flat: Flat | None = None) -> str:
+        """Add what this rank writes of a shared tensor to the shard; returns the name of its entry."""
+        dtype, part = dtype_name(path, tensor), part_of(path, tensor, flat)
+        name, first = self._name(path, dtype, part)
+        if name != first:
+            if self._ownership.owns(unit):
+                self.captured.aliases[name] = first
+        elif self._ownership.writes(unit, part):
+            self._add(first, dtype, part)
+        return first
+
+    def _add(self, name: str, dtype: str, part: Part) -> None:
+        for piece in part.pieces:
+            self.captured.leaves.append(Leaf(Slice(name, dtype, part.shape, piece.box), piece.tensor))
+
+    def _name(self, path: str, dtype: str, part: Part) -> tuple[str, str]:
+        """A name that is not in use, and the name under which the same memory was seen first."""
         # A dict may hold both 1 and "1", whose paths are equal.
         name, count = path, 1
         while name in self._names:
             count += 1
             name = f"{path}#{count}"
         self._names.add(name)
-        return name
+        if not part.pieces or not part.pieces[0].tensor.numel():
+            return name, name
+        local = part.pieces[0].tensor
+        key = (
+            local.device, local.data_ptr(), dtype, part.shape, part.boxes, local.stride(), local.is_conj(),
+            local.is_neg(),
+        )  # fmt: skip
+        return name, self._seen.setdefault(key, name)
 
 
 def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
@@ -154,8 +176,16 @@ def _small_leaf(path: str, value: Any) -> JSON:
     raise unsupported(path, value)
 
 
+def _inline_leaf(path: str, value: Any) -> JSON:
+    if isinstance(value, np.ndarray):
+        return {TAG: "array", **_inline(path, _from_array(path, value))}
+    if isinstance(value, torch.Tensor):
+        return {TAG: "tensor", **_inline(path, value), **_device(value)}
+    return _small_leaf(path, value)
+
+
 def _inline(path: str, tensor: torch.Tensor) -> dict[str, Any]:
-    dtype = _dtype(path, tensor)
+    dtype = dtype_name(path, tensor)
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return {"dtype": dtype, "shape": list(tensor.shape), "data": encode_bytes(tensor_bytes(host))}
 
@@ -165,14 +195,12 @@ def _device(tensor: torch.Tensor) -> dict[str, str]:
     return {} if tensor.device.type == "cpu" else {"device": tensor.device.type}
 
 
-def _dtype(path: str, tensor: torch.Tensor) -> str:
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+def dtype_name(path: str, tensor: torch.Tensor) -> str:
+    """The format's name of a tensor's type. Raises UnsupportedObject for tensors that are not plain elements."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or isinstance(tensor, DTensor)
     if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = f"{type(tensor).__name__} with layout {tensor.layout} on device {tensor.device}"
-        raise UnsupportedObject(
-            f"tensor at {path!r} is a {kind}, which this version cannot store",
-            "Store dense tensors; sharded tensors (FSDP, tensor parallel) are not supported yet",
-        )
+        raise UnsupportedObject(f"tensor at {path!r} is a {kind}, which cannot be stored", "Store dense tensors")
     if tensor.dtype not in NAMES:
         raise UnsupportedObject(f"tensor at {path!r} has type {tensor.dtype}", "Convert it to another type")
     return NAMES[tensor.dtype]

@@ -1,14 +1,20 @@
-"""Modules by canonical parameter names, whatever wraps them: DDP, torch.compile, activation checkpointing."""
+"""Modules by canonical parameter names, whatever wraps them: DDP, FSDP, torch.compile, activation checkpointing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt.capture.parts import Flat
+from ckptstore.errors import UnsupportedObject
+
 # Infixes that wrappers put into names of the modules below them.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 EXTRA_STATE = "_extra_state"
 
 
@@ -35,20 +41,64 @@ def canonical(name: str) -> str:
     return name
 
 
+def settle(modules: Iterable[nn.Module]) -> None:
+    """Have fully_shard put its shards back in the place of parameters that the last forward left gathered. Local."""
+    for module in modules:
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                child.reshard()
+
+
+def raw_state(module: nn.Module) -> dict[str, Any]:
+    """state_dict under the names that the unwrapped module gives; tensors alias the live ones. No collective."""
+    inner = unwrap(module)
+    if not any(isinstance(child, FullyShardedDataParallel) for child in inner.modules()):
+        return dict(inner.state_dict())
+    # state_dict of FSDP1 gathers every parameter from all ranks.
+    state: dict[str, Any] = dict(inner.named_parameters(remove_duplicate=False))
+    for prefix, child in inner.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        hidden = child._non_persistent_buffers_set
+        state |= {dot + name: b for name, b in child._buffers.items() if b is not None and name not in hidden}
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            state[dot + EXTRA_STATE] = child.get_extra_state()
+    return state
+
+
 def module_state(module: nn.Module) -> dict[str, Any]:
     """state_dict by canonical names; tensors alias the live ones."""
-    return {canonical(name): value for name, value in unwrap(module).state_dict().items()}
+    return {canonical(name): value for name, value in raw_state(module).items()}
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """id of each parameter to its canonical name; a shared parameter has its first name."""
-    return {id(parameter): canonical(name) for name, parameter in unwrap(module).named_parameters()}
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter under its canonical name; a shared one under its first."""
+    return ((canonical(name), parameter) for name, parameter in unwrap(module).named_parameters())
+
+
+def flat_parameters(module: nn.Module) -> dict[int, Flat]:
+    """id of each parameter that FSDP1 flattens, to what of it this rank holds.
+
+    Raises UnsupportedObject for use_orig_params=False, whose parameters have no names of their own.
+    """
+    found: dict[int, Flat] = {}
+    for unit in unwrap(module).modules():
+        handle: Any = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        if handle is None or not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        if flat._params is None:
+            raise UnsupportedObject(
+                "a FullyShardedDataParallel module was made with use_orig_params=False",
+                "Pass use_orig_params=True, or use fully_shard: parameters then keep their names and optimizer state",
+            )
+        # Hybrid sharding: the other groups of shards hold the same.
+        ranks = tuple(torch.distributed.get_process_group_ranks(handle.process_group))
+        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            start, stop = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
+            found[id(parameter)] = Flat(tuple(shape), start, stop, ranks)
+    return found
 
 
 def gradients(module: nn.Module) -> dict[str, Any]:
     """The gradients that exist, by canonical parameter name."""
-    return {
-        canonical(name): parameter.grad
-        for name, parameter in unwrap(module).named_parameters()
-        if parameter.grad is not None
-    }
+    return {name: parameter.grad for name, parameter in named_parameters(module) if parameter.grad is not None}

@@ -28,3 +28,10 @@ def load_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def derive_rng_state(seed: int) -> None:
+    """Seed them all from 64 bits. Do it last, like `load_rng_state`."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed % (1 << 63))

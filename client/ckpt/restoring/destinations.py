@@ -6,11 +6,15 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
+from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.dtypes import BY_NAME
+from ckptstore.boxes import Box, sizes
 from ckptstore.documents import JSON, Content
 from ckptstore.errors import CorruptObject, UnsupportedFormat
+from ckptstore.planning import Want
 from ckptstore.trees import TAG, decode_tree
 
 
@@ -23,13 +27,8 @@ class Destinations:
             name: (dtype, tuple(shape))
             for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
         }
-        self._targets: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self._hosts: dict[str, torch.Tensor] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """Entries that are needed."""
-        return list(self._targets)
+        self._targets: dict[tuple[str, Box], list[torch.Tensor]] = defaultdict(list)
+        self._hosts: dict[tuple[str, Box], torch.Tensor] = {}
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of an entry. Raises CorruptObject, or UnsupportedFormat for a type this torch lacks."""
@@ -40,15 +39,43 @@ class Destinations:
             raise UnsupportedFormat(f"entry {name!r} has type {dtype}, which this torch does not know", "Upgrade torch")
         return BY_NAME[dtype], shape
 
-    def fill(self, name: str, target: torch.Tensor) -> None:
-        """Have the entry placed into `target`, of the same shape; another type is cast."""
-        self._targets[name].append(target)
+    def fill(self, name: str, part: Part) -> None:
+        """Have a part of the entry placed where it lives; the shapes agree, another type is cast."""
+        for piece in part.pieces:
+            self._targets[name, piece.box].append(piece.tensor)
 
     def new(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new tensor that the entry will be placed into."""
+        """A new tensor that the whole entry will be placed into."""
         dtype, shape = self.describe(name)
         target = torch.empty(shape, dtype=dtype, device=device)
-        self.fill(name, target)
+        self.fill(name, part_of(name, target))
+        return target
+
+    def new_beside(
+        self, name: str, parameter: torch.Tensor, flat: Flat | None, device: torch.device | str
+    ) -> torch.Tensor:
+        """A new tensor for optimizer state of a parameter: where and as the parameter is, if it has its shape.
+
+        State of another shape goes to `device`, whole.
+        """
+        dtype, shape = self.describe(name)
+        if flat is not None and shape == flat.shape:
+            target = torch.empty(flat.stop - flat.start, dtype=dtype, device=parameter.device)
+        elif shape != tuple(parameter.shape):
+            target = self.new(name, device)
+            if not isinstance(parameter, DTensor) or not shape:
+                return target
+            mesh = parameter.device_mesh
+            return DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        elif isinstance(parameter, DTensor):
+            local = torch.empty_like(parameter.to_local(), dtype=dtype)
+            target = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, run_check=False,
+                shape=parameter.shape, stride=parameter.stride(),
+            )  # fmt: skip
+        else:
+            target = torch.empty(shape, dtype=dtype, device=parameter.device)
+        self.fill(name, part_of(name, target, flat))
         return target
 
     def decode(self, tree: JSON, path: str, device: torch.device | str = "cpu") -> Any:
@@ -63,21 +90,25 @@ class Destinations:
 
         return decode_tree(tree, path, unleaf)
 
+    def wants(self) -> list[Want]:
+        """What must be read; each want has a buffer of its own."""
+        return [Want(name, box, str(i)) for i, (name, box) in enumerate(self._targets)]
+
     def buffers(self) -> dict[str, memoryview]:
-        """Writable host memory for each entry: the target's own where it can be."""
-        for name, targets in self._targets.items():
-            dtype, shape = self.describe(name)
+        """Writable host memory for each want: the target's own where it can be."""
+        for (name, box), targets in self._targets.items():
+            dtype, _ = self.describe(name)
             first = targets[0]
             direct = first.device.type == "cpu" and first.dtype == dtype and first.is_contiguous()
             own = direct and not first.is_conj() and not first.is_neg()
-            self._hosts[name] = first if own else torch.empty(shape, dtype=dtype)
-        return {name: tensor_bytes(host) for name, host in self._hosts.items()}
+            self._hosts[name, box] = first if own else torch.empty(sizes(box), dtype=dtype)
+        return {str(i): tensor_bytes(self._hosts[key]) for i, key in enumerate(self._targets)}
 
     @torch.no_grad()
     def place(self) -> None:
         """After the buffers are filled: copy to every target that is not its own buffer."""
-        for name, targets in self._targets.items():
-            host = self._hosts[name]
+        for key, targets in self._targets.items():
+            host = self._hosts[key]
             for target in targets:
                 if target is not host:
                     target.copy_(host)

@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 
-from ckpt.capture.state import RNG, Subject
+import msgspec
+
+from ckpt.capture.rng import derive_rng_state
+from ckpt.capture.state import Subject
 from ckpt.config import Config
 from ckpt.distributed import World
-from ckpt.restoring.plan import RestorePlan, plan_restore
+from ckpt.restoring.fetching import Fetcher
+from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit
+from ckpt.restoring.ranks import RankState, share_out
 from ckpt.restoring.resolve import candidates, settle, take_lease
+from ckpt.restoring.session import RestoreSession
 from ckptstore.catalog import Checkpoint, State
+from ckptstore.clock import system_clock
 from ckptstore.documents import JSON, Manifest
-from ckptstore.errors import CkptError, CorruptObject, NoCheckpoint, ObjectMissing, StateMismatch
-from ckptstore.names import Reference
-from ckptstore.planning import plan_reads, whole_entries
-from ckptstore.reading import fetch
-from ckptstore.source import Source, read_manifest, read_receipt
+from ckptstore.errors import (
+    CkptError,
+    CorruptObject,
+    NoCheckpoint,
+    ObjectMissing,
+    RankLost,
+    RestoreFailed,
+    error_from_code,
+)
+from ckptstore.names import Reference, new_ulid
+from ckptstore.planning import ShardRead, plan_reads
+from ckptstore.reading import Buffers
+from ckptstore.source import Source, read_receipt, read_receipts
+from ckptstore.wire import CheckpointBody, Phase
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _TRY_NEXT = (CorruptObject, ObjectMissing, NoCheckpoint)
 
 
@@ -40,6 +58,8 @@ class Restored:
     mismatched: list[str]
     unused: list[str]
     """Items of the checkpoint that nobody asked for."""
+    notes: list[str]
+    """What became of state that belongs to ranks, if their number has changed."""
     seconds: float
     lease: str | None = field(repr=False)
 
@@ -78,13 +98,28 @@ class Restorer:
         found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
         while (checkpoint := self._next(found)) is not None:
-            outcome = self._attempt(subject, checkpoint, strict)
-            if isinstance(outcome, _Placed):
-                return self._finish(checkpoint, outcome, skipped, started)
-            if not isinstance(outcome, _TRY_NEXT) or reference.step is not None:
-                raise outcome
-            logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, outcome)
-            skipped.append((checkpoint.id, str(outcome)))
+            try:
+                plan, rank_state, lease = self._try(subject, checkpoint, strict)
+            except _TRY_NEXT as error:
+                if reference.step is not None:
+                    raise
+                logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, error)
+                skipped.append((checkpoint.id, str(error)))
+                continue
+            seconds = time.perf_counter() - started
+            logger.info("restored %s: %.1f MB in %.2f s", checkpoint.id, checkpoint.raw_bytes / 1e6, seconds)
+            return Restored(
+                checkpoint=checkpoint,
+                values=plan.values,
+                skipped=skipped,
+                missing=plan.missing,
+                unexpected=plan.unexpected,
+                mismatched=plan.mismatched,
+                unused=plan.unused,
+                notes=list(rank_state.notes),
+                seconds=seconds,
+                lease=lease,
+            )
         if skipped:
             raise CorruptObject(
                 f"none of the {len(skipped)} checkpoints of run {reference.run!r} can be restored; the newest, "
@@ -95,97 +130,140 @@ class Restorer:
 
     def _next(self, found: Iterator[Checkpoint]) -> Checkpoint | None:
         """Rank 0's next candidate, or its error, on all ranks."""
-        answer: Checkpoint | CkptError | None = None
-        if self._world.rank == 0:
-            try:
-                answer = next(found, None)
-            except CkptError as error:
-                answer = error
-        answer = self._world.broadcast(answer)
-        if isinstance(answer, CkptError):
-            raise answer
-        return answer
 
-    def _attempt(self, subject: Subject, checkpoint: Checkpoint, strict: bool) -> _Placed | CkptError:
-        """Try on all ranks; the first rank's error is every rank's."""
-        placed: _Placed | None = None
-        error: CkptError | None = None
+        def ask() -> Any:
+            checkpoint = next(found, None)
+            return None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
+
+        _, answers = self._together(ask, tell=_itself)
+        return None if answers[0] is None else msgspec.convert(answers[0], CheckpointBody).checkpoint()
+
+    def _try(self, subject: Subject, checkpoint: Checkpoint, strict: bool) -> tuple[RestorePlan, RankState, str | None]:
+        """Restore one checkpoint on all ranks; its lease, if this rank holds one, is kept for the caller."""
+        session = self._join(checkpoint)
+        lease: str | None = None
         try:
-            placed = self._place(subject, checkpoint, strict)
+            lease, _ = self._together(partial(self._protect, checkpoint))
+            fetcher = Fetcher(self._source, self._config, self._world, checkpoint)
+            manifest, _ = self._together(fetcher.manifest)
+            rank_state = self._rank_state(subject, checkpoint, manifest, strict)
+            plan = self._plan(subject, manifest, rank_state, strict)
+            self._fetch(fetcher, manifest, plan, session)
+            self._together(partial(self._place, plan, rank_state, session))
+        except BaseException as error:
+            if session is not None:
+                session.fail(error)
+            if lease is not None:
+                self._source.release_lease(checkpoint.run, lease)
+            raise
+        if session is not None:
+            session.finish()
+        return plan, rank_state, lease
+
+    def _join(self, checkpoint: Checkpoint) -> RestoreSession | None:
+        """A session at the daemon, if all ranks can have it."""
+        if self._config.daemon is None:
+            return None
+        key = self._world.broadcast(new_ulid(system_clock()))
+        session = RestoreSession.join(self._config, checkpoint, key, self._world.rank, self._world.size)
+        if all(self._world.gather(session is not None)):
+            return session
+        if session is not None:
+            session.fail(RuntimeError("not all ranks could join"))
+        return None
+
+    def _protect(self, checkpoint: Checkpoint) -> str | None:
+        if checkpoint.state is State.CORRUPT:
+            raise CorruptObject(checkpoint.problem)
+        return take_lease(self._source, checkpoint) if self._world.rank == 0 else None
+
+    def _rank_state(self, subject: Subject, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> RankState:
+        """The items of this rank. Under another world size rank 0 reads all, for everybody."""
+        world = self._world
+        if manifest.world_size == world.size:
+            receipt, _ = self._together(partial(read_receipt, self._source, checkpoint, manifest, world.rank))
+            return RankState(dict(receipt.local))
+
+        def read() -> list[dict[str, JSON]]:
+            saved = read_receipts(self._source, checkpoint, manifest) if world.rank == 0 else []
+            return [receipt.local for receipt in saved]
+
+        _, told = self._together(read, tell=_itself)
+        share = partial(share_out, told[0], world.rank, world.size, subject.others, strict)
+        state, _ = self._together(share)
+        if world.rank == 0:
+            for note in state.notes:
+                logger.warning("%s: %s", checkpoint.id, note)
+        return state
+
+    def _plan(self, subject: Subject, manifest: Manifest, rank_state: RankState, strict: bool) -> RestorePlan:
+        def work() -> RestorePlan:
+            plan = plan_restore(manifest.content, rank_state.items, subject)
+            for item, trees in rank_state.redistributed.items():
+                states = [plan.destinations.decode(tree, item) for tree in trees]
+                plan.finish.append(partial(subject.others[item].load_state_dicts, states))
+                plan.missing.remove(item)
+            return plan
+
+        plan, unexpected = self._together(work, tell=lambda plan: plan.unexpected)
+        # What this rank has no place for may be another pipeline stage's.
+        plan.unexpected = sorted(set[str].intersection(*map(set, unexpected)))
+        if strict:
+            self._together(partial(require_fit, plan))
+        return plan
+
+    def _fetch(self, fetcher: Fetcher, manifest: Manifest, plan: RestorePlan, session: RestoreSession | None) -> None:
+        def progress(num_bytes: int) -> None:
+            self._world.beat()
+            if session is not None:
+                session.progress(num_bytes)
+
+        def plan_and_allocate() -> tuple[list[ShardRead], Buffers]:
+            return plan_reads(manifest.content, plan.destinations.wants()), plan.destinations.buffers()
+
+        (reads, buffers), _ = self._together(plan_and_allocate)
+        if session is not None:
+            session.enter(Phase.FETCHING, sum(chunk.raw for read in reads for chunk in read.chunks))
+        self._together(partial(fetcher.fetch, manifest.content, reads, buffers, progress))
+
+    def _place(self, plan: RestorePlan, rank_state: RankState, session: RestoreSession | None) -> None:
+        if session is not None:
+            session.enter(Phase.PLACING)
+        plan.destinations.place()
+        for step in plan.finish:
+            step()
+        if rank_state.seed is not None:
+            derive_rng_state(rank_state.seed)
+
+    def _together(self, work: Callable[[], _T], tell: Callable[[_T], Any] | None = None) -> tuple[_T, list[Any]]:
+        """Work on all ranks, and hear what each has to tell of its result; an error of one rank is every rank's.
+
+        Of several errors the one counts that no other checkpoint would cure.
+        """
+        error: CkptError | None = None
+        result: _T | None = None
+        told = None
+        try:
+            result = work()
+            told = tell(result) if tell is not None else None
+        except RankLost:
+            raise
         except CkptError as caught:
             error = caught
         except Exception as caught:
             # The others must not wait for a rank that will never answer.
-            self._world.gather(CkptError(f"rank {self._world.rank} cannot restore: {caught!r}"))
-            raise
-        errors: list[CkptError] = [found for found in self._world.gather(error) if found is not None]
-        if placed is not None and not errors:
-            return placed
-        if placed is not None and placed.lease is not None:
-            self._source.release_lease(checkpoint.run, placed.lease)
-        # Something that no other checkpoint would cure outweighs damage to this one.
-        return min(errors, key=lambda found: isinstance(found, _TRY_NEXT))
-
-    def _place(self, subject: Subject, checkpoint: Checkpoint, strict: bool) -> _Placed:
-        if checkpoint.state is State.CORRUPT:
-            raise CorruptObject(checkpoint.problem)
-        lease = take_lease(self._source, checkpoint) if self._world.rank == 0 else None
-        try:
-            manifest = read_manifest(self._source, checkpoint)
-            local = self._local_items(checkpoint, manifest, strict)
-            plan = plan_restore(manifest.content, local, subject, strict)
-            reads = plan_reads(manifest.content, whole_entries(plan.destinations.names))
-            fetch(self._source, checkpoint, reads, plan.destinations.buffers())
-        except BaseException:
-            if lease is not None:
-                self._source.release_lease(checkpoint.run, lease)
-            raise
-        return _Placed(plan, lease)
-
-    def _local_items(self, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> Mapping[str, JSON]:
-        """The items of this rank; under another world size those that no rank had differently."""
-        world = self._world
-        if manifest.world_size == world.size:
-            return read_receipt(self._source, checkpoint, manifest, world.rank).local
-        ranks = range(manifest.world_size)
-        locals_ = [read_receipt(self._source, checkpoint, manifest, rank).local for rank in ranks]
-        own = locals_[world.rank % manifest.world_size]
-        same = {item: tree for item, tree in own.items() if all(other.get(item) == tree for other in locals_)}
-        different = sorted(own.keys() - same.keys() - {RNG})
-        change = f"{checkpoint.id} was saved by {manifest.world_size} ranks and is restored by {world.size}"
-        if different and strict:
-            raise StateMismatch(
-                f"{change}, and {', '.join(different)} differed between ranks",
-                "Pass strict=False to give each rank the state of rank (own rank modulo saved ranks)",
-            )
-        logger.warning("%s: random numbers go on from each rank's present generators", change)
-        return {item: tree for item, tree in own.items() if item != RNG} if not strict else same
-
-    def _finish(
-        self, checkpoint: Checkpoint, placed: _Placed, skipped: list[tuple[str, str]], started: float
-    ) -> Restored:
-        plan = placed.plan
-        plan.destinations.place()
-        for step in plan.finish:
-            step()
-        seconds = time.perf_counter() - started
-        logger.info("restored %s: %.1f MB in %.2f s", checkpoint.id, checkpoint.raw_bytes / 1e6, seconds)
-        return Restored(
-            checkpoint=checkpoint,
-            values=plan.values,
-            skipped=skipped,
-            missing=plan.missing,
-            unexpected=plan.unexpected,
-            mismatched=plan.mismatched,
-            unused=plan.unused,
-            seconds=seconds,
-            lease=placed.lease,
-        )
+            error = RestoreFailed(f"rank {self._world.rank} cannot restore: {caught!r}")
+            error.__cause__ = caught
+        answers = self._world.gather([told] if error is None else [error.code, error.message, error.hint])
+        errors = [
+            error if rank == self._world.rank and error is not None else error_from_code(*answer)
+            for rank, answer in enumerate(answers)
+            if len(answer) == 3
+        ]
+        if errors:
+            raise min(errors, key=lambda found: isinstance(found, _TRY_NEXT))
+        return cast(_T, result), [answer[0] for answer in answers]
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """All bytes are fetched and checked."""
-
-    plan: RestorePlan
-    lease: str | None
+def _itself(value: Any) -> Any:
+    return value

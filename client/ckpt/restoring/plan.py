@@ -5,23 +5,31 @@ What must be done after all bytes are placed is collected as `finish`, to be run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.capture.modules import EXTRA_STATE, canonical, unwrap
-from ckpt.capture.optimizers import load_optimizer_state, parameters_by_name
+from ckpt.capture.modules import EXTRA_STATE, canonical, named_parameters, raw_state, unwrap
+from ckpt.capture.optimizers import (
+    all_parameters,
+    keeps_state_here,
+    load_optimizer_state,
+    parameters_by_name,
+    state_holder,
+)
+from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.capture.rng import load_rng_state
-from ckpt.capture.state import GRADIENTS, RNG, Stateful, Subject
+from ckpt.capture.state import GRADIENTS, MODEL, RNG, Stateful, Subject
 from ckpt.restoring.destinations import Destinations
 from ckptstore.documents import JSON, Content
 from ckptstore.errors import CorruptObject, StateMismatch
-from ckptstore.trees import TAG
+from ckptstore.trees import TAG, merge_trees
 
 _SHOWN = 8
 
@@ -36,38 +44,39 @@ class RestorePlan:
     missing: list[str] = field(default_factory=list)
     """Wanted and not in the checkpoint."""
     unexpected: list[str] = field(default_factory=list)
-    """In the checkpoint's part that was wanted, and without a place."""
+    """In the checkpoint's part that was wanted, and without a place on this rank."""
     mismatched: list[str] = field(default_factory=list)
     """Of another shape (left as it was) or type (cast)."""
     unused: list[str] = field(default_factory=list)
     """Items of the checkpoint that nobody asked for."""
+    items: list[str] = field(default_factory=list)
+    """All that the checkpoint holds."""
 
 
-def plan_restore(content: Content, local: Mapping[str, JSON], subject: Subject, strict: bool) -> RestorePlan:
-    """The plan for one rank. local: the rank's own items, without those that must not be used.
-
-    Raises StateMismatch if strict and anything does not fit.
-    """
+def plan_restore(content: Content, local: Mapping[str, JSON], subject: Subject) -> RestorePlan:
+    """The plan for one rank. local: the rank's own items, without those that must not be used."""
     plan = RestorePlan(Destinations(content))
-    trees = {**content.trees, **local}
-    names = subject.parameter_names()
-    for item, module in subject.modules.items():
+    trees = dict(content.trees)
+    for item, tree in local.items():
+        trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
+    subject.settle()
+    flats = subject.flats()
+    for item, chunks in subject.modules.items():
         if _has(plan, trees, item):
-            _plan_module(plan, item, module, trees[item])
-    for item, optimizer in subject.optimizers.items():
+            _plan_modules(plan, item, chunks, trees[item], flats)
+    for item, optimizers in subject.optimizers.items():
         if _has(plan, trees, item):
-            _plan_optimizer(plan, item, optimizer, trees[item], names)
+            _plan_optimizers(plan, item, optimizers, trees[item], subject.parameter_names(), flats)
     for item, value in subject.others.items():
         if _has(plan, trees, item):
             _plan_extra(plan, item, value, trees[item])
-    if GRADIENTS in trees and subject.model is not None:
-        _plan_gradients(plan, subject.model, trees[GRADIENTS])
+    if GRADIENTS in trees and MODEL in subject.modules:
+        _plan_gradients(plan, subject.modules[MODEL], trees[GRADIENTS], flats)
     if RNG in trees:
         plan.finish.append(partial(load_rng_state, plan.destinations.decode(trees[RNG], RNG)))
+    plan.items = sorted(trees)
     wanted = {*subject.modules, *subject.optimizers, *subject.others, GRADIENTS, RNG}
     plan.unused = sorted(trees.keys() - wanted)
-    if strict:
-        _require_fit(plan, trees)
     return plan
 
 
@@ -77,61 +86,89 @@ def _has(plan: RestorePlan, trees: Mapping[str, JSON], item: str) -> bool:
     return item in trees
 
 
-def _plan_module(plan: RestorePlan, item: str, module: nn.Module, tree: JSON) -> None:
-    inner = unwrap(module)
-    live = {tensor.data_ptr() for tensor in (*inner.parameters(), *inner.buffers())}
-    detached: dict[str, torch.Tensor] = {}
+def _plan_modules(
+    plan: RestorePlan, item: str, chunks: Sequence[nn.Module], tree: JSON, flats: Mapping[int, Flat]
+) -> None:
+    saved, found = dict(_mapping(tree, item)), set()
+    for chunk in chunks:
+        inner = unwrap(chunk)
+        live = {_address(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        detached: dict[str, torch.Tensor] = {}
+        for raw, target in raw_state(chunk).items():
+            name = canonical(raw)
+            found.add(name)
+            leaf = saved.get(name)
+            if leaf is None:
+                plan.missing.append(f"{item}/{name}")
+            elif raw.rpartition(".")[2] == EXTRA_STATE:
+                owner = inner.get_submodule(raw.rpartition(".")[0])
+                plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(leaf, f"{item}/{name}")))
+            elif part := _fitting(plan, f"{item}/{name}", leaf, target, flats.get(id(target))):
+                plan.destinations.fill(leaf["name"], part)
+                if _address(target) not in live:
+                    detached[raw] = target
+        if detached:
+            # A hook made these for state_dict; only load_state_dict knows where they belong.
+            plan.finish.append(partial(inner.load_state_dict, detached, strict=False))
+    plan.unexpected += [f"{item}/{name}" for name in saved if name not in found]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
+def _plan_optimizers(
+    plan: RestorePlan,
+    item: str,
+    optimizers: Sequence[Optimizer],
+    tree: JSON,
+    names: Mapping[int, str],
+    flats: Mapping[int, Flat],
+) -> None:
     saved = dict(_mapping(tree, item))
-    for raw, target in inner.state_dict().items():
-        name, leaf = canonical(raw), saved.pop(canonical(raw), None)
-        if leaf is None:
-            plan.missing.append(f"{item}/{name}")
-        elif raw.rpartition(".")[2] == EXTRA_STATE:
-            owner = inner.get_submodule(raw.rpartition(".")[0])
-            plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(leaf, f"{item}/{name}")))
-        elif _fits(plan, f"{item}/{name}", leaf, target):
-            plan.destinations.fill(leaf["name"], target)
-            if target.data_ptr() not in live:
-                detached[raw] = target
-    plan.unexpected += [f"{item}/{name}" for name in saved]
-    if detached:
-        # A hook made these for state_dict; only load_state_dict knows where they belong.
-        plan.finish.append(partial(inner.load_state_dict, detached, strict=False))
-
-
-def _plan_optimizer(plan: RestorePlan, item: str, optimizer: Optimizer, tree: JSON, names: Mapping[int, str]) -> None:
-    parameters = parameters_by_name(optimizer, names)
-    named: dict[str, Any] = {
-        key: plan.destinations.decode(value, f"{item}/{key}") for key, value in _mapping(tree, item) if key != "state"
-    }
-    held = {name for group in named["groups"] for name in group["params"]}
-    plan.missing += [f"{item}/{name}" for name in parameters.keys() - held]
-    gone = held - parameters.keys()
-    plan.unexpected += [f"{item}/{name}" for name in sorted(gone)]
-    named["state"] = {
-        name: _decode_state(plan, f"{item}/state/{name}", state, optimizer, parameters.get(name))
-        for name, state in _mapping(dict(_mapping(tree, item))["state"], item)
-        if name not in gone
-    }
-    plan.finish.append(partial(load_optimizer_state, optimizer, named, names))
+    states = dict(_mapping(saved.pop("state"), item))
+    frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
+    held = {name for group in frame["groups"] for name in group["params"]}
+    everything = all_parameters(optimizers, names)
+    plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
+    plan.unexpected += [f"{item}/{name}" for name in sorted(held - everything.keys())]
+    for optimizer in optimizers:
+        parameters = parameters_by_name(optimizer, names)
+        here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
+        # State that belongs to no parameter is the whole optimizer's.
+        here |= states.keys() - held if len(optimizers) == 1 else set()
+        named = {
+            name: _decode_state(plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), flats)
+            for name in states
+            if name in here
+        }
+        plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, names))
 
 
 def _decode_state(
-    plan: RestorePlan, path: str, tree: JSON, optimizer: Optimizer, parameter: torch.Tensor | None
+    plan: RestorePlan,
+    path: str,
+    tree: JSON,
+    optimizer: Optimizer,
+    parameter: torch.Tensor | None,
+    flats: Mapping[int, Flat],
 ) -> Any:
     """The state of one parameter; tensors the optimizer already has are filled in place."""
     if parameter is None or not isinstance(tree, dict) or TAG in tree:
         return plan.destinations.decode(tree, path)
-    live = optimizer.state.get(parameter, {})
+    live, flat = state_holder(optimizer).state.get(parameter, {}), flats.get(id(parameter))
     state: dict[str, Any] = {}
     for key, leaf in tree.items():
         target = live.get(key)
         is_entry = isinstance(leaf, dict) and leaf.get(TAG) == "tensor" and "name" in leaf
-        if is_entry and isinstance(target, torch.Tensor) and _same(plan, leaf["name"], target):
-            plan.destinations.fill(leaf["name"], target)
+        if not is_entry:
+            state[key] = plan.destinations.decode(leaf, f"{path}/{key}", parameter.device)
+        elif isinstance(target, torch.Tensor) and (part := _same(plan, leaf["name"], target, flat)):
+            plan.destinations.fill(leaf["name"], part)
             state[key] = target
         else:
-            state[key] = plan.destinations.decode(leaf, f"{path}/{key}", parameter.device)
+            device = parameter.device if "device" in leaf else "cpu"
+            state[key] = plan.destinations.new_beside(leaf["name"], parameter, flat, device)
     return state
 
 
@@ -143,15 +180,19 @@ def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
         plan.values[item] = decoded
 
 
-def _plan_gradients(plan: RestorePlan, model: nn.Module, tree: JSON) -> None:
-    parameters = {canonical(name): parameter for name, parameter in unwrap(model).named_parameters()}
+def _plan_gradients(plan: RestorePlan, chunks: Sequence[nn.Module], tree: JSON, flats: Mapping[int, Flat]) -> None:
+    parameters = {name: parameter for chunk in chunks for name, parameter in named_parameters(chunk)}
     for name, leaf in _mapping(tree, GRADIENTS):
         parameter = parameters.get(name)
         if parameter is None:
             plan.unexpected.append(f"{GRADIENTS}/{name}")
+            continue
+        if isinstance(leaf, dict) and "name" in leaf:
+            flat = flats.get(id(parameter))
+            gradient: Any = plan.destinations.new_beside(leaf["name"], parameter, flat, parameter.device)
         else:
             gradient = plan.destinations.decode(leaf, f"{GRADIENTS}/{name}", parameter.device)
-            plan.finish.append(partial(setattr, parameter, "grad", gradient))
+        plan.finish.append(partial(setattr, parameter, "grad", gradient))
 
 
 def _mapping(tree: JSON, path: str) -> list[tuple[str, JSON]]:
@@ -164,24 +205,28 @@ def _mapping(tree: JSON, path: str) -> list[tuple[str, JSON]]:
     raise CorruptObject(f"the tree of {path!r} is not a dict")
 
 
-def _fits(plan: RestorePlan, name: str, leaf: JSON, target: Any) -> bool:
+def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat | None) -> Part | None:
+    """The live part that a saved tensor goes into; None, and noted, if it does not fit."""
     if not (isinstance(leaf, dict) and leaf.get(TAG) == "tensor" and isinstance(target, torch.Tensor)):
         plan.mismatched.append(f"{name}: a tensor on one side only")
-        return False
+        return None
     dtype, shape = plan.destinations.describe(leaf["name"])
-    if tuple(target.shape) != shape:
-        plan.mismatched.append(f"{name}: {list(shape)} in the checkpoint, {list(target.shape)} here")
-        return False
-    if target.dtype != dtype:
-        plan.mismatched.append(f"{name}: {dtype} in the checkpoint, {target.dtype} here")
-    return True
+    part = part_of(name, target, flat)
+    if part.shape != shape:
+        plan.mismatched.append(f"{name}: {list(shape)} in the checkpoint, {list(part.shape)} here")
+        return None
+    if part.dtype != dtype:
+        plan.mismatched.append(f"{name}: {dtype} in the checkpoint, {part.dtype} here")
+    return part
 
 
-def _same(plan: RestorePlan, entry: str, target: torch.Tensor) -> bool:
-    return plan.destinations.describe(entry) == (target.dtype, tuple(target.shape))
+def _same(plan: RestorePlan, entry: str, target: torch.Tensor, flat: Flat | None) -> Part | None:
+    part = part_of(entry, target, flat)
+    return part if plan.destinations.describe(entry) == (part.dtype, part.shape) else None
 
 
-def _require_fit(plan: RestorePlan, trees: Mapping[str, JSON]) -> None:
+def require_fit(plan: RestorePlan) -> None:
+    """StateMismatch if anything does not fit."""
     problems = [
         f"{what} {', '.join(found[:_SHOWN])}" + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
         for what, found in (
@@ -194,6 +239,6 @@ def _require_fit(plan: RestorePlan, trees: Mapping[str, JSON]) -> None:
     if problems:
         raise StateMismatch(
             f"the checkpoint does not fit: {'; '.join(problems)}",
-            f"It holds {', '.join(sorted(trees))}. Build the objects as they were saved, or pass strict=False to "
+            f"It holds {', '.join(plan.items)}. Build the objects as they were saved, or pass strict=False to "
             "restore what fits; nothing was changed",
         )

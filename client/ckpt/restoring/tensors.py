@@ -9,7 +9,7 @@ import torch
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.resolve import take_lease
 from ckptstore.catalog import Checkpoint
-from ckptstore.planning import plan_reads, whole_entries
+from ckptstore.planning import plan_reads
 from ckptstore.reading import fetch
 from ckptstore.source import Source, read_manifest
 
@@ -23,7 +23,7 @@ def load_tensors(source: Source, checkpoint: Checkpoint, pattern: str) -> dict[s
         entry_of = {**{name: name for name in content.entries.name}, **content.aliases}
         wanted = {name: entry for name, entry in entry_of.items() if fnmatchcase(name, pattern)}
         tensors = {entry: destinations.new(entry) for entry in dict.fromkeys(wanted.values())}
-        fetch(source, checkpoint, plan_reads(content, whole_entries(destinations.names)), destinations.buffers())
+        fetch(source, checkpoint, plan_reads(content, destinations.wants()), destinations.buffers())
         destinations.place()
         return {name: tensors[entry] for name, entry in wanted.items()}
     finally:

@@ -77,10 +77,10 @@ class SavePipeline:
         job = snapshot.job
         try:
             receipt, released = self._make_durable(snapshot)
+            self._report(released)
         except BaseException as error:
             self._fail(job, job.slot, error)
             return
-        self._report(released)
         self._commits.submit(self._commit, job, receipt)
 
     def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:

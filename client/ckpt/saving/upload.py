@@ -40,4 +40,4 @@ def upload_shard(
         started = time.perf_counter()
     spent += time.perf_counter() - started
     table = chunk_table(written)
-    return Uploaded(table, sum(table.stored), spent)
+    return Uploaded(table, int(table.stored.sum()), spent)

@@ -1,0 +1,137 @@
+"""Ownership: which rank writes what. Computed on every rank alike, from what each said at the first save. Pure.
+
+The unit is a parameter (or buffer), with all state an optimizer keeps for it. What differs between the ranks of a mesh
+is written by each; of equal copies one is written:
+
+- a tensor that placements distribute over a mesh: by the mesh that holds the unit's first holder, and of
+  the copies within it by copy 0;
+- a tensor that ranks hold whole: by the unit's first holder, the lowest rank that has any of it.
+
+With spread=True the copies take turns, the largest first, so that all replicas write about as many bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ckpt.capture.parts import Part
+from ckptstore.errors import LayoutChanged, UnsupportedObject
+
+_SHOWN = 4
+
+
+class Unit(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank says of one parameter or buffer that it holds some of."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[int, ...], ...]
+    distributed: bool
+    """Whether placements tell how ranks share it."""
+    bytes: int
+    """Of the whole tensor."""
+    sample: str = msgspec.field(default="")
+    """Digest of some values, where nothing but they can tell whether ranks hold copies of one tensor."""
+    buffer: bool = False
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What must not change between saves."""
+        return (self.dtype, self.shape, self.boxes, self.distributed)
+
+
+Units = Mapping[str, Unit]
+"""By name: item/parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Who writes what, seen from one rank."""
+
+    rank: int
+    own: Units
+    """What this rank said."""
+    owner: Mapping[str, int]
+    """The first holder of each unit."""
+    turn: Mapping[str, int]
+    """Which copy of each unit is written, counted without end."""
+    holders: Mapping[str, tuple[int, ...]]
+
+    def owns(self, unit: str) -> bool:
+        """Whether this rank speaks for a unit: it writes its place in the tree. Raises LayoutChanged for a new one."""
+        if unit not in self.owner:
+            raise self._changed(unit, "is new")
+        return self.owner[unit] == self.rank
+
+    def writes(self, unit: str, part: Part) -> bool:
+        """Whether this rank stores its part of a tensor that belongs to a unit. Raises LayoutChanged for a new one."""
+        if part.ranks is not None and unit in self.owner:
+            return self.owner[unit] in part.ranks and part.copy == self.turn[unit] % part.copies
+        if unit not in self.own or self.own[unit].distributed:
+            return self.owns(unit)  # a scalar beside a distributed parameter
+        holders = self.holders[unit]
+        return holders[self.turn[unit] % len(holders)] == self.rank
+
+    def check(self, units: Units) -> None:
+        """LayoutChanged if this rank now holds other units, or other boxes of them, than it said."""
+        for name in sorted(units.keys() | self.own.keys()):
+            now, then = units.get(name), self.own.get(name)
+            if now is None or then is None or now.layout != then.layout:
+                change = "is new" if then is None else "is gone" if now is None else "is laid out differently"
+                raise self._changed(name, change)
+
+    def _changed(self, name: str, change: str) -> LayoutChanged:
+        return LayoutChanged(
+            f"on rank {self.rank} {name!r} {change} since the ranks agreed on who writes what",
+            "Call prepare() on all ranks with the objects as they are now, then save again",
+        )
+
+
+def agree(rank: int, said: Sequence[Units], spread: bool) -> tuple[Ownership, list[str]]:
+    """The ownership that follows from what all ranks said, in rank order; and buffers that differ between ranks.
+
+    Raises UnsupportedObject if ranks hold different tensors under one name: one of them would be lost.
+    """
+    holders: dict[str, list[int]] = defaultdict(list)
+    for holder, units in enumerate(said):
+        for name in units:
+            holders[name].append(holder)
+    different = [name for name, ranks in holders.items() if _differs(name, [(r, said[r][name]) for r in ranks])]
+    ordered = {name: tuple(ranks) for name, ranks in holders.items()}
+    owner = {name: ranks[0] for name, ranks in ordered.items()}
+    turn = _turns({name: said[owner[name]][name].bytes for name in ordered}, ordered) if spread else {}
+    own = said[rank]
+    return Ownership(rank, own, owner, {name: turn.get(name, 0) for name in ordered}, ordered), different
+
+
+def _differs(name: str, found: Sequence[tuple[int, Unit]]) -> bool:
+    """Whether a buffer differs between ranks. Raises UnsupportedObject for a parameter that does."""
+    first_rank, first = found[0]
+    for rank, unit in found[1:]:
+        same_tensor = (unit.dtype, unit.shape, unit.distributed) == (first.dtype, first.shape, first.distributed)
+        if same_tensor and (unit.distributed or unit.sample == first.sample):
+            continue
+        if same_tensor and unit.buffer:
+            return True
+        raise UnsupportedObject(
+            f"ranks {first_rank} and {rank} hold different tensors under the name {name!r}",
+            "Give parameters that are not copies of each other names of their own (a pipeline stage keeps its "
+            "parameters' names in the whole model), shard them as DTensor, or make the copies equal",
+        )
+    return False
+
+
+def _turns(sizes: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Largest first, each to the copy that has the fewest bytes so far, among units with the same holders."""
+    load: dict[tuple[int, ...], list[int]] = {}
+    turn = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        loads = load.setdefault(holders[name], [0] * len(holders[name]))
+        turn[name] = loads.index(min(loads))
+        loads[turn[name]] += sizes[name]
+    return turn

@@ -1,0 +1,200 @@
+"""Parts: what of a global tensor lies in this process, told by placements alone. No collective, no copy.
+
+DTensor covers fully_shard (FSDP2), hybrid sharding and tensor parallelism on a mesh of any dimensions. Flat covers
+FullyShardedDataParallel (FSDP1), which keeps a range of a parameter's row-major elements. All else is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ckptstore import boxes
+from ckptstore.boxes import Box
+from ckptstore.errors import UnsupportedObject
+
+Run = tuple[int, int]
+"""First index of a dimension, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a global tensor, and the local memory it lies in."""
+
+    box: Box
+    tensor: torch.Tensor
+    """A view in the box's shape; writing to it changes the live tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a global tensor."""
+
+    shape: tuple[int, ...]
+    """Of the global tensor."""
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    """None of them empty, unless the global tensor is."""
+    ranks: tuple[int, ...] | None = None
+    """Global ranks among which the tensor is distributed; None: every rank that has it holds all of it."""
+    copy: int = 0
+    """Which of the equal copies among `ranks` this one is."""
+    copies: int = 1
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Of all pieces."""
+        return tuple(piece.box for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A parameter of FullyShardedDataParallel: the elements [start, stop) of it lie in a flat local tensor."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+    """Those that hold the rest of it."""
+
+
+def part_of(path: str, tensor: torch.Tensor, flat: Flat | None = None) -> Part:
+    """The part that a live tensor is. flat: how FSDP1 keeps the parameter that `tensor` is, or is the state of.
+
+    Raises UnsupportedObject for a DTensor with pending sums, or a placement this program does not know.
+    """
+    if isinstance(tensor, DTensor):
+        return _distributed(path, tensor)
+    tensor = tensor.detach()
+    if flat is not None and tensor.numel() == flat.stop - flat.start and tensor.dim() == 1:
+        return _flat(tensor, flat)
+    return Part(tuple(tensor.shape), tensor.dtype, (Piece(boxes.whole(tensor.shape), tensor),))
+
+
+def _flat(tensor: torch.Tensor, flat: Flat) -> Part:
+    pieces, at = [], 0
+    for box in boxes.flat_boxes(flat.shape, flat.start, flat.stop):
+        size = prod(boxes.sizes(box))
+        pieces.append(Piece(box, tensor[at : at + size].view(boxes.sizes(box))))
+        at += size
+    return Part(flat.shape, tensor.dtype, tuple(pieces), flat.ranks)
+
+
+def _distributed(path: str, tensor: DTensor) -> Part:
+    shape, local = tuple(tensor.shape), tensor.to_local().detach()
+    try:
+        cut = _mesh_cut(tensor.device_mesh, tensor.placements, shape)
+    except UnsupportedObject as error:
+        raise UnsupportedObject(f"tensor at {path!r}: {error.message}", error.hint) from None
+    if tuple(local.shape) != cut.local:
+        raise UnsupportedObject(
+            f"tensor at {path!r} with placements {tensor.placements} has the local shape {tuple(local.shape)}, which "
+            "they do not explain",
+            "Redistribute it to Shard and Replicate placements",
+        )
+    if not prod(shape):
+        pieces: tuple[Piece, ...] = (Piece(boxes.whole(shape), local.new_empty(shape)),)
+    else:
+        pieces = tuple(Piece(box, _narrow(local, box, at)) for box, at in zip(cut.boxes, cut.at, strict=True))
+    return Part(shape, tensor.dtype, pieces, cut.ranks, cut.copy, cut.copies)
+
+
+def _narrow(local: torch.Tensor, box: Box, at: Box) -> torch.Tensor:
+    for dimension, (start, length) in enumerate(zip(at, boxes.sizes(box), strict=True)):
+        if length != local.shape[dimension]:
+            local = local.narrow(dimension, start, length)
+    return local
+
+
+@dataclass(frozen=True, slots=True)
+class _MeshCut:
+    """What placements on a mesh give to this rank."""
+
+    boxes: tuple[Box, ...]
+    at: tuple[Box, ...]
+    """Where each box begins in the local tensor."""
+    local: tuple[int, ...]
+    ranks: tuple[int, ...]
+    copy: int
+    copies: int
+
+
+@lru_cache(maxsize=1 << 16)
+def _mesh_cut(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> _MeshCut:
+    coordinate = mesh.get_coordinate()
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if coordinate is None:
+        return _MeshCut((), (), (0,) * len(shape), ranks, 0, 1)
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise UnsupportedObject(
+            f"its placements {placements} say that a sum over the mesh is still to be made",
+            "Redistribute it first: tensor.redistribute(placements=...)",
+        )
+    runs = [
+        _runs(size, [(p, mesh.size(i), coordinate[i]) for i, p in enumerate(placements) if _shards(p, dimension)])
+        for dimension, size in enumerate(shape)
+    ]
+    copy, copies = 0, 1
+    for i, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            copy, copies = copy * mesh.size(i) + coordinate[i], copies * mesh.size(i)
+    corners = list(product(*runs))
+    return _MeshCut(
+        boxes=tuple((*(start for start, _ in corner), *(length for _, length in corner)) for corner in corners),
+        at=tuple(tuple(_before(runs[i], run) for i, run in enumerate(corner)) for corner in corners),
+        local=tuple(sum(length for _, length in of_dimension) for of_dimension in runs),
+        ranks=ranks,
+        copy=copy,
+        copies=copies,
+    )
+
+
+def _before(runs: Sequence[Run], run: Run) -> int:
+    """How many indices a rank holds before those of a run."""
+    return sum(length for _, length in runs[: runs.index(run)])
+
+
+def _shards(placement: Placement, dimension: int) -> bool:
+    return bool(isinstance(placement, Shard | _StridedShard) and placement.dim == dimension)
+
+
+def _runs(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[Run]:
+    """The indices of one dimension that a rank holds: (placement, ranks, own coordinate) by mesh dimension.
+
+    fully_shard after tensor parallelism says _StridedShard for "the dimensions to my right were cut first". torch's
+    own compute_local_shape_and_global_offset is wrong there for uneven sizes, so the cuts are made again in
+    their true order. A _StridedShard that stands for something else is an interleaved cut.
+    """
+    runs = [(0, size)]
+    cuts: list[tuple[Placement, int, int]] = []
+    right = 1
+    for placement, ranks, own in reversed(shards):
+        deferred = isinstance(placement, _StridedShard) and placement.split_factor == right > 1
+        cuts = [*cuts, (Shard(0), ranks, own)] if deferred else [(placement, ranks, own), *cuts]
+        right *= ranks
+    for placement, ranks, own in cuts:
+        parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        runs = [run for part in range(parts) for run in _cut(_cut(runs, parts, part), ranks, own)]
+    return runs
+
+
+def _cut(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
+    """What torch.chunk gives as chunk `part` of `parts`, of the indices in `runs`."""
+    total = sum(length for _, length in runs)
+    step = -(-total // parts)
+    begin, end = min(part * step, total), min((part + 1) * step, total)
+    found, at = [], 0
+    for start, length in runs:
+        low, high = max(begin - at, 0), min(end - at, length)
+        if low < high:
+            found.append((start + low, high - low))
+        at += length
+    return found

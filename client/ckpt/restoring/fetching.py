@@ -1,0 +1,72 @@
+"""Fetch: the bytes of one checkpoint to this rank, from the store, from other ranks or from the daemon's cache."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Literal
+
+from ckpt.config import Config
+from ckpt.distributed import World
+from ckpt.restoring.sharing import fetch_shared, share_bytes
+from ckptstore.catalog import Checkpoint
+from ckptstore.daemon import DaemonClient
+from ckptstore.documents import Content, Manifest
+from ckptstore.errors import DaemonUnavailable
+from ckptstore.planning import ShardRead
+from ckptstore.reading import Buffers, fetch
+from ckptstore.source import Source, check_manifest_data
+
+logger = logging.getLogger(__name__)
+
+
+class Fetcher:
+    """Reads one checkpoint. All ranks call the same methods in the same order."""
+
+    def __init__(self, source: Source, config: Config, world: World, checkpoint: Checkpoint) -> None:
+        self._source = source
+        self._config = config
+        self._world = world
+        self._checkpoint = checkpoint
+        self._share = how_to_share(config, world.size)
+
+    def manifest(self) -> Manifest:
+        """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
+        if self._share != "broadcast":
+            return check_manifest_data(self._checkpoint, self._source.manifest_data(self._checkpoint))
+        data = share_bytes(self._world, lambda: self._source.manifest_data(self._checkpoint))
+        return check_manifest_data(self._checkpoint, data)
+
+    def fetch(
+        self, content: Content, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]
+    ) -> None:
+        """Fill the buffers. Raises Damaged, ObjectMissing, Unavailable or RankLost; buffers then hold a mixture."""
+        if self._share == "broadcast":
+            fetch_shared(self._world, self._source, self._checkpoint, content, reads, buffers, progress)
+        elif self._share == "daemon":
+            self._fetch_cached(reads, buffers, progress)
+        else:
+            fetch(self._source, self._checkpoint, reads, buffers, progress)
+
+    def _fetch_cached(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]) -> None:
+        assert self._config.daemon is not None
+        try:
+            with closing(DaemonClient(self._config.daemon, self._config.token)) as daemon:
+                fetch(daemon, self._checkpoint, reads, buffers, progress)
+        except DaemonUnavailable as error:
+            if self._config.read_only:
+                raise
+            logger.warning("reading straight from the store: %s", error)
+            fetch(self._source, self._checkpoint, reads, buffers, progress)
+
+
+def how_to_share(config: Config, world_size: int) -> Literal["broadcast", "daemon", "none"]:
+    """What share="auto" means here; a single rank has nobody to share with."""
+    if world_size > 1 and config.share in ("auto", "broadcast"):
+        return "broadcast"
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if config.daemon is not None and (config.share == "daemon" or (config.share == "auto" and several)):
+        return "daemon"
+    return "none"

@@ -1,0 +1,229 @@
+"""One read for all replicas: what several ranks need is read by one of them and passed on, in memory.
+
+All ranks hear what each needs, and come to the same division of work: every stretch of chunks that several ranks need
+is given to the one of them with the least to read so far. Stretches are exchanged in rounds of bounded size while
+the next are being read and the last decoded. Stored bytes travel, and each rank checks them itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ckpt.distributed import World
+from ckptstore.catalog import Checkpoint
+from ckptstore.documents import Content
+from ckptstore.errors import CkptError, CorruptObject
+from ckptstore.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
+from ckptstore.reading import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk
+from ckptstore.source import Source
+
+ROUND_BYTES = 64 << 20
+"""Stored bytes that are passed on at a time, at most, unless one stretch is larger."""
+_AHEAD = 4  # stretches that a rank has read before their round
+
+ChunkId = tuple[int, int]
+"""Index of a shard, and of a chunk in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring chunks of one shard that the same ranks need, and who reads them."""
+
+    shard: int
+    chunks: tuple[int, ...]
+    bytes: int
+    ranks: tuple[int, ...]
+    reader: int
+
+
+Round = Sequence[Stretch]
+
+
+def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
+    """What rank 0 reads, on every rank. Raises rank 0's error there, and CorruptObject elsewhere."""
+    data = b""
+    error: CkptError | None = None
+    if world.rank == 0:
+        try:
+            data = read()
+        except CkptError as caught:
+            error = caught
+    size = world.broadcast(None if error is not None else len(data))
+    if error is not None:
+        raise error
+    if size is None:
+        raise CorruptObject("rank 0 could not read it")
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(tensor, src=0, group=world.exchange_group())
+    return tensor.numpy().tobytes()
+
+
+def divide(content: Content, needs: Sequence[Sequence[ChunkId]]) -> list[list[Stretch]]:
+    """The rounds of stretches that more than one rank needs. Pure; equal on every rank.
+
+    needs: by rank, in shard order.
+    """
+    ranks_of: dict[ChunkId, list[int]] = defaultdict(list)
+    for rank, need in enumerate(needs):
+        for chunk in need:
+            ranks_of[chunk].append(rank)
+    load = [0] * len(needs)
+    rounds: list[list[Stretch]] = []
+    size = ROUND_BYTES
+    for shard, chunks, ranks in _neighbours({c: tuple(r) for c, r in ranks_of.items() if len(r) > 1}, content):
+        stored = int(content.shards[shard].chunks.stored[list(chunks)].sum())
+        reader = min(ranks, key=lambda rank: load[rank])
+        load[reader] += stored
+        if size + stored > ROUND_BYTES:
+            rounds.append([])
+            size = 0
+        rounds[-1].append(Stretch(shard, chunks, stored, ranks, reader))
+        size += stored
+    return rounds
+
+
+def _neighbours(
+    ranks_of: Mapping[ChunkId, tuple[int, ...]], content: Content
+) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Runs of chunks that lie together and have the same readers, of about equal size for all of them."""
+    limit = min(READ_BYTES, max(1 << 20, ROUND_BYTES // max((len(ranks) for ranks in ranks_of.values()), default=1)))
+    found: list[tuple[int, list[int], tuple[int, ...]]] = []
+    size = 0
+    for (shard, chunk), ranks in sorted(ranks_of.items(), key=lambda item: item[0]):
+        stored = int(content.shards[shard].chunks.stored[chunk])
+        last = found[-1] if found else None
+        if last and (last[0], last[1][-1] + 1, last[2]) == (shard, chunk, ranks) and size + stored <= limit:
+            last[1].append(chunk)
+            size += stored
+        else:
+            found.append((shard, [chunk], ranks))
+            size = stored
+    return [(shard, tuple(chunks), ranks) for shard, chunks, ranks in found]
+
+
+def fetch_shared(
+    world: World,
+    source: Source,
+    checkpoint: Checkpoint,
+    content: Content,
+    reads: Sequence[ShardRead],
+    buffers: Buffers,
+    progress: Callable[[int], None],
+) -> None:
+    """As `fetch`, by all ranks together: bytes that several need leave the store once.
+
+    Every rank takes part to the end, also one whose own work failed; its error is raised then.
+    Raises RankLost if a rank is gone.
+    """
+    number = {shard.name: i for i, shard in enumerate(content.shards)}
+    own = {(number[chunk.shard], chunk.index): chunk for read in reads for chunk in read.chunks}
+    needs = [np.frombuffer(data, np.int64).reshape(-1, 2) for data in world.gather(_pack(own))]
+    rounds = divide(content, [[(int(shard), int(chunk)) for shard, chunk in need] for need in needs])
+    shared = {(stretch.shard, chunk) for one in rounds for stretch in one for chunk in stretch.chunks}
+    alone = coalesce(chunk for key, chunk in sorted(own.items()) if key not in shared)
+    if rounds:
+        _Exchange(world, source, checkpoint, content, own, buffers, progress).run(rounds)
+    fetch(source, checkpoint, alone, buffers, progress)
+
+
+def _pack(chunks: Mapping[ChunkId, ChunkRead]) -> bytes:
+    return np.array(sorted(chunks), np.int64).tobytes()
+
+
+class _Exchange:
+    """The rounds of one restore, on one rank."""
+
+    def __init__(
+        self,
+        world: World,
+        source: Source,
+        checkpoint: Checkpoint,
+        content: Content,
+        own: Mapping[ChunkId, ChunkRead],
+        buffers: Buffers,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._world = world
+        self._source = source
+        self._checkpoint = checkpoint
+        self._content = content
+        self._own = own
+        self._buffers = buffers
+        self._progress = progress
+        self._error: CkptError | None = None
+
+    def run(self, rounds: Sequence[Round]) -> None:
+        """Raises the first error of this rank, after the last round."""
+        mine = [stretch for one in rounds for stretch in one if stretch.reader == self._world.rank]
+        reading: dict[Stretch, Future[memoryview]] = {}
+        placing: list[Future[None]] = []
+        with (
+            ThreadPoolExecutor(DEFAULT_THREADS, thread_name_prefix="ckpt-fetch") as readers,
+            ThreadPoolExecutor(DEFAULT_THREADS, thread_name_prefix="ckpt-decode") as decoders,
+        ):
+            for one in rounds:
+                for stretch in mine[: _AHEAD + len(one)]:
+                    if stretch not in reading:
+                        reading[stretch] = readers.submit(self._read, stretch)
+                stored = {s: reading.pop(s).result() for s in one if s.reader == self._world.rank}
+                mine = mine[len(stored) :]
+                received = self._pass_on(one, stored)
+                for future in placing:
+                    future.result()
+                placing = [decoders.submit(self._place, stretch, data) for stretch, data in received]
+            for future in placing:
+                future.result()
+        if self._error is not None:
+            raise self._error
+
+    def _read(self, stretch: Stretch) -> memoryview:
+        """The stored bytes; after an error zeros, which no checksum of anybody's will match."""
+        if self._error is None:
+            try:
+                return fetch_stored(self._source, self._checkpoint, ShardRead(tuple(self._chunks(stretch))))
+            except CkptError as error:
+                self._error = error
+        return memoryview(bytearray(stretch.bytes))
+
+    def _place(self, stretch: Stretch, stored: memoryview) -> None:
+        at = 0
+        for chunk in self._chunks(stretch):
+            if self._error is not None:
+                return
+            try:
+                place_chunk(self._checkpoint, chunk, stored[at : at + chunk.stored], self._buffers)
+            except CkptError as error:
+                self._error = error
+            at += chunk.stored
+            self._progress(chunk.raw)
+
+    def _chunks(self, stretch: Stretch) -> list[ChunkRead]:
+        return [self._own[stretch.shard, chunk] for chunk in stretch.chunks]
+
+    def _pass_on(self, one: Round, stored: Mapping[Stretch, memoryview]) -> list[tuple[Stretch, memoryview]]:
+        """Send what this rank read to those who need it, and receive what it needs."""
+        world = self._world
+        outgoing = [[s for s in one if s.reader == world.rank and rank in s.ranks] for rank in range(world.size)]
+        incoming = [[s for s in one if s.reader == rank and world.rank in s.ranks] for rank in range(world.size)]
+        outgoing[world.rank], incoming[world.rank] = [], []
+        sent = b"".join(stored[s] for to in outgoing for s in to)
+        received = torch.empty(sum(s.bytes for of in incoming for s in of), dtype=torch.uint8)
+        dist.all_to_all_single(
+            received,
+            torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8),
+            [sum(s.bytes for s in of) for of in incoming],
+            [sum(s.bytes for s in to) for to in outgoing],
+            group=world.exchange_group(),
+        )
+        found, at, view = list(stored.items()), 0, received.numpy().data
+        for stretch in (s for of in incoming for s in of):
+            found.append((stretch, view[at : at + stretch.bytes]))
+            at += stretch.bytes
+        return found
