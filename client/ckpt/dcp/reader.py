@@ -89,7 +89,11 @@ class StorageReader(TorchStorageReader):
     # Not named kwargs: DCP would take that for an offer to be asked again, by rank, after a failure, and
     # this rank would leave the collectives of the others.
     def read_metadata(self, *args: Any, **ignored: Any) -> Metadata:
-        """What the checkpoint holds. Raises NoCheckpoint, Damaged, ObjectMissing, Unavailable or UnsupportedObject."""
+        """What the checkpoint holds.
+
+        Raises NoCheckpoint, Damaged, ObjectMissing, Unavailable or UnsupportedObject; dcp.load makes of any of them
+        an AssertionError that quotes it.
+        """
         with self._connect() as source:
             self._opened = _Opened.of(source, source.find(self._reference))
         return self._opened.metadata
