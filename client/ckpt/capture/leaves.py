@@ -61,7 +61,7 @@ class Collector:
                 return {TAG: "tensor", "name": self._store_part(unit, at, found, flat), **_device(found)}
             if isinstance(found, np.ndarray):
                 return {TAG: "array", "name": self._store_part(unit, at, _from_array(at, found))}
-            return _small_leaf(at, found)
+            return small_leaf(at, found)
 
         return encode_tree(value, path, leaf)
 
@@ -140,7 +140,7 @@ def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
 
 
 def small_value(path: str, leaf: dict[str, Any]) -> Any:
-    """The value of a tag that `_small_leaf` wrote. Raises CorruptObject."""
+    """The value of a tag that `small_leaf` wrote. Raises CorruptObject."""
     try:
         tag, value = leaf[TAG], leaf["v"]
         if tag == "size":
@@ -163,7 +163,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _small_leaf(path: str, value: Any) -> JSON:
+def small_leaf(path: str, value: Any) -> JSON:
+    """The tree of a small value that is no plain Python. Raises UnsupportedObject."""
     if isinstance(value, np.generic) and value.dtype.name in NUMPY:
         return {TAG: "scalar", "dtype": value.dtype.name, "v": encode_bytes(value.tobytes())}
     kind = type(value)
@@ -181,7 +182,7 @@ def _inline_leaf(path: str, value: Any) -> JSON:
         return {TAG: "array", **_inline(path, _from_array(path, value))}
     if isinstance(value, torch.Tensor):
         return {TAG: "tensor", **_inline(path, value), **_device(value)}
-    return _small_leaf(path, value)
+    return small_leaf(path, value)
 
 
 def _inline(path: str, tensor: torch.Tensor) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt.capture.leaves import _small_leaf, tensor_bytes
+from ckpt.capture.leaves import small_leaf, tensor_bytes
 from ckpt.dcp.naming import Path, Value, entry_name, is_value, path_of
 from ckpt.dtypes import NAMES
 from ckptstore.documents import JSON
@@ -120,7 +120,7 @@ def _object(path: Path, value: Any, tensors: _Tensors) -> Value:
         elif type(found) is np.ndarray:
             kind, tensor = "array", _from_array(at, found)
         else:
-            return _small_leaf(at, found)
+            return small_leaf(at, found)
         _add(tensors, Slice.whole(at, _type(at, tensor.dtype), tuple(tensor.shape)), partial(_host, tensor))
         return {TAG: kind, "name": at}
 
