@@ -149,7 +149,7 @@ class DaemonClient:
         checkpoint: str | None = None,
         ttl_s: float = wire.SILENCE_S,
     ) -> wire.RestoreBody:
-        """Join the restore that a job calls `key`; all ranks get the same checkpoint, and a lease holds it until the end.
+        """Join the restore that a job calls `key`; all ranks get the same checkpoint, held by a lease until the end.
 
         Who needs the checkpoint for longer takes a lease of its own before it reports that it is restored.
         checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for so long ends the session.
