@@ -86,6 +86,11 @@ def test_a_training_state_restores_into_a_model_and_its_optimizer(store: Path, w
     assert_restores(store, model, optim)
 
 
+def test_parameters_that_are_called_like_an_optimizers_state_stay_parameters(store: Path) -> None:
+    imported(store, {"model": {"state.a.w": torch.ones(2), "state.b.w": torch.zeros(2)}})
+    assert set(given_back(store)["model"]) == {"state.a.w", "state.b.w"}
+
+
 def test_a_plain_state_dict_restores_into_a_model(store: Path) -> None:
     model, other = make_model(1), make_model(2)
     assert imported(store, model.state_dict()).json["items"] == ["model"]

@@ -61,7 +61,8 @@ def test_a_torch_file_holds_the_state_as_it_was_saved(training: Path, tmp_path: 
     }  # fmt: skip
 
 
-def test_every_element_type_keeps_its_bits_in_a_torch_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mmap", [False, True])
+def test_every_element_type_keeps_its_bits_in_a_torch_file(tmp_path: Path, mmap: bool) -> None:
     folder = tmp_path / "store"
     entries = [Slice.whole(f"model/{dtype}", dtype, (3, 5)) for dtype in ITEM_BYTES if hasattr(torch, dtype)]
     tree = {"model": {entry.dtype: {"$": "tensor", "name": entry.entry} for entry in entries}}
@@ -69,7 +70,7 @@ def test_every_element_type_keeps_its_bits_in_a_torch_file(tmp_path: Path) -> No
     assert invoke("export", "r@1", "--to", tmp_path / "a.pt", "--store", folder).code == 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-        state = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
+        state = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap)["model"]
     for entry in entries:
         tensor = state[entry.dtype]
         assert (tensor.dtype, tensor.shape) == (getattr(torch, entry.dtype), (3, 5))

@@ -142,7 +142,7 @@ def test_a_disk_that_fills_up_late_is_said_as_plainly(training: Path, tmp_path: 
             assert list(disk.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "huggingface"])
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "huggingface", "dcp"])
 def test_a_killed_export_leaves_nothing_under_its_name(folder: Path, filled: Store, tmp_path: Path, kind: str) -> None:
     newest = list_checkpoints(filled, "gpt")[0]
     shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")

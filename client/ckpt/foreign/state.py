@@ -111,7 +111,8 @@ def to_foreign(state: Any, item: str, path: str) -> Foreign:
     if isinstance(items.get(MODEL), Mapping):
         items[MODEL] = _plain_names(items[MODEL], builder.foreign.notes)
     for name, value in items.items():
-        builder.add(name, _optimizer(name, _unflattened(value), items.get(MODEL), builder.foreign.notes))
+        state = value if name == MODEL else _unflattened(value)
+        builder.add(name, _optimizer(name, state, items.get(MODEL), builder.foreign.notes))
     if not builder.foreign.trees:
         raise InvalidRequest(f"{path} holds nothing", "Is it the right file?")
     return builder.foreign
