@@ -16,8 +16,10 @@ from typing import Any, Literal
 import torch
 
 from ckpt.agreement import Agreement, meet
+from ckpt.capture.describe import describe
 from ckpt.capture.leaves import Captured
-from ckpt.capture.state import Model, Optimizers, Subject, capture, describe
+from ckpt.capture.state import capture
+from ckpt.capture.subject import Model, Optimizers, Subject
 from ckpt.config import Config, configure
 from ckpt.distributed import World
 from ckpt.restoring.pipeline import Restored, Restorer
@@ -115,7 +117,6 @@ class Checkpointer:
         check_step(step)
         subject = Subject.of(model, optim, extras)
         agreement = self._agreement or self._agree(subject)
-        subject.settle()
         captured = capture(subject, agreement.ownership, grads)
         if [leaf.slice for leaf in captured.leaves] != self._layout.slices:
             # Optimizer state appears with the first step; anything else is for all ranks to agree on.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.capture.state import Optimizers
+from ckpt.capture.subject import Optimizers
 from ckpt.checkpointer import Checkpointer
 from ckpt.restoring.pipeline import Restored
 from ckpt.restoring.tensors import load_tensors

@@ -41,7 +41,7 @@ def canonical(name: str) -> str:
     return name
 
 
-def settle(modules: Iterable[nn.Module]) -> None:
+def reshard(modules: Iterable[nn.Module]) -> None:
     """Have fully_shard put its shards back in the place of parameters that the last forward left gathered. Local."""
     for module in modules:
         for child in module.modules():
@@ -99,6 +99,19 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
     return found
 
 
-def gradients(module: nn.Module) -> dict[str, Any]:
-    """The gradients that exist, by canonical parameter name."""
-    return {name: parameter.grad for name, parameter in named_parameters(module) if parameter.grad is not None}
+def check_reduced(modules: Iterable[nn.Module]) -> None:
+    """UnsupportedObject if fully_shard holds gradients back that it has not yet reduced: they are in no parameter."""
+    for child in (child for module in modules for child in module.modules()):
+        if not isinstance(child, FSDPModule):
+            continue
+        for group in child._get_fsdp_state()._fsdp_param_groups:
+            if any(map(_holds_back, group.fsdp_params)):
+                raise UnsupportedObject(
+                    "fully_shard holds gradients that are not reduced yet, as set_requires_gradient_sync(False) has it",
+                    "Save with grads=True after a backward with gradient synchronization, or without grads",
+                )
+
+
+def _holds_back(parameter: Any) -> bool:
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None

@@ -22,6 +22,9 @@ def tensor_read(tensor: torch.Tensor) -> Read:
 
 def strided_read(memory: memoryview, item: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> Read:
     """Elements of `item` bytes in memory; strides and offset are in elements. ValueError if they leave it."""
+    last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    if 0 not in shape and (min(offset, *strides, 0) < 0 or (last + 1) * item > len(memory)):
+        raise ValueError("elements lie outside the storage")  # numpy would not see it if there is no storage at all
     array = np.ndarray(tuple(shape), np.dtype(f"V{item}"), memory, offset * item, [step * item for step in strides])
 
     def read(start: int, buffer: memoryview) -> None:

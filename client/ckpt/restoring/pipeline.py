@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from ckpt.capture.rng import derive_rng_state
-from ckpt.capture.state import Subject
+from ckpt.capture.subject import Subject
 from ckpt.config import Config
 from ckpt.distributed import World
 from ckpt.restoring.fetching import Fetcher

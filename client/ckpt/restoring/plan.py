@@ -25,7 +25,7 @@ from ckpt.capture.optimizers import (
 )
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.capture.rng import load_rng_state
-from ckpt.capture.state import GRADIENTS, MODEL, RNG, Stateful, Subject
+from ckpt.capture.subject import GRADIENTS, MODEL, RNG, Parameters, Stateful, Subject
 from ckpt.restoring.destinations import Destinations
 from ckptstore.documents import JSON, Content
 from ckptstore.errors import CorruptObject, StateMismatch
@@ -59,19 +59,19 @@ def plan_restore(content: Content, local: Mapping[str, JSON], subject: Subject) 
     trees = dict(content.trees)
     for item, tree in local.items():
         trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
-    subject.settle()
-    flats = subject.flats()
+    subject.reshard()
+    parameters = subject.parameters()
     for item, chunks in subject.modules.items():
         if _has(plan, trees, item):
-            _plan_modules(plan, item, chunks, trees[item], flats)
+            _plan_modules(plan, item, chunks, trees[item], parameters.flats)
     for item, optimizers in subject.optimizers.items():
         if _has(plan, trees, item):
-            _plan_optimizers(plan, item, optimizers, trees[item], subject.parameter_names(), flats)
+            _plan_optimizers(plan, item, optimizers, trees[item], parameters)
     for item, value in subject.others.items():
         if _has(plan, trees, item):
             _plan_extra(plan, item, value, trees[item])
     if GRADIENTS in trees and MODEL in subject.modules:
-        _plan_gradients(plan, subject.modules[MODEL], trees[GRADIENTS], flats)
+        _plan_gradients(plan, subject.modules[MODEL], trees[GRADIENTS], parameters.flats)
     if RNG in trees:
         plan.finish.append(partial(load_rng_state, plan.destinations.decode(trees[RNG], RNG)))
     plan.items = sorted(trees)
@@ -122,9 +122,9 @@ def _plan_optimizers(
     item: str,
     optimizers: Sequence[Optimizer],
     tree: JSON,
-    names: Mapping[int, str],
-    flats: Mapping[int, Flat],
+    known: Parameters,
 ) -> None:
+    names = known.names
     saved = dict(_mapping(tree, item))
     states = dict(_mapping(saved.pop("state"), item))
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
@@ -138,7 +138,9 @@ def _plan_optimizers(
         # State that belongs to no parameter is the whole optimizer's.
         here |= states.keys() - held if len(optimizers) == 1 else set()
         named = {
-            name: _decode_state(plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), flats)
+            name: _decode_state(
+                plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), known.flats
+            )
             for name in states
             if name in here
         }

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import xxhash
 
-from ckpt.capture.state import RNG
+from ckpt.capture.subject import RNG
 from ckptstore.documents import JSON
 from ckptstore.errors import StateMismatch
 

@@ -1,0 +1,106 @@
+"""Describe: what this rank holds of the state, for the agreement on who writes what. Copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+import xxhash
+from torch.optim import Optimizer
+
+from ckpt.capture import modules, optimizers
+from ckpt.capture.leaves import dtype_name, tensor_bytes
+from ckpt.capture.ownership import Unit
+from ckpt.capture.parts import Flat, Part, part_of
+from ckpt.capture.subject import Parameters, Subject
+
+_SAMPLE = 64  # elements of each parameter that are compared between ranks
+_FRAME = Unit("", (), (), False, 0)
+"""State without tensors of its own: whoever is first to hold it speaks for it."""
+
+
+@torch.no_grad()
+def describe(subject: Subject, sampled: bool) -> dict[str, Unit]:
+    """The units this rank holds some of.
+
+    sampled: also digest some values of those whose placements do not tell whether ranks hold copies.
+    Raises UnsupportedObject for what cannot be stored.
+    """
+    subject.reshard()
+    parameters = subject.parameters()
+    units: dict[str, Unit] = {}
+    for item, chunks in subject.modules.items():
+        trusted = not sampled or all(map(modules.is_replicated, chunks))
+        buffers = _storages(buffer for chunk in chunks for buffer in modules.unwrap(chunk).buffers())
+        units[item_frame(item)] = _FRAME
+        for name, value in subject.state(item).items():
+            path = f"{item}/{name}"
+            if not isinstance(value, torch.Tensor):
+                units[path] = _FRAME
+            elif unit := _unit(path, value, parameters.flats.get(id(value)), trusted, _storage(value) in buffers):
+                units[path] = unit
+    for item, found in subject.optimizers.items():
+        units |= _optimizer_units(item, found, parameters, sampled)
+    return units
+
+
+def item_frame(item: str) -> str:
+    """The unit of a module item itself."""
+    return f"{item}#"
+
+
+def optimizer_frame(item: str, found: Sequence[Optimizer], parameters: Parameters) -> str:
+    """The unit of what optimizers keep beside their state. Ranks with other parameters have another one."""
+    held = [list(optimizers.parameters_by_name(optimizer, parameters.names)) for optimizer in found]
+    return f"{item}#{xxhash.xxh3_64_hexdigest(repr(held).encode())}"
+
+
+def state_unit(item: str, name: str, optimizer: Optimizer, parameter: torch.Tensor, parameters: Parameters) -> str:
+    """The unit that an optimizer's state of a parameter belongs to: the parameter's, where it lies with it."""
+    own = f"{item}/{name}"
+    if optimizers.state_holder(optimizer) is not optimizer:
+        return own
+    return parameters.units.get(id(parameter), own)
+
+
+def _optimizer_units(item: str, found: Sequence[Optimizer], parameters: Parameters, sampled: bool) -> dict[str, Unit]:
+    """The frame; and parameters whose state is not kept where they are, or that belong to no module."""
+    units = {optimizer_frame(item, found, parameters): _FRAME}
+    for optimizer in found:
+        for name, parameter in optimizers.parameters_by_name(optimizer, parameters.names).items():
+            if optimizers.state_holder(optimizer) is not optimizer:
+                if optimizers.keeps_state_here(optimizer, parameter):
+                    units[f"{item}/{name}"] = Unit("", (), (), False, parameter.nbytes)
+            elif id(parameter) not in parameters.units and (unit := _unit(name, parameter, None, not sampled, False)):
+                units[f"{item}/{name}"] = unit
+    return units
+
+
+def _unit(path: str, tensor: torch.Tensor, flat: Flat | None, trusted: bool, buffer: bool) -> Unit | None:
+    """What this rank holds of a tensor; None if nothing."""
+    part = part_of(path, tensor, flat)
+    if not part.pieces:
+        return None
+    return Unit(
+        dtype=dtype_name(path, tensor),
+        shape=part.shape,
+        boxes=part.boxes,
+        distributed=part.ranks is not None,
+        bytes=prod(part.shape) * tensor.element_size(),
+        sample="" if trusted or part.ranks is not None else _sample(part),
+        buffer=buffer,
+    )
+
+
+def _sample(part: Part) -> str:
+    values = part.pieces[0].tensor.reshape(-1)[:_SAMPLE].cpu().contiguous()
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(values))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.numel() and type(tensor) is torch.Tensor else 0
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {_storage(tensor) for tensor in tensors} - {0}
