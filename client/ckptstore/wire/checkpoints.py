@@ -1,0 +1,99 @@
+"""Checkpoints and runs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.names import Attempt
+
+CHECKPOINTS = "/v1/checkpoints"
+LATEST = "/v1/checkpoints/latest"
+RUNS = "/v1/runs"
+MAX_PAGE = 500
+
+
+class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint as JSON."""
+
+    id: str
+    run: str
+    step: int
+    attempt: str
+    state: State
+    committed_at: float
+    created_at: float
+    save_seconds: float
+    world_size: int
+    raw_bytes: int
+    stored_bytes: int
+    num_entries: int
+    num_shards: int
+    manifest_digest: str
+    manifest_bytes: int
+    metrics: dict[str, float]
+    problem: str = ""
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> CheckpointBody:
+        """The body for a checkpoint."""
+        return CheckpointBody(
+            id=checkpoint.id,
+            run=checkpoint.run,
+            step=checkpoint.step,
+            attempt=str(checkpoint.attempt),
+            state=checkpoint.state,
+            committed_at=checkpoint.committed_at,
+            created_at=checkpoint.created_at,
+            save_seconds=checkpoint.save_seconds,
+            world_size=checkpoint.world_size,
+            raw_bytes=checkpoint.raw_bytes,
+            stored_bytes=checkpoint.stored_bytes,
+            num_entries=checkpoint.num_entries,
+            num_shards=checkpoint.num_shards,
+            manifest_digest=checkpoint.manifest_digest,
+            manifest_bytes=checkpoint.manifest_bytes,
+            metrics=checkpoint.metrics,
+            problem=checkpoint.problem,
+        )
+
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint this body describes. Raises InvalidName."""
+        return Checkpoint(
+            run=self.run,
+            attempt=Attempt.parse(self.attempt),
+            state=self.state,
+            committed_at=self.committed_at,
+            created_at=self.created_at,
+            world_size=self.world_size,
+            raw_bytes=self.raw_bytes,
+            stored_bytes=self.stored_bytes,
+            num_entries=self.num_entries,
+            num_shards=self.num_shards,
+            manifest_digest=self.manifest_digest,
+            manifest_bytes=self.manifest_bytes,
+            metrics=self.metrics,
+            problem=self.problem,
+        )
+
+
+class Page(msgspec.Struct, frozen=True):
+    """One page of a listing; an opaque cursor leads to the next."""
+
+    items: list[CheckpointBody]
+    next_cursor: str | None = None
+
+
+class RunBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One run as JSON."""
+
+    run: str
+    num_checkpoints: int
+    stored_bytes: int
+    latest: CheckpointBody | None = None
+
+
+class RunsBody(msgspec.Struct, frozen=True):
+    """All runs."""
+
+    items: list[RunBody]
