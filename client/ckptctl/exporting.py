@@ -151,7 +151,10 @@ def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path]
     _check_free(path, kind, force)
     temporary = path.parent / f".{path.name}.{uuid4().hex[:8]}.tmp"
     try:
-        temporary.mkdir() if kind.is_folder else temporary.touch(exist_ok=False)
+        if kind.is_folder:
+            temporary.mkdir()
+        else:
+            temporary.touch(exist_ok=False)
         fill(temporary)
         _sync(temporary)
         _check_free(path, kind, force)

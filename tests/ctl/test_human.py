@@ -62,3 +62,16 @@ def test_lengths_of_time_are_read(text: str, seconds: float) -> None:
 def test_other_lengths_of_time_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="24h"):
         human.parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("500MB", 500_000_000), ("5GB", 5 * 10**9), ("4GiB", 4 << 30), ("64KiB", 65_536), ("1kB", 1000)]
+)
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert human.parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5", "-5GB", "0GB", "1.5GB", "5B", "5gb", "²GB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="5GB"):
+        human.parse_size(text)

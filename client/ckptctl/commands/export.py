@@ -45,7 +45,7 @@ def export(
         str | None, typer.Option(metavar="PATTERN", help="Only entries with such a name, like 'model/*'.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of one file in a Hugging Face folder, like 5GB or 500MB.")
+        str, typer.Option(metavar="SIZE", help="Largest file of a Hugging Face folder, like 5GB or 500MB.")
     ] = "5GB",
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it exists.")] = False,
 ) -> None:

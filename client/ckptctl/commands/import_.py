@@ -38,7 +38,7 @@ def import_checkpoint(
     to: Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint that it becomes.")],
     format: Annotated[ForeignFormat | None, typer.Option("--format", help="If the path does not tell.")] = None,
     item: Annotated[
-        str, typer.Option(metavar="NAME", help="What a state is called that is not a dict of items.")
+        str, typer.Option(metavar="NAME", help="The item that a state becomes which is no dict of items.")
     ] = "model",
 ) -> None:
     """Make a checkpoint of a torch.save file, a DCP folder or safetensors (a file, an index, or their folder).

@@ -1,0 +1,43 @@
+"""Elements in memory by strides: only those that are there."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.foreign.strided import strided_read, tensor_read
+
+
+@pytest.mark.parametrize(
+    ("memory", "shape", "strides", "offset"),
+    [
+        (b"", (2,), (1,), 0),
+        (b"", (), (), 0),
+        (bytes(4), (1,), (1,), 1),
+        (bytes(8), (2,), (2,), 0),
+        (bytes(8), (2, 2), (1, 1), 0),
+        (bytes(8), (2,), (-1,), 1),
+        (bytes(8), (1,), (1,), -1),
+        (bytes(7), (2,), (1,), 0),
+    ],
+)
+def test_elements_outside_the_memory_are_refused(
+    memory: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        strided_read(memoryview(memory), 4, shape, strides, offset)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_view_reads_like_its_contiguous_copy(shape: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    cut = data.draw(st.integers(0, shape[0] - 1))
+    base = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+    view = base[cut:].permute(order)
+    expected = bytes(view.contiguous().reshape(-1).view(torch.uint8).numpy())
+    low = data.draw(st.integers(0, view.numel() - 1)) * 4
+    high = data.draw(st.integers(low // 4 + 1, view.numel())) * 4
+    buffer = bytearray(high - low)
+    tensor_read(view)(low, memoryview(buffer))
+    assert bytes(buffer) == expected[low:high]
