@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from ckptstore.errors import RankLost
 
-_POLL_S = 1.0
+_FIRST_POLL_S = 0.001
+_LONGEST_POLL_S = 0.25
 _BEAT_S = 1.0
+
+_T = TypeVar("_T")
 
 
 class _Meetings:
@@ -39,7 +44,8 @@ class World:
         self.size: int = dist.get_world_size() if grouped else 1
         # A rank may be missed in an exchange first, and then in the meeting after it: both within the time-out.
         self._silence_s, self._exchange_s = timeout_s * 2 / 3, timeout_s / 3
-        self._lock = threading.Lock()
+        self._beat_s = min(_BEAT_S, self._silence_s / 4)
+        self._beating = threading.Lock()
         self._beats = 0
         self._last_beat = 0.0
         if self.size > 1:
@@ -58,6 +64,8 @@ class World:
                 found = [self._get(f"{key}/{rank}", rank)[0] for rank in range(self.size)]
             except RankLost as error:
                 self._set(key, [None, error.message, error.hint])
+                # The store may end with this process, and the others are to hear first who is lost.
+                time.sleep(2 * _LONGEST_POLL_S)
                 raise
             self._set(key, [found])
             self._forget(key)
@@ -75,14 +83,14 @@ class World:
         return self._answer(key)
 
     def beat(self) -> None:
-        """A sign of life, for those who wait for this rank. Cheap: at most one a second is sent."""
-        now = time.monotonic()
-        if self.size == 1 or now - self._last_beat < _BEAT_S:
-            return
-        with self._lock:
+        """A sign of life, for those who wait for this rank. Cheap: few a second are sent. Raises RankLost."""
+        with self._beating:
+            now = time.monotonic()
+            if self.size == 1 or now - self._last_beat < self._beat_s:
+                return
             self._last_beat = now
             self._beats += 1
-            _Meetings.store.set(f"ckpt/beat/{self.rank}", str(self._beats))
+        self._ask(_Meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
 
     def exchange_group(self) -> dist.ProcessGroup:
         """A process group that moves bytes between hosts' memories; made together when first asked for."""
@@ -101,13 +109,11 @@ class World:
         """All ranks have come to meeting `key`, so that none has yet to read the answer of an earlier one."""
         *read, last = _Meetings.answers
         _Meetings.answers = [last]
-        with self._lock:
-            for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
-                _Meetings.store.delete_key(name)
+        for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
+            self._ask(_Meetings.store.delete_key, name)
 
     def _set(self, key: str, value: Any) -> None:
-        with self._lock:
-            _Meetings.store.set(key, msgspec.msgpack.encode(value))
+        self._ask(_Meetings.store.set, key, msgspec.msgpack.encode(value))
 
     def _answer(self, key: str) -> Any:
         answer = self._get(key, 0)
@@ -118,7 +124,9 @@ class World:
     def _get(self, key: str, rank: int) -> Any:
         """The value that `rank` sets. Raises RankLost if it gives no sign of life meanwhile."""
         heard, deadline = b"", time.monotonic() + self._silence_s
-        while not self._wait(key):
+        pause = _FIRST_POLL_S
+        # Store.wait would print a warning each time it is out of time.
+        while not self._ask(_Meetings.store.check, [key]):
             self.beat()
             now = self._heard(rank)
             if now != heard:
@@ -128,24 +136,29 @@ class World:
                     f"rank {rank} of {self.size} gave no sign of life for {self._silence_s:.0f} s",
                     "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
                 )
-        with self._lock:
-            return msgspec.msgpack.decode(bytes(_Meetings.store.get(key)))
-
-    def _wait(self, key: str) -> bool:
-        pause = min(_POLL_S, self._silence_s / 4)
-        try:
-            # Not under the lock: waiting takes long, and a beat from another thread must not wait for it.
-            _Meetings.store.wait([key], timedelta(seconds=pause))
-        except dist.DistNetworkError as error:
-            raise RankLost(
-                f"rank {self.rank} lost the store of its process group: {error}",
-                "The process that hosts it (rank 0, or torchrun's agent) is gone; restart the job",
-            ) from error
-        except RuntimeError:
-            return False  # not within the pause
-        return True
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_POLL_S)
+        return msgspec.msgpack.decode(bytes(self._ask(_Meetings.store.get, key)))
 
     def _heard(self, rank: int) -> bytes:
         name = f"ckpt/beat/{rank}"
-        with self._lock:
-            return bytes(_Meetings.store.get(name)) if _Meetings.store.check([name]) else b""
+        return bytes(self._ask(_Meetings.store.get, name)) if self._ask(_Meetings.store.check, [name]) else b""
+
+    def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """What the store answers. Raises RankLost if it is gone, or gives no answer: its calls have no time-out."""
+        answer: Future[_T] = Future()
+        threading.Thread(target=_call, args=(answer, call, *arguments), name="ckpt-meeting", daemon=True).start()
+        try:
+            return answer.result(self._silence_s)
+        except (TimeoutError, dist.DistNetworkError) as error:
+            raise RankLost(
+                f"rank {self.rank} of {self.size} lost the store of its process group: {str(error) or 'no answer'}",
+                "The process that hosts it (rank 0, or torchrun's agent) is gone or hangs; restart the job",
+            ) from error
+
+
+def _call(answer: Future[_T], call: Callable[..., _T], *arguments: Any) -> None:
+    try:
+        answer.set_result(call(*arguments))
+    except Exception as error:
+        answer.set_exception(error)

@@ -1,10 +1,10 @@
 """Runs scenarios one after the other, each in freshly forked ranks; torch is imported once.
 
-    python -m tests.support.parallel.host <folder>
+    python -m tests.support.parallel.host <folder> [together]
 
 The folder has scenarios.json. Every scenario gets a folder of its own there, by its number, with what each rank
 printed and returned, and outcome.json at the end. A rank that fails ends its scenario; so does a time-out, and
-then every rank prints where it hangs.
+then every rank prints where it hangs. With "together", all scenarios run at the same time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -31,7 +32,7 @@ GRACE_S = 5.0
 """For the others to notice that a rank has failed, before they are killed."""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, together: bool) -> None:
     """Run all scenarios of the folder."""
     scenarios = json.loads((folder / "scenarios.json").read_text())
     for scenario in scenarios:
@@ -39,53 +40,73 @@ def main(folder: Path) -> None:
     warnings.simplefilter("error")  # only now: importing parts of torch warns
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.freeze()  # else the first collection of each rank copies every page it shares with the others
-    for number, scenario in enumerate(scenarios):
-        place = folder / str(number)
-        place.mkdir()
-        error = _run(scenario, place)
-        unfinished = place / "outcome.tmp"
-        unfinished.write_text(json.dumps(error))
-        unfinished.rename(place / "outcome.json")
+    size = len(scenarios) if together else 1
+    for start in range(0, len(scenarios), size):
+        some = range(start, min(start + size, len(scenarios)))
+        for running in [_start(scenarios[number], folder / str(number)) for number in some]:
+            running.finish()
 
 
-def _run(scenario: dict[str, Any], place: Path) -> str | None:
-    """Fork the ranks and wait; returns what went wrong."""
-    world = scenario["world_size"]
-    running = {}
-    for rank in range(world):
+@dataclass
+class Running:
+    """A scenario whose ranks run."""
+
+    scenario: dict[str, Any]
+    place: Path
+    pids: dict[int, int]
+    """By rank."""
+    deadline: float
+
+    def finish(self) -> None:
+        """Wait for the ranks, end those that are late or expected to hang, and write down what went wrong."""
+        failed, late = self._wait()
+        for rank in late:
+            os.kill(self.pids[rank], signal.SIGUSR1)  # prints every thread's stack
+        if late:
+            time.sleep(0.5)
+        for rank, pid in self.pids.items():
+            if rank in late or rank in self.scenario["lost"]:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        unfinished = self.place / "outcome.tmp"
+        unfinished.write_text(json.dumps(self._error(failed, late)))
+        unfinished.rename(self.place / "outcome.json")
+
+    def _wait(self) -> tuple[list[int], list[int]]:
+        """Until all have ended of which it is expected; the ranks that failed, and those that are late."""
+        failed: list[int] = []
+        waiting = [rank for rank in self.pids if rank not in self.scenario["lost"]]
+        while waiting and time.monotonic() < self.deadline:
+            time.sleep(0.005)
+            for rank in list(waiting):
+                pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
+                if pid == 0:
+                    continue
+                waiting.remove(rank)
+                if status != 0:
+                    failed.append(rank)
+                    self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
+        return failed, waiting
+
+    def _error(self, failed: list[int], late: list[int]) -> str | None:
+        if not failed and not late:
+            return None
+        what = f"{self.scenario['function']} {self.scenario['arguments']}"
+        shown = [f"{what}: {'late' if late else 'failed'}: ranks {late or failed}"]
+        shown += [f"--- rank {rank}\n{(self.place / f'rank-{rank}.txt').read_text()}" for rank in self.pids]
+        return "\n".join(shown)
+
+
+def _start(scenario: dict[str, Any], place: Path) -> Running:
+    """Fork the ranks."""
+    place.mkdir()
+    pids = {}
+    for rank in range(scenario["world_size"]):
         pid = os.fork()
         if pid == 0:
             _become(rank, scenario, place)
-        running[pid] = rank
-    failed, late = _wait(running, time.monotonic() + scenario["timeout_s"])
-    if not failed and not late:
-        return None
-    shown = [f"{scenario['function']} {scenario['arguments']}: {'late' if late else 'failed'}: ranks {late or failed}"]
-    shown += [f"--- rank {rank}\n{(place / f'rank-{rank}.txt').read_text()}" for rank in range(world)]
-    return "\n".join(shown)
-
-
-def _wait(running: dict[int, int], deadline: float) -> tuple[list[int], list[int]]:
-    """Until all have ended; the ranks that failed, and those that had to be killed."""
-    failed: list[int] = []
-    while running and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            time.sleep(0.005)
-            continue
-        rank = running.pop(pid)
-        if status != 0:
-            failed.append(rank)
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-    late = sorted(running.values())
-    for pid in running:
-        os.kill(pid, signal.SIGUSR1)  # prints every thread's stack
-    if running:
-        time.sleep(0.5)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return failed, late
+        pids[rank] = pid
+    return Running(scenario, place, pids, time.monotonic() + scenario["timeout_s"])
 
 
 def _become(rank: int, scenario: dict[str, Any], place: Path) -> NoReturn:
@@ -111,13 +132,26 @@ def _call(rank: int, scenario: dict[str, Any], place: Path) -> Any:
     function = _function(scenario)
     if scenario["world_size"] == 1:
         return function(**scenario["arguments"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place / 'meeting'}", rank=rank, world_size=scenario["world_size"]
-    )
+    store = _tcp_store(rank, place) if scenario["tcp"] else dist.FileStore(str(place / "meeting"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=scenario["world_size"])
     try:
         return function(**scenario["arguments"])
     finally:
         dist.destroy_process_group()
+
+
+def _tcp_store(rank: int, place: Path) -> dist.TCPStore:
+    """Rank 0 has it, on a free port."""
+    told = place / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        unfinished = place / "port.tmp"
+        unfinished.write_text(str(store.port))
+        unfinished.rename(told)
+        return store
+    while not told.exists():
+        time.sleep(0.005)
+    return dist.TCPStore("127.0.0.1", int(told.read_text()), wait_for_workers=False)
 
 
 def _function(scenario: dict[str, Any]) -> Callable[..., Any]:
@@ -126,4 +160,4 @@ def _function(scenario: dict[str, Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "together" in sys.argv[2:])

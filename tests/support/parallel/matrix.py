@@ -1,7 +1,7 @@
 """Saves in every layout, restores in every layout: what each rank does, and what must come out.
 
-outcomes = run_matrix(saved, restored, folder)
-check_restored(outcomes, "fsdp2", "tp")
+matrix = run_matrix([("fsdp2", "tp"), ("tp", "single")], folder)
+check_restored(matrix, "fsdp2", "tp")
 """
 
 from __future__ import annotations
@@ -48,25 +48,26 @@ def restore(built: Built, folder: Path) -> None:
 class Matrix:
     """Outcomes by layout, and by pair of saved and restored layout."""
 
+    folder: Path
+    """Has a folder for each saved layout, with the store in it."""
     saved: dict[str, Outcome]
     restored: dict[tuple[str, str], Outcome]
 
 
 def run_matrix(
-    saved: Sequence[str],
-    restored: Sequence[str],
+    pairs: Sequence[tuple[str, str]],
     folder: Path,
     setup: Setup | None = None,
     save: str = SAVE,
     restore: str = RESTORE,
 ) -> Matrix:
-    """Save once in each layout of `saved`, and restore each of these checkpoints in every layout of `restored`."""
+    """Of each pair, save in the first layout and restore in the second; what is saved in a layout is saved once."""
     settings = asdict(setup or Setup())
+    saved = list(dict.fromkeys(source for source, _ in pairs))
     scenarios = [
         Scenario(f"{__name__}:save_in", LAYOUTS[name].world_size, _arguments(name, settings, folder / name, save))
         for name in saved
     ]
-    pairs = [(source, target) for target in restored for source in saved]
     scenarios += [
         Scenario(
             f"{__name__}:restore_in", LAYOUTS[target].world_size, _arguments(target, settings, folder / source, restore)
@@ -79,7 +80,9 @@ def run_matrix(
     ranks.mkdir()
     outcomes = run_scenarios(scenarios, ranks)
     return Matrix(
-        dict(zip(saved, outcomes[: len(saved)], strict=True)), dict(zip(pairs, outcomes[len(saved) :], strict=True))
+        folder,
+        dict(zip(saved, outcomes[: len(saved)], strict=True)),
+        dict(zip(pairs, outcomes[len(saved) :], strict=True)),
     )
 
 

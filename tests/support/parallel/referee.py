@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.support.parallel.built import Built, canonical
+from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
 State = dict[str, Any]
 """Canonical name -> whole tensor; optimizer state as "name:key"."""

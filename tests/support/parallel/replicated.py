@@ -6,13 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tests.support.parallel.built import Built, Setup, average_gradients, data_parallel, optimizers
 from tests.support.parallel.experts import Experts
 from tests.support.parallel.model import Part, Transformer
+from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
 
 def single(setup: Setup) -> Built:

@@ -19,13 +19,17 @@ ROOT = Path(__file__).parents[3]
 class Scenario:
     """A function ("package.module:name") that each of `world_size` ranks calls with these arguments.
 
-    With more than one rank there is a gloo group; with one there is none.
+    With more than one rank there is a gloo group; with one there is none. Its store is a file, or with `tcp` a
+    server in rank 0.
     """
 
     function: str
     world_size: int
     arguments: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 60.0
+    lost: tuple[int, ...] = ()
+    """Ranks that kill or stop themselves. Nothing is expected of them; their result is None."""
+    tcp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,16 @@ class Outcome:
         return self.results
 
 
-def run_scenarios(scenarios: Sequence[Scenario], folder: Path) -> list[Outcome]:
-    """Run them one after the other in `folder`, which is empty. One that fails or hangs spoils no other."""
+def run_scenarios(scenarios: Sequence[Scenario], folder: Path, together: bool = False) -> list[Outcome]:
+    """Run them in `folder`, which is empty: one after the other, or all at the same time.
+
+    One that fails or hangs spoils no other.
+    """
     (folder / "scenarios.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
     limit = 60 + sum(scenario.timeout_s + 10 for scenario in scenarios)
     with (folder / "host.txt").open("w+") as output:
         host = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.parallel.host", str(folder)],
+            [sys.executable, "-m", "tests.support.parallel.host", str(folder), *(["together"] if together else [])],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=output,
@@ -67,7 +74,11 @@ def _outcome(place: Path, scenario: Scenario) -> Outcome:
     error = json.loads((place / "outcome.json").read_text())
     if error is not None:
         return Outcome([], error)
-    return Outcome([json.loads((place / f"rank-{rank}.json").read_text()) for rank in range(scenario.world_size)], None)
+    results = [
+        None if rank in scenario.lost else json.loads((place / f"rank-{rank}.json").read_text())
+        for rank in range(scenario.world_size)
+    ]
+    return Outcome(results, None)
 
 
 def _kill_all(host: subprocess.Popen[bytes]) -> None:

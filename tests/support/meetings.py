@@ -1,0 +1,65 @@
+"""What ranks do in tests of World: scenarios for tests.support.parallel.runner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from threading import Event, Thread
+from typing import Any
+
+import torch.distributed as dist
+
+from ckpt.distributed import World
+from ckptstore.errors import RankLost
+
+
+def meet(rounds: int) -> dict[str, Any]:
+    """Several meetings, in two worlds after one another; what was heard, and which keys are left."""
+    store = dist.distributed_c10d._get_default_store()
+    heard: list[Any] = []
+    for world in (World(30), World(30)):
+        for number in range(rounds):
+            heard.append(world.gather([number, world.rank, b"\x00\xff", None]))
+            heard.append(world.broadcast({"from": world.rank, "number": number}))
+    World(30).gather("end")
+    dist.barrier()  # rank 0 clears up after it has answered
+    keys = [f"ckpt/{number}{of_rank}" for number in range(4 * rounds + 2) for of_rank in ("", "/0", "/1", "/2")]
+    left = [key for key in keys if store.check([key])]
+    dist.barrier()  # the store may live in rank 0
+    return {"heard": repr(heard), "left": left}
+
+
+def lose(lost: int, how: str, meeting: str, timeout_s: float) -> dict[str, Any]:
+    """One rank ends between two meetings; what the others say, and after how long."""
+    world = World(timeout_s)
+    started = time.monotonic()
+    try:
+        world.gather(None)
+        if world.rank == lost:
+            os.kill(os.getpid(), getattr(signal, how))
+        world.gather(None) if meeting == "gather" else world.broadcast(None)
+    except RankLost as error:
+        return {"said": str(error), "seconds": time.monotonic() - started}
+    return {"said": "all are here", "seconds": time.monotonic() - started}
+
+
+def be_slow(timeout_s: float) -> list[Any]:
+    """Rank 1 comes late to a meeting, and gives signs of life from another thread meanwhile."""
+    world = World(timeout_s)
+    world.gather(None)
+    if world.rank == 1:
+        done = Event()
+        beating = Thread(target=_beat, args=(world, done))
+        beating.start()
+        time.sleep(2 * timeout_s)
+        done.set()
+        beating.join()
+    heard = world.gather(world.rank)
+    dist.barrier()  # the store may live in rank 0
+    return heard
+
+
+def _beat(world: World, done: Event) -> None:
+    while not done.wait(0.05):
+        world.beat()
