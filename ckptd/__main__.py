@@ -1,8 +1,11 @@
-"""The command line of the daemon: `ckptd serve`, or `python -m ckptd serve`."""
+"""The command line of the daemon: `ckptd serve`, `ckptd config`, `ckptd token`; or `python -m ckptd`."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -10,17 +13,17 @@ import typer
 
 from ckptd import logs
 from ckptd.app import create_app
+from ckptd.configuration import PREFIX, Configuration, load
+from ckptd.redaction import Redactor, secrets_of
 from ckptd.server import serve as serve_app
-from ckptd.settings import Settings, default_cache, default_db
+from ckptd.settings import KNOBS
 from ckptstore.errors import CkptError
 
-_DEFAULTS = Settings(store="", db="")
+_METAVARS = {str: "TEXT", int: "N", float: "SECONDS"}
 
-cli = typer.Typer(name="ckptd", help="The checkpoint daemon.", no_args_is_help=True, add_completion=False)
-
-
-def _knob(name: str, text: str = "") -> Any:
-    return typer.Option(f"--{name.replace('_', '-')}", envvar=f"CKPTD_{name.upper()}", help=text)
+cli = typer.Typer(
+    name="ckptd", help="The checkpoint daemon.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -38,50 +41,65 @@ def _common(
     pass
 
 
-@cli.command()
-def serve(
-    store: Annotated[str, _knob("store", "URL of the store: file:///folder, s3://bucket/folder.")],
-    db: Annotated[str, _knob("db", "SQLAlchemy URL of the index. Default: a file in the state folder.")] = "",
-    host: Annotated[str, _knob("host")] = _DEFAULTS.host,
-    port: Annotated[int, _knob("port", "0: any free one.")] = _DEFAULTS.port,
-    insecure: Annotated[bool, _knob("insecure", "Listen beyond loopback without CKPTD_TOKEN.")] = _DEFAULTS.insecure,
-    cache: Annotated[str, _knob("cache", "Folder of the cache. Default: in the user's cache folder.")] = "",
-    cache_bytes: Annotated[int, _knob("cache_bytes", "0: no cache.")] = _DEFAULTS.cache_bytes,
-    store_reads: Annotated[int, _knob("store_reads", "For readers, at a time.")] = _DEFAULTS.store_reads,
-    poll_seconds: Annotated[float, _knob("poll_seconds", "Between two listings.")] = _DEFAULTS.poll_seconds,
-    commit_grace: Annotated[float, _knob("commit_grace_seconds")] = _DEFAULTS.commit_grace_seconds,
-    collect_seconds: Annotated[float, _knob("collect_seconds")] = _DEFAULTS.collect_seconds,
-    orphan_grace: Annotated[float, _knob("orphan_grace_seconds")] = _DEFAULTS.orphan_grace_seconds,
-    notice_seconds: Annotated[float, _knob("notice_seconds")] = _DEFAULTS.notice_seconds,
-    drain_seconds: Annotated[float, _knob("drain_seconds")] = _DEFAULTS.drain_seconds,
-    log_level: Annotated[str, _knob("log_level")] = _DEFAULTS.log_level,
-) -> None:
-    """Serve a store over HTTP. The token is read from CKPTD_TOKEN: a command line is no place for secrets."""
-    try:
-        settings = Settings(
-            store=store,
-            db=db or default_db(store),
-            host=host,
-            port=port,
-            token=os.environ.get("CKPTD_TOKEN", "").strip(),
-            insecure=insecure,
-            cache=cache or default_cache(store),
-            cache_bytes=cache_bytes,
-            store_reads=store_reads,
-            poll_seconds=poll_seconds,
-            commit_grace_seconds=commit_grace,
-            collect_seconds=collect_seconds,
-            orphan_grace_seconds=orphan_grace,
-            notice_seconds=notice_seconds,
-            drain_seconds=drain_seconds,
-            log_level=log_level,
-        )
-        logs.configure(settings.log_level)
-        app = create_app(settings)
-    except CkptError as error:
-        typer.echo(f"ckptd: {error}", err=True)
-        raise typer.Exit(error.exit_code) from error
-    serve_app(app, settings)
+def _flags() -> list[tuple[str, Any]]:
+    """Every setting as an option. None where it is not given: the default may come from elsewhere."""
+    help_of_file = "TOML file of settings, by their names here with underscores."
+    options = [("config", typer.Option("--config", metavar="FILE", help=f"{help_of_file} [env: {PREFIX}CONFIG]"))]
+    for knob in KNOBS:
+        if not knob.metadata["secret"]:
+            default = f" [default: {knob.default}]" if knob.default != "" else ""
+            text = f"{knob.metadata['text']} [env: {PREFIX}{knob.name.upper()}]{default}"
+            flag = f"--{knob.name.replace('_', '-')}"
+            options.append((knob.name, typer.Option(flag, metavar=_METAVARS[type(knob.default)], help=text)))
+    return options
+
+
+def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], None]:
+    """Make a function of a Configuration, and perhaps more, a command that has an option for every setting."""
+
+    def add(work: Callable[..., None]) -> None:
+        def run(**given: Any) -> None:
+            try:
+                configuration = load({name: given.pop(name) for name, _ in flags}, os.environ)
+                settings = configuration.settings
+                redact = Redactor([settings.token, *secrets_of(os.environ)])
+                logs.configure(settings.log_level, settings.log_format, redact)
+                work(configuration, **given)
+            except CkptError as error:
+                typer.echo(f"ckptd: {error}", err=True)
+                raise typer.Exit(error.exit_code) from error
+
+        flags = _flags()
+        own = list(inspect.signature(work, eval_str=True).parameters.values())[1:]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        settings = [
+            inspect.Parameter(name, keyword, default=None, annotation=Annotated[str | None, option])
+            for name, option in flags
+        ]
+        parameters = [parameter.replace(kind=keyword) for parameter in own] + settings
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        group.command(name, help=work.__doc__)(run)
+
+    return add
+
+
+@_command(cli, "serve")
+def _serve(configuration: Configuration) -> None:
+    """Serve a store over HTTP.
+
+    There is no option for the token: a command line is no place for secrets. Use CKPTD_TOKEN or the file.
+    """
+    serve_app(create_app(configuration.settings), configuration.settings)
+
+
+@_command(cli, "config")
+def _config(configuration: Configuration) -> None:
+    """Print the settings in force, where each comes from, and do nothing."""
+    lines = configuration.lines()
+    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    for name, value, origin in lines:
+        sys.stdout.write(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}\n")
 
 
 def main() -> None:

@@ -1,25 +1,62 @@
-"""Log lines on stderr: time, level, request id, message."""
+"""Log lines on stderr, as text or one JSON object each, with the id of the request, and without secrets."""
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from contextvars import ContextVar
+
+from ckptd.redaction import Redactor
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 """The request being answered, here and in the threads that work for it."""
+FIELDS = "ckptd_fields"
+"""`extra={FIELDS: {...}}` adds to the JSON object; text leaves it out."""
+_CHATTY = ("alembic", "uvicorn", "httpx", "botocore", "aiobotocore", "s3fs", "fsspec", "opentelemetry", "urllib3")
 
 
-class _RequestId(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
+class _TextFormatter(logging.Formatter):
+    def __init__(self, redact: Redactor) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(request_id)s %(message)s")
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
         record.request_id = REQUEST_ID.get()
-        return True
+        return self._redact(super().format(record))
 
 
-def configure(level: str) -> None:
-    """Send the logs of this process to stderr."""
+class _JsonFormatter(logging.Formatter):
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self, redact: Redactor) -> None:
+        super().__init__()
+        self.converter = time.gmtime
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        # Redacted before it is JSON: an escape inside a secret would hide it.
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "request_id": REQUEST_ID.get(),
+            "message": self._redact(record.getMessage()),
+            **{name: self._clean(value) for name, value in getattr(record, FIELDS, {}).items()},
+        }
+        if record.exc_info:
+            line["exception"] = self._redact(self.formatException(record.exc_info))
+        return json.dumps(line, ensure_ascii=False)
+
+    def _clean(self, value: object) -> object:
+        return self._redact(value) if isinstance(value, str) else value
+
+
+def configure(level: str, form: str, redact: Redactor) -> None:
+    """Send the logs of this process to stderr. form: "text" or "json"."""
     handler = logging.StreamHandler()
-    handler.addFilter(_RequestId())
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(request_id)s %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    for chatty in ("alembic", "uvicorn", "httpx", "botocore", "aiobotocore", "s3fs", "fsspec"):
+    handler.setFormatter(_JsonFormatter(redact) if form == "json" else _TextFormatter(redact))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for chatty in _CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)

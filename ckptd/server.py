@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import ssl
 import threading
 from types import FrameType
 
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 
 from ckptd.api.context import Context
 from ckptd.settings import Settings
+from ckptstore.errors import InvalidRequest
 
 _LOG = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
@@ -32,7 +34,8 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             for listening in server.sockets:
                 host, port = listening.getsockname()[:2]
-                _LOG.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+                scheme = "https" if self.config.is_ssl else "http"
+                _LOG.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._context.leaving:
@@ -49,7 +52,10 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: FastAPI, settings: Settings) -> None:
-    """Answer requests until a signal comes, then drain; returns when the last answer is sent or given up."""
+    """Answer requests until a signal comes, then drain; returns when the last answer is sent or given up.
+
+    Raises InvalidRequest if the certificate or its key cannot be used.
+    """
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -59,7 +65,10 @@ def serve(app: FastAPI, settings: Settings) -> None:
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
     )
+    _load(config)
     _Server(config, app.state.context, settings.notice_seconds).run()
     _LOG.info("stopped")
     if _is_stuck():
@@ -67,6 +76,16 @@ def serve(app: FastAPI, settings: Settings) -> None:
         # what matters is in the store, and the index is closed.
         logging.shutdown()
         os._exit(0)
+
+
+def _load(config: uvicorn.Config) -> None:
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequest(
+            f"cannot use certificate {config.ssl_certfile} with key {config.ssl_keyfile}: {error}",
+            "Both are PEM files that this user can read, and belong together",
+        ) from error
 
 
 def _is_stuck() -> bool:

@@ -1,73 +1,91 @@
-"""Every knob of the daemon. The environment variable of a field is CKPTD_ and its name in capitals."""
+"""Every knob of the daemon: name, default, meaning. ckptd.configuration finds out what they are set to."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from ckptstore.documents import digest
 from ckptstore.errors import InvalidRequest
 
 DEFAULT_PORT = 8470
+AUTH_OFF = "off"
+_CHOICES = {
+    "auth": ("on", AUTH_OFF),
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("text", "json"),
+}
+_POSITIVE = ("poll_seconds", "collect_seconds")
+_NOT_NEGATIVE = ("commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds")
+
+
+def _knob(default: Any, text: str, secret: bool = False) -> Any:
+    return field(default=default, metadata={"text": text, "secret": secret})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How one daemon runs. Raises InvalidRequest if the values make no sense together."""
 
-    store: str
-    """URL of the store it serves."""
-    db: str
-    """SQLAlchemy URL of its index, a cache that may be deleted at any time."""
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    """0: any free one; the log names it."""
-    token: str = ""
-    """Bearer token that requests must carry; empty: none."""
-    insecure: bool = False
-    """Listen beyond loopback although there is no token."""
-    cache: str = ""
-    """Folder for what was read from the store, of this daemon alone; empty: none."""
-    cache_bytes: int = 10 << 30
-    """It holds no more; 0: nothing."""
-    store_reads: int = 16
-    """Reads of the store for readers, at a time; each holds up to 4 MiB in memory."""
-    poll_seconds: float = 10.0
-    """Between two listings of the store."""
-    commit_grace_seconds: float = 5.0
-    """A finished attempt is left to its own committer for so long before the daemon commits it."""
-    collect_seconds: float = 3600.0
-    """Between two collections of orphans."""
-    orphan_grace_seconds: float = 24 * 3600.0
-    """An unfinished attempt is deleted when nothing was written to it for so long."""
-    notice_seconds: float = 2.0
-    """After SIGTERM: how long /readyz says no before the port is closed."""
-    drain_seconds: float = 20.0
-    """After that: how long open requests may take to end."""
-    log_level: str = "info"
+    store: str = _knob("", "URL of the store: file:///folder, s3://bucket/folder.")
+    db: str = _knob("", "SQLAlchemy URL of the index. Default: a file in the state folder.")
+    host: str = _knob("127.0.0.1", "Address to listen on.")
+    port: int = _knob(DEFAULT_PORT, "0: any free one; the log names it.")
+    auth: str = _knob("on", "Every request must carry a token; off: on loopback only.")
+    token: str = _knob("", "A token that may do everything, beside those in the index.", secret=True)
+    tls_cert: str = _knob("", "PEM file of the certificate and its chain; with --tls-key, serve https only.")
+    tls_key: str = _knob("", "PEM file of the certificate's key.")
+    cache: str = _knob("", "Folder for what was read from the store. Default: in the user's cache folder.")
+    cache_bytes: int = _knob(10 << 30, "The cache holds no more; 0: no cache.")
+    store_reads: int = _knob(16, "Reads of the store for readers, at a time; each holds up to 4 MiB in memory.")
+    poll_seconds: float = _knob(10.0, "Between two listings of the store.")
+    commit_grace_seconds: float = _knob(5.0, "A finished attempt is left to its own committer for so long.")
+    collect_seconds: float = _knob(3600.0, "Between two collections of orphans.")
+    orphan_grace_seconds: float = _knob(
+        24 * 3600.0, "An unfinished attempt is deleted when nothing was written to it for so long."
+    )
+    notice_seconds: float = _knob(2.0, "After SIGTERM: how long /readyz says no before the port is closed.")
+    drain_seconds: float = _knob(20.0, "After that: how long open requests may take to end.")
+    log_level: str = _knob("info", "debug, info, warning or error.")
+    log_format: str = _knob("text", "text, or json: one object a line.")
+    otlp_endpoint: str = _knob("", "Where to send traces: an OTLP collector's HTTP address. Empty: nowhere.")
 
     def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}", f"Use one of: {', '.join(allowed)}")
+        if not self.store:
+            raise InvalidRequest("no store is given", "Pass --store URL, or set CKPTD_STORE")
         if not 0 <= self.port <= 65535:
             raise InvalidRequest(f"port {self.port} is not a port", "Use 0 to 65535")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise InvalidRequest(f"log level {self.log_level!r} is unknown", "Use debug, info, warning or error")
         if self.cache_bytes < 0 or self.store_reads < 1:
             raise InvalidRequest(
                 f"cache_bytes is {self.cache_bytes}, store_reads {self.store_reads}", "Use at least 0 and 1"
             )
-        for name in ("poll_seconds", "collect_seconds"):
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a positive number of seconds")
-        for name in ("commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds"):
+        for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a number of seconds, not below 0")
-        if not (self.token or self.insecure or _is_loopback(self.host)):
+        self._check_exposure()
+
+    def _check_exposure(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise InvalidRequest("of tls_cert and tls_key only one is given", "Give both, or neither")
+        if self.auth == AUTH_OFF and not _is_loopback(self.host):
             raise InvalidRequest(
-                f"refusing to listen on {self.host} without a token: whoever reaches it could delete checkpoints",
-                "Set CKPTD_TOKEN, listen on 127.0.0.1, or pass --insecure on a network you trust",
+                f"refusing to listen on {self.host} with auth off: whoever reaches it could delete checkpoints",
+                "Leave auth on and make tokens (ckptd token create), or listen on 127.0.0.1",
             )
+        if self.auth == AUTH_OFF and self.token:
+            raise InvalidRequest("auth is off, and yet a token is given", "Drop one of them: which one is meant?")
+
+
+KNOBS: tuple[Field[Any], ...] = fields(Settings)
 
 
 def default_db(store: str) -> str:

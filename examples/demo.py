@@ -137,7 +137,7 @@ def daemon(folder: Path, store: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = ["serve", "--store", store, "--db", f"sqlite:///{folder}/index.db", "--port", str(port)]
-    command += ["--cache-bytes", "0"]  # the store is a folder of this machine
+    command += ["--auth", "off", "--cache-bytes", "0"]  # the store is a folder of this machine, and so are we
     console.print(f"$ ckptd {' '.join(command)} &", soft_wrap=True)
     url = f"http://127.0.0.1:{port}"
     with (folder / "ckptd.log").open("w") as log:

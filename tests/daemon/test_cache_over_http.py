@@ -79,9 +79,8 @@ def counted(store: Store, tmp_path: Path) -> Iterator[Counted]:
     """A daemon that serves a shard; its URL is the shard's."""
     checkpoint = _write(store)
     counting = CountingStore(store)
-    settings = Settings(
-        store=store.url, db=f"sqlite:///{tmp_path / 'index.db'}", cache=str(tmp_path / "cache"), poll_seconds=0.1
-    )
+    index, cache = f"sqlite:///{tmp_path / 'index.db'}", str(tmp_path / "cache")
+    settings = Settings(store=store.url, auth="off", db=index, cache=cache, poll_seconds=0.1)
     with serving(create_app(settings, counting)) as url:
         wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "readiness")
         yield Counted(url + _path(checkpoint), counting, f"{url}/metrics")

@@ -181,7 +181,7 @@ def test_memory_stays_small_while_a_big_shard_is_read(store: Store) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "says"),
     [
-        (("--host", "0.0.0.0"), {}, "without a token"),
+        (("--host", "0.0.0.0", "--auth", "off"), {}, "with auth off"),
         (("--store", "nosuch://x"), {}, "nosuch"),
         (("--store", "memory://x"), {}, "one process"),
         (("--db", "nonsense"), {}, "database URL"),
@@ -191,7 +191,7 @@ def test_memory_stays_small_while_a_big_shard_is_read(store: Store) -> None:
         (("--port", "70000"), {}, "port"),
         (("--cache-bytes", "-1"), {}, "cache_bytes"),
         ((), {"CKPTD_STORE_READS": "0"}, "store_reads"),
-        ((), {"CKPTD_LOG_LEVEL": "loud"}, "log level"),
+        ((), {"CKPTD_LOG_LEVEL": "loud"}, "log_level"),
     ],
 )
 def test_settings_that_make_no_sense_end_it_with_a_sentence(

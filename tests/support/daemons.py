@@ -23,6 +23,7 @@ _EXIT_S = 30.0
 _LISTENING = "listening on "
 # Tests wait for the daemon to notice things: let it look often, and leave nothing waiting at its end.
 _EAGER = ("--poll-seconds", "0.1", "--commit-grace-seconds", "0.3", "--notice-seconds", "0")
+_OPEN = ("--auth", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ def running_daemon(
 ) -> Iterator[Daemon]:
     """A daemon for the store, ready when the block begins (ready=False: only listening), gone when it ends.
 
+    It asks for no token, unless the environment has CKPTD_TOKEN or the options say otherwise.
     db_url: None for an index that lives as long as the block. options: more arguments of `serve`.
     environment: instead of this process's own.
     """
@@ -100,6 +102,7 @@ def running_daemon(
             "--port",
             "0",
             *_EAGER,
+            *(() if "CKPTD_TOKEN" in (environment or {}) else _OPEN),
             *options,
         ]
         inherited = os.environ if environment is None else environment

@@ -1,0 +1,34 @@
+"""Keeps secrets out of everything that people read: logs and the listing of settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+MASK = "***"
+_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_SECRET_VARIABLE = re.compile(r"SECRET|PASSWORD|PASSWD|TOKEN|CREDENTIAL|ACCOUNT_KEY")
+_SHORTEST = 6
+"""Shorter values are too likely to stand in a line by chance."""
+
+
+def mask_passwords(text: str) -> str:
+    """The text with the passwords in its URLs replaced."""
+    return _URL_PASSWORD.sub(rf"\1{MASK}@", text)
+
+
+def secrets_of(environment: Mapping[str, str]) -> list[str]:
+    """The values of those variables whose names say that they are secret."""
+    return [value for name, value in environment.items() if _SECRET_VARIABLE.search(name.upper())]
+
+
+class Redactor:
+    """Replaces passwords in URLs, our own tokens, and the given values. Any thread may use it."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        literal = sorted((re.escape(value) for value in set(secrets) if len(value) >= _SHORTEST), key=len, reverse=True)
+        self._secret = re.compile("|".join([r"ckptd_[A-Za-z0-9.-]+_[0-9a-f]{64}", *literal]))
+
+    def __call__(self, text: str) -> str:
+        """The text without them."""
+        return mask_passwords(self._secret.sub(MASK, text))
