@@ -1,6 +1,8 @@
 """What torch.save wrote, imported: restorable, exact, and never executed."""
 
+import mmap
 import os
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.serialization import skip_data
 
 from ckpt import Checkpointer
+from ckpt.foreign.torch_file import read_torch
 from ckptstore.catalog import list_checkpoints
 from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.errors import CorruptObject
 from ckptstore.stores import open_store
 from tests.support.command_line import Finished, invoke
 from tests.support.dcp_state import make_model, make_optimizer, same
@@ -238,3 +243,38 @@ def test_the_format_before_zip_is_said(store: Path, tmp_path: Path) -> None:
 def test_nothing_is_no_checkpoint(store: Path, tmp_path: Path) -> None:
     torch.save({}, tmp_path / "empty.pt")
     assert refused(store, tmp_path / "empty.pt")["code"] == "invalid_request"
+
+
+def write_larger_than_memory(path: Path) -> int:
+    """A file of torch.save with a tensor of zeros that takes no room on the disk; returns its bytes."""
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 2
+    unreserved = 0x4000  # MAP_NORESERVE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved)
+    with skip_data(), open(path, "wb") as file:
+        torch.save({"w": torch.frombuffer(memory, dtype=torch.int32)}, file)
+    return size
+
+
+def test_a_file_larger_than_the_memory_can_be_read(tmp_path: Path) -> None:
+    size = write_larger_than_memory(tmp_path / "large.pt")
+    (part,) = read_torch(tmp_path / "large.pt", "model").parts
+    assert part.slice.bytes == size
+    buffer = bytearray(b"x" * 4096)
+    part.read(size - 4096, memoryview(buffer))
+    assert bytes(buffer) == bytes(4096)
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text() != "0\n", reason="here a private mapping is always granted"
+)
+def test_a_file_of_the_other_byte_order_is_never_turned_around_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "byteorder", "big")
+        write_larger_than_memory(path)
+    before = path.stat()
+    with pytest.raises(CorruptObject, match="unable to mmap"):
+        read_torch(path, "model")
+    assert (path.stat().st_blocks, path.stat().st_mtime_ns) == (before.st_blocks, before.st_mtime_ns)

@@ -31,6 +31,7 @@ def main() -> None:
         {"model": weights, "optimizer": get_optimizer_state_dict(model, optim), **more}, checkpoint_id=folder / "tree"
     )
     dcp.save({"model": weights, "optim": flat_optimizer_state(model, optim), **more}, checkpoint_id=folder / "flat")
+    dist.barrier()
     dist.destroy_process_group()
 
 

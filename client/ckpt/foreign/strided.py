@@ -16,7 +16,7 @@ def tensor_read(tensor: torch.Tensor) -> Read:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    memory = storage.numpy().data if storage.numel() else memoryview(b"")
+    memory = storage.numpy().data.toreadonly() if storage.numel() else memoryview(b"")
     return strided_read(memory, tensor.element_size(), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import pickle  # noqa: TID251 - only the name of torch's refusal
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint
+from torch.serialization import get_unsafe_globals_in_checkpoint, set_default_mmap_options
 
 from ckpt.foreign.parts import Foreign
 from ckpt.foreign.state import to_foreign
@@ -29,12 +34,30 @@ def read_torch(path: Path, item: str) -> Foreign:
                 "Copy it again; one from before torch 1.6 must be loaded and saved once more",
             )
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = _load(path)
     except pickle.UnpicklingError as error:
         raise refusal(str(path), path, error) from error
     except Exception as error:  # torch raises almost anything for a damaged file, OSError too
         raise CorruptObject(f"{path} cannot be read: {first_sentence(error)}", "Copy it again") from error
     return to_foreign(state, item, str(path))
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as error:
+        if os.strerror(errno.ENOMEM) not in str(error) or not _is_native(path):
+            raise
+    # Linux refuses a private mapping that is larger than the memory, though nobody writes to it; not a shared one.
+    with set_default_mmap_options(mmap.MAP_SHARED):
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _is_native(path: Path) -> bool:
+    """Whether torch takes the bytes as they are; others it would turn around where they lie."""
+    with zipfile.ZipFile(path) as archive:
+        orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    return set(orders) <= {sys.byteorder.encode()}
 
 
 def refusal(what: str, file: Any, error: Exception) -> CkptError:
