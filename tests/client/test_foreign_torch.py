@@ -138,7 +138,13 @@ def test_an_optimizer_whose_names_cannot_be_known_is_kept_as_it_is_and_said(stor
     state = {"model": model.state_dict()} if change != "alone" else {}
     done = imported(store, {**state, "optim": optim.state_dict()})
     assert ["by parameter number" in note for note in done.json["notes"]] == [True]
-    assert same(given_back(store)["optim"], optim.state_dict())
+    assert same(given_back(store)["optim_by_number"], optim.state_dict())
+    fresh = torch.optim.SGD([{**group, "lr": 1.0, "momentum": 0.0} for group in optim.param_groups])
+    with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
+        restored = checkpointer.restore(model if state else None, optim_by_number=None)
+    assert restored is not None
+    fresh.load_state_dict(restored.values["optim_by_number"])
+    assert same(fresh.state_dict(), optim.state_dict())
 
 
 def test_every_kind_of_tensor_and_value_keeps_its_bits(store: Path) -> None:

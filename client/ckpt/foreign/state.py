@@ -27,6 +27,7 @@ _RENAMED = {
     "optim_state_dict": OPTIMIZER,
 }
 _WRAPPER = "module."
+_NUMBERED = "_by_number"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -112,7 +113,8 @@ def to_foreign(state: Any, item: str, path: str) -> Foreign:
         items[MODEL] = _plain_names(items[MODEL], builder.foreign.notes)
     for name, value in items.items():
         state = value if name == MODEL else _unflattened(value)
-        builder.add(name, _optimizer(name, state, items.get(MODEL), builder.foreign.notes))
+        state = _optimizer(name, state, items.get(MODEL), builder.foreign.notes)
+        builder.add(f"{name}{_NUMBERED}" if _is_optimizer(state) else name, state)
     if not builder.foreign.trees:
         raise InvalidRequest(f"{path} holds nothing", "Is it the right file?")
     return builder.foreign
@@ -177,8 +179,8 @@ def _optimizer(item: str, state: Any, model: Any, notes: list[str]) -> Any:
     names = _names_of(groups, states, model)
     if names is None:
         notes.append(
-            f"{item} is kept by parameter number: the file does not tell the parameters' names. Load it with "
-            f"ckpt.load and give it to load_state_dict; restore cannot take it"
+            f"{item} is kept by parameter number, as {item}{_NUMBERED}: the file does not tell the parameters' names. "
+            f"Restore it with {item}{_NUMBERED}=None and give the value to load_state_dict"
         )
         return state
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
