@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer
-    from ckpt.default import close, init, latest, load, restore, save, save_async, wait
+    from ckpt.default import close, init, latest, load, prepare, restore, save, save_async, wait
     from ckpt.restoring.pipeline import Restored
     from ckpt.saving.handle import SaveHandle, Timings
     from ckptstore.catalog import Checkpoint
@@ -37,6 +37,7 @@ __all__ = [
     "init",
     "latest",
     "load",
+    "prepare",
     "restore",
     "save",
     "save_async",

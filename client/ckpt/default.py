@@ -7,9 +7,8 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch import nn
 
-from ckpt.capture.subject import Optimizers
+from ckpt.capture.subject import Model, Optimizers
 from ckpt.checkpointer import Checkpointer
 from ckpt.restoring.pipeline import Restored
 from ckpt.restoring.tensors import load_tensors
@@ -29,8 +28,13 @@ def init(store: str | None = None, **arguments: Any) -> Checkpointer:
     return _default
 
 
+def prepare(model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
+    """See Checkpointer.prepare."""
+    _current().prepare(model, optim, **extras)
+
+
 def save_async(
-    model: nn.Module | None,
+    model: Model | None,
     optim: Optimizers | None,
     step: int,
     *,
@@ -42,12 +46,12 @@ def save_async(
     return _current().save_async(model, optim, step, grads=grads, metrics=metrics, **extras)
 
 
-def save(model: nn.Module | None, optim: Optimizers | None, step: int, **arguments: Any) -> Checkpoint:
+def save(model: Model | None, optim: Optimizers | None, step: int, **arguments: Any) -> Checkpoint:
     """See Checkpointer.save."""
     return _current().save(model, optim, step, **arguments)
 
 
-def restore(model: nn.Module | None = None, optim: Optimizers | None = None, **arguments: Any) -> Restored | None:
+def restore(model: Model | None = None, optim: Optimizers | None = None, **arguments: Any) -> Restored | None:
     """See Checkpointer.restore."""
     return _current().restore(model, optim, **arguments)
 

@@ -72,9 +72,14 @@ def check_content(content: Content) -> None:
     _check_chunks(shards)
     _check_entries(entries)
     _check_slices(content)
-    known = set(entries.name)
+    _require(all(len(alias) <= _MAX_NAME for alias in content.aliases), "an alias is too long")
+
+
+def check_aliases(content: Content) -> None:
+    """Aliases of a whole checkpoint name entries, which another rank may have written. Raises Wrong."""
+    known = set(content.entries.name)
     for alias, name in content.aliases.items():
-        _require(len(alias) <= _MAX_NAME and alias not in known, f"alias {alias[:80]!r} is not allowed")
+        _require(alias not in known, f"alias {alias[:80]!r} is not allowed")
         _require(name in known, f"alias {alias[:80]!r} names no entry")
 
 

@@ -46,7 +46,7 @@ from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, Store
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.planning import check_cover
 from ckptstore.stores import Store
-from ckptstore.trees import merge_trees
+from ckptstore.trees import leaves, merge_trees
 
 _TRIES = 3
 
@@ -184,6 +184,7 @@ def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
     # What no reader would take must not be committed.
     check_manifest(manifest, f"the manifest of attempt {first.attempt}")
     check_cover(manifest.content)
+    _check_trees(manifest.content)
     return manifest
 
 
@@ -216,6 +217,15 @@ def _merge_content(contents: Sequence[Content]) -> Content:
             trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
     slices = Slices(**{name: concatenate(parts) for name, parts in columns.items()})
     return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=trees)
+
+
+def _check_trees(content: Content) -> None:
+    """CorruptObject if a tensor of a tree is no entry: the ranks misunderstood who writes it."""
+    known = set(content.entries.name)
+    for item, tree in content.trees.items():
+        for path, leaf in leaves(tree, item):
+            if "name" in leaf and leaf["name"] not in known:
+                raise CorruptObject(f"no rank wrote {path!r}", "Nothing was committed; please report this")
 
 
 def _summarize(manifest: Manifest) -> Summary:

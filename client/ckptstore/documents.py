@@ -40,11 +40,11 @@ def digest(data: Buffer) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
+class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of everything that is stored as JSON."""
 
 
-class Chunks(_Document, frozen=True, eq=False):
+class Chunks(Document, frozen=True, eq=False):
     """The chunks of one shard, as columns. They lie back to back, in this order, from byte 0 to the end."""
 
     raw: Column
@@ -66,7 +66,7 @@ class Chunks(_Document, frozen=True, eq=False):
         return self.digest[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)].hex()
 
 
-class Shard(_Document, frozen=True):
+class Shard(Document, frozen=True):
     """One file that one rank wrote."""
 
     name: str
@@ -74,7 +74,7 @@ class Shard(_Document, frozen=True):
     chunks: Chunks
 
 
-class Entries(_Document, frozen=True):
+class Entries(Document, frozen=True):
     """Tensors and arrays, as columns. Names are unique."""
 
     name: list[str]
@@ -82,7 +82,7 @@ class Entries(_Document, frozen=True):
     shape: list[list[int]]
 
 
-class Slices(_Document, frozen=True, eq=False):
+class Slices(Document, frozen=True, eq=False):
     """Where the elements of entries lie, as columns.
 
     A slice is a row-major box of an entry, at byte `at` of the raw (decoded) stream of a shard.
@@ -98,7 +98,7 @@ class Slices(_Document, frozen=True, eq=False):
     dimensions."""
 
 
-class Content(_Document, frozen=True, eq=False):
+class Content(Document, frozen=True, eq=False):
     """What a writer, or all of them, stored."""
 
     shards: list[Shard]
@@ -110,7 +110,7 @@ class Content(_Document, frozen=True, eq=False):
     """State that belongs to no single rank, by item (model, optim, ...), as tagged JSON (trees.py)."""
 
 
-class Receipt(_Document, frozen=True):
+class Receipt(Document, frozen=True):
     """A rank's statement that everything it writes is durable."""
 
     format: int
@@ -127,7 +127,7 @@ class Receipt(_Document, frozen=True):
     metrics: dict[str, float]
 
 
-class ReceiptRef(_Document, frozen=True):
+class ReceiptRef(Document, frozen=True):
     """A receipt as the manifest names it."""
 
     rank: int
@@ -135,7 +135,7 @@ class ReceiptRef(_Document, frozen=True):
     bytes: int
 
 
-class Manifest(_Document, frozen=True):
+class Manifest(Document, frozen=True):
     """All entries, slices and chunks of one checkpoint. A pure function of its receipts."""
 
     format: int
@@ -150,7 +150,7 @@ class Manifest(_Document, frozen=True):
     metrics: dict[str, float]
 
 
-class Summary(_Document, frozen=True):
+class Summary(Document, frozen=True):
     """What listings show without opening a manifest."""
 
     world_size: int
@@ -162,7 +162,7 @@ class Summary(_Document, frozen=True):
     metrics: dict[str, float]
 
 
-class Committed(_Document, frozen=True):
+class Committed(Document, frozen=True):
     """The manifest that a committed attempt consists of."""
 
     digest: str
@@ -170,7 +170,7 @@ class Committed(_Document, frozen=True):
     summary: Summary
 
 
-class Outcome(_Document, frozen=True):
+class Outcome(Document, frozen=True):
     """The create-only decision about one attempt: committed, or aborted (committed is None)."""
 
     format: int
@@ -184,7 +184,7 @@ class Outcome(_Document, frozen=True):
     at: float
 
 
-class Lease(_Document, frozen=True):
+class Lease(Document, frozen=True):
     """A reader's expiring claim on a checkpoint."""
 
     format: int
@@ -194,7 +194,7 @@ class Lease(_Document, frozen=True):
     expires_at: float
 
 
-class Tombstone(_Document, frozen=True):
+class Tombstone(Document, frozen=True):
     """The statement that a checkpoint is being deleted."""
 
     format: int
@@ -203,18 +203,18 @@ class Tombstone(_Document, frozen=True):
     by: str
     at: float
     reason: str
+    grace_s: float
+    """Nothing is deleted before the tombstone, by the store's clock, is so old."""
 
 
-Sealed = Receipt | Outcome | Lease | Tombstone
-_S = TypeVar("_S", Receipt, Outcome, Lease, Tombstone)
-_D = TypeVar("_D", bound=_Document)
+_D = TypeVar("_D", bound=Document)
 
 
 class _Version(msgspec.Struct):
     format: int
 
 
-def seal(document: Sealed) -> bytes:
+def seal(document: Document) -> bytes:
     """Two lines: the document as JSON, and the checksum of that line's bytes.
 
     Raises InvalidRequest if a metric is not finite: JSON would turn it into null, which no reader takes.
@@ -225,7 +225,7 @@ def seal(document: Sealed) -> bytes:
     return body + _trailer(body)
 
 
-def parse_sealed(data: bytes, kind: type[_S], key: str) -> _S:
+def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
     """The document in `data`, read from `key`, if every byte of it is as sealed and every field makes sense.
 
     Raises CorruptObject or UnsupportedFormat.
@@ -279,6 +279,7 @@ def check_manifest(manifest: Manifest, key: str) -> None:
     _check_names(manifest, key)
     _checked(key, checks.check_receipts, manifest)
     _checked(key, checks.check_content, manifest.content)
+    _checked(key, checks.check_aliases, manifest.content)
 
 
 def _trailer(body: bytes) -> bytes:
@@ -299,9 +300,11 @@ def _decode(body: bytes, kind: type[_D], key: str) -> _D:
         raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error
 
 
-def _check_names(document: _Document, key: str) -> None:
+def _check_names(document: Document, key: str) -> None:
+    if not hasattr(document, "attempt"):
+        return
     try:
-        attempt = names.Attempt.parse(document.attempt)  # type: ignore[attr-defined]
+        attempt = names.Attempt.parse(document.attempt)
         if isinstance(document, Receipt | Manifest | Outcome):
             names.check_run(document.run)
             if document.step != attempt.step:

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from ckpt.capture import modules, optimizers
 from ckpt.capture.leaves import dtype_name, tensor_bytes
 from ckpt.capture.ownership import Unit
+from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import Flat, Part, part_of
-from ckpt.capture.subject import Parameters, Subject
+from ckpt.capture.subject import Subject
 
 _SAMPLE = 64  # elements of each parameter that are compared between ranks
 _FRAME = Unit("", (), (), False, 0)
@@ -34,7 +35,7 @@ def describe(subject: Subject, sampled: bool) -> dict[str, Unit]:
         trusted = not sampled or all(map(modules.is_replicated, chunks))
         buffers = _storages(buffer for chunk in chunks for buffer in modules.unwrap(chunk).buffers())
         units[item_frame(item)] = _FRAME
-        for name, value in subject.state(item).items():
+        for name, value in subject.state(item, parameters).items():
             path = f"{item}/{name}"
             if not isinstance(value, torch.Tensor):
                 units[path] = _FRAME
@@ -52,7 +53,7 @@ def item_frame(item: str) -> str:
 
 def optimizer_frame(item: str, found: Sequence[Optimizer], parameters: Parameters) -> str:
     """The unit of what optimizers keep beside their state. Ranks with other parameters have another one."""
-    held = [list(optimizers.parameters_by_name(optimizer, parameters.names)) for optimizer in found]
+    held = [list(optimizers.parameters_by_name(optimizer, parameters)) for optimizer in found]
     return f"{item}#{xxhash.xxh3_64_hexdigest(repr(held).encode())}"
 
 
@@ -68,7 +69,7 @@ def _optimizer_units(item: str, found: Sequence[Optimizer], parameters: Paramete
     """The frame; and parameters whose state is not kept where they are, or that belong to no module."""
     units = {optimizer_frame(item, found, parameters): _FRAME}
     for optimizer in found:
-        for name, parameter in optimizers.parameters_by_name(optimizer, parameters.names).items():
+        for name, parameter in optimizers.parameters_by_name(optimizer, parameters).items():
             if optimizers.state_holder(optimizer) is not optimizer:
                 if optimizers.keeps_state_here(optimizer, parameter):
                     units[f"{item}/{name}"] = Unit("", (), (), False, parameter.nbytes)

@@ -88,7 +88,7 @@ class Collector:
     def _store(self, path: str, tensor: torch.Tensor) -> str:
         """Add a whole tensor of this rank alone to the shard; returns the name of its entry."""
         dtype = dtype_name(path, tensor)
-        name, first = self._name(path, dtype, part_of(path, tensor))
+        name, first = self._name(path, dtype, part_of(path, tensor), self._ownership.rank)
         if name != first:
             self.captured.aliases[name] = first
         else:
@@ -98,7 +98,7 @@ class Collector:
     def _store_part(self, unit: str, path: str, tensor: torch.Tensor, flat: Flat | None = None) -> str:
         """Add what this rank writes of a shared tensor to the shard; returns the name of its entry."""
         dtype, part = dtype_name(path, tensor), part_of(path, tensor, flat)
-        name, first = self._name(path, dtype, part)
+        name, first = self._name(path, dtype, part, self._ownership.owner.get(unit))
         if name != first:
             if self._ownership.owns(unit):
                 self.captured.aliases[name] = first
@@ -110,8 +110,12 @@ class Collector:
         for piece in part.pieces:
             self.captured.leaves.append(Leaf(Slice(name, dtype, part.shape, piece.box), piece.tensor))
 
-    def _name(self, path: str, dtype: str, part: Part) -> tuple[str, str]:
-        """A name that is not in use, and the name under which the same memory was seen first."""
+    def _name(self, path: str, dtype: str, part: Part, owner: int | None) -> tuple[str, str]:
+        """A name that is not in use, and the name under which the same memory was seen first.
+
+        Memory that belongs to several owners (a step count of many parameters) is kept once for each: ranks that hold
+        other parameters see another one first.
+        """
         # A dict may hold both 1 and "1", whose paths are equal.
         name, count = path, 1
         while name in self._names:
@@ -123,7 +127,7 @@ class Collector:
         local = part.pieces[0].tensor
         key = (
             local.device, local.data_ptr(), dtype, part.shape, part.boxes, local.stride(), local.is_conj(),
-            local.is_neg(),
+            local.is_neg(), owner,
         )  # fmt: skip
         return name, self._seen.setdefault(key, name)
 

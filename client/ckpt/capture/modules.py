@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt.capture.parameters import Pack, Parameters
 from ckpt.capture.parts import Flat
 from ckptstore.errors import UnsupportedObject
 
@@ -49,13 +50,13 @@ def reshard(modules: Iterable[nn.Module]) -> None:
                 child.reshard()
 
 
-def raw_state(module: nn.Module) -> dict[str, Any]:
+def raw_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
     """state_dict under the names that the unwrapped module gives; tensors alias the live ones. No collective."""
     inner = unwrap(module)
     if not any(isinstance(child, FullyShardedDataParallel) for child in inner.modules()):
         return dict(inner.state_dict())
     # state_dict of FSDP1 gathers every parameter from all ranks.
-    state: dict[str, Any] = dict(inner.named_parameters(remove_duplicate=False))
+    state: dict[str, Any] = dict(_unpacked(inner.named_parameters(remove_duplicate=False), known))
     for prefix, child in inner.named_modules():
         dot = f"{prefix}." if prefix else ""
         hidden = child._non_persistent_buffers_set
@@ -65,43 +66,70 @@ def raw_state(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
+def module_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
     """state_dict by canonical names; tensors alias the live ones."""
-    return {canonical(name): value for name, value in raw_state(module).items()}
+    return {canonical(name): value for name, value in raw_state(module, known).items()}
 
 
-def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(module: nn.Module, known: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter under its canonical name; a shared one under its first."""
-    return ((canonical(name), parameter) for name, parameter in unwrap(module).named_parameters())
+    named = _unpacked(unwrap(module).named_parameters(), known)
+    return ((canonical(name), parameter) for name, parameter in named)
 
 
-def flat_parameters(module: nn.Module) -> dict[int, Flat]:
-    """id of each parameter that FSDP1 flattens, to what of it this rank holds.
+def _unpacked(named: Iterable[tuple[str, nn.Parameter]], known: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and instead of flat ones what they hold."""
+    for name, parameter in named:
+        pack = known.packs.get(id(parameter))
+        yield from [(name, parameter)] if pack is None else pack.views.items()
 
-    Raises UnsupportedObject for use_orig_params=False, whose parameters have no names of their own.
-    """
+
+def flat_parameters(module: nn.Module) -> tuple[dict[int, Flat], list[Pack]]:
+    """What this rank holds of each parameter that FSDP1 flattens, by its id; and the flat ones that hide them."""
     found: dict[int, Flat] = {}
-    for unit in unwrap(module).modules():
+    packs: list[Pack] = []
+    inner = unwrap(module)
+    prefixes = {child: canonical(f"{prefix}." if prefix else "") for prefix, child in inner.named_modules()}
+    for unit in inner.modules():
         handle: Any = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
         if handle is None or not handle.uses_sharded_strategy:
             continue
         flat = handle.flat_param
-        if flat._params is None:
-            raise UnsupportedObject(
-                "a FullyShardedDataParallel module was made with use_orig_params=False",
-                "Pass use_orig_params=True, or use fully_shard: parameters then keep their names and optimizer state",
-            )
         # Hybrid sharding: the other groups of shards hold the same.
         ranks = tuple(torch.distributed.get_process_group_ranks(handle.process_group))
-        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+        local = getattr(flat, "_local_shard", flat).detach()  # the first forward sets it apart
+        prefix = prefixes[handle._fully_sharded_module]
+        views: dict[str, torch.Tensor] = {}
+        for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
             start, stop = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
-            found[id(parameter)] = Flat(tuple(shape), start, stop, ranks)
-    return found
+            at = info.offset_in_shard if info.in_shard else 0
+            view = local[at : at + stop - start]
+            views[prefix + name] = view
+            found[id(view)] = Flat(tuple(shape), start, stop, ranks)
+        if flat._params is None:
+            packs.append(Pack(flat, local, _with_shared(views, flat, prefix)))
+        else:
+            found |= {id(p): found[id(view)] for p, view in zip(flat._params, views.values(), strict=True)}
+    return found, packs
+
+
+def _with_shared(views: dict[str, torch.Tensor], flat: Any, prefix: str) -> dict[str, torch.Tensor]:
+    """Also the further names of tied parameters."""
+    for name, _, owner, first, _, first_owner in flat._shared_param_infos:
+        views[f"{prefix}{owner}.{name}" if owner else prefix + name] = views[
+            f"{prefix}{first_owner}.{first}" if first_owner else prefix + first
+        ]
+    return views
 
 
 def check_reduced(modules: Iterable[nn.Module]) -> None:
-    """UnsupportedObject if fully_shard holds gradients back that it has not yet reduced: they are in no parameter."""
+    """UnsupportedObject if sharded gradients are held back that are not yet reduced: they are in no parameter."""
     for child in (child for module in modules for child in module.modules()):
+        if isinstance(child, FullyShardedDataParallel):
+            raise UnsupportedObject(
+                "gradients under FullyShardedDataParallel cannot be saved",
+                "Save between two accumulation windows, without grads; or use fully_shard",
+            )
         if not isinstance(child, FSDPModule):
             continue
         for group in child._get_fsdp_state()._fsdp_param_groups:

@@ -9,28 +9,30 @@ between save and restore changes nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
+from ckpt.capture.parameters import Parameters, State
 from ckptstore.errors import StateMismatch
-
-Names = Mapping[int, str]
-"""id of a parameter to its name."""
 
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def parameters_by_name(optimizer: Optimizer, names: Names) -> dict[str, torch.Tensor]:
+def parameters_by_name(optimizer: Optimizer, known: Parameters) -> dict[str, torch.Tensor]:
     """Every parameter of the optimizer. One that belongs to no module is named by its place."""
-    found: dict[str, torch.Tensor] = {}
+    return {name: p for group in _named_groups(optimizer, known) for held in group for name, p in held.items()}
+
+
+def _named_groups(optimizer: Optimizer, known: Parameters) -> list[list[dict[str, torch.Tensor]]]:
+    """By group and by parameter: the names, and live parameters, that it stands for."""
+    named = []
     for g, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
-        for parameter, fallback in zip(group["params"], given, strict=True):
-            found[names.get(id(parameter), fallback)] = parameter
-    return found
+        named.append([known.known_as(p, fallback) for p, fallback in zip(group["params"], given, strict=True)])
+    return named
 
 
 def keeps_state_here(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
@@ -51,53 +53,71 @@ def _as_zero(optimizer: Optimizer) -> Any:
     return optimizer if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
 
 
-def optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+def live_state(optimizer: Optimizer, parameter: torch.Tensor, known: Parameters) -> State:
+    """What the optimizer keeps now for one parameter; tensors alias the live ones."""
+    pack, state = known.packs.get(id(parameter)), state_holder(optimizer).state
+    if pack is None:
+        return cast(State, state.get(parameter, {}))
+    return pack.take(parameter, state.get(pack.parameter, {}))
+
+
+def optimizer_state(optimizer: Optimizer, known: Parameters) -> dict[str, Any]:
     """The named state; tensors alias the live ones. No collective."""
-    parameters = parameters_by_name(optimizer, names)
-    holder = state_holder(optimizer)
-    if holder is not optimizer:
+    groups = _named_groups(optimizer, known)
+    names = [[name for held in group for name in held] for group in groups]
+    if state_holder(optimizer) is not optimizer:
         # Its state_dict is gathered from all ranks first.
-        by_id = {id(parameter): name for name, parameter in parameters.items()}
-        live = holder.state
-        groups = [
-            {"params": [by_id[id(p)] for p in group["params"]], **_options(group)} for group in optimizer.param_groups
-        ]
-        return {"state": {name: live[p] for name, p in parameters.items() if p in live}, "groups": groups}
+        live = {name: live_state(optimizer, p, known) for group in groups for held in group for name, p in held.items()}
+        frame = [{"params": n, **_options(group)} for n, group in zip(names, optimizer.param_groups, strict=True)]
+        return {"state": {name: state for name, state in live.items() if state}, "groups": frame}
     state = optimizer.state_dict()
-    ordered = list(parameters)
-    named = {ordered[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
-    groups = [{"params": [ordered[i] for i in group["params"]], **_options(group)} for group in state["param_groups"]]
+    named: dict[str, Any] = {}
+    ordered = [held for group in groups for held in group]
+    for key, value in state["state"].items():
+        stands_for = ordered[key] if isinstance(key, int) else {}
+        if not any(id(one) in known.packs for one in stands_for.values()):
+            named[next(iter(stands_for), key)] = value
+            continue
+        for name, one in stands_for.items():
+            if one.numel():  # others keep the state of what this rank has nothing of
+                named[name] = known.packs[id(one)].take(one, value)
+    frame = [{"params": n, **_options(group)} for n, group in zip(names, state["param_groups"], strict=True)]
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    return {"state": named, "groups": groups, **extra}
+    return {"state": named, "groups": frame, **extra}
 
 
-def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], names: Names) -> None:
+def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], known: Parameters) -> None:
     """Give an optimizer the named state back. Tensors are taken as they are, never cast.
 
     Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
     An optimizer that overrides it gets the indexed state_dict it expects.
     """
-    ordered = parameters_by_name(optimizer, names)
-    groups = [_group_options(group, ordered, named["groups"]) for group in optimizer.param_groups]
-    inner = state_holder(optimizer)
+    names = [[name for held in group for name in held] for group in _named_groups(optimizer, known)]
+    groups = [
+        _group_options(members, group, named["groups"])
+        for members, group in zip(names, optimizer.param_groups, strict=True)
+    ]
+    inner, live = state_holder(optimizer), parameters_by_name(optimizer, known)
     if type(inner).load_state_dict is not Optimizer.load_state_dict:
-        index = {name: i for i, name in enumerate(ordered)}
+        index = {name: i for i, name in enumerate(live)}
         inner.load_state_dict(_indexed(inner, named, groups, index))
         return
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         _update_options(group, options)
     for name, state in named["state"].items():
-        inner.state[ordered.get(name, name)] = state
+        if id(live.get(name)) not in known.packs:
+            inner.state[live.get(name, name)] = state
+    for pack in {id(pack): pack for one in live.values() if (pack := known.packs.get(id(one)))}.values():
+        by_view = {view: named["state"].get(known.names[id(one)], {}) for view, one in pack.views.items()}
+        if joined := pack.join(by_view):
+            inner.state[pack.parameter] = joined
     # What Optimizer.load_state_dict does last: subclasses fill in options that older versions lacked.
     inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
 
-def _group_options(
-    group: dict[str, Any], ordered: dict[str, torch.Tensor], saved: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _group_options(names: Iterable[str], group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """The saved options for a live group: those of the saved groups that held its parameters."""
-    by_id = {id(parameter): name for name, parameter in ordered.items()}
-    members = {by_id[id(parameter)] for parameter in group["params"]}
+    members = set(names)
     held = [candidate for candidate in saved if members & set(candidate["params"])]
     if members <= {name for candidate in held for name in candidate["params"]}:
         options = [_options(candidate) for candidate in held]
@@ -149,6 +169,6 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
-def all_parameters(optimizers: Iterable[Optimizer], names: Names) -> dict[str, torch.Tensor]:
+def all_parameters(optimizers: Iterable[Optimizer], known: Parameters) -> dict[str, torch.Tensor]:
     """The parameters of several optimizers, by name."""
-    return {name: p for optimizer in optimizers for name, p in parameters_by_name(optimizer, names).items()}
+    return {name: p for optimizer in optimizers for name, p in parameters_by_name(optimizer, known).items()}

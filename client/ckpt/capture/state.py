@@ -11,9 +11,10 @@ from ckpt.capture import optimizers
 from ckpt.capture.describe import item_frame, optimizer_frame, state_unit
 from ckpt.capture.leaves import Captured, Collector
 from ckpt.capture.ownership import Ownership
+from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import part_of
 from ckpt.capture.rng import rng_state
-from ckpt.capture.subject import GRADIENTS, RNG, Parameters, Stateful, Subject
+from ckpt.capture.subject import GRADIENTS, RNG, Stateful, Subject
 from ckptstore.documents import JSON
 from ckptstore.errors import InvalidRequest
 from ckptstore.trees import mapping, merge_trees
@@ -44,7 +45,7 @@ def _capture_module(
     collector: Collector, ownership: Ownership, item: str, subject: Subject, parameters: Parameters
 ) -> None:
     owned: dict[str, JSON] = {}
-    for name, value in subject.state(item).items():
+    for name, value in subject.state(item, parameters).items():
         unit = f"{item}/{name}"
         tree = collector.shared(unit, unit, value, parameters.flats.get(id(value)))
         if ownership.owns(unit):
@@ -62,8 +63,8 @@ def _capture_optimizers(
     seen: set[str] = set()
     frames: JSON = {}
     for optimizer in found:
-        state = optimizers.optimizer_state(optimizer, parameters.names)
-        held = optimizers.parameters_by_name(optimizer, parameters.names)
+        state = optimizers.optimizer_state(optimizer, parameters)
+        held = optimizers.parameters_by_name(optimizer, parameters)
         for name, values in state.pop("state").items():
             if name in seen:
                 raise InvalidRequest(
@@ -85,7 +86,7 @@ def _capture_gradients(collector: Collector, ownership: Ownership, subject: Subj
     """Gradients of sharded parameters are sharded alike; all others belong to their rank."""
     owned: dict[str, JSON] = {}
     local = {}
-    for name, (parameter, gradient) in subject.gradients().items():
+    for name, (parameter, gradient) in subject.gradients(parameters).items():
         unit, flat = parameters.units[id(parameter)], parameters.flats.get(id(parameter))
         if part_of(name, parameter, flat).ranks is None:
             local[name] = gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.capture import modules
-from ckpt.capture.parts import Flat
+from ckpt.capture.parameters import Parameters
 from ckptstore.errors import InvalidRequest
 
 MODEL = "model"
@@ -33,18 +33,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> Any:
         """Take a state back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """The live parameters of all modules, by id."""
-
-    names: Mapping[int, str]
-    """Under which optimizers' state is kept."""
-    units: Mapping[int, str]
-    """Of ownership: item/name."""
-    flats: Mapping[int, Flat]
-    """What FSDP1 keeps here of those that it flattens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,50 +63,61 @@ class Subject:
 
     def parameters(self) -> Parameters:
         """What is known of the live parameters; those of further modules carry the item's name."""
-        names: dict[int, str] = {}
-        units: dict[int, str] = {}
-        flats: dict[int, Flat] = {}
+        known = Parameters()
         for item, chunks in self.modules.items():
-            prefix = "" if item == MODEL else f"{item}."
-            for name, parameter in _joined(item, chunks, modules.named_parameters).items():
-                names.setdefault(id(parameter), prefix + name)
-                units.setdefault(id(parameter), f"{item}/{name}")
+            prefix = self.prefix(item)
             for chunk in chunks:
-                flats |= modules.flat_parameters(chunk)
-        return Parameters(names, units, flats)
+                flats, packs = modules.flat_parameters(chunk)
+                known.flats.update(flats)
+                for pack in packs:
+                    known.packs.update({id(one): pack for one in (pack.parameter, *pack.views.values())})
+            for name, parameter in self._joined(item, modules.named_parameters, known).items():
+                known.names.setdefault(id(parameter), prefix + name)
+                known.units.setdefault(id(parameter), f"{item}/{name}")
+        return known
 
-    def gradients(self) -> dict[str, tuple[nn.Parameter, torch.Tensor]]:
-        """The model's parameters that have a gradient, and these, by name."""
-        chunks = self.modules.get(MODEL, ())
-        modules.check_reduced(chunks)
-        named = _joined(MODEL, chunks, modules.named_parameters)
+    def prefix(self, item: str) -> str:
+        """Of the names of a module item's parameters: optimizers know those of the model by their bare names."""
+        return "" if item == MODEL else f"{item}."
+
+    def all_names(self) -> Iterator[tuple[str, int]]:
+        """Every name of every parameter, also of tied ones, and its id."""
+        for item, chunks in self.modules.items():
+            for chunk in chunks:
+                for name, parameter in modules.unwrap(chunk).named_parameters(remove_duplicate=False):
+                    yield self.prefix(item) + modules.canonical(name), id(parameter)
+
+    def gradients(self, known: Parameters) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The model's parameters that have a gradient, and these, by name. Raises UnsupportedObject."""
+        if MODEL not in self.modules:
+            return {}
+        modules.check_reduced(self.modules[MODEL])
+        named = self._joined(MODEL, modules.named_parameters, known)
         return {name: (p, p.grad) for name, p in named.items() if p.grad is not None}
 
-    def state(self, item: str) -> dict[str, Any]:
+    def state(self, item: str, known: Parameters) -> dict[str, Any]:
         """The joined state_dict of a module item, by canonical names."""
-        return _joined(item, self.modules[item], lambda chunk: modules.module_state(chunk).items())
+        return self._joined(item, lambda chunk, known: modules.module_state(chunk, known).items(), known)
+
+    def _joined(
+        self, item: str, names: Callable[[nn.Module, Parameters], Iterable[tuple[str, Any]]], known: Parameters
+    ) -> dict[str, Any]:
+        """What the chunks of an item hold, by name. Raises InvalidRequest if two use one name for different things."""
+        joined: dict[str, Any] = {}
+        for chunk in self.modules[item]:
+            for name, value in names(chunk, known):
+                if not _same(joined.setdefault(name, value), value):
+                    raise InvalidRequest(
+                        f"two chunks of {item!r} hold different tensors under the name {name!r}",
+                        "Keep the names that parameters have in the whole model",
+                    )
+        return joined
 
 
-def _joined(
-    item: str, chunks: Sequence[nn.Module], names: Callable[[nn.Module], Iterable[tuple[str, Any]]]
-) -> dict[str, Any]:
-    """What the chunks of one item hold, by name. Raises InvalidRequest if two use one name for different things."""
-    joined: dict[str, Any] = {}
-    for chunk in chunks:
-        for name, value in names(chunk):
-            known = joined.setdefault(name, value)
-            same = known is value or (
-                isinstance(known, torch.Tensor)
-                and isinstance(value, torch.Tensor)
-                and known.data_ptr() == value.data_ptr()
-                and known.shape == value.shape
-            )
-            if not same:
-                raise InvalidRequest(
-                    f"two chunks of {item!r} hold different tensors under the name {name!r}",
-                    "Keep the names that parameters have in the whole model",
-                )
-    return joined
+def _same(known: Any, value: Any) -> bool:
+    if known is value or not (isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return known is value
+    return known.data_ptr() == value.data_ptr() and known.shape == value.shape
 
 
 def _chunks(model: Model) -> tuple[nn.Module, ...]:

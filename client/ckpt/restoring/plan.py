@@ -19,14 +19,16 @@ from ckpt.capture.modules import EXTRA_STATE, canonical, named_parameters, raw_s
 from ckpt.capture.optimizers import (
     all_parameters,
     keeps_state_here,
+    live_state,
     load_optimizer_state,
     parameters_by_name,
-    state_holder,
 )
+from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.capture.rng import load_rng_state
-from ckpt.capture.subject import GRADIENTS, MODEL, RNG, Parameters, Stateful, Subject
+from ckpt.capture.subject import GRADIENTS, MODEL, RNG, Stateful, Subject
 from ckpt.restoring.destinations import Destinations
+from ckpt.restoring.ties import Ties, give_to_all, ties, without_further_names
 from ckptstore.documents import JSON, Content
 from ckptstore.errors import CorruptObject, StateMismatch
 from ckptstore.trees import TAG, merge_trees
@@ -63,15 +65,16 @@ def plan_restore(content: Content, local: Mapping[str, JSON], subject: Subject) 
     parameters = subject.parameters()
     for item, chunks in subject.modules.items():
         if _has(plan, trees, item):
-            _plan_modules(plan, item, chunks, trees[item], parameters.flats)
+            _plan_modules(plan, item, chunks, trees[item], parameters)
+    saved, live = _saved_ties(subject, trees), ties(subject.all_names())
     for item, optimizers in subject.optimizers.items():
         if _has(plan, trees, item):
-            _plan_optimizers(plan, item, optimizers, trees[item], parameters)
+            _plan_optimizers(plan, item, optimizers, trees[item], parameters, (saved, live))
     for item, value in subject.others.items():
         if _has(plan, trees, item):
             _plan_extra(plan, item, value, trees[item])
     if GRADIENTS in trees and MODEL in subject.modules:
-        _plan_gradients(plan, subject.modules[MODEL], trees[GRADIENTS], parameters.flats)
+        _plan_gradients(plan, subject.modules[MODEL], trees[GRADIENTS], parameters)
     if RNG in trees:
         plan.finish.append(partial(load_rng_state, plan.destinations.decode(trees[RNG], RNG)))
     plan.items = sorted(trees)
@@ -86,15 +89,14 @@ def _has(plan: RestorePlan, trees: Mapping[str, JSON], item: str) -> bool:
     return item in trees
 
 
-def _plan_modules(
-    plan: RestorePlan, item: str, chunks: Sequence[nn.Module], tree: JSON, flats: Mapping[int, Flat]
-) -> None:
+def _plan_modules(plan: RestorePlan, item: str, chunks: Sequence[nn.Module], tree: JSON, known: Parameters) -> None:
     saved, found = dict(_mapping(tree, item)), set()
     for chunk in chunks:
         inner = unwrap(chunk)
-        live = {_address(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        views = (view for pack in known.packs.values() for view in pack.views.values())
+        live = {_address(tensor) for tensor in (*inner.parameters(), *inner.buffers(), *views)}
         detached: dict[str, torch.Tensor] = {}
-        for raw, target in raw_state(chunk).items():
+        for raw, target in raw_state(chunk, known).items():
             name = canonical(raw)
             found.add(name)
             leaf = saved.get(name)
@@ -103,7 +105,7 @@ def _plan_modules(
             elif raw.rpartition(".")[2] == EXTRA_STATE:
                 owner = inner.get_submodule(raw.rpartition(".")[0])
                 plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(leaf, f"{item}/{name}")))
-            elif part := _fitting(plan, f"{item}/{name}", leaf, target, flats.get(id(target))):
+            elif part := _fitting(plan, f"{item}/{name}", leaf, target, known.flats.get(id(target))):
                 plan.destinations.fill(leaf["name"], part)
                 if _address(target) not in live:
                     detached[raw] = target
@@ -123,28 +125,28 @@ def _plan_optimizers(
     optimizers: Sequence[Optimizer],
     tree: JSON,
     known: Parameters,
+    tied: tuple[Ties, Ties],
 ) -> None:
-    names = known.names
+    """tied: names of one tensor, in the checkpoint and here."""
     saved = dict(_mapping(tree, item))
     states = dict(_mapping(saved.pop("state"), item))
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
+    give_to_all(tied[0], states, frame["groups"])
     held = {name for group in frame["groups"] for name in group["params"]}
-    everything = all_parameters(optimizers, names)
+    everything = all_parameters(optimizers, known)
     plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
-    plan.unexpected += [f"{item}/{name}" for name in sorted(held - everything.keys())]
+    plan.unexpected += [f"{item}/{name}" for name in without_further_names(held - everything.keys(), tied[1], everything)]
     for optimizer in optimizers:
-        parameters = parameters_by_name(optimizer, names)
+        parameters = parameters_by_name(optimizer, known)
         here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
         # State that belongs to no parameter is the whole optimizer's.
         here |= states.keys() - held if len(optimizers) == 1 else set()
         named = {
-            name: _decode_state(
-                plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), known.flats
-            )
+            name: _decode_state(plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), known)
             for name in states
             if name in here
         }
-        plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, names))
+        plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, known))
 
 
 def _decode_state(
@@ -153,12 +155,12 @@ def _decode_state(
     tree: JSON,
     optimizer: Optimizer,
     parameter: torch.Tensor | None,
-    flats: Mapping[int, Flat],
+    known: Parameters,
 ) -> Any:
     """The state of one parameter; tensors the optimizer already has are filled in place."""
     if parameter is None or not isinstance(tree, dict) or TAG in tree:
         return plan.destinations.decode(tree, path)
-    live, flat = state_holder(optimizer).state.get(parameter, {}), flats.get(id(parameter))
+    live, flat = live_state(optimizer, parameter, known), known.flats.get(id(parameter))
     state: dict[str, Any] = {}
     for key, leaf in tree.items():
         target = live.get(key)
@@ -174,6 +176,17 @@ def _decode_state(
     return state
 
 
+def _saved_ties(subject: Subject, trees: Mapping[str, JSON]) -> Ties:
+    """Names of the checkpoint's parameters that are one entry."""
+    return ties(
+        (subject.prefix(item) + name, leaf["name"])
+        for item in subject.modules
+        if item in trees
+        for name, leaf in _mapping(trees[item], item)
+        if isinstance(leaf, dict) and "name" in leaf
+    )
+
+
 def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
     decoded = plan.destinations.decode(tree, item)
     if isinstance(value, Stateful):
@@ -182,16 +195,15 @@ def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
         plan.values[item] = decoded
 
 
-def _plan_gradients(plan: RestorePlan, chunks: Sequence[nn.Module], tree: JSON, flats: Mapping[int, Flat]) -> None:
-    parameters = {name: parameter for chunk in chunks for name, parameter in named_parameters(chunk)}
+def _plan_gradients(plan: RestorePlan, chunks: Sequence[nn.Module], tree: JSON, known: Parameters) -> None:
+    parameters = {name: parameter for chunk in chunks for name, parameter in named_parameters(chunk, known)}
     for name, leaf in _mapping(tree, GRADIENTS):
         parameter = parameters.get(name)
         if parameter is None:
             plan.unexpected.append(f"{GRADIENTS}/{name}")
             continue
         if isinstance(leaf, dict) and "name" in leaf:
-            flat = flats.get(id(parameter))
-            gradient: Any = plan.destinations.new_beside(leaf["name"], parameter, flat, parameter.device)
+            gradient: Any = plan.destinations.new_beside(leaf["name"], parameter, None, parameter.device)
         else:
             gradient = plan.destinations.decode(leaf, f"{GRADIENTS}/{name}", parameter.device)
         plan.finish.append(partial(setattr, parameter, "grad", gradient))
