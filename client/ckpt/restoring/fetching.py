@@ -31,6 +31,7 @@ class Fetcher:
         self._world = world
         self._checkpoint = checkpoint
         self._share = how_to_share(config, world.size)
+        self._past_caches = False
 
     def manifest(self) -> Manifest:
         """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
@@ -38,6 +39,15 @@ class Fetcher:
             return check_manifest_data(self._checkpoint, self._source.manifest_data(self._checkpoint))
         data = share_bytes(self._world, lambda: self._source.manifest_data(self._checkpoint))
         return check_manifest_data(self._checkpoint, data)
+
+    def read_past_caches(self) -> bool:
+        """From now on read from the store itself; False if that is what was done already. The same on all ranks."""
+        if self._past_caches or not (self._share == "daemon" or self._config.read_only):
+            return False
+        self._past_caches = True
+        if isinstance(self._source, DaemonClient):
+            self._source.read_past_caches()
+        return True
 
     def fetch(
         self, content: Content, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]
@@ -54,6 +64,8 @@ class Fetcher:
         assert self._config.daemon is not None
         try:
             with closing(DaemonClient(self._config.daemon, self._config.token)) as daemon:
+                if self._past_caches:
+                    daemon.read_past_caches()
                 fetch(daemon, self._checkpoint, reads, buffers, progress)
         except DaemonUnavailable as error:
             if self._config.read_only:

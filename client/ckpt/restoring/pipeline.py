@@ -140,42 +140,47 @@ class Restorer:
 
     def _try(self, subject: Subject, checkpoint: Checkpoint, strict: bool) -> tuple[RestorePlan, RankState, str | None]:
         """Restore one checkpoint on all ranks; its lease, if this rank holds one, is kept for the caller."""
-        session = self._join(checkpoint)
-        lease: str | None = None
+        session = RestoreSession(self._config, self._world.rank, self._world.size)
+        leases: list[str] = []
         try:
-            lease, _ = self._together(partial(self._protect, checkpoint))
+            self._join(session, checkpoint)
+            self._together(partial(self._protect, checkpoint, leases))
             fetcher = Fetcher(self._source, self._config, self._world, checkpoint)
             manifest, _ = self._together(fetcher.manifest)
             rank_state = self._rank_state(subject, checkpoint, manifest, strict)
             plan = self._plan(subject, manifest, rank_state, strict)
             self._fetch(fetcher, manifest, plan, session)
             self._together(partial(self._place, plan, rank_state, session))
-        except BaseException as error:
-            if session is not None:
-                session.fail(error)
-            if lease is not None:
-                self._source.release_lease(checkpoint.run, lease)
-            raise
-        if session is not None:
             session.finish()
-        return plan, rank_state, lease
+        except BaseException as error:
+            session.fail(error)
+            self._release(checkpoint, leases)
+            raise
+        return plan, rank_state, leases[0] if leases else None
 
-    def _join(self, checkpoint: Checkpoint) -> RestoreSession | None:
-        """A session at the daemon, if all ranks can have it."""
+    def _join(self, session: RestoreSession, checkpoint: Checkpoint) -> None:
+        """Join a session at the daemon, if all ranks can."""
         if self._config.daemon is None:
-            return None
+            return
         key = self._world.broadcast(new_ulid(system_clock()))
-        session = RestoreSession.join(self._config, checkpoint, key, self._world.rank, self._world.size)
-        if all(self._world.gather(session is not None)):
-            return session
-        if session is not None:
+        _, joined = self._together(partial(session.join, checkpoint, key), tell=_itself)
+        if not all(joined):
             session.fail(RuntimeError("not all ranks could join"))
-        return None
 
-    def _protect(self, checkpoint: Checkpoint) -> str | None:
+    def _protect(self, checkpoint: Checkpoint, leases: list[str]) -> None:
+        """Rank 0 takes a lease, and notes it, so that it can be released whatever happens next."""
         if checkpoint.state is State.CORRUPT:
             raise CorruptObject(checkpoint.problem)
-        return take_lease(self._source, checkpoint) if self._world.rank == 0 else None
+        lease = take_lease(self._source, checkpoint) if self._world.rank == 0 else None
+        if lease is not None:
+            leases.append(lease)
+
+    def _release(self, checkpoint: Checkpoint, leases: list[str]) -> None:
+        for lease in leases:
+            try:
+                self._source.release_lease(checkpoint.run, lease)
+            except CkptError as error:
+                logger.warning("lease %s was not released and will expire: %s", lease, error)
 
     def _rank_state(self, subject: Subject, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> RankState:
         """The items of this rank. Under another world size rank 0 reads all, for everybody."""
@@ -212,23 +217,29 @@ class Restorer:
             self._together(partial(require_fit, plan))
         return plan
 
-    def _fetch(self, fetcher: Fetcher, manifest: Manifest, plan: RestorePlan, session: RestoreSession | None) -> None:
+    def _fetch(self, fetcher: Fetcher, manifest: Manifest, plan: RestorePlan, session: RestoreSession) -> None:
         def progress(num_bytes: int) -> None:
             self._world.beat()
-            if session is not None:
-                session.progress(num_bytes)
+            session.progress(num_bytes)
 
         def plan_and_allocate() -> tuple[list[ShardRead], Buffers]:
             return plan_reads(manifest.content, plan.destinations.wants()), plan.destinations.buffers()
 
         (reads, buffers), _ = self._together(plan_and_allocate)
-        if session is not None:
-            session.enter(Phase.FETCHING, sum(chunk.raw for read in reads for chunk in read.chunks))
-        self._together(partial(fetcher.fetch, manifest.content, reads, buffers, progress))
+        total = sum(chunk.raw for read in reads for chunk in read.chunks)
+        fetch = partial(fetcher.fetch, manifest.content, reads, buffers, progress)
+        session.enter(Phase.FETCHING, total)
+        try:
+            self._together(fetch)
+        except CorruptObject as error:
+            if not fetcher.read_past_caches():
+                raise
+            logger.warning("reading again, past the daemon's cache: %s", error)
+            session.enter(Phase.FETCHING, total)
+            self._together(fetch)
 
-    def _place(self, plan: RestorePlan, rank_state: RankState, session: RestoreSession | None) -> None:
-        if session is not None:
-            session.enter(Phase.PLACING)
+    def _place(self, plan: RestorePlan, rank_state: RankState, session: RestoreSession) -> None:
+        session.enter(Phase.PLACING)
         plan.destinations.place()
         for step in plan.finish:
             step()

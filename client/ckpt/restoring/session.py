@@ -12,7 +12,7 @@ import time
 from ckpt.config import Config
 from ckptstore.catalog import Checkpoint
 from ckptstore.daemon import DaemonClient
-from ckptstore.errors import CkptError, RankLost, Unavailable
+from ckptstore.errors import CkptError, RankLost
 from ckptstore.wire import Phase, RestoreState
 
 logger = logging.getLogger(__name__)
@@ -22,40 +22,42 @@ _WAIT_S = 30.0
 
 
 class RestoreSession:
-    """This rank's part in one session. `progress` may be called from any thread."""
+    """This rank's part in one session, or in none: then nothing is said to anybody. `progress` is for any thread."""
 
-    def __init__(self, client: DaemonClient, id: str, rank: int, timeout_s: float) -> None:
-        self._client = client
-        self.id = id
+    def __init__(self, config: Config, rank: int, world_size: int) -> None:
+        self._config = config
         self._rank = rank
-        self._timeout_s = timeout_s
+        self._world_size = world_size
+        self._client: DaemonClient | None = None
+        self._id = ""
         self._lock = threading.Lock()
         self._phase, self._done, self._total = Phase.PLANNING, 0, 0
         self._stop = threading.Event()
         self._reporter = threading.Thread(target=self._report_often, name="ckpt-restore-session", daemon=True)
-        self._reporter.start()
 
-    @staticmethod
-    def join(config: Config, checkpoint: Checkpoint, key: str, rank: int, world_size: int) -> RestoreSession | None:
-        """Join the session `key`; None, with a warning, if the daemon cannot have one."""
-        assert config.daemon is not None
-        client = DaemonClient(config.daemon, config.token)
+    def join(self, checkpoint: Checkpoint, key: str) -> bool:
+        """Join the session `key`; False, with a warning, if the daemon cannot have one."""
+        assert self._config.daemon is not None
+        client = DaemonClient(self._config.daemon, self._config.token)
         try:
             body = client.join_restore(
-                checkpoint.run, key, world_size, rank, checkpoint=checkpoint.id, ttl_s=max(1.0, config.peer_timeout_s)
-            )
+                checkpoint.run, key, self._world_size, self._rank,
+                checkpoint=checkpoint.id, ttl_s=max(1.0, self._config.peer_timeout_s),
+            )  # fmt: skip
         except CkptError as error:
             logger.warning("restoring without a session at the daemon: %s", error)
             client.close()
-            return None
-        return RestoreSession(client, body.id, rank, config.peer_timeout_s)
+            return False
+        self._client, self._id = client, body.id
+        self._reporter.start()
+        return True
 
     def enter(self, phase: Phase, total_bytes: int | None = None) -> None:
-        """Say what this rank does now."""
+        """Say what this rank does now. total_bytes: that it fetches, from the first one on."""
         with self._lock:
             self._phase = phase
             if total_bytes is not None:
-                self._total = total_bytes
+                self._done, self._total = 0, total_bytes
 
     def progress(self, num_bytes: int) -> None:
         """So many bytes more are fetched."""
@@ -63,49 +65,63 @@ class RestoreSession:
             self._done += num_bytes
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot go on; the session ends."""
-        self._end(Phase.FAILED, str(error))
+        """This rank cannot go on; the session ends, unless it has."""
+        if self._client is not None:
+            self._end(self._client, Phase.FAILED, str(error))
+            self._close()
 
     def finish(self) -> None:
         """This rank is restored; return when all are. Raises RankLost if one is not, in time."""
-        self._end(Phase.RESTORED)
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            while time.monotonic() < deadline:
-                body = self._client.restore_session(self.id, min(_WAIT_S, self._timeout_s), ranks=False)
-                if body.state is RestoreState.RESTORED:
-                    return
-                if body.state is not RestoreState.RESTORING:
-                    raise RankLost(f"restore session {self.id} ended: {body.problem}", "Restart the job")
-                if body.num_restored == body.world_size:
-                    return
-        except Unavailable as error:
-            if isinstance(error, RankLost):
-                raise
-            logger.warning("the daemon did not say whether all ranks are restored: %s", error)
+        if self._client is None:
             return
+        self._end(self._client, Phase.RESTORED)
+        try:
+            self._wait(self._client)
+        except RankLost:
+            raise
+        except CkptError as error:
+            logger.warning("the daemon did not say whether all ranks are restored: %s", error)
         finally:
-            self._client.close()
-        raise RankLost(
-            f"restore session {self.id}: only {body.num_restored} of {body.world_size} ranks are restored after "
-            f"{self._timeout_s:.0f} s",
-            f"ckptctl restores {self.id} shows which are behind",
-        )
+            self._close()
 
-    def _end(self, phase: Phase, problem: str = "") -> None:
+    def _wait(self, client: DaemonClient) -> None:
+        timeout_s = self._config.peer_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            body = client.restore_session(self._id, min(_WAIT_S, timeout_s), ranks=False)
+            if body.num_restored == body.world_size:
+                return
+            if body.state is not RestoreState.RESTORING:
+                raise RankLost(f"restore session {self._id} ended: {body.problem}", "Restart the job")
+            if time.monotonic() > deadline:
+                raise RankLost(
+                    f"restore session {self._id}: only {body.num_restored} of {body.world_size} ranks are restored "
+                    f"after {timeout_s:.0f} s",
+                    f"ckptctl restores {self._id} shows which are behind",
+                )
+
+    def _end(self, client: DaemonClient, phase: Phase, problem: str = "") -> None:
         self._stop.set()
         self._reporter.join()
         self.enter(phase)
-        self._report(problem)
+        self._report(client, problem)
+
+    def _close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def _report_often(self) -> None:
-        while not self._stop.wait(_REPORT_S):
-            self._report()
+        client = self._client
+        assert client is not None
+        # Often enough that the session's time to live is never over in between.
+        while not self._stop.wait(min(_REPORT_S, self._config.peer_timeout_s / 4)):
+            self._report(client)
 
-    def _report(self, problem: str = "") -> None:
+    def _report(self, client: DaemonClient, problem: str = "") -> None:
         with self._lock:
             phase, done, total = self._phase, self._done, self._total
         try:
-            self._client.report_restore(self.id, self._rank, phase, done, total, problem)
+            client.report_restore(self._id, self._rank, phase, done, total, problem)
         except CkptError as error:
             logger.warning("the daemon did not take a progress report: %s", error)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ckpt.distributed import World
 from ckptstore.catalog import Checkpoint
 from ckptstore.documents import Content
-from ckptstore.errors import CkptError, CorruptObject
+from ckptstore.errors import CorruptObject
 from ckptstore.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
 from ckptstore.reading import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk
 from ckptstore.source import Source
@@ -49,11 +49,11 @@ Round = Sequence[Stretch]
 def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
     """What rank 0 reads, on every rank. Raises rank 0's error there, and CorruptObject elsewhere."""
     data = b""
-    error: CkptError | None = None
+    error: Exception | None = None
     if world.rank == 0:
         try:
             data = read()
-        except CkptError as caught:
+        except Exception as caught:  # whatever it is, the others wait to hear of it
             error = caught
     size = world.broadcast(None if error is not None else len(data))
     if error is not None:
@@ -157,7 +157,7 @@ class _Exchange:
         self._own = own
         self._buffers = buffers
         self._progress = progress
-        self._error: CkptError | None = None
+        self._error: Exception | None = None
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Raises the first error of this rank, after the last round."""
@@ -188,7 +188,7 @@ class _Exchange:
         if self._error is None:
             try:
                 return fetch_stored(self._source, self._checkpoint, ShardRead(tuple(self._chunks(stretch))))
-            except CkptError as error:
+            except Exception as error:  # whatever it is, the others wait for the bytes
                 self._error = error
         return memoryview(bytearray(stretch.bytes))
 
@@ -199,10 +199,10 @@ class _Exchange:
                 return
             try:
                 place_chunk(self._checkpoint, chunk, stored[at : at + chunk.stored], self._buffers)
-            except CkptError as error:
+                self._progress(chunk.raw)
+            except Exception as error:
                 self._error = error
             at += chunk.stored
-            self._progress(chunk.raw)
 
     def _chunks(self, stretch: Stretch) -> list[ChunkRead]:
         return [self._own[stretch.shard, chunk] for chunk in stretch.chunks]
