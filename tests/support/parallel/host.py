@@ -27,6 +27,7 @@ from typing import Any, NoReturn, cast
 
 import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 GRACE_S = 5.0
 """For the others to notice that a rank has failed, before they are killed."""
@@ -132,7 +133,7 @@ def _call(rank: int, scenario: dict[str, Any], place: Path) -> Any:
     function = _function(scenario)
     if scenario["world_size"] == 1:
         return function(**scenario["arguments"])
-    store = _tcp_store(rank, place) if scenario["tcp"] else dist.FileStore(str(place / "meeting"))
+    store = _tcp_store(rank, place) if scenario["tcp"] else FileStore(str(place / "meeting"))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=scenario["world_size"])
     try:
         return function(**scenario["arguments"])
@@ -140,18 +141,18 @@ def _call(rank: int, scenario: dict[str, Any], place: Path) -> Any:
         dist.destroy_process_group()
 
 
-def _tcp_store(rank: int, place: Path) -> dist.TCPStore:
+def _tcp_store(rank: int, place: Path) -> TCPStore:
     """Rank 0 has it, on a free port."""
     told = place / "port"
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         unfinished = place / "port.tmp"
         unfinished.write_text(str(store.port))
         unfinished.rename(told)
         return store
     while not told.exists():
         time.sleep(0.005)
-    return dist.TCPStore("127.0.0.1", int(told.read_text()), wait_for_workers=False)
+    return TCPStore("127.0.0.1", int(told.read_text()), wait_for_workers=False)
 
 
 def _function(scenario: dict[str, Any]) -> Callable[..., Any]:
