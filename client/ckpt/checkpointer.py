@@ -98,7 +98,7 @@ class Checkpointer:
         """Copy the state to host memory and return; it becomes durable in the background.
 
         model: any module, under any parallelism whose parameters are replicas, DTensors (fully_shard, tensor
-        parallel), FSDP1's with use_orig_params=True, or this rank's alone (pipeline stages, experts) under names of
+        parallel), FSDP1's, or this rank's alone (pipeline stages, experts) under names of
         their own; or several chunks of one. optim: an optimizer, or a sequence or mapping of them. Either may
         be None. grads: also keep the gradients, for a save in the middle of
         an accumulation window. metrics: numbers for listings and retention; those that are not finite are left
