@@ -135,7 +135,8 @@ def _plan_optimizers(
     held = {name for group in frame["groups"] for name in group["params"]}
     everything = all_parameters(optimizers, known)
     plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
-    plan.unexpected += [f"{item}/{name}" for name in without_further_names(held - everything.keys(), tied[1], everything)]
+    left_over = without_further_names(held - everything.keys(), tied[1], everything)
+    plan.unexpected += [f"{item}/{name}" for name in left_over]
     for optimizer in optimizers:
         parameters = parameters_by_name(optimizer, known)
         here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
