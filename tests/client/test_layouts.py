@@ -24,6 +24,7 @@ CORE = ("single", "ddp", "fsdp2", "fsdp2_4", "hsdp", "tp", "tp_fsdp2", "pp")
 FURTHER = {
     "fsdp1": "tp",
     "fsdp1_grad": "fsdp2_4",
+    "fsdp1_flat": "fsdp1",
     "zero": "fsdp2",
     "ddp_tp": "hsdp",
     "pp_interleaved": "tp_fsdp2",
@@ -55,6 +56,7 @@ GRIDS = {
             *_with_each("pp", "single", "fsdp2"),
             *_with_each("pp_interleaved", "model_parallel", "tp"),
             *_with_each("fsdp1", "pp"),
+            *_with_each("fsdp1_flat", "fsdp2"),
             *_with_each("tp_fsdp2", "pp_interleaved"),
         ],
         Setup(shape=Shape(tied=True)),

@@ -71,9 +71,11 @@ def module_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
     return {canonical(name): value for name, value in raw_state(module, known).items()}
 
 
-def named_parameters(module: nn.Module, known: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter under its canonical name; a shared one under its first."""
-    named = _unpacked(unwrap(module).named_parameters(), known)
+def named_parameters(
+    module: nn.Module, known: Parameters, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter under its canonical name; a shared one under its first, or under each."""
+    named = _unpacked(unwrap(module).named_parameters(remove_duplicate=remove_duplicate), known)
     return ((canonical(name), parameter) for name, parameter in named)
 
 

@@ -80,12 +80,12 @@ class Subject:
         """Of the names of a module item's parameters: optimizers know those of the model by their bare names."""
         return "" if item == MODEL else f"{item}."
 
-    def all_names(self) -> Iterator[tuple[str, int]]:
+    def all_names(self, known: Parameters) -> Iterator[tuple[str, int]]:
         """Every name of every parameter, also of tied ones, and its id."""
         for item, chunks in self.modules.items():
             for chunk in chunks:
-                for name, parameter in modules.unwrap(chunk).named_parameters(remove_duplicate=False):
-                    yield self.prefix(item) + modules.canonical(name), id(parameter)
+                for name, parameter in modules.named_parameters(chunk, known, remove_duplicate=False):
+                    yield self.prefix(item) + name, id(parameter)
 
     def gradients(self, known: Parameters) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """The model's parameters that have a gradient, and these, by name. Raises UnsupportedObject."""

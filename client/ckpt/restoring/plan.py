@@ -66,7 +66,7 @@ def plan_restore(content: Content, local: Mapping[str, JSON], subject: Subject) 
     for item, chunks in subject.modules.items():
         if _has(plan, trees, item):
             _plan_modules(plan, item, chunks, trees[item], parameters)
-    saved, live = _saved_ties(subject, trees), ties(subject.all_names())
+    saved, live = _saved_ties(subject, trees), ties(subject.all_names(parameters))
     for item, optimizers in subject.optimizers.items():
         if _has(plan, trees, item):
             _plan_optimizers(plan, item, optimizers, trees[item], parameters, (saved, live))
