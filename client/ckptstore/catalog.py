@@ -7,7 +7,7 @@ commit is the step's checkpoint and the earlier one is superseded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -30,7 +30,7 @@ class State(StrEnum):
     SUPERSEDED = "superseded"
     """A later commit of the same step exists."""
     CORRUPT = "corrupt"
-    """Its outcome cannot be read; never latest."""
+    """Its outcome cannot be read, or its bytes were found damaged; never latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,9 @@ def list_runs(store: Store) -> list[str]:
 def list_checkpoints(store: Store, run: str) -> list[Checkpoint]:
     """All checkpoints of a run that are not being deleted, by falling step; reads every outcome."""
     attempts = visible_attempts(store, run)
+    damaged = set(quarantined_attempts(store, run))
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(lambda attempt: _read(store, run, attempt), attempts))
+        found = list(pool.map(lambda attempt: _read(store, run, attempt, damaged), attempts))
     return [c for group in _by_step(c for c in found if c is not None) for c in group]
 
 
@@ -103,8 +104,10 @@ def newest_first(store: Store, run: str) -> Iterator[Checkpoint]:
 
 def candidates(store: Store, run: str) -> Iterator[Checkpoint]:
     """As newest_first, with those whose outcome is corrupt, so that a restore can say what it skips."""
-    for _, attempts in groupby(visible_attempts(store, run), key=lambda attempt: attempt.step):
-        found = (_read(store, run, attempt) for attempt in attempts)
+    visible = visible_attempts(store, run)
+    damaged = set(quarantined_attempts(store, run))
+    for _, attempts in groupby(visible, key=lambda attempt: attempt.step):
+        found = (_read(store, run, attempt, damaged) for attempt in attempts)
         for group in _by_step(c for c in found if c is not None):
             yield from (c for c in group if c.state is not State.SUPERSEDED)
 
@@ -115,7 +118,9 @@ def find(store: Store, reference: Reference) -> Checkpoint:
         return latest(store, reference.run)
     if reference.ulid is not None:
         attempt = Attempt(reference.step, reference.ulid)
-        checkpoint = None if _is_hidden(store, reference.run, attempt) else _read(store, reference.run, attempt)
+        hidden = _is_hidden(store, reference.run, attempt)
+        damaged = quarantined_attempts(store, reference.run)
+        checkpoint = None if hidden else _read(store, reference.run, attempt, damaged)
         found = [checkpoint] if checkpoint else []
     else:
         found = [c for c in candidates(store, reference.run) if c.step == reference.step]
@@ -135,6 +140,11 @@ def decided_attempts(store: Store, run: str) -> list[Attempt]:
 def hidden_attempts(store: Store, run: str) -> list[Attempt]:
     """Attempts that a tombstone hides."""
     return _attempts(info.key for info in store.list(names.tombstones_prefix(run)))
+
+
+def quarantined_attempts(store: Store, run: str) -> list[Attempt]:
+    """Attempts whose bytes were found damaged."""
+    return _attempts(info.key for info in store.list(names.quarantine_prefix(run)))
 
 
 def visible_attempts(store: Store, run: str) -> list[Attempt]:
@@ -180,13 +190,19 @@ def _by_step(checkpoints: Iterable[Checkpoint]) -> Iterator[list[Checkpoint]]:
         yield supersede(group)
 
 
-def _read(store: Store, run: str, attempt: Attempt) -> Checkpoint | None:
+def quarantined(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as one whose bytes were found damaged. Pure."""
+    return replace(checkpoint, state=State.CORRUPT, problem=f"{checkpoint.id} was found damaged when it was read whole")
+
+
+def _read(store: Store, run: str, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
     # A newer format is not damage: to skip it would be to resume from the wrong step.
     try:
         outcome = read_outcome(store, run, attempt)
     except CorruptObject as error:
         return Checkpoint(run, attempt, State.CORRUPT, problem=str(error))
-    return from_outcome(outcome) if outcome else None
+    found = from_outcome(outcome) if outcome else None
+    return quarantined(found) if found is not None and attempt in damaged else found
 
 
 def _is_hidden(store: Store, run: str, attempt: Attempt) -> bool:
@@ -196,9 +212,8 @@ def _is_hidden(store: Store, run: str, attempt: Attempt) -> bool:
 def _attempts(keys: Iterable[str]) -> list[Attempt]:
     found = []
     for key in keys:
-        name = key.rsplit("/", 1)[-1]
         try:
-            found.append(Attempt.parse(name.removesuffix(".json")))
+            found.append(names.attempt_and_name(key)[0])
         except InvalidName:
             continue  # not ours: an operator's note, a half-copied file
     return sorted(found, reverse=True)

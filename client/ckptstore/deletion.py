@@ -1,31 +1,46 @@
-"""Deleting checkpoints and collecting orphans, so that a crash at any point leaves a legal state.
+"""Pruning runs and collecting orphans, so that a crash at any point leaves a legal state.
 
-A deletion: tombstone (hides it at once), outcome, data. The tombstone stays for a while after
-the data: a slow committer that comes back to life then commits something nobody sees.
+A prune hides what its policy does not keep (tombstones.py); a collection sweeps what was hidden for its grace.
 An orphan (an attempt that was never decided) is first decided as aborted, then deleted.
 Deletes are idempotent; whoever finds half of one finishes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptstore import names
+from ckptstore import audit, names
 from ckptstore.catalog import Checkpoint, decided_attempts, hidden_attempts, list_checkpoints
 from ckptstore.clock import Clock
 from ckptstore.commit import decide, identity, read_outcome, roll_forward
-from ckptstore.documents import FORMAT, Tombstone, seal
-from ckptstore.errors import AttemptAborted, CheckpointHeld, Damaged, InvalidName, ObjectMissing
-from ckptstore.leases import active_leases, expired_leases
+from ckptstore.errors import (
+    AttemptAborted,
+    CheckpointHeld,
+    Damaged,
+    InvalidName,
+    ObjectMissing,
+    TooMuchToDelete,
+)
+from ckptstore.findings import last_verified
+from ckptstore.holds import active_holds
+from ckptstore.leases import expired_leases
 from ckptstore.names import Attempt
+from ckptstore.records import Action
 from ckptstore.retention import Policy, Verdict, judge
 from ckptstore.stores import Store
+from ckptstore.tombstones import (
+    TOMBSTONE_KEPT_S,
+    delete_data,
+    forget_tombstones,
+    hide,
+    sweep,
+)
 
 ORPHAN_GRACE_S = 24 * 3600.0
 """An attempt without an outcome is left alone until its newest object is this old."""
-TOMBSTONE_KEPT_S = 7 * 24 * 3600.0
-"""Tombstones and aborted outcomes outlive any committer that could still be on its way."""
+MAX_DELETE_FRACTION = 0.9
+"""A prune that nobody has looked at removes at most so much of a run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +60,23 @@ class PrunePlan:
         """Those without."""
         return [verdict.checkpoint for verdict in self.verdicts if not verdict.reasons]
 
+    def check_fraction(self, allowed: float = MAX_DELETE_FRACTION) -> None:
+        """TooMuchToDelete if the plan removes a larger part of the run's checkpoints than `allowed`."""
+        share = len(self.remove) / max(1, len(self.verdicts))
+        if share > allowed:
+            raise TooMuchToDelete(
+                f"{len(self.remove)} of the {len(self.verdicts)} checkpoints of run {self.run!r} would go: "
+                f"{share:.0%}, and {allowed:.0%} are allowed",
+                "Look at the plan (--dry-run), then force it if it is meant",
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection of orphans did to one run."""
+    """What a collection did to one run."""
 
+    swept: tuple[Attempt, ...]
+    """Hidden before, gone for good now."""
     rolled_forward: tuple[Attempt, ...]
     aborted: tuple[Attempt, ...]
     freed_bytes: int
@@ -57,57 +84,67 @@ class Collected:
 
 def plan_prune(store: Store, run: str, policy: Policy, clock: Clock) -> PrunePlan:
     """What would go and what would stay, and why. Deletes nothing."""
-    verdicts = judge(policy, list_checkpoints(store, run), active_leases(store, run, clock))
+    checkpoints = list_checkpoints(store, run)
+    verified = last_verified(store, run, checkpoints)
+    # Holds last: what is taken while we look at the rest is seen.
+    verdicts = judge(policy, checkpoints, active_holds(store, run, clock), clock(), verified)
     return PrunePlan(run, tuple(verdicts))
 
 
 def apply_prune(
-    store: Store, plan: PrunePlan, clock: Clock, progress: Callable[[Checkpoint], None] = lambda _: None
+    store: Store,
+    plan: PrunePlan,
+    clock: Clock,
+    progress: Callable[[Checkpoint], None] = lambda _: None,
+    grace_s: float = 0.0,
+    by: str = "",
+    reason: str = "prune",
 ) -> list[Checkpoint]:
-    """Delete what the plan removes. Returns those that were spared because a reader came in between."""
-    spared = []
-    for checkpoint in plan.remove:
-        try:
-            delete_checkpoint(store, checkpoint, "prune", clock)
-        except CheckpointHeld:
-            spared.append(checkpoint)
-        progress(checkpoint)
-    return spared
+    """Hide what the plan removes, for good after the grace; durable on return. Without a grace it is gone on return.
+
+    Returns those that were spared because something held them by now. by: who wanted it, for the audit log; empty:
+    this process. Raises Unavailable: part of it may be done then, and a new plan goes on.
+    """
+    remove = {checkpoint.attempt: checkpoint for checkpoint in plan.remove}
+    if not remove:
+        return []
+    by = by or identity()
+    audit.record(store, plan.run, Action.DELETE, remove, by, reason, clock)
+    held = hide(store, plan.run, [*remove], reason, by, clock, grace_s, lambda attempt: progress(remove[attempt]))
+    if not grace_s:
+        sweep(store, plan.run, clock, by, only=remove.keys() - held.keys())
+    return [remove[attempt] for attempt in held]
 
 
-def delete_checkpoint(store: Store, checkpoint: Checkpoint, reason: str, clock: Clock) -> None:
-    """Hide and delete one checkpoint; gone for good on return.
+def delete_checkpoint(
+    store: Store, checkpoint: Checkpoint, reason: str, clock: Clock, grace_s: float = 0.0, by: str = ""
+) -> None:
+    """Delete one checkpoint, whatever its policy says: hidden on return, and with a grace of 0 gone for good.
 
-    Raises CheckpointHeld if it is leased. Nothing has happened then, unless the reader came in this very
-    moment: the checkpoint is hidden, stays readable while the lease lasts, and is collected after it.
+    Raises CheckpointHeld if something holds it; nothing has changed then.
     """
     run, attempt = checkpoint.run, checkpoint.attempt
-    _check_not_held(store, checkpoint, clock)
-    tombstone = Tombstone(
-        format=FORMAT, kind="tombstone", attempt=str(attempt), by=identity(), at=clock(), reason=reason
-    )
-    store.put(names.tombstone_key(run, attempt), seal(tombstone))
-    # A tombstone is never taken back: somebody else may be deleting behind it already.
-    _check_not_held(store, checkpoint, clock)
-    _sweep(store, run, attempt)
+    by = by or identity()
+    audit.record(store, run, Action.DELETE, [attempt], by, reason, clock)
+    held = hide(store, run, [attempt], reason, by, clock, grace_s)
+    if held:
+        raise CheckpointHeld(
+            f"{checkpoint.id} is held by {', '.join(held[attempt])}", "Try again when it is released, or unpin it"
+        )
+    if not grace_s:
+        sweep(store, run, clock, by, only=[attempt])
 
 
-def _check_not_held(store: Store, checkpoint: Checkpoint, clock: Clock) -> None:
-    holders = active_leases(store, checkpoint.run, clock).get(checkpoint.attempt)
-    if holders:
-        raise CheckpointHeld(f"{checkpoint.id} is being read by {', '.join(holders)}", "Try again later")
+def collect(store: Store, run: str, clock: Clock, grace_s: float = ORPHAN_GRACE_S, by: str = "") -> Collected:
+    """Sweep what is due, and finish what crashes left: half deletions, finished but uncommitted attempts, orphans.
 
-
-def collect(store: Store, run: str, clock: Clock, grace_s: float = ORPHAN_GRACE_S) -> Collected:
-    """Finish what crashes left: half deletions, finished but uncommitted attempts, orphans older than `grace_s`.
-
-    Ages are differences between the store's own times and `clock`, which must not be minutes apart.
+    grace_s: how long nothing was written to an orphan. Ages are differences between the store's own times and
+    `clock`, which must not be minutes apart (probing.check_store).
     """
-    freed = 0
+    by = by or identity()
+    swept = sweep(store, run, clock, by)
+    freed = swept.freed_bytes
     hidden = set(hidden_attempts(store, run))
-    held = active_leases(store, run, clock)
-    for attempt in hidden - held.keys():
-        freed += _sweep(store, run, attempt)
     rolled, aborted = [], []
     decided = set(decided_attempts(store, run))
     for attempt in _attempts_with_data(store, run):
@@ -116,10 +153,11 @@ def collect(store: Store, run: str, clock: Clock, grace_s: float = ORPHAN_GRACE_
         if attempt not in decided and advance(store, run, attempt, clock):
             rolled.append(attempt)
         elif _abort_if_old(store, run, attempt, clock, grace_s):
-            freed += _delete_data(store, run, attempt)
+            freed += delete_data(store, run, attempt)
             aborted.append(attempt)
-    _forget(store, run, clock, held)
-    return Collected(tuple(rolled), tuple(aborted), freed)
+    store.abort_uploads(names.attempts_prefix(run), clock() - max(grace_s, ORPHAN_GRACE_S))
+    _forget(store, run, clock)
+    return Collected(swept.attempts, tuple(rolled), tuple(aborted), freed)
 
 
 def advance(store: Store, run: str, attempt: Attempt, clock: Clock) -> bool:
@@ -161,27 +199,12 @@ def _abort_if_old(store: Store, run: str, attempt: Attempt, clock: Clock, grace_
     return outcome.committed is None
 
 
-def _sweep(store: Store, run: str, attempt: Attempt) -> int:
-    """Delete the outcome, then the data, of an attempt whose tombstone is there. Returns bytes freed."""
-    store.delete_many([names.outcome_key(run, attempt)])
-    return _delete_data(store, run, attempt)
-
-
-def _delete_data(store: Store, run: str, attempt: Attempt) -> int:
-    objects = list(store.list(names.attempt_prefix(run, attempt)))
-    # Receipts first: without them nobody can take the rest for a finished attempt.
-    objects.sort(key=lambda info: names.receipt_rank(info.key) is None)
-    store.delete_many(info.key for info in objects)
-    return sum(info.bytes for info in objects)
-
-
-def _forget(store: Store, run: str, clock: Clock, held: Collection[Attempt]) -> None:
-    """Remove expired leases, and tombstones and aborted outcomes that no committer can contradict any more."""
+def _forget(store: Store, run: str, clock: Clock) -> None:
+    """Remove expired leases, old records, and what no committer and no deleter can contradict any more."""
     store.delete_many(expired_leases(store, run, clock))
+    forget_tombstones(store, run, clock)
+    audit.forget_old(store, run, clock)
     cutoff = clock() - TOMBSTONE_KEPT_S
-    spared = {names.tombstone_key(run, attempt) for attempt in held}
-    tombstones = list(store.list(names.tombstones_prefix(run)))
-    store.delete_many(info.key for info in tombstones if info.modified_at < cutoff and info.key not in spared)
     for info in list(store.list(names.commits_prefix(run))):
         if info.modified_at < cutoff:
             _forget_aborted(store, run, info.key)

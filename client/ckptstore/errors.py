@@ -11,22 +11,35 @@
     ├── NotFound            what was asked for does not exist
     │   ├── NoCheckpoint        no_checkpoint
     │   ├── ObjectMissing       object_missing
-    │   └── NoRestore           no_restore
+    │   ├── NoToken             no_token
+    │   ├── NoRestore           no_restore
+    │   └── NoJob               no_job
     ├── Damaged             stored bytes are not what was written, or not readable by this version
     │   ├── CorruptObject       corrupt
     │   └── UnsupportedFormat   unsupported_format
     ├── Conflict            somebody else decided otherwise, or still needs the object
     │   ├── AttemptAborted      attempt_aborted
     │   ├── CheckpointHeld      checkpoint_held
+    │   ├── SweepBegun          sweep_begun
+    │   ├── TooMuchToDelete     too_much_to_delete
+    │   ├── PoliciesChanged     policies_changed
+    │   ├── TokenExists         token_exists
     │   ├── RestoreEnded        restore_ended
     │   └── RestoreMismatch     restore_mismatch
+    ├── Denied              the daemon knows who asks, or does not, and says no; nothing was done
+    │   ├── Unauthorized        unauthorized
+    │   ├── Forbidden           forbidden
+    │   └── TooManyFailures     too_many_failures
     ├── Unavailable         the outside world failed; trying again may help
     │   ├── StoreUnavailable    store_unavailable
     │   ├── StoreFull           store_full
     │   ├── StoreReadOnly       store_read_only
+    │   ├── ClockSkew           clock_skew
+    │   ├── StoreUnsafe         store_unsafe
     │   ├── DaemonUnavailable   daemon_unavailable
     │   ├── IndexUnavailable    index_unavailable
-    │   └── TooManyRestores     too_many_restores
+    │   ├── TooManyRestores     too_many_restores
+    │   └── TooManyRequests     too_many_requests
     └── SaveFailed          a background save did not become durable
         ├── SaverDied           saver_died
         └── ReceiptsMissing     receipts_missing
@@ -138,6 +151,18 @@ class NoRestore(NotFound):
     code = "no_restore"
 
 
+class NoJob(NotFound):
+    """The daemon knows no such job, or no more."""
+
+    code = "no_job"
+
+
+class NoToken(NotFound):
+    """The daemon has no token of this name."""
+
+    code = "no_token"
+
+
 class Damaged(CkptError):
     """Stored bytes cannot be trusted or cannot be understood."""
 
@@ -173,9 +198,34 @@ class AttemptAborted(Conflict):
 
 
 class CheckpointHeld(Conflict):
-    """A lease or a safety rule protects this checkpoint from deletion."""
+    """A lease or a pin protects this checkpoint from deletion."""
 
     code = "checkpoint_held"
+
+
+class SweepBegun(Conflict):
+    """A deletion can no longer be taken back."""
+
+    code = "sweep_begun"
+    http_status = 410
+
+
+class TooMuchToDelete(Conflict):
+    """A plan would delete a larger part of a run than is allowed without looking."""
+
+    code = "too_much_to_delete"
+
+
+class PoliciesChanged(Conflict):
+    """Somebody else changed the policies since they were read."""
+
+    code = "policies_changed"
+
+
+class TokenExists(Conflict):
+    """There is a token of this name already."""
+
+    code = "token_exists"
 
 
 class RestoreEnded(Conflict):
@@ -188,6 +238,34 @@ class RestoreMismatch(Conflict):
     """The ranks of one restore session disagree about what they restore."""
 
     code = "restore_mismatch"
+
+
+class Denied(CkptError):
+    """The daemon does not do this for whoever asks; nothing was done."""
+
+    code = "denied"
+    http_status = 403
+    exit_code = 8
+
+
+class Unauthorized(Denied):
+    """No token was given, or one that is unknown, revoked or expired."""
+
+    code = "unauthorized"
+    http_status = 401
+
+
+class Forbidden(Denied):
+    """The token is good, but not for this."""
+
+    code = "forbidden"
+
+
+class TooManyFailures(Denied):
+    """Too many requests from one address had a wrong token."""
+
+    code = "too_many_failures"
+    http_status = 429
 
 
 class Unavailable(CkptError):
@@ -215,6 +293,18 @@ class StoreReadOnly(Unavailable):
     """The store refuses writes."""
 
     code = "store_read_only"
+
+
+class ClockSkew(Unavailable):
+    """The store's clock and ours are too far apart to judge how old anything is."""
+
+    code = "clock_skew"
+
+
+class StoreUnsafe(Unavailable):
+    """The store breaks a promise that deleting rests on."""
+
+    code = "store_unsafe"
 
 
 class DaemonUnavailable(Unavailable):
@@ -245,6 +335,13 @@ class TooManyRestores(Unavailable):
     """The daemon watches over as many restore sessions as it can."""
 
     code = "too_many_restores"
+    http_status = 429
+
+
+class TooManyRequests(Unavailable):
+    """The daemon does for this client, or for all together, as much at a time as it may."""
+
+    code = "too_many_requests"
     http_status = 429
 
 
@@ -296,7 +393,7 @@ def _translate(error: Exception, what: str, url: str) -> CkptError:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(
             f"cannot {what} {url}: no space left",
-            "Free space or prune old checkpoints (ckptctl prune); committed checkpoints are untouched",
+            "Free space, or prune old checkpoints at once (ckptctl prune --grace 0s); nothing committed is touched",
         )
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return StoreReadOnly(f"cannot {what} {url}: {error}", "Check the permissions or credentials of this process")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ckptstore import names
+from ckptstore.catalog import hidden_attempts
 from ckptstore.clock import Clock
 from ckptstore.documents import FORMAT, Lease, parse_sealed, seal
 from ckptstore.errors import Damaged, NoCheckpoint, ObjectMissing
@@ -24,7 +25,7 @@ def take_lease(store: Store, run: str, attempt: Attempt, holder: str, ttl_s: flo
     """
     lease = new_ulid(clock())
     renew_lease(store, run, lease, attempt, holder, ttl_s, clock)
-    if any(info.key == names.tombstone_key(run, attempt) for info in store.list(names.tombstones_prefix(run))):
+    if attempt in hidden_attempts(store, run):
         release_lease(store, run, lease)
         raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "Use another checkpoint")
     return lease

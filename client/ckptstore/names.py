@@ -22,6 +22,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _SHARD = re.compile(r"shard-[0-9]{5}\.ckpt")
 _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
+_PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REFERENCE = re.compile(r"(?P<run>[^@/]+)@(?P<step>latest|[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?")
 
 
@@ -53,6 +54,16 @@ def check_shard(name: str) -> str:
     """`name` itself, or InvalidName."""
     if not isinstance(name, str) or not _SHARD.fullmatch(name):
         raise InvalidName(f"shard name {name!r} is not allowed", "Shards are named shard-00000.ckpt")
+    return name
+
+
+def check_pin(name: str) -> str:
+    """`name` itself, or InvalidName."""
+    if not isinstance(name, str) or not _PIN.fullmatch(name):
+        raise InvalidName(
+            f"pin name {name!r} is not allowed",
+            "Use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit",
+        )
     return name
 
 
@@ -146,14 +157,65 @@ def tombstones_prefix(run: str) -> str:
     return f"{check_run(run)}/tombstones/"
 
 
+def fates_prefix(run: str) -> str:
+    """Prefix of all decisions about tombstones of a run."""
+    return f"{check_run(run)}/fates/"
+
+
+def pins_prefix(run: str) -> str:
+    """Prefix of all pins of a run."""
+    return f"{check_run(run)}/pins/"
+
+
+def verified_prefix(run: str) -> str:
+    """Prefix of the records of checkpoints that were read and found whole."""
+    return f"{check_run(run)}/verified/"
+
+
+def quarantine_prefix(run: str) -> str:
+    """Prefix of the records of checkpoints that were read and found damaged."""
+    return f"{check_run(run)}/quarantine/"
+
+
+def audit_prefix(run: str) -> str:
+    """Prefix of the log of who deleted what."""
+    return f"{check_run(run)}/audit/"
+
+
 def outcome_key(run: str, attempt: Attempt) -> str:
     """The create-only object that decides an attempt."""
     return f"{commits_prefix(run)}{attempt}.json"
 
 
-def tombstone_key(run: str, attempt: Attempt) -> str:
-    """The object that hides a checkpoint while it is being deleted."""
-    return f"{tombstones_prefix(run)}{attempt}.json"
+def tombstone_key(run: str, attempt: Attempt, tombstone: str) -> str:
+    """The object that hides a checkpoint; `tombstone`, a ULID, tells one deletion from the next."""
+    return f"{tombstones_prefix(run)}{attempt}.{check_ulid(tombstone)}.json"
+
+
+def fate_key(run: str, attempt: Attempt, tombstone: str) -> str:
+    """The create-only object that decides whether a tombstone is swept or taken back."""
+    return f"{fates_prefix(run)}{attempt}.{check_ulid(tombstone)}.json"
+
+
+def pin_key(run: str, attempt: Attempt, name: str) -> str:
+    """A named hold of a checkpoint."""
+    return f"{pins_prefix(run)}{attempt}.{check_pin(name)}.json"
+
+
+def verified_key(run: str, attempt: Attempt) -> str:
+    """When a checkpoint was last found whole."""
+    return f"{verified_prefix(run)}{attempt}.json"
+
+
+def quarantine_key(run: str, attempt: Attempt) -> str:
+    """That a checkpoint was found damaged."""
+    return f"{quarantine_prefix(run)}{attempt}.json"
+
+
+def attempt_and_name(key: str) -> tuple[Attempt, str]:
+    """What a key says that ends in ATTEMPT.json or ATTEMPT.NAME.json; the name may be empty. Raises InvalidName."""
+    attempt, _, name = key.rsplit("/", 1)[-1].removesuffix(".json").partition(".")
+    return Attempt.parse(attempt), name
 
 
 def attempt_prefix(run: str, attempt: Attempt) -> str:
@@ -180,3 +242,14 @@ def receipt_rank(key: str) -> int | None:
 def manifest_key(run: str, attempt: Attempt) -> str:
     """The merged manifest of an attempt."""
     return f"{attempt_prefix(run, attempt)}manifest.json.zst"
+
+
+# Store-wide objects. No run is named like their folders.
+
+POLICIES_PREFIX = "_policies/"
+PROBES_PREFIX = "_probes/"
+
+
+def policies_key(version: int) -> str:
+    """One version of the retention policies of a store."""
+    return f"{POLICIES_PREFIX}{version:08d}.json"

@@ -75,7 +75,7 @@ def test_a_deleted_checkpoint_is_not_indexed_again(store: Store, client: DaemonC
     with pytest.raises(NoCheckpoint):
         client.notify("gpt", checkpoint.attempt)
     half_deleted = write_checkpoint(store, step=8)
-    store.put(names.tombstone_key("gpt", half_deleted.attempt), b"the deleter died here")
+    store.put(names.tombstone_key("gpt", half_deleted.attempt, new_ulid(0)), b"the deleter died here")
     with pytest.raises(NoCheckpoint):
         client.notify("gpt", half_deleted.attempt)
 
@@ -132,7 +132,7 @@ def test_a_reader_with_a_lease_finishes_although_its_checkpoint_was_hidden(store
     old = write_checkpoint(store, step=1)
     client.reindex()
     client.take_lease(old, "reader", 60)
-    store.put(names.tombstone_key("gpt", old.attempt), b"a deletion that came in between")
+    store.put(names.tombstone_key("gpt", old.attempt, new_ulid(0)), b"a deletion that came in between")
     client.reindex()
     assert client.checkpoints("gpt") == []
     assert verify(client, old).ok

@@ -136,7 +136,7 @@ def test_a_join_that_is_repeated_changes_nothing(store: Store, client: DaemonCli
 def test_what_cannot_be_restored_is_passed_over(store: Store, client: DaemonClient, run: str) -> None:
     _, superseded, usable, corrupt, hidden = _write(store, run, 1, 2, 2, 3, 4)
     store.put(names.outcome_key(run, corrupt.attempt), b"flipped")
-    store.put(names.tombstone_key(run, hidden.attempt), b"its deletion has begun")
+    store.put(names.tombstone_key(run, hidden.attempt, names.new_ulid(0)), b"its deletion has begun")
     assert client.join_restore(run, "newest", 1, 0).checkpoint.id == usable.id
     assert client.join_restore(run, "named", 1, 0, checkpoint=superseded.id).checkpoint.id == superseded.id
     with pytest.raises(CorruptObject):

@@ -34,7 +34,7 @@ def unseal(path: pathlib.Path) -> dict:  # type: ignore[type-arg]
 
 def latest(root: str, run: str) -> dict:  # type: ignore[type-arg]
     outcomes = [unseal(path) for path in pathlib.Path(root, run, "commits").iterdir()]
-    hidden = {path.stem for path in pathlib.Path(root, run).glob("tombstones/*.json")}
+    hidden = {path.name.split(".")[0] for path in pathlib.Path(root, run).glob("tombstones/*.json")}
     visible = [o for o in outcomes if o["committed"] is not None and o["attempt"] not in hidden]
     return max(visible, key=lambda o: (o["step"], o["at"], o["attempt"]))
 

@@ -20,9 +20,8 @@ from ckptstore.catalog import (
 )
 from ckptstore.clock import system_clock
 from ckptstore.deletion import delete_checkpoint
-from ckptstore.errors import InvalidPolicy, NoCheckpoint
+from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Attempt, Reference, new_ulid
-from ckptstore.retention import Policy, judge
 from ckptstore.source import StoreSource, open_source
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
@@ -128,23 +127,3 @@ def test_supersede_prefers_the_later_commit_and_leaves_the_corrupt() -> None:
         (c.attempt, State.CORRUPT),
     ]
     assert supersede([]) == []
-
-
-def test_retention_counts_steps_and_names_every_reason() -> None:
-    listed = [
-        checkpoint(9, State.CORRUPT),
-        checkpoint(8),
-        checkpoint(8, State.SUPERSEDED),
-        checkpoint(7),
-        checkpoint(6),
-    ]
-    held = {listed[4].attempt: ["restore"], listed[1].attempt: ["restore"]}
-    reasons = [verdict.reasons for verdict in judge(Policy(2), listed, held)]
-    assert reasons == [("corrupt",), ("last-1", "lease:restore"), (), ("last-2",), ("lease:restore",)]
-    assert [v.reasons for v in judge(Policy(10), listed, {})][2] == (), "superseded is no newest"
-
-
-@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3", None])
-def test_a_policy_that_keeps_nothing_is_refused(keep: object) -> None:
-    with pytest.raises(InvalidPolicy, match="cannot keep the last"):
-        Policy(keep)  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ from ckptstore.documents import (
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.planning import check_cover, plan_reads, whole_entries
+from ckptstore.records import Action, AuditRecord, Fate, Finding, Override, Pin, PoliciesVersion, PolicySet, Rules
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 
@@ -53,14 +54,51 @@ def _samples() -> dict[str, bytes]:
         "outcome": seal(outcome),
         "lease": seal(Lease(format=FORMAT, kind="lease", attempt=str(ATTEMPT), holder="me", expires_at=1.5)),
         "tombstone": seal(
-            Tombstone(format=FORMAT, kind="tombstone", attempt=str(ATTEMPT), by="me", at=1.0, reason="prune")
+            Tombstone(
+                format=FORMAT, kind="tombstone", attempt=str(ATTEMPT), by="me", at=1.0, reason="prune", grace_s=0.0
+            )
+        ),
+        "pin": seal(Pin(format=FORMAT, kind="pin", attempt=str(ATTEMPT), name="paper", by="me", at=1.0, reason="")),
+        "fate": seal(
+            Fate(format=FORMAT, kind="fate", attempt=str(ATTEMPT), tombstone=ATTEMPT.ulid, swept=True, by="me", at=1.0)
+        ),
+        "finding": seal(
+            Finding(
+                format=FORMAT,
+                kind="finding",
+                attempt=str(ATTEMPT),
+                at=1.0,
+                by="me",
+                num_chunks=1,
+                stored_bytes=9,
+                problems=["a chunk is damaged"],
+            )
+        ),
+        "audit": seal(
+            AuditRecord(
+                format=FORMAT, kind="audit", action=Action.DELETE, attempts=[str(ATTEMPT)], by="me", at=1.0, reason=""
+            )
+        ),
+        "policies": seal(
+            PoliciesVersion(
+                format=FORMAT,
+                kind="policies",
+                version=1,
+                by="me",
+                at=1.0,
+                reason="",
+                policies=PolicySet(default=Rules(keep_last=3), overrides=(Override(runs="exp-*"),)),
+            )
         ),
         "manifest": manifest_bytes(merge([receipt])) + b"\n",
     }
 
 
 SAMPLES = _samples()
-KINDS: dict[str, Any] = {"receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone}
+KINDS: dict[str, Any] = {
+    "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
+    "finding": Finding, "audit": AuditRecord, "policies": PoliciesVersion,
+}  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", SAMPLES)
 
 
@@ -117,6 +155,7 @@ WRONG: list[Any] = [
     {"$": "tuple"}, [0] * 100, "u1:", "u1:!", "u8:" + "/" * 10 + "8=", "u1:AA==", "u9:AA==", "u2:AA==", "i8:AA==",
 ]  # fmt: skip
 FREE = {"trees", "local", "metrics"}  # any JSON, or any names, are legal inside
+FREE |= {"policies"}  # checked by those who read them (test_policies.py)
 
 
 @every_kind
@@ -138,7 +177,8 @@ def test_every_place_with_every_wrong_value(kind: str) -> None:
     # Texts, times and counts, where another value of the same type is as good as this one, and what may be empty.
     assert {path[-1] for path in accepted if isinstance(path[-1], str)} <= {
         "created_at", "at", "nonce", "by", "reason", "holder", "expires_at", "bytes", "world_size", "aliases",
-        "raw_bytes", "stored_bytes", "num_entries", "num_shards", "committed",
+        "raw_bytes", "stored_bytes", "num_entries", "num_shards", "committed", "grace_s", "name", "tombstone", "swept",
+        "num_chunks", "problems", "attempts", "version",
     }, accepted  # fmt: skip
 
 

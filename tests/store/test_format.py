@@ -71,7 +71,7 @@ def test_the_independent_reader_agrees_on_what_is_latest(store: Store) -> None:
     assert {name: data for name, (_, _, data) in entries.items()} == {
         name: array.tobytes() for name, array in sample_arrays(12).items()
     }
-    store.put(names.tombstone_key("gpt", latest(store, "gpt").attempt), b"{}")
+    store.put(names.tombstone_key("gpt", latest(store, "gpt").attempt, names.new_ulid(0)), b"{}")
     assert independent_reader.latest(root, "gpt")["step"] == latest(store, "gpt").step == 7
 
 

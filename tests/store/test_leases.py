@@ -11,7 +11,6 @@ from ckptstore import names
 from ckptstore.catalog import Checkpoint, hidden_attempts, list_checkpoints
 from ckptstore.clock import system_clock
 from ckptstore.deletion import (
-    TOMBSTONE_KEPT_S,
     apply_prune,
     collect,
     delete_checkpoint,
@@ -20,10 +19,12 @@ from ckptstore.deletion import (
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
 from ckptstore.leases import active_leases, expired_leases, release_lease, take_lease
 from ckptstore.names import new_ulid
+from ckptstore.pins import pin
 from ckptstore.retention import Policy
 from ckptstore.stores import Store
+from ckptstore.tombstones import TOMBSTONE_KEPT_S
 from tests.support.runs import RUN, clear, count_calls, intact, keys, write
-from tests.support.stores import FaultyStore, Interleaving, MovableClock, race
+from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
 in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
@@ -133,25 +134,30 @@ def test_a_deletion_at_every_moment_of_a_reader(store: Store, who: str) -> None:
 
 
 @in_memory
-def test_a_collector_leaves_a_hidden_checkpoint_to_its_reader(store: Store) -> None:
-    """The reader came between the deleter's two looks: hidden, and still whole until the lease ends."""
-    (checkpoint,) = write(store, 1)
-    clock = MovableClock()
-    leases: list[str] = []
+def test_a_deletion_is_taken_back_when_a_reader_came_between_its_two_looks(store: Store) -> None:
+    """And a pin is as good as a lease."""
 
-    def take() -> None:
-        leases.append(take_lease(store, RUN, checkpoint.attempt, "reader", 10 * TOMBSTONE_KEPT_S, clock))
+    def take(checkpoint: Checkpoint) -> object:
+        return take_lease(store, RUN, checkpoint.attempt, "reader", 60, system_clock)
 
-    with pytest.raises(CheckpointHeld):
-        delete_checkpoint(FaultyStore(store, Interleaving(1, take)), checkpoint, "prune", clock)
-    assert list_checkpoints(store, RUN) == []
-    clock.advance(2 * TOMBSTONE_KEPT_S)
-    collect(store, RUN, clock)
-    assert intact(store, checkpoint)
-    assert hidden_attempts(store, RUN) == [checkpoint.attempt], "its tombstone is not forgotten before its data"
-    release_lease(store, RUN, leases[0])
-    collect(store, RUN, clock)
-    assert keys(store) == []
+    def pin_it(checkpoint: Checkpoint) -> None:
+        pin(store, RUN, checkpoint.attempt, "paper", "me", system_clock)
+
+    for hold in (take, pin_it):
+        (checkpoint,) = write(store, 1)
+        calls = Faults()
+        delete_checkpoint(FaultyStore(store, calls), checkpoint, "count", system_clock)
+        before_tombstone = next(i for i, call in enumerate(calls.calls) if "put gpt/tombstones" in call)
+        clear(store)
+        (checkpoint,) = write(store, 2)
+        faulty = FaultyStore(store, Interleaving(before_tombstone, partial(hold, checkpoint)))
+        with pytest.raises(CheckpointHeld):
+            delete_checkpoint(faulty, checkpoint, "prune", system_clock)
+        assert list_checkpoints(store, RUN) == [checkpoint]
+        assert intact(store, checkpoint)
+        collect(store, RUN, MovableClock(2 * TOMBSTONE_KEPT_S))
+        assert hidden_attempts(store, RUN) == []
+        clear(store)
 
 
 @here_and_in_memory

@@ -112,6 +112,17 @@ class Store(ABC):
     def delete_many(self, keys: Iterable[str]) -> None:
         """Delete objects; one that does not exist counts as deleted."""
 
+    def abort_uploads(self, prefix: str, begun_before: float) -> int:
+        """Free what uploads below `prefix` left that were never finished and began before then; returns how many.
+
+        A store whose unfinished uploads are ordinary objects, or none, has nothing to do.
+        """
+        return 0
+
+    def presign(self, key: str, seconds: float) -> str | None:
+        """A URL with which anybody can read the object for so long; None where there is no such thing."""
+        return None
+
     def get_range(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
         count = self.read_into(key, offset, buffer)

@@ -1,0 +1,168 @@
+"""From a policy and checkpoints to reasons: every rule by itself, together, and for any input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.errors import InvalidPolicy
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.policies import policy_of, rules_of
+from ckptstore.retention import Best, Policy, judge
+
+DAY_S = 86400.0
+MONDAY = 1_700_438_400.0  # 2023-11-20 00:00 UTC
+NOW = MONDAY + 10 * DAY_S
+
+
+def checkpoint(
+    step: int, at: float = MONDAY, state: State = State.COMMITTED, stored: int = 100, **metrics: float
+) -> Checkpoint:
+    return Checkpoint("gpt", Attempt(step, new_ulid(at)), state, committed_at=at, stored_bytes=stored, metrics=metrics)
+
+
+def reasons(policy: Policy, *checkpoints: Checkpoint, **more: Any) -> dict[int, tuple[str, ...]]:
+    verdicts = judge(policy, checkpoints, more.pop("holds", {}), more.pop("now", NOW), **more)
+    return {v.checkpoint.step: v.reasons for v in verdicts if v.reasons}
+
+
+def test_last_counts_steps_that_are_whole() -> None:
+    listed = [
+        checkpoint(9, state=State.CORRUPT),
+        checkpoint(8),
+        checkpoint(8, state=State.SUPERSEDED),
+        checkpoint(7),
+        checkpoint(6),
+    ]
+    held = {listed[4].attempt: ["lease:restore"], listed[1].attempt: ["lease:restore", "pin:paper"]}
+    found = [verdict.reasons for verdict in judge(Policy(2), listed, held, NOW)]
+    assert found == [
+        ("corrupt",),
+        ("last-1", "lease:restore", "pin:paper"),
+        (),
+        ("last-2",),
+        ("lease:restore",),
+    ]
+
+
+def test_every_takes_the_first_step_from_each_multiple_on() -> None:
+    steps = [0, 300, 900, 1000, 1200, 1900, 2100, 2900, 3000, 3100]
+    found = reasons(Policy(keep_every=1000), *(checkpoint(step) for step in reversed(steps)))
+    assert found == {
+        **dict.fromkeys((0, 1000, 2100, 3000), ("every-1000",)),
+        3100: ("newest",),
+    }
+    assert reasons(Policy(keep_every=1000), checkpoint(300), checkpoint(200)) == {300: ("newest",)}
+
+
+def test_what_every_keeps_does_not_change_when_training_goes_on() -> None:
+    policy, kept = Policy(keep_every=1000), {}
+    for step in range(0, 10_000, 70):
+        kept[step] = checkpoint(step)
+        found = reasons(policy, *kept.values())
+        kept = {s: c for s, c in kept.items() if s in found}
+    assert sorted(kept) == [0, 1050, 2030, 3010, 4060, 5040, 6020, 7000, 8050, 9030, 9940]
+
+
+def test_hours_days_and_weeks_keep_their_last() -> None:
+    hour = 3600.0
+    listed = [checkpoint(step, MONDAY - 3 * DAY_S + step * 6 * hour) for step in range(20)]  # Friday to Tuesday
+    assert reasons(Policy(keep_daily=3), *listed) == {19: ("daily-1",), 15: ("daily-2",), 11: ("daily-3",)}
+    assert reasons(Policy(keep_weekly=9), *listed) == {19: ("weekly-1",), 11: ("weekly-2",)}
+    close = [checkpoint(step, MONDAY + step * 1200) for step in range(6)]
+    assert reasons(Policy(keep_hourly=5), *close) == {5: ("hourly-1",), 2: ("hourly-2",)}
+
+
+def test_best_ranks_by_a_metric_and_prefers_the_newer() -> None:
+    values = {1: 0.5, 2: 0.3, 3: 0.3, 4: float("nan"), 5: 0.9}
+    listed = [checkpoint(step, loss=value) for step, value in values.items()] + [checkpoint(6)]
+    assert reasons(Policy(keep_best=(Best("loss", False, 2),)), *listed) == {
+        3: ("best-loss-1",),
+        2: ("best-loss-2",),
+        6: ("newest",),
+    }
+    assert reasons(Policy(keep_best=(Best("loss", True, 1),)), *listed) == {5: ("best-loss-1",), 6: ("newest",)}
+
+
+def test_within_looks_at_the_moment_of_the_commit() -> None:
+    listed = [checkpoint(1, NOW - 100), checkpoint(2, NOW - 61), checkpoint(3, NOW - 60), checkpoint(4, NOW - 1)]
+    assert set(reasons(Policy(keep_within_s=60), *listed)) == {3, 4}
+
+
+def test_bytes_limit_what_rules_keep_and_alone_keep_the_newest_that_fit() -> None:
+    listed = [checkpoint(step) for step in range(5)]
+    assert reasons(Policy(max_bytes=250), *listed) == {4: ("fits",), 3: ("fits",)}
+    assert reasons(Policy(keep_last=4, max_bytes=250), *listed) == {4: ("last-1",), 3: ("last-2",)}
+    assert reasons(Policy(keep_every=2, max_bytes=250), *listed) == {4: ("every-2",), 2: ("every-2",)}
+    assert reasons(Policy(max_bytes=1), *listed) == {4: ("newest",)}
+
+
+def test_all_rules_together_give_all_reasons() -> None:
+    policy = Policy(keep_last=1, keep_every=10, keep_best=(Best("loss", False, 1),), keep_within_s=5)
+    only = checkpoint(10, NOW, loss=1.0)
+    assert reasons(policy, only, verified=only.attempt) == {
+        10: ("last-1", "every-10", "best-loss-1", "within", "last-verified")
+    }
+
+
+def test_the_last_verified_stays() -> None:
+    listed = [checkpoint(step) for step in range(5)]
+    assert reasons(Policy(1), *listed, verified=listed[1].attempt) == {4: ("last-1",), 1: ("last-verified",)}
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3", None, 10**30])
+def test_a_policy_that_keeps_nothing_or_nonsense_is_refused(keep: object) -> None:
+    with pytest.raises(InvalidPolicy):
+        Policy(keep)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "loss", "a:min", "a:mean:1", "a:min:0", ":min:1", "a:min:x", "a:max:-1"])
+def test_what_names_no_best(text: str) -> None:
+    with pytest.raises(InvalidPolicy):
+        Best.parse(text)
+
+
+def test_a_metric_may_have_a_colon() -> None:
+    assert Best.parse("val:loss:min:3") == Best("val:loss", False, 3)
+
+
+policies = st.builds(
+    Policy,
+    keep_last=st.integers(1, 5),
+    keep_every=st.integers(0, 20),
+    keep_hourly=st.integers(0, 3),
+    keep_daily=st.integers(0, 3),
+    keep_weekly=st.integers(0, 3),
+    keep_best=st.lists(st.builds(Best, st.just("loss"), st.booleans(), st.integers(1, 3)), max_size=2).map(tuple),
+    keep_within_s=st.floats(0, 1e6),
+    max_bytes=st.integers(0, 2000),
+)
+runs = st.lists(
+    st.builds(
+        checkpoint,
+        st.integers(0, 60),
+        st.floats(MONDAY, NOW),
+        st.sampled_from(State),
+        st.integers(0, 500),
+        loss=st.floats(allow_nan=True),
+    ),
+    max_size=25,
+)
+
+
+@given(policies, runs)
+def test_for_any_policy_and_run(policy: Policy, listed: list[Checkpoint]) -> None:
+    verdicts = judge(policy, listed, {}, NOW)
+    assert [v.checkpoint for v in verdicts] == listed
+    usable = [v for v in verdicts if v.checkpoint.state is State.COMMITTED]
+    if usable:
+        newest = max(usable, key=lambda v: v.checkpoint.step)
+        assert any(v.reasons for v in usable if v.checkpoint.step == newest.checkpoint.step)
+    for verdict in verdicts:
+        assert verdict.checkpoint.state is not State.SUPERSEDED or not verdict.reasons
+        assert verdict.checkpoint.state is not State.CORRUPT or verdict.reasons == ("corrupt",)
+    assert policy_of(rules_of(policy)) == policy
