@@ -8,34 +8,40 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
-from ckptd.api import changes, checkpoints, probes, problems, restores
+from ckptd.api import changes, checkpoints, probes, problems, restores, tokens
+from ckptd.api.access import authorize
 from ckptd.api.context import INDEX_THREADS, STORE_THREADS, Context, Threads
 from ckptd.api.middleware import Authentication, Requests
 from ckptd.api.waiting import Waiting
-from ckptd.index import Database, Index, RestoreIndex
+from ckptd.index import Database, Index, LeaderIndex, RestoreIndex, TokenIndex
 from ckptd.metrics import Metrics
 from ckptd.services import Catalogue, Freshness, Objects, Protection, Pruning, Restores, Services, Synchronizing
 from ckptd.services.cache import BlockCache, open_folder
 from ckptd.services.collecting import Collecting
 from ckptd.services.gauges import Gauges
+from ckptd.services.leadership import Leadership, LeaderStore
 from ckptd.services.periodic import Periodic
-from ckptd.services.recovery import Recovery
+from ckptd.services.recovery import Recovering, Recovery
 from ckptd.services.restore_leases import RestoreLeases
-from ckptd.settings import Settings
+from ckptd.services.tokens import Tokens
+from ckptd.settings import AUTH_OFF, Settings
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import Store, open_store
 
 _LOG = logging.getLogger(__name__)
-_BACKGROUND_THREADS = 6
+_BACKGROUND_THREADS = 12
 _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
 _WATCH_S = 0.5
+_FOLLOW_S = 0.5
 _RENEW_S = 1.0
 _FORGET_S = 600.0
+_READ_TOKENS_S = 1.0
+_NOTE_USE_S = 10.0
 
 
 def create_app(settings: Settings, store: Store | None = None, clock: Clock = system_clock) -> FastAPI:
@@ -50,10 +56,13 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
     _LOG.info("serving %s with the index at %s", store.url, database.url)
     index = Index(database)
-    index.adopt(store.url)
+    index.adopt(store.url, clock())
     freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
-    recovery = Recovery(store, clock, settings.commit_grace_seconds)
-    synchronizing = Synchronizing(store, index, recovery, freshness, metrics, clock)
+    leadership = Leadership(LeaderIndex(database, "janitor"), settings.leader_lease_seconds)
+    leader_store = LeaderStore(store, leadership)
+    synchronizing = Synchronizing(store, index, freshness, metrics, clock)
+    recovery = Recovery(leader_store, clock, settings.commit_grace_seconds)
+    recovering = Recovering(leader_store, index, recovery, metrics, clock, synchronizing.notify)
     cache = _open_cache(settings, store, metrics)
     catalogue = Catalogue(index, freshness, store.url)
     waiting = Waiting()
@@ -67,18 +76,33 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
         pruning=Pruning(store, synchronizing, metrics, clock),
         restores=Restores(store, catalogue, restore_index, restore_leases, clock, waiting.wake),
         synchronizing=synchronizing,
+        tokens=Tokens(TokenIndex(database), settings.token, clock),
     )
+    services.tokens.refresh()
     metrics.registry.register(Gauges(index, restore_index, freshness, clock))
-    collecting = Collecting(store, metrics, clock, settings.orphan_grace_seconds)
+    collecting = Collecting(leader_store, metrics, clock, settings.orphan_grace_seconds)
+    led_restores = RestoreIndex(database.fenced(leadership.fence))
+    keeping = RestoreLeases(leader_store, led_restores, metrics, clock, waiting.wake)
+    led = leadership.leads
     background = [
         Periodic("synchronizing", synchronizing.round, settings.poll_seconds),
         Periodic("forgetting", services.objects.forget_deleted, settings.poll_seconds),
-        Periodic("collecting", collecting.round, settings.collect_seconds),
+        Periodic("leading", leadership.round, leadership.every_s),
+        Periodic("following the index", catalogue.follow, _FOLLOW_S),
+        Periodic("recovering", recovering.round, settings.poll_seconds, when=led),
+        Periodic("collecting", collecting.round, settings.collect_seconds, when=led),
         Periodic("watching restores", services.restores.watch, _WATCH_S),
-        Periodic("keeping leases of restores", restore_leases.round, _RENEW_S),
+        Periodic("keeping leases of restores", keeping.round, _RENEW_S, when=led),
         Periodic("forgetting restores", services.restores.forget, _FORGET_S),
+        Periodic("reading tokens", services.tokens.refresh, _READ_TOKENS_S),
+        Periodic("noting the use of tokens", services.tokens.note_use, _NOTE_USE_S),
     ]
-    return _assemble(Context(services, Threads(), metrics, waiting), settings.token, background, [cache, database])
+    return _assemble(
+        Context(services, Threads(), metrics, waiting),
+        settings.auth != AUTH_OFF,
+        background,
+        [cache, leadership, database],
+    )
 
 
 def _open_cache(settings: Settings, store: Store, metrics: Metrics) -> BlockCache:
@@ -88,7 +112,7 @@ def _open_cache(settings: Settings, store: Store, metrics: Metrics) -> BlockCach
 
 
 def _assemble(
-    context: Context, token: str, background: list[Periodic], closing: list[Database | BlockCache]
+    context: Context, auth: bool, background: list[Periodic], closing: list[BlockCache | Leadership | Database]
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -107,12 +131,13 @@ def _assemble(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        dependencies=[Depends(authorize)],
     )
     app.state.context = context
     problems.install(app)
-    for module in (probes, checkpoints, changes, restores):
+    for module in (probes, checkpoints, changes, restores, tokens):
         app.include_router(module.router)
     # The last one added is the outermost.
-    app.add_middleware(Authentication, token=token)
+    app.add_middleware(Authentication, tokens=context.services.tokens if auth else None, metrics=context.metrics)
     app.add_middleware(Requests, metrics=context.metrics)
     return app

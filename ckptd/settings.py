@@ -13,12 +13,13 @@ from ckptstore.errors import InvalidRequest
 
 DEFAULT_PORT = 8470
 AUTH_OFF = "off"
+MIN_TOKEN = 16
 _CHOICES = {
     "auth": ("on", AUTH_OFF),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("text", "json"),
 }
-_POSITIVE = ("poll_seconds", "collect_seconds")
+_POSITIVE = ("poll_seconds", "collect_seconds", "leader_lease_seconds")
 _NOT_NEGATIVE = ("commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds")
 
 
@@ -43,6 +44,9 @@ class Settings:
     store_reads: int = _knob(16, "Reads of the store for readers, at a time; each holds up to 4 MiB in memory.")
     poll_seconds: float = _knob(10.0, "Between two listings of the store.")
     commit_grace_seconds: float = _knob(5.0, "A finished attempt is left to its own committer for so long.")
+    leader_lease_seconds: float = _knob(
+        15.0, "Of daemons on one PostgreSQL one leads; if it is gone, another one does after so long at the latest."
+    )
     collect_seconds: float = _knob(3600.0, "Between two collections of orphans.")
     orphan_grace_seconds: float = _knob(
         24 * 3600.0, "An unfinished attempt is deleted when nothing was written to it for so long."
@@ -76,10 +80,14 @@ class Settings:
     def _check_exposure(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidRequest("of tls_cert and tls_key only one is given", "Give both, or neither")
-        if self.auth == AUTH_OFF and not _is_loopback(self.host):
+        if self.auth == AUTH_OFF and not is_loopback(self.host):
             raise InvalidRequest(
                 f"refusing to listen on {self.host} with auth off: whoever reaches it could delete checkpoints",
                 "Leave auth on and make tokens (ckptd token create), or listen on 127.0.0.1",
+            )
+        if 0 < len(self.token) < MIN_TOKEN:
+            raise InvalidRequest(
+                f"the token has {len(self.token)} characters", f"Use {MIN_TOKEN}: openssl rand -hex 32"
             )
         if self.auth == AUTH_OFF and self.token:
             raise InvalidRequest("auth is off, and yet a token is given", "Drop one of them: which one is meant?")
@@ -100,7 +108,8 @@ def default_cache(store: str) -> str:
     return str(caches / "ckptd" / digest(store.encode())[:16])
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name, is this machine's own and nobody else's."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,16 +1,42 @@
 """The index: what the store holds, and the restores under way, in SQL. All SQL of the project is here."""
 
-from ckptd.index.checkpoints import Index, IndexedAttempts, Position, RunSummary
-from ckptd.index.database import Database
+from ckptd.index.checkpoints import Index, IndexedAttempts, Position, Reading, RunChanged, RunSummary, Stamp
+from ckptd.index.database import Database, Fence
+from ckptd.index.events import Event, EventLog, News
+from ckptd.index.jobs import Job, JobIndex
+from ckptd.index.leaders import LeaderIndex, LeadershipLost, Tenure
+from ckptd.index.listing import Bound, Filter, Found, Listing, Place, Sort, types_of
 from ckptd.index.restores import RankProgress, Restore, RestoreIndex
+from ckptd.index.tokens import Token, TokenIndex
 
 __all__ = [
+    "Bound",
     "Database",
+    "Event",
+    "EventLog",
+    "Fence",
+    "Filter",
+    "Found",
     "Index",
     "IndexedAttempts",
+    "Job",
+    "JobIndex",
+    "LeaderIndex",
+    "LeadershipLost",
+    "Listing",
+    "News",
+    "Place",
     "Position",
     "RankProgress",
+    "Reading",
     "Restore",
     "RestoreIndex",
+    "RunChanged",
     "RunSummary",
+    "Sort",
+    "Stamp",
+    "Tenure",
+    "Token",
+    "TokenIndex",
+    "types_of",
 ]

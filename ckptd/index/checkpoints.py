@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -22,15 +23,33 @@ from sqlalchemy import (
     insert,
     or_,
     select,
+    true,
+    update,
 )
-from sqlalchemy import update as update_rows
 
-from ckptd.index.database import Database
-from ckptd.index.tables import aborted, checkpoints, origin, restores, runs
+from ckptd.index.database import Database, transactions
+from ckptd.index.events import Event, EventLog
+from ckptd.index.news import news_of
+from ckptd.index.tables import aborted, checkpoints, generation, origin, restores, runs
 from ckptstore.catalog import Checkpoint, State, supersede
+from ckptstore.errors import InvalidRequest
 from ckptstore.names import Attempt, Reference
 
 _ORDER = (checkpoints.c.run, checkpoints.c.step.desc(), checkpoints.c.committed_at.desc(), checkpoints.c.ulid.desc())
+_KNOWN = tuple(checkpoints.c[name] for name in ("step", "ulid", "outcome_bytes", "outcome_modified_at"))
+_GIVEN_UP = tuple(aborted.c[name] for name in ("step", "ulid", "outcome_bytes", "outcome_modified_at"))
+_NEWEST = select(checkpoints).join(
+    runs,
+    and_(
+        checkpoints.c.run == runs.c.name,
+        checkpoints.c.step == runs.c.latest_step,
+        checkpoints.c.ulid == runs.c.latest_ulid,
+    ),
+)
+
+
+class RunChanged(Exception):
+    """Somebody else changed the run since it was looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +62,39 @@ class Position:
     ulid: str
 
 
+class Stamp(NamedTuple):
+    """What a listing says of an outcome. Outcomes are never rewritten: if it changes, something is wrong."""
+
+    bytes: int
+    modified_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class IndexedAttempts:
     """What the index knows of a run."""
 
-    checkpoints: frozenset[Attempt]
+    version: int
+    """0 if it does not know the run."""
+    checkpoints: Mapping[Attempt, Stamp | None]
     corrupt: frozenset[Attempt]
     """Those of the checkpoints whose outcome could not be read."""
-    aborted: frozenset[Attempt]
+    aborted: Mapping[Attempt, Stamp | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read of a run in the store."""
+
+    found: Sequence[Checkpoint] = ()
+    given_up: Sequence[Attempt] = ()
+    """Their outcome says aborted."""
+    gone: Sequence[Attempt] = ()
+    """Their outcome is gone, or hidden."""
+    stamps: Mapping[Attempt, Stamp] = field(default_factory=dict)
+    """Of outcomes that were listed before they were read."""
+
+
+_NOTHING = Reading()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +107,16 @@ class RunSummary:
     latest: Checkpoint | None
 
 
+@transactions
 class Index:
     """The cached catalog of one store."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, log: EventLog | None = None) -> None:
+        """log: of what changes."""
         self._database = database
+        self._log = log
+        self._lock = threading.Lock()
+        self._seen = 0
 
     # Questions
 
@@ -75,21 +124,38 @@ class Index:
         """Raises IndexUnavailable if the database does not answer."""
         self._database.ping()
 
-    def runs(self) -> list[str]:
-        """Names of all runs, in order."""
+    @property
+    def seen(self) -> int:
+        """The newest generation that this object knows of: its own changes, and others' as of the last look."""
+        return self._seen
+
+    def look(self) -> int:
+        """The generation now: a number that grows with every change of what the questions below are about."""
         with self._database.read() as connection:
-            return list(connection.scalars(select(runs.c.name).order_by(runs.c.name)))
+            return self._see(connection.execute(select(generation.c.value)).scalar_one())
+
+    def versions(self) -> dict[str, int]:
+        """All runs in order, each with the number that its last change got."""
+        with self._database.read() as connection:
+            rows = connection.execute(select(runs.c.name, runs.c.version).order_by(runs.c.name))
+            return {row.name: row.version for row in rows}
+
+    def version(self, run: str) -> int:
+        """The number that the last change of a run got, 0 if it is not known."""
+        with self._database.read() as connection:
+            return connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
 
     def attempts(self, run: str) -> IndexedAttempts:
         """The attempts of a run whose outcome is indexed."""
-        columns = (checkpoints.c.step, checkpoints.c.ulid, checkpoints.c.state)
         with self._database.read() as connection:
-            known = connection.execute(select(*columns).where(checkpoints.c.run == run)).all()
-            given_up = connection.execute(select(aborted.c.step, aborted.c.ulid).where(aborted.c.run == run)).all()
+            version = connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
+            known = connection.execute(select(*_KNOWN, checkpoints.c.state).where(checkpoints.c.run == run)).all()
+            given_up = connection.execute(select(*_GIVEN_UP).where(aborted.c.run == run)).all()
         return IndexedAttempts(
-            checkpoints=frozenset(Attempt(row.step, row.ulid) for row in known),
+            version=version,
+            checkpoints=_stamps(known),
             corrupt=frozenset(Attempt(row.step, row.ulid) for row in known if row.state == State.CORRUPT),
-            aborted=frozenset(Attempt(row.step, row.ulid) for row in given_up),
+            aborted=_stamps(given_up),
         )
 
     def find(self, reference: Reference) -> Checkpoint | None:
@@ -105,102 +171,160 @@ class Index:
 
     def latest(self) -> Checkpoint | None:
         """Of the newest checkpoints of all runs, the one committed last."""
-        return max(self._newest(), key=lambda checkpoint: checkpoint.committed_at, default=None)
+        last_first = _NEWEST.order_by(runs.c.latest_committed_at.desc(), runs.c.name).limit(1)
+        return next(iter(self._select(last_first)), None)
 
     def page(self, run: str | None, after: Position | None, limit: int) -> list[Checkpoint]:
         """Checkpoints of one run or all, by run and falling step."""
-        query = select(checkpoints).order_by(*_ORDER).limit(limit)
-        if run is not None:
-            query = query.where(checkpoints.c.run == run)
-        if after is not None:
-            query = query.where(_is_after(after))
-        return self._select(query)
+        if after is None:
+            return self._select(_page(checkpoints.c.run == run if run is not None else true(), limit))
+        # Two queries, each of which is a stretch of the index: a database that is given both as one reads everything.
+        found = self._select(_page(_is_after(after), limit))
+        if run is None and len(found) < limit:
+            found += self._select(_page(checkpoints.c.run > after.run, limit - len(found)))
+        return found
 
     def summaries(self) -> list[RunSummary]:
         """All runs, in order."""
-        newest = {checkpoint.run: checkpoint for checkpoint in self._newest()}
-        # As floating point the sum cannot overflow, whatever an outcome claims.
-        stored = func.coalesce(func.sum(checkpoints.c.stored_bytes.cast(Double)), 0.0)
-        query = (
-            select(runs.c.name, func.count(checkpoints.c.ulid), stored)
-            .outerjoin(checkpoints, checkpoints.c.run == runs.c.name)
-            .group_by(runs.c.name)
-            .order_by(runs.c.name)
-        )
         with self._database.read() as connection:
-            rows = connection.execute(query).all()
-        return [RunSummary(name, count, int(total), newest.get(name)) for name, count, total in rows]
+            newest = {row.run: read_checkpoint(row) for row in connection.execute(_NEWEST)}
+            rows = connection.execute(select(runs).order_by(runs.c.name)).all()
+        return [RunSummary(row.name, row.num_checkpoints, int(row.stored_bytes), newest.get(row.name)) for row in rows]
 
     # Changes
 
-    def adopt(self, url: str) -> None:
-        """Make this the index of the store at `url`; what was known of another one is forgotten."""
-        with self._database.write() as connection:
-            if connection.scalar(select(origin.c.url)) == url:
-                return
-            for table in (runs, restores, origin):
-                connection.execute(delete(table))
-            connection.execute(insert(origin).values(url=url))
+    def adopt(self, url: str, now: float) -> None:
+        """Make this the index of the store at `url`; what was known of another one is forgotten.
 
-    def apply(
-        self, run: str, found: Sequence[Checkpoint] = (), given_up: Sequence[Attempt] = (), gone: Sequence[Attempt] = ()
-    ) -> None:
-        """Record what was read of a run: checkpoints found, attempts found aborted, attempts whose outcome is gone.
-
-        Decides anew which checkpoints are superseded.
+        Raises InvalidRequest if daemons of another store may be using the database.
         """
         with self._database.write() as connection:
-            if connection.scalar(select(runs.c.name).where(runs.c.name == run)) is None:
-                connection.execute(insert(runs).values(name=run))
-            touched = [*gone, *given_up, *(checkpoint.attempt for checkpoint in found)]
-            for table in (checkpoints, aborted):
-                _delete(connection, table, run, touched)
-            if found:
-                connection.execute(insert(checkpoints), [_row(checkpoint) for checkpoint in found])
-            if given_up:
-                connection.execute(insert(aborted), [{"run": run, "step": a.step, "ulid": a.ulid} for a in given_up])
-            _supersede(connection, run, {attempt.step for attempt in touched})
+            _next_generation(connection)
+            known: str | None = connection.scalar(select(origin.c.url))
+            if known == url:
+                return
+            if known is not None and self._database.shared:
+                raise InvalidRequest(
+                    f"{self._database.url} is the index of {known}, not of {url}",
+                    "Give each store a database of its own; all daemons of a store write its URL alike",
+                )
+            for table in (runs, restores, origin):
+                connection.execute(delete(table))
+            connection.execute(insert(origin).values(url=url, adopted_at=now))
 
-    def drop_runs(self, names: Collection[str]) -> None:
-        """Forget runs and all of their checkpoints."""
+    def apply(self, run: str, reading: Reading = _NOTHING, expected: int | None = None) -> int:
+        """Record what was read of a run, and decide anew which checkpoints are superseded. Returns its new version.
+
+        expected: its version before the reading began, 0 if it was unknown. Raises RunChanged if it is another one:
+        then somebody else knows something newer.
+        """
         with self._database.write() as connection:
-            for name in names:
-                connection.execute(delete(runs).where(runs.c.name == name))
+            version = _next_generation(connection)
+            before: int | None = connection.scalar(select(runs.c.version).where(runs.c.name == run))
+            if expected is not None and expected != (before or 0):
+                raise RunChanged(f"run {run!r} was changed by somebody else")
+            if before is None:
+                connection.execute(insert(runs).values(name=run, version=version, num_checkpoints=0, stored_bytes=0.0))
+            recorded = self._record(connection, run, reading)
+            _write(connection, run, reading)
+            _summarize(connection, run, version)
+        if self._log is not None:
+            self._log.announce(recorded)
+        return self._see(version)
+
+    def drop_runs(self, versions: Mapping[str, int]) -> None:
+        """Forget runs and all of their checkpoints, unless they have another version by now."""
+        with self._database.write() as connection:
+            generation = _next_generation(connection)
+            for name, version in versions.items():
+                connection.execute(delete(runs).where(runs.c.name == name, runs.c.version == version))
+        self._see(generation)
+
+    def _see(self, generation: int) -> int:
+        with self._lock:
+            self._seen = max(self._seen, generation)
+        return generation
+
+    def _record(self, connection: Connection, run: str, reading: Reading) -> list[Event]:
+        if self._log is None:
+            return []
+        known = _states(connection, run, _touched(reading))
+        since = self._log.since(connection)
+        return self._log.record(connection, list(news_of(run, known, reading.found, reading.gone, since)))
 
     def _select(self, query: Select[Any]) -> list[Checkpoint]:
         with self._database.read() as connection:
-            return [_checkpoint(row) for row in connection.execute(query)]
+            return [read_checkpoint(row) for row in connection.execute(query)]
 
-    def _newest(self) -> list[Checkpoint]:
-        usable = checkpoints.c.state == State.COMMITTED
-        top = (
-            select(checkpoints.c.run, func.max(checkpoints.c.step).label("step"))
-            .where(usable)
-            .group_by(checkpoints.c.run)
-            .subquery()
-        )
-        same = and_(checkpoints.c.run == top.c.run, checkpoints.c.step == top.c.step)
-        return self._select(select(checkpoints).join(top, same).where(usable).order_by(checkpoints.c.run))
+
+def _next_generation(connection: Connection) -> int:
+    # Whoever changes runs holds this row: one after the other, as on SQLite.
+    changed = update(generation).values(value=generation.c.value + 1).returning(generation.c.value)
+    found: int = connection.execute(changed).scalar_one()
+    return found
+
+
+def _page(condition: ColumnElement[bool], limit: int) -> Select[Any]:
+    return select(checkpoints).where(condition).order_by(*_ORDER).limit(limit)
 
 
 def _is_after(position: Position) -> ColumnElement[bool]:
+    """Within the same run."""
     c = checkpoints.c
-    return or_(
-        c.run > position.run,
-        and_(
-            c.run == position.run,
-            or_(
-                c.step < position.step,
-                and_(
-                    c.step == position.step,
-                    or_(
-                        c.committed_at < position.committed_at,
-                        and_(c.committed_at == position.committed_at, c.ulid < position.ulid),
-                    ),
-                ),
-            ),
+    same_step = and_(
+        c.step == position.step,
+        or_(
+            c.committed_at < position.committed_at,
+            and_(c.committed_at == position.committed_at, c.ulid < position.ulid),
         ),
     )
+    # The second condition follows from the third; it tells the database where to begin.
+    return and_(c.run == position.run, c.step <= position.step, or_(c.step < position.step, same_step))
+
+
+def _touched(reading: Reading) -> list[Attempt]:
+    return [*reading.gone, *reading.given_up, *(checkpoint.attempt for checkpoint in reading.found)]
+
+
+def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> dict[Attempt, State]:
+    """Of those of the attempts that are checkpoints, and of some others."""
+    c = checkpoints.c
+    steps = [attempt.step for attempt in attempts]
+    if not steps:
+        return {}
+    query = select(c.step, c.ulid, c.state).where(c.run == run, c.step.between(min(steps), max(steps)))
+    return {Attempt(row.step, row.ulid): State(row.state) for row in connection.execute(query)}
+
+
+def _write(connection: Connection, run: str, reading: Reading) -> None:
+    touched = _touched(reading)
+    for table in (checkpoints, aborted):
+        _delete(connection, table, run, touched)
+    if reading.found:
+        rows = [_row(checkpoint) | _stamp(reading, checkpoint.attempt) for checkpoint in reading.found]
+        connection.execute(insert(checkpoints), rows)
+    if reading.given_up:
+        given_up = [{"run": run, "step": a.step, "ulid": a.ulid} | _stamp(reading, a) for a in reading.given_up]
+        connection.execute(insert(aborted), given_up)
+    _supersede(connection, run, {attempt.step for attempt in touched})
+
+
+def _summarize(connection: Connection, run: str, version: int) -> None:
+    c = checkpoints.c
+    # As floating point the sum cannot overflow, whatever an outcome claims.
+    totals = select(func.count(), func.coalesce(func.sum(c.stored_bytes.cast(Double)), 0.0)).where(c.run == run)
+    number, stored = connection.execute(totals).one()
+    usable = select(c.step, c.ulid, c.committed_at).where(c.run == run, c.state == State.COMMITTED)
+    top = connection.execute(usable.order_by(*_ORDER).limit(1)).one_or_none()
+    summary = {
+        "version": version,
+        "num_checkpoints": number,
+        "stored_bytes": stored,
+        "latest_step": top.step if top else None,
+        "latest_ulid": top.ulid if top else None,
+        "latest_committed_at": top.committed_at if top else None,
+    }
+    connection.execute(update(runs).where(runs.c.name == run).values(summary))
 
 
 def _delete(connection: Connection, table: Table, run: str, attempts: Iterable[Attempt]) -> None:
@@ -214,13 +338,13 @@ def _supersede(connection: Connection, run: str, steps: Collection[int]) -> None
     if not steps:
         return
     query = select(checkpoints).where(checkpoints.c.run == run, checkpoints.c.step.between(min(steps), max(steps)))
-    stored = [_checkpoint(row) for row in connection.execute(query.order_by(*_ORDER))]
+    stored = [read_checkpoint(row) for row in connection.execute(query.order_by(*_ORDER))]
     for _, group in groupby(stored, key=lambda checkpoint: checkpoint.step):
         before = {checkpoint.attempt: checkpoint for checkpoint in group}
         for after in supersede(_as_read(checkpoint) for checkpoint in before.values()):
             if after.state is not before[after.attempt].state:
                 connection.execute(
-                    update_rows(checkpoints)
+                    update(checkpoints)
                     .where(checkpoints.c.run == run, checkpoints.c.step == after.step)
                     .where(checkpoints.c.ulid == after.attempt.ulid)
                     .values(state=after.state)
@@ -237,16 +361,32 @@ _PLAIN = (
 )  # fmt: skip
 
 
+def _stamps(rows: Iterable[Any]) -> dict[Attempt, Stamp | None]:
+    return {
+        Attempt(step, ulid): Stamp(size, modified_at) if size is not None else None
+        for step, ulid, size, modified_at, *_ in rows
+    }
+
+
+def _stamp(reading: Reading, attempt: Attempt) -> dict[str, Any]:
+    size, modified_at = reading.stamps.get(attempt, (None, None))
+    return {"outcome_bytes": size, "outcome_modified_at": modified_at}
+
+
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
     row = {name: getattr(checkpoint, name) for name in _PLAIN}
+    # Text that came from a broken outcome; PostgreSQL stores no NUL, and no half of a surrogate pair.
+    problem = checkpoint.problem.replace("\0", "?").encode(errors="replace").decode()
     return row | {
+        "problem": problem,
         "step": checkpoint.step,
         "ulid": checkpoint.attempt.ulid,
         "metrics": json.dumps(checkpoint.metrics),
     }
 
 
-def _checkpoint(row: Row[Any]) -> Checkpoint:
+def read_checkpoint(row: Row[Any]) -> Checkpoint:
+    """The checkpoint in a row of the table."""
     values = {name: row._mapping[name] for name in _PLAIN}
     values |= {
         "attempt": Attempt(row.step, row.ulid),

@@ -2,27 +2,86 @@
 
 SQLite is set up so that readers never wait for a writer and two writers wait for each other
 instead of failing: WAL, BEGIN IMMEDIATE for everything that writes, a busy time-out.
+On PostgreSQL, which several daemons may share, a reader sees one state of the database as well; a writer
+locks the rows that it decides about. A daemon that is stopped in the middle of a transaction loses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import inspect
+import random
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from alembic import command
 from alembic.config import Config
 from alembic.util.exc import CommandError
-from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from ckptstore.errors import IndexUnavailable, InvalidRequest
 
 _BUSY_TIMEOUT_MS = 10_000
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _DISPOSABLE = "The index is a cache: delete the database and start again, nothing is lost"
+_POSTGRESQL_CONNECTIONS = 20
+_POOL_TIMEOUT_S = 10
+_POSTGRESQL = {
+    "connect_timeout": 5,
+    "application_name": "ckptd",
+    # A server whose host is gone says nothing: ask soon.
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    # Nobody waits for a daemon that was stopped while it held locks.
+    "options": "-c idle_in_transaction_session_timeout=10s -c lock_timeout=15s -c statement_timeout=60s",
+}
+_MIGRATION_LOCK = int.from_bytes(b"ckptd")
+_TRIES = 5
+_FIRST_PAUSE_S = 0.02
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_C = TypeVar("_C")
+Fence = Callable[[Connection], None]
+"""Called at the beginning of a transaction; raises if it must not take place."""
+
+
+class _Again(IndexUnavailable):
+    """The transaction did not take place, and may do so if it is tried again."""
+
+
+def retried(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that is one transaction, tried again if it lost against another one or lost its connection.
+
+    Not if the connection was lost during the commit: then nobody knows whether it took place.
+    """
+
+    @wraps(method)
+    def trying(*args: _P.args, **options: _P.kwargs) -> _R:
+        for number in range(_TRIES - 1):
+            try:
+                return method(*args, **options)
+            except _Again:
+                time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1))
+        return method(*args, **options)
+
+    return trying
+
+
+def transactions(kind: type[_C]) -> type[_C]:
+    """For a class each of whose public methods is one transaction: they are retried."""
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_"):
+            setattr(kind, name, retried(method))
+    return kind
 
 
 class Database:
@@ -33,33 +92,45 @@ class Database:
         try:
             parsed = make_url(url)
             self.url = parsed.render_as_string(hide_password=True)
-            sqlite = parsed.get_backend_name() == "sqlite"
-            if sqlite:
-                _prepare_file(parsed.database)
-            self._engine = create_engine(parsed, pool_size=max_connections, max_overflow=0, pool_pre_ping=not sqlite)
+            self.shared = parsed.get_backend_name() == "postgresql"
+            """Other daemons may use it as well."""
+            engine = _postgresql(parsed, max_connections) if self.shared else _sqlite(parsed, max_connections)
         except (ArgumentError, ImportError, SQLAlchemyError) as error:
             raise InvalidRequest(
                 f"database URL cannot be used: {error}",
-                "Write sqlite:////var/lib/ckptd/index.db, or install the driver of your database",
+                "Write sqlite:////var/lib/ckptd/index.db or postgresql+psycopg://user@host/database",
             ) from error
-        if sqlite:
-            event.listen(self._engine, "connect", _configure_sqlite)
-            event.listen(self._engine, "begin", _begin_sqlite)
+        self._engine = engine
+        one_state = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True} if self.shared else {}
+        self._reading = engine.execution_options(**one_state)
+        self._writing = engine.execution_options(ckptd_writes=True)
+        self._fence: Fence | None = None
         self._migrate()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that sees one state of the database."""
-        with self._errors(), self._engine.connect() as connection, connection.begin():
+        with self._errors(), self._reading.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that changes the database, committed when the block ends normally."""
-        with self._errors(), self._engine.connect() as connection:
-            writing = connection.execution_options(ckptd_writes=True)
-            with writing.begin():
-                yield writing
+        ended = False
+        try:
+            with self._writing.connect() as connection, connection.begin():
+                if self._fence is not None:
+                    self._fence(connection)
+                yield connection
+                ended = True
+        except SQLAlchemyError as error:
+            raise self._unavailable(error, in_doubt=ended) from error
+
+    def fenced(self, fence: Fence) -> Database:
+        """The same database for one who may write only as long as `fence` lets him."""
+        other = copy.copy(self)
+        other._fence = fence
+        return other
 
     def ping(self) -> None:
         """Raises IndexUnavailable if the database does not answer."""
@@ -70,10 +141,13 @@ class Database:
         """Close all connections."""
         self._engine.dispose()
 
+    @retried
     def _migrate(self) -> None:
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS))
         with self.write() as connection:
+            if self.shared:
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
             config.attributes["connection"] = connection
             try:
                 command.upgrade(config, "head")
@@ -87,8 +161,47 @@ class Database:
         try:
             yield
         except SQLAlchemyError as error:
-            reason = str(error.__cause__ or error).splitlines()[0]
-            raise IndexUnavailable(f"the index at {self.url} failed: {reason}", _DISPOSABLE) from error
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: SQLAlchemyError, in_doubt: bool = False) -> IndexUnavailable:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        kind = _Again if _may_be_repeated(error, in_doubt) else IndexUnavailable
+        hint = f"Does the database server answer? {_DISPOSABLE}" if self.shared else _DISPOSABLE
+        return kind(f"the index at {self.url} failed: {reason}", hint)
+
+
+def _may_be_repeated(error: SQLAlchemyError, in_doubt: bool) -> bool:
+    if not isinstance(error, DBAPIError) or not hasattr(error.orig, "sqlstate"):
+        return False  # SQLite has waited already
+    state: str | None = getattr(error.orig, "sqlstate", None)
+    if state in ("40001", "40P01"):
+        return True  # serialization failure, deadlock
+    # No state: the connection broke, or could not be made. 08: connection, 57P: the server ends or begins.
+    lost = error.connection_invalidated or state is None or state.startswith(("08", "57P", "25P03"))
+    return lost and not in_doubt
+
+
+def _postgresql(url: URL, max_connections: int) -> Engine:
+    if url.drivername == "postgresql":
+        url = url.set(drivername="postgresql+psycopg")
+    return create_engine(
+        url,
+        pool_size=min(max_connections, _POSTGRESQL_CONNECTIONS),
+        max_overflow=0,
+        pool_timeout=_POOL_TIMEOUT_S,
+        pool_pre_ping=True,
+        connect_args={**_POSTGRESQL, **url.query},
+    )
+
+
+def _sqlite(url: URL, max_connections: int) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        raise ArgumentError(f"{url.get_backend_name()} is neither sqlite nor postgresql")
+    _prepare_file(url.database)
+    engine = create_engine(url, pool_size=max_connections, max_overflow=0)
+    event.listen(engine, "connect", _configure_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
 
 
 def _prepare_file(path: str | None) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ckptd.index.database import Database
+from ckptd.index.database import Database, transactions
 from ckptd.index.tables import restore_ranks, restores
 from ckptstore.catalog import Checkpoint
 from ckptstore.wire import CheckpointBody, Phase, RestoreState
@@ -63,6 +63,7 @@ Rule = Callable[[Restore, RankProgress | None], tuple[Restore, RankProgress | No
 """From a session and what one rank said before to both as they are now. Pure."""
 
 
+@transactions
 class RestoreIndex:
     """The restore sessions of one daemon, or of those that share its database."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import BigInteger, Column, Double, ForeignKey, Index, MetaData, String, Table, Text, UniqueConstraint
 
 METADATA = MetaData()
@@ -10,13 +12,40 @@ origin = Table(
     "origin",
     METADATA,
     Column("url", Text, primary_key=True, comment="The store that this index is a cache of; one row"),
+    Column("adopted_at", Double, nullable=False, server_default="0", comment="What is older is no news"),
 )
 
-runs = Table("runs", METADATA, Column("name", String(128), primary_key=True))
+generation = Table(
+    "generation",
+    METADATA,
+    Column(
+        "value", BigInteger, nullable=False, comment="Counts changes of runs; one row, locked by whoever changes one"
+    ),
+)
+
+# In the order of the store, whatever the order of the database is.
+_NAME = String(128).with_variant(String(128, collation="C"), "postgresql")
+
+runs = Table(
+    "runs",
+    METADATA,
+    Column("name", _NAME, primary_key=True),
+    Column("version", BigInteger, nullable=False, comment="The generation that its last change made"),
+    Column("num_checkpoints", BigInteger, nullable=False),
+    Column("stored_bytes", Double, nullable=False, comment="Floating point: a sum that cannot overflow"),
+    Column("latest_step", BigInteger, comment="Of the newest checkpoint that a restore may use; NULL: none"),
+    Column("latest_ulid", String(26)),
+    Column("latest_committed_at", Double),
+)
 
 
 def _run() -> Column[str]:
-    return Column("run", String(128), ForeignKey("runs.name", ondelete="CASCADE"), primary_key=True)
+    return Column("run", _NAME, ForeignKey("runs.name", ondelete="CASCADE"), primary_key=True)
+
+
+def _stamp() -> list[Column[Any]]:
+    # What a listing said of the outcome when it was read: if it says something else, it must be read again.
+    return [Column("outcome_bytes", BigInteger), Column("outcome_modified_at", Double)]
 
 
 checkpoints = Table(
@@ -37,8 +66,13 @@ checkpoints = Table(
     Column("manifest_bytes", BigInteger, nullable=False),
     Column("metrics", Text, nullable=False, comment="JSON"),
     Column("problem", Text, nullable=False),
+    *_stamp(),
 )
-Index("checkpoints_newest_first", *(checkpoints.c[name] for name in ("run", "step", "committed_at", "ulid")))
+Index(
+    "checkpoints_newest_first",
+    checkpoints.c.run,
+    *(checkpoints.c[name].desc() for name in ("step", "committed_at", "ulid")),
+)
 
 aborted = Table(
     "aborted",
@@ -46,7 +80,32 @@ aborted = Table(
     _run(),
     Column("step", BigInteger, primary_key=True),
     Column("ulid", String(26), primary_key=True),
-    comment="Attempts whose outcome was read and says aborted: never read again",
+    *_stamp(),
+    comment="Attempts whose outcome was read and says aborted",
+)
+
+leaders = Table(
+    "leaders",
+    METADATA,
+    Column("task", String(32), primary_key=True),
+    Column("holder", String(300), nullable=False, comment="Empty: nobody"),
+    Column("epoch", BigInteger, nullable=False, comment="Grows whenever another daemon takes over"),
+    Column("renewals", BigInteger, nullable=False, comment="Within the epoch"),
+)
+
+tokens = Table(
+    "tokens",
+    METADATA,
+    Column("name", String(64), primary_key=True),
+    Column("digest", String(64), nullable=False, comment="SHA-256 of the secret"),
+    Column("previous", String(64), comment="The one before it, accepted until previous_until"),
+    Column("previous_until", Double),
+    Column("scopes", Text, nullable=False, comment="JSON"),
+    Column("runs", Text, nullable=False, comment="JSON; globs"),
+    Column("created_at", Double, nullable=False),
+    Column("created_by", String(64), nullable=False),
+    Column("expires_at", Double),
+    Column("used_at", Double),
 )
 
 restores = Table(
@@ -81,4 +140,38 @@ restore_ranks = Table(
     Column("total_bytes", BigInteger, nullable=False),
     Column("heard_at", Double, nullable=False),
     Column("problem", Text, nullable=False),
+)
+
+events = Table(
+    "events",
+    METADATA,
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("at", Double, nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("run", String(128), comment="Not a key of runs: an event outlives its run"),
+    Column("checkpoint", String(200)),
+    Column("detail", Text, nullable=False, comment="JSON"),
+)
+Index("events_of_a_run", events.c.run, events.c.id)
+Index("events_of_a_checkpoint", events.c.checkpoint, events.c.id)
+
+jobs = Table(
+    "jobs",
+    METADATA,
+    Column("id", String(26), primary_key=True),
+    Column("kind", String(32), nullable=False),
+    Column("request", Text, nullable=False, comment="JSON"),
+    Column("state", String(16), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("heard_at", Double, nullable=False, comment="The last sign of life of the daemon that runs it"),
+    Column("started_at", Double),
+    Column("ended_at", Double),
+    Column("done", Double, nullable=False),
+    Column("total", Double, nullable=False),
+    Column("unit", String(32), nullable=False),
+    Column("cancelling", BigInteger, nullable=False),
+    Column("code", String(64), nullable=False),
+    Column("problem", Text, nullable=False),
+    Column("result", Text, comment="JSON"),
+    Column("log", Text, nullable=False),
 )

@@ -8,6 +8,8 @@ from ckptstore.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference
 
+_ANSWERS_KEPT = 10_000
+
 
 class Catalogue:
     """Which checkpoints there are. Raises StoreUnavailable where the index cannot know."""
@@ -16,6 +18,7 @@ class Catalogue:
         self._index = index
         self._freshness = freshness
         self._store_url = store_url
+        self._latest: dict[str | None, tuple[int, Checkpoint]] = {}
 
     def ping(self) -> None:
         """Raises IndexUnavailable if the database does not answer."""
@@ -23,13 +26,35 @@ class Catalogue:
 
     def latest(self, run: str | None) -> Checkpoint:
         """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
-        if run is not None:
-            return self.find(Reference(run, None))
-        found = self._index.latest()
-        self._freshness.check(None, found is not None)
+        if known := self.latest_at_hand(run):
+            return known
+        # First the generation, then the question: the answer is of that generation or newer.
+        generation = self._index.seen
+        found = self._index.find(Reference(run, None)) if run is not None else self._index.latest()
+        self._freshness.check(run, found is not None)
         if found is None:
-            raise NoCheckpoint(f"no run has a checkpoint in {self._store_url}", "Is this the right store?")
+            which = f"run {run!r}" if run is not None else "no run"
+            has = "has no checkpoint" if run is not None else "has a checkpoint"
+            raise NoCheckpoint(f"{which} {has} in {self._store_url}", "GET /v1/checkpoints shows what there is")
+        if len(self._latest) >= _ANSWERS_KEPT:
+            self._latest.clear()
+        self._latest[run] = (generation, found)
         return found
+
+    def latest_at_hand(self, run: str | None) -> Checkpoint | None:
+        """The same without asking the database, if nothing has changed since it was asked; else None.
+
+        What another daemon changed shows after the next `follow`.
+        """
+        generation, found = self._latest.get(run, (-1, None))
+        if found is None or generation != self._index.seen:
+            return None
+        self._freshness.check(run, found=True)
+        return found
+
+    def follow(self) -> None:
+        """Look for changes made by other daemons. Raises IndexUnavailable."""
+        self._index.look()
 
     def find(self, reference: Reference) -> Checkpoint:
         """The checkpoint that a reference names. Raises NoCheckpoint."""

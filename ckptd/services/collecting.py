@@ -1,9 +1,13 @@
-"""Collects orphans: unfinished attempts nobody works on any more, half deletions, expired leases."""
+"""Collects orphans: unfinished attempts nobody works on any more, half deletions, expired leases.
+
+Work of the leader.
+"""
 
 from __future__ import annotations
 
 import logging
 
+from ckptd.index import LeadershipLost
 from ckptd.metrics import Metrics
 from ckptstore.catalog import list_runs
 from ckptstore.clock import Clock
@@ -28,12 +32,16 @@ class Collecting:
         try:
             for run in list_runs(self._store):
                 self._collect(run)
+        except LeadershipLost as error:
+            _LOG.warning("leaves the collection to another daemon: %s", error)
         except CkptError as error:
             self._count(error)
 
     def _collect(self, run: str) -> None:
         try:
             collected = collect(self._store, run, self._clock, self._grace_s)
+        except LeadershipLost:
+            raise
         except CkptError as error:
             self._count(error)
             return

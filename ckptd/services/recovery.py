@@ -1,14 +1,23 @@
-"""Commits finished attempts whose committer died."""
+"""Commits finished attempts whose committer died. Work of the leader."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckptd.index import Index, LeadershipLost
+from ckptd.metrics import Metrics
+from ckptd.services.periodic import Pace
+from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commit import receipt_ranks
 from ckptstore.deletion import advance, undecided_attempts
-from ckptstore.names import Attempt
+from ckptstore.errors import CkptError, Unavailable
+from ckptstore.names import Attempt, checkpoint_id
 from ckptstore.stores import Store
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -46,3 +55,52 @@ class Recovery:
         # Not committed means that receipts are missing or damaged: worth another look when there are more.
         seen.settled = True
         return committed
+
+
+class Recovering:
+    """Looks for unfinished attempts in all runs. For one background thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        index: Index,
+        recovery: Recovery,
+        metrics: Metrics,
+        clock: Clock,
+        on_commit: Callable[[str, Attempt], object],
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._recovery = recovery
+        self._metrics = metrics
+        self._on_commit = on_commit
+        self._pace = Pace(clock)
+
+    def round(self) -> None:
+        """One listing per run; more only where an attempt is not in the index. Never raises CkptError."""
+        try:
+            runs = self._pace.due(self._index.versions())
+        except CkptError as error:
+            _LOG.warning("cannot look for unfinished attempts: %s", error)
+            return
+        for run in runs:
+            try:
+                self._recover(run)
+            except LeadershipLost as error:
+                _LOG.warning("leaves unfinished attempts to another daemon: %s", error)
+                return
+            except CkptError as error:
+                _LOG.warning("cannot look for unfinished attempts of run %s: %s", run, error)
+                if isinstance(error, Unavailable):
+                    self._metrics.store_errors.labels("recover", error.code).inc()
+
+    def _recover(self, run: str) -> None:
+        present = set(self._store.list_folders(names.attempts_prefix(run)))
+        known = self._index.attempts(run)
+        decided = {str(attempt) for attempt in (*known.checkpoints, *known.aborted)}
+        if present <= decided:
+            return
+        for attempt in self._recovery.advance_run(run):
+            _LOG.warning("committed %s: its own committer did not", checkpoint_id(run, attempt))
+            self._metrics.rolled_forward.inc()
+            self._on_commit(run, attempt)

@@ -17,7 +17,7 @@ from alembic.migration import MigrationContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptd.index import Database, Index, Position
+from ckptd.index import Database, Index, Position, Reading
 from ckptd.index.tables import METADATA
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
@@ -46,8 +46,7 @@ def _checkpoint(step: int, committed_at: float, run: str = "gpt", state: State =
 
 def _synchronizing(store: Store, index: Index) -> tuple[Synchronizing, Freshness]:
     freshness = Freshness(system_clock, 60)
-    recovery = Recovery(store, system_clock, 5)
-    return Synchronizing(store, index, recovery, freshness, Metrics(), system_clock), freshness
+    return Synchronizing(store, index, freshness, Metrics(), system_clock), freshness
 
 
 def test_the_migrations_make_the_tables(database: Database) -> None:
@@ -60,9 +59,9 @@ def test_sqlite_is_set_up_for_readers_beside_a_writer(database: Database) -> Non
         pragmas = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "foreign_keys")]
     assert pragmas == ["wal", 1]
     with database.write() as writer:
-        writer.exec_driver_sql("INSERT INTO runs VALUES ('unfinished')")
-        assert Index(database).runs() == []
-    assert Index(database).runs() == ["unfinished"]
+        writer.exec_driver_sql("INSERT INTO runs VALUES ('unfinished', 1, 0, 0, NULL, NULL, NULL)")
+        assert Index(database).versions() == {}
+    assert Index(database).versions() == {"unfinished": 1}
 
 
 def test_many_writers_wait_for_each_other(database: Database) -> None:
@@ -70,7 +69,7 @@ def test_many_writers_wait_for_each_other(database: Database) -> None:
 
     def write(number: int) -> None:
         for step in range(5):
-            index.apply(f"run-{number % 3}", [_checkpoint(step, number, f"run-{number % 3}")])
+            index.apply(f"run-{number % 3}", Reading([_checkpoint(step, number, f"run-{number % 3}")]))
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(write, range(12)))
@@ -100,7 +99,7 @@ def test_positions_lead_through_equal_steps_and_times(database: Database) -> Non
     index = Index(database)
     written = [_checkpoint(step, at, run) for run in "ab" for step in (1, 2) for at in (5.0, 5.0, 0.1 + 0.2)]
     for run in "ab":
-        index.apply(run, [checkpoint for checkpoint in written if checkpoint.run == run])
+        index.apply(run, Reading([checkpoint for checkpoint in written if checkpoint.run == run]))
     whole = index.page(None, None, 100)
     assert len(whole) == 12
     found: list[Checkpoint] = []
@@ -118,10 +117,10 @@ def test_what_supersedes_what_follows_every_change(database: Database) -> None:
     index = Index(database)
     old, new = _checkpoint(1, 10.0), _checkpoint(1, 20.0)
     broken = replace(_checkpoint(1, 0.0), state=State.CORRUPT)
-    index.apply("gpt", [new])
-    index.apply("gpt", [old, broken])
+    index.apply("gpt", Reading([new]))
+    index.apply("gpt", Reading([old, broken]))
     assert [c.state for c in index.page("gpt", None, 9)] == [State.COMMITTED, State.SUPERSEDED, State.CORRUPT]
-    index.apply("gpt", gone=[new.attempt])
+    index.apply("gpt", Reading(gone=[new.attempt]))
     assert index.find(Reference("gpt", 1)) == old
     assert [c.state for c in index.page("gpt", None, 9)] == [State.COMMITTED, State.CORRUPT]
 
@@ -134,9 +133,9 @@ def test_any_order_of_changes_gives_the_same_states(database: Database, drawn: l
     checkpoints = [_checkpoint(step, at, state=states[bad]) for step, at, bad in drawn]
     answers = []
     for order in (checkpoints, checkpoints[::-1]):
-        index.drop_runs(["gpt"])
+        index.drop_runs(index.versions())
         for checkpoint in order:
-            index.apply("gpt", [checkpoint])
+            index.apply("gpt", Reading([checkpoint]))
         answers.append(index.page("gpt", None, 100))
     assert answers[0] == answers[1]
 

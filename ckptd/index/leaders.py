@@ -1,0 +1,81 @@
+"""Who leads: one row per task. Every method is one transaction and may be called from any thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from ckptd.index.database import Database, transactions
+from ckptd.index.tables import leaders
+from ckptstore.errors import Unavailable
+
+
+class LeadershipLost(Unavailable):
+    """Another daemon leads, or may lead by now: whoever gets this must leave the store alone."""
+
+    code = "leadership_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenure:
+    """The row, as it was once. It changes with every sign of life of the holder."""
+
+    holder: str
+    """Empty: nobody leads."""
+    epoch: int
+    renewals: int
+
+
+@transactions
+class LeaderIndex:
+    """The row of one task. Holders have names that are never used twice."""
+
+    def __init__(self, database: Database, task: str) -> None:
+        self._database = database
+        self._same = leaders.c.task == task
+        self._task = task
+
+    def look(self) -> Tenure:
+        """The row now; made if there was none."""
+        with self._database.write() as connection:
+            row = connection.execute(select(leaders).where(self._same)).one_or_none()
+            if row is not None:
+                return Tenure(row.holder, row.epoch, row.renewals)
+            nobody = Tenure("", 0, 0)
+            try:
+                with connection.begin_nested():
+                    values = {"task": self._task, "holder": "", "epoch": 0, "renewals": 0}
+                    connection.execute(insert(leaders).values(values))
+            except IntegrityError:
+                pass  # another daemon was faster
+            return nobody
+
+    def claim(self, holder: str, seen: Tenure) -> int | None:
+        """Take over from a holder who has shown no sign of life since `seen`. Returns the new epoch; None if he has."""
+        c = leaders.c
+        unchanged = (self._same, c.holder == seen.holder, c.epoch == seen.epoch, c.renewals == seen.renewals)
+        taken = update(leaders).where(*unchanged).values(holder=holder, epoch=seen.epoch + 1, renewals=0)
+        with self._database.write() as connection:
+            return seen.epoch + 1 if connection.execute(taken).rowcount else None
+
+    def renew(self, holder: str) -> int | None:
+        """A sign of life. Returns the epoch of the holder, None if another one has taken over."""
+        mine = (self._same, leaders.c.holder == holder)
+        renewed = update(leaders).where(*mine).values(renewals=leaders.c.renewals + 1).returning(leaders.c.epoch)
+        with self._database.write() as connection:
+            epoch: int | None = connection.scalar(renewed)
+            return epoch
+
+    def resign(self, holder: str) -> None:
+        """Let others lead at once."""
+        mine = (self._same, leaders.c.holder == holder)
+        with self._database.write() as connection:
+            connection.execute(update(leaders).where(*mine).values(holder="", renewals=0))
+
+    def fence(self, connection: Connection, holder: str, epoch: int) -> None:
+        """Raise LeadershipLost unless the epoch is the holder's; while this transaction lasts, no other can begin."""
+        mine = (self._same, leaders.c.holder == holder, leaders.c.epoch == epoch)
+        if connection.execute(select(leaders.c.epoch).where(*mine).with_for_update(read=True)).first() is None:
+            raise LeadershipLost(f"epoch {epoch} of {self._task} has ended: another daemon leads")
