@@ -43,7 +43,7 @@ class World:
         self.rank: int = dist.get_rank() if grouped else 0
         self.size: int = dist.get_world_size() if grouped else 1
         # A rank may be missed in an exchange first, and then in the meeting after it: both within the time-out.
-        self._silence_s, self._exchange_s = timeout_s * 2 / 3, timeout_s / 3
+        self._silence_s, self._exchange_s = 0.6 * timeout_s, 0.25 * timeout_s
         self._beat_s = min(_BEAT_S, self._silence_s / 4)
         self._beating = threading.Lock()
         self._beats = 0

@@ -81,11 +81,15 @@ def _seed(tree: JSON, rank: int, world_size: int) -> int:
 
 
 def _notes(saved: int, world_size: int, redistributed: Mapping[str, Any], different: Sequence[str]) -> tuple[str, ...]:
-    kept = f"ranks 0 to {min(saved, world_size) - 1} go on with their random numbers"
-    derived = f", ranks {saved} to {world_size - 1} with derived ones" if world_size > saved else ""
-    notes = [f"saved by {saved} ranks, restored by {world_size}: {kept}{derived}"]
+    kept = f"{_ranks(0, min(saved, world_size))} with the random numbers they had"
+    derived = f", {_ranks(saved, world_size)} with derived ones" if world_size > saved else ""
+    notes = [f"saved by {saved}, restored by {world_size} ranks: {kept}{derived}"]
     if redistributed:
         notes.append(f"{', '.join(sorted(redistributed))}: the states of all ranks were shared out anew")
     if different:
         notes.append(f"{', '.join(sorted(different))}: taken from rank (own rank modulo {saved})")
     return tuple(notes)
+
+
+def _ranks(start: int, stop: int) -> str:
+    return f"rank {start}" if stop == start + 1 else f"ranks {start} to {stop - 1}"
