@@ -28,7 +28,7 @@ _PRIME = (1 << 31) - 1
 
 def whole(shape: Sequence[int]) -> Box:
     """The box that is all of an entry."""
-    return (*(0 for _ in shape), *shape)
+    return (0,) * len(shape) + tuple(shape)
 
 
 def offsets(box: Box) -> Box:
