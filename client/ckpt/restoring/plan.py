@@ -129,6 +129,11 @@ def _plan_optimizers(
 ) -> None:
     """tied: names of one tensor, in the checkpoint and here."""
     saved = dict(_mapping(tree, item))
+    if not {"state", "groups"} <= saved.keys():
+        raise StateMismatch(
+            f"the item {item!r} of the checkpoint holds {', '.join(saved) or 'nothing'}: it is no optimizer's state",
+            "Restore without the optimizer; ckpt.load reads the tensors",
+        )
     states = dict(_mapping(saved.pop("state"), item))
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
     give_to_all(tied[0], states, frame["groups"])
