@@ -1,13 +1,10 @@
-"""What changes something: notifications, prunes, leases, reindexing."""
+"""What changes something: notifications, leases, reindexing."""
 
 from __future__ import annotations
 
 import msgspec
 
-from ckptstore.wire.checkpoints import CheckpointBody
-
 NOTIFY = "/v1/notify"
-PRUNE = "/v1/prune"
 REINDEX = "/v1/reindex"
 LEASES = "/v1/leases"
 
@@ -17,31 +14,6 @@ class NotifyRequest(msgspec.Struct, frozen=True):
 
     run: str
     attempt: str
-
-
-class PruneRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Prune one run, or all."""
-
-    keep_last: int
-    run: str | None = None
-    dry_run: bool = True
-
-
-class PruneItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint in a prune plan. No reasons: it goes."""
-
-    checkpoint: CheckpointBody
-    reasons: list[str]
-
-
-class PruneBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prune does or did."""
-
-    dry_run: bool
-    items: list[PruneItem]
-    freed_bytes: int
-    held: list[str]
-    """Ids of checkpoints that were to go and were spared."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,116 @@
+"""The log of events. What is recorded together with a change of the index is there if and only if the change is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, insert, select
+
+from ckptd.index.database import Database, retried
+from ckptd.index.tables import events, origin
+from ckptstore.clock import Clock
+from ckptstore.wire import EventKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What is to be recorded."""
+
+    kind: EventKind
+    run: str | None = None
+    checkpoint: str | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What was recorded, and when."""
+
+    id: int
+    at: float
+    news: News
+
+
+class EventLog:
+    """Events in the order of their ids. Any thread may use it."""
+
+    def __init__(self, database: Database, clock: Clock, on_events: Callable[[Sequence[Event]], None]) -> None:
+        """on_events: called with what this log has recorded, once that is committed; from any thread."""
+        self._database = database
+        self._clock = clock
+        self._on_events = on_events
+
+    @retried
+    def add(self, news: News) -> None:
+        """Record one event; durable on return."""
+        with self._database.write() as connection:
+            recorded = self.record(connection, [news])
+        self.announce(recorded)
+
+    def record(self, connection: Connection, news: Sequence[News]) -> list[Event]:
+        """Record within a transaction that writes. Call `announce` when it has ended well."""
+        if not news:
+            return []
+        # The row is the lock: ids become visible in their order, so that a reader who is past one misses none.
+        connection.execute(select(origin.c.url).with_for_update())
+        now = self._clock()
+        newest: int = connection.scalar(select(func.coalesce(func.max(events.c.id), 0)))  # type: ignore[assignment]
+        # Milliseconds, so that ids go on rising after the database was deleted.
+        first = max(newest + 1, int(now * 1000))
+        recorded = [Event(first + place, now, item) for place, item in enumerate(news)]
+        connection.execute(insert(events), [_values(event) for event in recorded])
+        return recorded
+
+    def announce(self, recorded: Sequence[Event]) -> None:
+        """Tell whoever waits."""
+        if recorded:
+            self._on_events(recorded)
+
+    def since(self, connection: Connection) -> float:
+        """When this index began to follow its store: what was committed before is no news."""
+        return connection.scalar(select(origin.c.adopted_at)) or 0.0
+
+    def after(self, id: int, limit: int, run: str | None = None, checkpoint: str | None = None) -> list[Event]:
+        """Events after an id, oldest first."""
+        query = select(events).where(events.c.id > id).order_by(events.c.id).limit(limit)
+        if run is not None:
+            query = query.where(events.c.run == run)
+        if checkpoint is not None:
+            query = query.where(events.c.checkpoint == checkpoint)
+        with self._database.read() as connection:
+            return [_event(row) for row in connection.execute(query)]
+
+    def bounds(self) -> tuple[int, int]:
+        """The ids of the oldest and the newest event that are kept; zeros if there is none."""
+        with self._database.read() as connection:
+            row = connection.execute(select(func.min(events.c.id), func.max(events.c.id))).one()
+        return row[0] or 0, row[1] or 0
+
+    def trim(self, keep: int) -> None:
+        """Drop all but the newest."""
+        with self._database.write() as connection:
+            query = select(events.c.id).order_by(events.c.id.desc()).offset(keep).limit(1)
+            last: int | None = connection.scalar(query)
+            if last is not None:
+                connection.execute(delete(events).where(events.c.id <= last))
+
+
+def _values(event: Event) -> dict[str, Any]:
+    news = event.news
+    detail = json.dumps(news.detail)
+    return {
+        "id": event.id,
+        "at": event.at,
+        "kind": news.kind,
+        "run": news.run,
+        "checkpoint": news.checkpoint,
+        "detail": detail,
+    }
+
+
+def _event(row: Row[Any]) -> Event:
+    news = News(kind=EventKind(row.kind), run=row.run, checkpoint=row.checkpoint, detail=json.loads(row.detail))
+    return Event(row.id, row.at, news)

@@ -1,0 +1,113 @@
+"""Tokens: names, digests of secrets, and what they allow. Every method is one transaction, for any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, delete, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+
+from ckptd.index.database import Database, transactions
+from ckptd.index.tables import tokens
+from ckptstore.errors import NoToken, TokenExists
+from ckptstore.wire import Scope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token as it is kept: the secret itself is nowhere."""
+
+    name: str
+    digest: str
+    """SHA-256 of the secret, in hexadecimal."""
+    previous: str | None = None
+    """The one before it, which is accepted until `previous_until`."""
+    previous_until: float | None = None
+    scopes: frozenset[Scope]
+    runs: tuple[str, ...]
+    """Globs; none: all runs."""
+    created_at: float
+    created_by: str
+    expires_at: float | None
+    used_at: float | None = None
+
+
+@transactions
+class TokenIndex:
+    """The tokens of the daemons that share a database. Unlike the rest of the index, the store does not know them."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def all(self) -> list[Token]:
+        """All of them, by name."""
+        with self._database.read() as connection:
+            return [_token(row) for row in connection.execute(select(tokens).order_by(tokens.c.name))]
+
+    def create(self, token: Token) -> None:
+        """Add one; durable on return. Raises TokenExists."""
+        with self._database.write() as connection:
+            if connection.scalar(select(tokens.c.name).where(tokens.c.name == token.name)) is not None:
+                raise _exists(token.name)
+            try:
+                connection.execute(insert(tokens).values(_values(token)))
+            except IntegrityError as error:
+                raise _exists(token.name) from error  # by another daemon, in this moment
+
+    def rotate(self, name: str, digest: str, previous_until: float) -> Token:
+        """Give a token a new secret, and let the one it had last until then; durable on return. Raises NoToken."""
+        with self._database.write() as connection:
+            changed = connection.execute(
+                update(tokens)
+                .where(tokens.c.name == name)
+                .values(digest=digest, previous=tokens.c.digest, previous_until=previous_until)
+            )
+            if not changed.rowcount:
+                raise _missing(name)
+            return _token(connection.execute(select(tokens).where(tokens.c.name == name)).one())
+
+    def delete(self, name: str) -> None:
+        """Remove one; durable on return. Raises NoToken."""
+        with self._database.write() as connection:
+            if not connection.execute(delete(tokens).where(tokens.c.name == name)).rowcount:
+                raise _missing(name)
+
+    def note_use(self, used_at: Mapping[str, float]) -> None:
+        """Note when tokens were last used; an earlier time changes nothing."""
+        with self._database.write() as connection:
+            for name, at in sorted(used_at.items()):
+                later = or_(tokens.c.used_at.is_(None), tokens.c.used_at < at)
+                connection.execute(update(tokens).where(tokens.c.name == name, later).values(used_at=at))
+
+
+def _values(token: Token) -> dict[str, Any]:
+    return {
+        "name": token.name,
+        "digest": token.digest,
+        "previous": token.previous,
+        "previous_until": token.previous_until,
+        "scopes": msgspec.json.encode(sorted(token.scopes)).decode(),
+        "runs": msgspec.json.encode(token.runs).decode(),
+        "created_at": token.created_at,
+        "created_by": token.created_by,
+        "expires_at": token.expires_at,
+        "used_at": token.used_at,
+    }
+
+
+def _token(row: Row[Any]) -> Token:
+    values = dict(row._mapping)
+    scopes = msgspec.json.decode(values.pop("scopes"), type=frozenset[Scope])
+    runs = msgspec.json.decode(values.pop("runs"), type=tuple[str, ...])
+    return Token(scopes=scopes, runs=runs, **values)
+
+
+def _exists(name: str) -> TokenExists:
+    return TokenExists(f"there is a token {name!r} already", "Choose another name, rotate it, or revoke it first")
+
+
+def _missing(name: str) -> NoToken:
+    return NoToken(f"there is no token {name!r}", "ckptctl token ls shows which there are")

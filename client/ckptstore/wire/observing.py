@@ -1,0 +1,120 @@
+"""Live uploads, shards, and what a probe of the store found."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+ATTEMPTS = "/v1/attempts"
+PROBE = "/v1/probe"
+RANGES_MEDIA = "application/vnd.ckpt.ranges"
+MAX_RANGES = 4096
+MAX_ENTRIES = 10_000
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+
+
+class AttemptBody(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that is neither committed nor aborted yet."""
+
+    run: str
+    step: int
+    attempt: str
+    begun_at: float
+    written_at: float | None
+    """When an object of it last became visible, by the store's clock; None: none has."""
+    age_s: float
+    num_receipts: int
+    world_size: int | None
+    """None until the first receipt is there."""
+    missing_ranks: list[int]
+    """Those without a receipt: a hundred at most."""
+    num_shards: int
+    stored_bytes: int
+    """Of what is visible: object stores show a shard when it is complete."""
+
+
+class AttemptsBody(msgspec.Struct, frozen=True):
+    """Attempts, oldest first."""
+
+    items: list[AttemptBody]
+
+
+class ShardBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard of a checkpoint."""
+
+    name: str
+    rank: int
+    num_chunks: int
+    num_entries: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+class ShardsBody(msgspec.Struct, frozen=True):
+    """The shards of a checkpoint, by rank."""
+
+    items: list[ShardBody]
+
+
+class EntryBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    num_slices: int
+    raw_bytes: int
+
+
+class EntriesBody(msgspec.Struct, frozen=True):
+    """A page of entries, by position in the manifest."""
+
+    items: list[EntryBody]
+    total: int
+    next_offset: int | None = None
+
+
+class LocationBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a stored object lies, for a reader with credentials of its own."""
+
+    url: str
+    bytes: int
+
+
+class ByteRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one shard."""
+
+    shard: str
+    offset: Offset
+    count: Count
+
+
+class ReadRequest(msgspec.Struct, frozen=True):
+    """A batch of reads of one checkpoint."""
+
+    ranges: list[ByteRange]
+
+
+class ProbeCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a store must do."""
+
+    name: str
+    ok: bool
+    seconds: float
+    detail: str = ""
+
+
+class ProbeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What a probe found. It writes a few small objects, and deletes them."""
+
+    store: str
+    ok: bool
+    """Every check is."""
+    conditional_writes: bool
+    """Of concurrent creators of one key exactly one wins; without it, two committers could both believe they won."""
+    clock_skew_s: float | None
+    """The store's clock minus this machine's; None if the store does not tell."""
+    presigned_urls: bool
+    checks: list[ProbeCheck]
