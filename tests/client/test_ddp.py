@@ -80,5 +80,7 @@ def test_an_unforeseen_error_of_one_rank_is_told_to_the_others(places: tuple[Pat
 
 def test_ranks_with_different_models_are_refused(places: tuple[Path, Path]) -> None:
     meet, folder = places
-    with pytest.raises(AssertionError, match=r"unsupported_object: ranks 0 and 1 hold different tensors under the name"):
+    with pytest.raises(
+        AssertionError, match=r"unsupported_object: ranks 0 and 1 hold different tensors under the name"
+    ):
         run_ranks("ddp_train", 2, meet, str(folder), "2", "1", "different")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.saving.messages import Done, SliceRow, Failed, Job, Progress, Released, Report, Setup
+from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup, SliceRow
 from ckpt.saving.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.documents import Outcome, parse_sealed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.saving.messages import Channel, SliceRow, Job, Setup, Slot
+from ckpt.saving.messages import Channel, Job, Setup, SliceRow, Slot
 from ckpt.saving.presence import Presence, wait_for_orphans
 from ckpt.saving.segment import Segment
 from ckpt.saving.writers import _start
