@@ -13,10 +13,12 @@ import pytest
 from hypothesis import settings
 
 from ckptstore.stores import Store, open_store
-from tests.support import seaweed
+from tests.support import postgresql, seaweed
+from tests.support.postgresql import PostgresqlServer
 from tests.support.seaweed import S3Service
 
 STORE_KINDS = ("local", "memory", "s3")
+DATABASE_KINDS = ("sqlite", "postgresql")
 
 # The same examples in every run, and no limit on the time of one: other tests share the cores.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=200)
@@ -32,6 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         callspec = getattr(item, "callspec", None)
         on_s3 = callspec is not None and callspec.params.get("store") == "s3"
+        on_postgresql = callspec is not None and callspec.params.get("db_url") == "postgresql"
+        if on_postgresql or "postgresql_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("postgresql"))
         if on_s3 or {"s3_service", "s3_store"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("s3"))
 
@@ -80,3 +85,19 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         memory.delete_many([info.key for info in memory.list("")])
     else:
         yield open_store(str(tmp_path / "store"))
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[PostgresqlServer]:
+    """One PostgreSQL server per worker that needs one."""
+    with postgresql.running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def db_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database; SQLite unless the test is parametrised, indirectly, over DATABASE_KINDS."""
+    if getattr(request, "param", "sqlite") == "postgresql":
+        server: PostgresqlServer = request.getfixturevalue("postgresql_server")
+        return server.new_database()
+    return f"sqlite:///{tmp_path / 'index.db'}"
