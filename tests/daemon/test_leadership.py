@@ -1,0 +1,227 @@
+"""Who leads: never two, soon another one, and nothing by one that was overtaken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import text
+
+from ckptd.index import Database, LeaderIndex, LeadershipLost, Tenure
+from ckptd.services.leadership import Leadership, LeaderStore
+from ckptstore.errors import IndexUnavailable
+from ckptstore.stores import Store
+from tests.conftest import DATABASE_KINDS
+from tests.support.daemons import wait_until
+from tests.support.stores import FaultyStore, Interleaving
+
+LEASE_S = 10.0
+on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+
+
+@dataclass
+class Time:
+    """A monotonic clock that only tests move."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class SlowIndex(LeaderIndex):
+    """One whose calls take as long as the test says: before they take place, and after."""
+
+    def __init__(self, database: Database, time: Time) -> None:
+        super().__init__(database, "janitor")
+        self._time = time
+        self.before = self.after = 0.0
+
+    def look(self) -> Tenure:
+        self._time.pass_(self.before)
+        found = super().look()
+        self._time.pass_(self.after)
+        return found
+
+    def claim(self, holder: str, seen: Tenure) -> int | None:
+        self._time.pass_(self.before)
+        found = super().claim(holder, seen)
+        self._time.pass_(self.after)
+        return found
+
+    def renew(self, holder: str) -> int | None:
+        self._time.pass_(self.before)
+        found = super().renew(holder)
+        self._time.pass_(self.after)
+        return found
+
+
+class LosingReplies(LeaderIndex):
+    """The claim takes place, and nobody hears of it."""
+
+    def claim(self, holder: str, seen: Tenure) -> int | None:
+        super().claim(holder, seen)
+        raise IndexUnavailable("the reply was lost")
+
+
+@pytest.fixture
+def database(db_url: str) -> Iterator[Database]:
+    database = Database(db_url, 10)
+    yield database
+    database.close()
+
+
+def _pair(database: Database, time: Time) -> tuple[Leadership, Leadership]:
+    first, second = (Leadership(LeaderIndex(database, "janitor"), LEASE_S, time) for _ in range(2))
+    first.round()
+    second.round()
+    assert (first.leads(), second.leads()) == (True, False)
+    return first, second
+
+
+@on_both
+def test_a_leader_that_shows_signs_of_life_stays(database: Database) -> None:
+    time = Time()
+    first, second = _pair(database, time)
+    for _ in range(50):
+        time.pass_(first.every_s)
+        first.round()
+        second.round()
+        assert (first.leads(), second.leads()) == (True, False)
+
+
+@on_both
+def test_another_one_leads_within_the_lease_and_not_before_the_first_has_stopped(database: Database) -> None:
+    time = Time()
+    first, second = _pair(database, time)
+    gone_at = time.now
+    while not second.leads():
+        time.pass_(second.every_s)
+        assert not (first.leads() and second.leads())
+        second.round()
+    assert not first.leads()
+    assert time.now - gone_at <= LEASE_S
+    first.round()
+    assert (first.leads(), second.leads()) == (False, True)
+
+
+def test_one_that_leaves_is_followed_at_once(database: Database) -> None:
+    first, second = _pair(database, Time())
+    first.close()
+    second.round()
+    assert (first.leads(), second.leads()) == (False, True)
+
+
+def test_a_claim_whose_reply_was_lost_is_found_by_the_next_round(database: Database) -> None:
+    leadership = Leadership(LosingReplies(database, "janitor"), LEASE_S, Time())
+    leadership.round()
+    assert not leadership.leads()
+    leadership.round()
+    assert leadership.leads()
+
+
+_seconds = st.sampled_from([0.0, 0.3, 1.0, 2.4, 2.6, 4.9, 5.1, 7.4, 7.6, 12.0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), _seconds, _seconds, _seconds), min_size=8, max_size=30))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_there_are_never_two_leaders(database: Database, steps: list[tuple[int, float, float, float]]) -> None:
+    """Any daemon may be stopped anywhere, before and after what it does in the database, for any time."""
+    with database.write() as connection:
+        connection.execute(text("DELETE FROM leaders"))
+    time = Time()
+    indexes = [SlowIndex(database, time) for _ in range(3)]
+    daemons = [Leadership(index, LEASE_S, time) for index in indexes]
+    for who, pause, before, after in steps:
+        indexes[who].before, indexes[who].after = before, after
+        daemons[who].round()
+        assert sum(daemon.leads() for daemon in daemons) <= 1
+        time.pass_(pause)
+        assert sum(daemon.leads() for daemon in daemons) <= 1
+
+
+@on_both
+def test_one_that_was_overtaken_writes_nothing(database: Database) -> None:
+    time = Time()
+    first, second = _pair(database, time)
+    fenced = database.fenced(first.fence)
+    with fenced.write() as connection:
+        connection.execute(text("UPDATE generation SET value = 1"))
+    time.pass_(LEASE_S)
+    with pytest.raises(LeadershipLost), fenced.write():
+        pass  # its own clock says so
+    second.round()
+    # As if it had looked at its clock just before it was stopped: the database says so.
+    time.now -= LEASE_S
+    assert first.leads()
+    with pytest.raises(LeadershipLost), fenced.write() as connection:
+        connection.execute(text("UPDATE generation SET value = 2"))
+    with database.read() as connection:
+        assert connection.scalar(text("SELECT value FROM generation")) == 1
+
+
+@on_both
+def test_nobody_takes_over_in_the_middle_of_a_fenced_transaction(database: Database) -> None:
+    time = Time()
+    first, second = _pair(database, time)
+    taking_over = threading.Thread(target=second.round)
+    with database.fenced(first.fence).write() as connection:
+        time.pass_(LEASE_S)
+        taking_over.start()
+        taking_over.join(0.3)
+        assert not second.leads()
+        connection.execute(text("UPDATE generation SET value = 1"))
+    taking_over.join()
+    second.round()  # on PostgreSQL the claim had waited, and may have given up
+    assert second.leads()
+
+
+@pytest.mark.parametrize("count", [5, 300])
+def test_deletes_stop_where_the_lead_is_lost(database: Database, store: Store, tmp_path: Path, count: int) -> None:
+    time = Time()
+    leadership, _ = _pair(database, time)
+    keys = [f"run/attempts/x/{number:03d}" for number in range(count)]
+    for key in keys:
+        store.put(key, b"x")
+
+    class Stopped(FaultyStore):
+        """Hands keys on in one call, as a store does."""
+
+        def delete_many(self, keys: Iterator[str]) -> None:  # type: ignore[override]
+            self._store.delete_many(self._hand_on(keys))
+
+        def _hand_on(self, keys: Iterator[str]) -> Iterator[str]:
+            for key in keys:
+                yield key
+                if key.endswith("3"):
+                    time.pass_(LEASE_S)
+
+    with pytest.raises(LeadershipLost):
+        LeaderStore(Stopped(store, Interleaving(-1, lambda: None)), leadership).delete_many(keys)
+    assert [info.key for info in store.list("")] == keys[4:]
+
+
+def test_one_that_does_not_lead_cannot_change_the_store(database: Database, store: Store) -> None:
+    store.put("key", b"x")
+    _, follower = _pair(database, Time())
+    guarded = LeaderStore(store, follower)
+    changes: list[Callable[[], object]] = [
+        lambda: guarded.put("a", b""),
+        lambda: guarded.put_if_absent("a", b""),
+        lambda: guarded.open_writer("a"),
+        lambda: guarded.delete_many(["key"]),
+        lambda: guarded.abort_uploads("", 0.0),
+    ]
+    for change in changes:
+        with pytest.raises(LeadershipLost):
+            change()
+    assert guarded.get("key") == b"x"
+    assert [info.key for info in guarded.list("")] == ["key"]
