@@ -15,16 +15,24 @@ from tests.support.stores import Faults, FaultyStore
 
 
 class CountingStore(FaultyStore):
-    """Another store, every ranged read of which is noted, and held or failed by `before_read`."""
+    """Another store, every read of which is noted; ranged ones are held or failed by `before_read`."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store, Faults())
         self.reads: list[tuple[str, int, int]] = []
         """Key, offset and bytes."""
+        self.documents: list[tuple[str, int]] = []
+        """Key and bytes of those that were read whole."""
         self.most_at_a_time = 0
         self.before_read: Callable[[], object] = lambda: None
         self._at_a_time = 0
         self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes:
+        data = super().get(key)
+        with self._lock:
+            self.documents.append((key, len(data)))
+        return data
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         with self._lock:
@@ -40,8 +48,13 @@ class CountingStore(FaultyStore):
 
     @property
     def read_bytes(self) -> int:
-        """Of all reads together."""
+        """Of all ranged reads together."""
         return sum(count for _, _, count in self.reads)
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all reads together."""
+        return self.read_bytes + sum(count for _, count in self.documents)
 
 
 @contextmanager

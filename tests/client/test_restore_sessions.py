@@ -1,0 +1,147 @@
+"""Restores beside a daemon: sessions that all ranks share, their ends, and its cache."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ckptd.app import create_app
+from ckptd.settings import Settings
+from ckptstore import names
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store, open_store
+from ckptstore.wire import RestoreBody, RestoreState
+from tests.support.command_line import invoke
+from tests.support.counting import CountingStore, serving
+from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.replicas import RUN
+
+_STEPS = [1, 2]
+
+
+@dataclass
+class Job:
+    """Two ranks, and the store with their checkpoints."""
+
+    folder: Path
+    digest: str
+
+    @property
+    def store(self) -> Store:
+        return open_store(str(self.folder / "store"))
+
+    def restore(self, **arguments: Any) -> list[dict[str, Any]]:
+        """What each rank says of a restore."""
+        place = self.folder / f"restore-{len(list(self.folder.iterdir()))}"
+        place.mkdir()
+        arguments = {"store": str(self.folder / "store"), "daemon": None, "share": "auto"} | arguments
+        return run_scenarios([Scenario("tests.support.replicas:restore", 2, arguments)], place)[0].result()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("sessions")
+    (folder / "save").mkdir()
+    arguments = {"store": str(folder / "store"), "steps": _STEPS}
+    digests = run_scenarios([Scenario("tests.support.replicas:save", 2, arguments)], folder / "save")[0].result()
+    return Job(folder, digests[0])
+
+
+@pytest.fixture(scope="module")
+def daemon(job: Job) -> Iterator[Daemon]:
+    with running_daemon(job.store.url) as daemon:
+        yield daemon
+
+
+def _sessions(daemon: Daemon) -> list[RestoreBody]:
+    """Newest first."""
+    with daemon.client() as client:
+        return [client.restore_session(found.id) for found in client.restore_sessions(RUN)]
+
+
+def test_a_session_ends_restored_and_says_what_each_rank_fetched(job: Job, daemon: Daemon) -> None:
+    results = job.restore(daemon=daemon.url)
+    assert [result["digest"] for result in results] == [job.digest] * 2
+    assert [result["log"] for result in results] == [[], []]
+    session = _sessions(daemon)[0]
+    assert (session.state, session.num_restored, session.world_size) == (RestoreState.RESTORED, 2, 2)
+    assert results[0]["restored"] == [session.checkpoint.id, 0]
+    assert session.ranks is not None
+    for rank in session.ranks:
+        assert rank.done_bytes == rank.total_bytes > 25_000_000
+    line = invoke("restores", "--run", RUN, "--url", daemon.url).stdout.splitlines()[1].split()
+    assert line[:5] == [session.id, f"{RUN}@2", "restored", "2/2", "100%"]
+
+
+def test_a_rank_that_fails_ends_the_session_with_its_error(job: Job, daemon: Daemon) -> None:
+    results = job.restore(daemon=daemon.url, layers_of_rank_1=7)
+    assert [result["error"][0] for result in results] == ["state_mismatch"] * 2
+    session = _sessions(daemon)[0]
+    assert session.state is RestoreState.FAILED
+    assert "the checkpoint does not fit" in session.problem
+
+
+def test_a_daemon_that_is_down_is_warned_of_and_done_without(job: Job) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        results = job.restore(daemon=f"http://127.0.0.1:{taken.getsockname()[1]}", share="daemon")
+    for result in results:
+        assert result["digest"] == job.digest
+        assert "restoring without a session at the daemon" in result["log"][0]
+        assert "reading straight from the store" in result["log"][1]
+
+
+def test_a_corrupt_checkpoint_fails_its_session_and_the_next_one_is_restored(job: Job, daemon: Daemon) -> None:
+    source = StoreSource(job.store)
+    newest = source.latest(RUN)
+    key = names.shard_key(RUN, newest.attempt, names.shard_name(0))
+    intact = job.store.get(key)
+    job.store.put(key, intact[:1000] + bytes([intact[1000] ^ 1]) + intact[1001:])
+    try:
+        results = job.restore(daemon=daemon.url)
+    finally:
+        job.store.put(key, intact)
+    older = source.checkpoints(RUN)[1]
+    for rank, result in enumerate(results):
+        assert result["restored"] == [older.id, rank]
+        assert [id for id, _ in result["skipped"]] == [newest.id]
+    second, first = _sessions(daemon)[:2]
+    assert (second.checkpoint.id, second.state) == (older.id, RestoreState.RESTORED)
+    assert (first.checkpoint.id, first.state) == (newest.id, RestoreState.FAILED)
+    assert "does not match its checksum" in first.problem
+
+
+class LyingOnce(CountingStore):
+    """Gives wrong bytes of the first stretch of a shard that is read, the first time."""
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        count = super().read_into(key, offset, buffer)
+        if [read[0].endswith(".ckpt") for read in self.reads].count(True) == 1:
+            buffer[count // 2] ^= 1
+        return count
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["with a store", "daemon only"])
+def test_wrong_bytes_in_the_cache_are_read_again_past_it(job: Job, tmp_path: Path, direct: bool) -> None:
+    lying = LyingOnce(job.store)
+    url, answers = f"sqlite:///{tmp_path / 'index.db'}", str(tmp_path / "cache")
+    settings = Settings(store=job.store.url, auth="off", db=url, cache=answers, poll_seconds=0.1)
+    with serving(create_app(settings, lying)) as served:
+        wait_until(_ready(served), "readiness")
+        given = {"daemon": served, "share": "daemon"} if direct else {"store": None, "daemon": served}
+        results = job.restore(**given)
+    for result in results:
+        assert result["digest"] == job.digest
+        assert result["skipped"] == []
+        assert any("reading again, past the daemon's cache" in line for line in result["log"])
+
+
+def _ready(url: str) -> Callable[[], bool]:
+    return lambda: httpx.get(f"{url}/readyz").status_code == 200

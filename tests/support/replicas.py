@@ -1,0 +1,85 @@
+"""Replicas that restore one checkpoint together: scenarios for tests.support.parallel.runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.errors import CkptError
+from ckptstore.source import StoreSource
+from tests.support.counting import CountingStore
+
+RUN = "replicas"
+
+
+def replica(seed: int, layers: int = 6) -> nn.Module:
+    """25 MB of weights, unless fewer layers are asked for."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers)))
+
+
+def state_digest(model: nn.Module) -> str:
+    """Of all bits of the state."""
+    digest = xxhash.xxh3_128()
+    for value in model.state_dict().values():
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save(store: str, steps: list[int]) -> str:
+    """Checkpoints of data-parallel ranks, each with a data position; the digest of the last one's state."""
+    with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
+        for step in steps:
+            model = nn.parallel.DistributedDataParallel(replica(step))
+            checkpointer.save(model, None, step, position={"rank": dist.get_rank()})
+    return state_digest(model.module)
+
+
+def restore(
+    store: str | None, daemon: str | None, share: Any, layers_of_rank_1: int = 6, peer_timeout_s: float = 60.0
+) -> dict[str, Any]:
+    """What this rank restored, what it read of the store for that, and what it was warned of."""
+    model = replica(0, layers_of_rank_1 if dist.get_rank() == 1 else 6)
+    options: dict[str, Any] = {"daemon": daemon, "share": share, "peer_timeout_s": peer_timeout_s}
+    with _log() as log, Checkpointer(store, run=RUN, writer="thread", **options) as checkpointer:
+        counting = _count(checkpointer)
+        found: dict[str, Any] = {"log": log}
+        try:
+            restored = checkpointer.restore(model, position=None)
+        except CkptError as error:
+            return found | {"error": [error.code, error.message]}
+        assert restored is not None
+        found["restored"] = [restored.id, restored.values["position"]["rank"]]
+        found["skipped"] = restored.skipped
+    found["digest"] = state_digest(model)
+    found["read"] = counting.all_bytes if counting else None
+    return found
+
+
+def _count(checkpointer: Checkpointer) -> CountingStore | None:
+    source = checkpointer._source
+    if not isinstance(source, StoreSource):
+        return None
+    source.store = counting = CountingStore(source.store)
+    return counting
+
+
+@contextmanager
+def _log() -> Iterator[list[str]]:
+    """Messages of warnings and errors, as they come."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("ckpt").removeHandler(handler)
