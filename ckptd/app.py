@@ -5,19 +5,34 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from fastapi import Depends, FastAPI
 
-from ckptd.api import changes, checkpoints, probes, problems, restores, tokens
+from ckptd.api import batches, changes, checkpoints, events, jobs, openapi, probes, problems, restores, tokens
 from ckptd.api.access import authorize
 from ckptd.api.context import INDEX_THREADS, STORE_THREADS, Context, Threads
 from ckptd.api.middleware import Authentication, Requests
 from ckptd.api.waiting import Waiting
-from ckptd.index import Database, Index, LeaderIndex, RestoreIndex, TokenIndex
+from ckptd.index import Database, EventLog, Index, JobIndex, LeaderIndex, Listing, RestoreIndex, TokenIndex
 from ckptd.metrics import Metrics
-from ckptd.services import Catalogue, Freshness, Objects, Protection, Pruning, Restores, Services, Synchronizing
+from ckptd.services import (
+    Catalogue,
+    Contents,
+    Events,
+    Freshness,
+    Jobs,
+    Objects,
+    Protection,
+    Pruning,
+    Restores,
+    Services,
+    Synchronizing,
+    Tokens,
+    Uploads,
+)
 from ckptd.services.cache import BlockCache, open_folder
 from ckptd.services.collecting import Collecting
 from ckptd.services.gauges import Gauges
@@ -25,20 +40,22 @@ from ckptd.services.leadership import Leadership, LeaderStore
 from ckptd.services.periodic import Periodic
 from ckptd.services.recovery import Recovering, Recovery
 from ckptd.services.restore_leases import RestoreLeases
-from ckptd.services.tokens import Tokens
+from ckptd.services.works import Works
 from ckptd.settings import AUTH_OFF, Settings
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import InvalidRequest
+from ckptstore.examining import examine
 from ckptstore.stores import Store, open_store
 
 _LOG = logging.getLogger(__name__)
-_BACKGROUND_THREADS = 12
+_BACKGROUND_THREADS = 17
 _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
 _WATCH_S = 0.5
 _FOLLOW_S = 0.5
 _RENEW_S = 1.0
+_WATCH_JOBS_S = 3.0
 _FORGET_S = 600.0
 _READ_TOKENS_S = 1.0
 _NOTE_USE_S = 10.0
@@ -55,7 +72,8 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     metrics = Metrics()
     database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
     _LOG.info("serving %s with the index at %s", store.url, database.url)
-    index = Index(database)
+    log = EventLog(database, clock)
+    index = Index(database, log)
     index.adopt(store.url, clock())
     freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
     leadership = Leadership(LeaderIndex(database, "janitor"), settings.leader_lease_seconds)
@@ -64,27 +82,40 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     recovery = Recovery(leader_store, clock, settings.commit_grace_seconds)
     recovering = Recovering(leader_store, index, recovery, metrics, clock, synchronizing.notify)
     cache = _open_cache(settings, store, metrics)
-    catalogue = Catalogue(index, freshness, store.url)
+    catalogue = Catalogue(index, Listing(database), freshness, store.url)
     waiting = Waiting()
     restore_index = RestoreIndex(database)
-    restore_leases = RestoreLeases(store, restore_index, metrics, clock, waiting.wake)
+    happenings = Events(log, restore_index, waiting.wake)
+    restore_leases = RestoreLeases(store, restore_index, metrics, clock, happenings.restore_ended)
+    objects = Objects(store, catalogue, cache)
+    pruning = Pruning(store, synchronizing, metrics, clock)
+    works = Works(store, synchronizing, pruning, clock, settings.orphan_grace_seconds)
     services = Services(
         catalogue=catalogue,
+        contents=Contents(catalogue, objects),
+        events=happenings,
         freshness=freshness,
-        objects=Objects(store, catalogue, cache),
+        jobs=Jobs(JobIndex(database), happenings, clock, works.by_kind()),
+        objects=objects,
+        probe=partial(examine, store, clock),
         protection=Protection(store, catalogue, clock),
-        pruning=Pruning(store, synchronizing, metrics, clock),
-        restores=Restores(store, catalogue, restore_index, restore_leases, clock, waiting.wake),
+        pruning=pruning,
+        restores=Restores(store, catalogue, restore_index, restore_leases, clock, happenings.restore_ended),
         synchronizing=synchronizing,
         tokens=Tokens(TokenIndex(database), settings.token, clock),
+        uploads=Uploads(store, clock),
     )
     services.tokens.refresh()
     metrics.registry.register(Gauges(index, restore_index, freshness, clock))
     collecting = Collecting(leader_store, metrics, clock, settings.orphan_grace_seconds)
     led_restores = RestoreIndex(database.fenced(leadership.fence))
-    keeping = RestoreLeases(leader_store, led_restores, metrics, clock, waiting.wake)
+    keeping = RestoreLeases(leader_store, led_restores, metrics, clock, happenings.restore_ended)
     led = leadership.leads
-    background = [
+    background: list[Periodic | Jobs] = [
+        services.jobs,
+        Periodic("watching jobs", services.jobs.watch, _WATCH_JOBS_S),
+        Periodic("following events", happenings.round, _FOLLOW_S),
+        Periodic("forgetting events", happenings.forget, _FORGET_S),
         Periodic("synchronizing", synchronizing.round, settings.poll_seconds),
         Periodic("forgetting", services.objects.forget_deleted, settings.poll_seconds),
         Periodic("leading", leadership.round, leadership.every_s),
@@ -112,7 +143,7 @@ def _open_cache(settings: Settings, store: Store, metrics: Metrics) -> BlockCach
 
 
 def _assemble(
-    context: Context, auth: bool, background: list[Periodic], closing: list[BlockCache | Leadership | Database]
+    context: Context, auth: bool, background: list[Periodic | Jobs], closing: list[BlockCache | Leadership | Database]
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -135,7 +166,8 @@ def _assemble(
     )
     app.state.context = context
     problems.install(app)
-    for module in (probes, checkpoints, changes, restores, tokens):
+    openapi.install(app)
+    for module in (probes, checkpoints, batches, changes, restores, events, jobs, tokens):
         app.include_router(module.router)
     # The last one added is the outermost.
     app.add_middleware(Authentication, tokens=context.services.tokens if auth else None, metrics=context.metrics)

@@ -8,10 +8,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ckptd.api.access import check_body
 from ckptstore.errors import InvalidRequest
 
 MAX_BODY_BYTES = 64 << 10
-_B = TypeVar("_B", bound=msgspec.Struct)
+_B = TypeVar("_B")
 
 
 def request_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -32,20 +33,23 @@ def _inlined(schema: Any, components: dict[str, Any]) -> Any:
     return {name: _inlined(part, components) for name, part in schema.items()}
 
 
-async def read_body(request: Request, kind: type[_B]) -> _B:
-    """The body of a request. Raises InvalidRequest."""
+async def read_body(request: Request, kind: type[_B], max_bytes: int = MAX_BODY_BYTES) -> _B:
+    """The body of a request, an instance of `kind`. Raises InvalidRequest or Forbidden."""
     # Browsers send other types across sites without asking first, and a web page must not be able to prune.
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise InvalidRequest("the body is not declared as JSON", "Send Content-Type: application/json")
     data = bytearray()
     async for part in request.stream():
         data += part
-        if len(data) > MAX_BODY_BYTES:
-            raise InvalidRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", "Requests are small; is this one?")
+        if len(data) > max_bytes:
+            raise InvalidRequest(f"the body is larger than {max_bytes} bytes", "Requests are small; is this one?")
     try:
-        return msgspec.json.decode(data, type=kind)
+        body = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not a {kind.__name__}: {error}", "See docs/operations.md") from error
+        name = getattr(kind, "__name__", "request")
+        raise InvalidRequest(f"the body is not a {name}: {error}", "See docs/api.md") from error
+    check_body(request, body)
+    return body
 
 
 def json_response(body: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:

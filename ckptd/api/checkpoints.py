@@ -1,63 +1,91 @@
-"""Reading: which checkpoints there are, and their objects."""
+"""Reading: which checkpoints there are, what is in them, and their objects."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Path, Query, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
+from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response
-from ckptd.api.context import Given
-from ckptd.api.cursors import read_cursor, write_cursor
-from ckptd.api.streaming import matches, object_response
-from ckptd.index import Position
+from ckptd.api.context import Context, Given
+from ckptd.api.cursors import write_cursor
+from ckptd.api.filtering import Wanted
+from ckptd.api.openapi import documented
+from ckptd.api.streaming import client_of, matches, object_response
+from ckptd.api.waiting import happens
+from ckptd.services.events import CHECKPOINTS
 from ckptstore import wire
 from ckptstore.catalog import Checkpoint
+from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, check_run
 
 router = APIRouter()
 
-_MAX_CURSOR = 512
 _MAX_ID = 200
-RunQuery = Annotated[str | None, Query(max_length=128)]
+_URL_S = 300.0
+_BYTES = "application/octet-stream"
+_RANGED = {206: "The range that was asked for", 304: "If-None-Match named it"}
+_SHARD = {**_RANGED, 307: "mode=redirect: where to read it"}
+RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
 Id = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
+Wait = Annotated[float, Query(ge=0, le=wire.MAX_WAIT_S, description="Seconds; answers earlier if there is something")]
+Mode = Annotated[
+    Literal["proxy", "redirect", "direct"],
+    Query(description="The bytes; or 307 to a URL of the store, for S3; or where they lie, as JSON"),
+]
 
 
-@router.get("/checkpoints/latest")
-@router.get(wire.LATEST)
+@router.get("/checkpoints/latest", **documented(wire.CheckpointBody, 404, also={304: "If-None-Match named it"}))
+@router.get(wire.LATEST, **documented(wire.CheckpointBody, 404, also={304: "If-None-Match named it"}))
 async def latest(
-    request: Request, given: Given, run: RunQuery = None, format: Literal["json", "text"] = "json"
+    request: Request, given: Given, run: RunQuery = None, format: Literal["json", "text"] = "json", wait: Wait = 0
 ) -> Response:
-    """The newest checkpoint of a run; without a run, the one committed last. The ETag is the manifest's digest."""
+    """The newest checkpoint of a run; without a run, the one committed last. The ETag is the manifest's digest.
+
+    With `wait`, the answer comes when there is one that If-None-Match does not name, or when the time is up.
+    """
     run = check_run(run) if run is not None else None
-    found = await given.threads.index(given.services.catalogue.latest, run)
-    headers = {"ETag": f'"{found.manifest_digest}"', "Cache-Control": "no-cache"}
-    if matches(request.headers.get("if-none-match"), headers["ETag"]):
+    known = request.headers.get("if-none-match")
+    if wait:
+        with given.waits.one(client_of(request)):
+            found = await _awaited(given, run, known, wait)
+    else:
+        found = await _latest(given, run)
+    headers = {"ETag": _etag(found), "Cache-Control": "no-cache"}
+    if matches(known, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     if format == "text":
         return PlainTextResponse(f"{found.id}\n", headers=headers)
     return json_response(wire.CheckpointBody.of(found), headers=headers)
 
 
-@router.get(wire.CHECKPOINTS)
+@router.get(wire.CHECKPOINTS, **documented(wire.Page))
 async def page(
+    request: Request,
     given: Given,
-    run: RunQuery = None,
+    caller: Asking,
+    wanted: Wanted,
     limit: Annotated[int, Query(ge=1, le=wire.MAX_PAGE)] = 100,
-    cursor: Annotated[str | None, Query(max_length=_MAX_CURSOR)] = None,
 ) -> Response:
-    """Checkpoints of one run or all, by run and falling step, page by page."""
-    run = check_run(run) if run is not None else None
-    after = read_cursor(cursor, run) if cursor is not None else None
-    found = await given.threads.index(given.services.catalogue.page, run, after, limit + 1)
-    items = [wire.CheckpointBody.of(checkpoint) for checkpoint in found[:limit]]
-    more = len(found) > limit
-    return json_response(wire.Page(items, write_cursor(_position(found[limit - 1])) if more else None))
+    """Checkpoints that meet all conditions, page by page. A page may be short, or empty, and yet lead to a next one."""
+    query = wanted.filter(caller)
+    found = await given.threads.index(given.services.catalogue.page, query, wanted.sort, wanted.place(), limit)
+    cursor = write_cursor(wanted.sort, found.next) if found.next is not None else None
+    headers = {}
+    if cursor is not None:
+        others = [item for item in request.query_params.multi_items() if item[0] != "cursor"]
+        headers["Link"] = f'<{wire.CHECKPOINTS}?{urlencode([*others, ("cursor", cursor)])}>; rel="next"'
+    return json_response(
+        wire.Page([wire.CheckpointBody.of(item) for item in found.checkpoints], cursor), headers=headers
+    )
 
 
-@router.get(wire.RUNS)
-async def runs(given: Given) -> Response:
+@router.get(wire.RUNS, **documented(wire.RunsBody))
+async def runs(given: Given, caller: Asking) -> Response:
     """All runs, with their sizes and newest checkpoints."""
     found = await given.threads.index(given.services.catalogue.runs)
     items = [
@@ -68,37 +96,92 @@ async def runs(given: Given) -> Response:
             latest=wire.CheckpointBody.of(summary.latest) if summary.latest else None,
         )
         for summary in found
+        if caller.sees(summary.run)
     ]
     return json_response(wire.RunsBody(items))
 
 
-@router.get(wire.CHECKPOINTS + "/{id}")
+@router.get(wire.CHECKPOINTS + "/{id}", **documented(wire.CheckpointBody, 404))
 async def checkpoint(given: Given, id: Id) -> Response:
     """One checkpoint."""
     found = await given.threads.index(given.services.catalogue.find, Reference.parse(id))
     return json_response(wire.CheckpointBody.of(found))
 
 
-@router.api_route(wire.CHECKPOINTS + "/{id}/manifest", methods=["GET", "HEAD"])
+@router.get(wire.CHECKPOINTS + "/{id}/shards", **documented(wire.ShardsBody, 404))
+async def shards(given: Given, id: Id) -> Response:
+    """The shards of a checkpoint, by rank."""
+    return json_response(await given.threads.store(given.services.contents.shards, Reference.parse(id)))
+
+
+@router.get(wire.CHECKPOINTS + "/{id}/entries", **documented(wire.EntriesBody, 404))
+async def entries(
+    given: Given,
+    id: Id,
+    offset: Annotated[int, Query(ge=0, lt=1 << 40)] = 0,
+    limit: Annotated[int, Query(ge=1, le=wire.MAX_ENTRIES)] = 1000,
+) -> Response:
+    """A page of the entries of a checkpoint."""
+    contents = given.services.contents
+    return json_response(await given.threads.store(contents.entries, Reference.parse(id), offset, limit))
+
+
+@router.get(wire.CHECKPOINTS + "/{id}/manifest", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
+@router.head(wire.CHECKPOINTS + "/{id}/manifest", include_in_schema=False)
 async def manifest(request: Request, given: Given, id: Id) -> Response:
     """The stored manifest: zstd-compressed JSON."""
     stored = await given.threads.store(given.services.objects.manifest, Reference.parse(id))
     return await object_response(request, given, stored)
 
 
-@router.api_route(wire.CHECKPOINTS + "/{id}/receipts/{rank}", methods=["GET", "HEAD"])
+@router.get(wire.CHECKPOINTS + "/{id}/receipts/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
+@router.head(wire.CHECKPOINTS + "/{id}/receipts/{rank}", include_in_schema=False)
 async def receipt(request: Request, given: Given, id: Id, rank: Annotated[int, Path(ge=0, le=99_999)]) -> Response:
     """The stored receipt of a rank."""
     stored = await given.threads.store(given.services.objects.receipt, Reference.parse(id), rank)
     return await object_response(request, given, stored)
 
 
-@router.api_route(wire.CHECKPOINTS + "/{id}/shards/{name}", methods=["GET", "HEAD"])
-async def shard(request: Request, given: Given, id: Id, name: Annotated[str, Path(max_length=32)]) -> Response:
+@router.get(wire.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_SHARD))
+@router.head(wire.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
+async def shard(
+    request: Request, given: Given, id: Id, name: Annotated[str, Path(max_length=32)], mode: Mode = "proxy"
+) -> Response:
     """A shard, or one range of its bytes."""
-    stored = await given.threads.store(given.services.objects.shard, Reference.parse(id), name)
+    objects = given.services.objects
+    stored = await given.threads.store(objects.shard, Reference.parse(id), name)
+    if mode == "direct":
+        return json_response(wire.LocationBody(url=objects.location(stored), bytes=stored.bytes))
+    if mode == "redirect":
+        url = await given.threads.store(objects.presigned, stored, _URL_S)
+        if url is None:
+            raise InvalidRequest("this store has no URLs that anybody could read", "Leave out mode, or use mode=proxy")
+        return RedirectResponse(url, 307, {"Cache-Control": "no-store"})
     return await object_response(request, given, stored)
 
 
-def _position(checkpoint: Checkpoint) -> Position:
-    return Position(checkpoint.run, checkpoint.step, checkpoint.committed_at, checkpoint.attempt.ulid)
+async def _latest(given: Context, run: str | None) -> Checkpoint:
+    catalogue = given.services.catalogue
+    found = catalogue.latest_at_hand(run)
+    return found if found is not None else await given.threads.index(catalogue.latest, run)
+
+
+async def _awaited(given: Context, run: str | None, known: str | None, wait: float) -> Checkpoint:
+    deadline = asyncio.get_running_loop().time() + wait
+    with given.waiting.listen(CHECKPOINTS if run is None else f"{CHECKPOINTS}/{run}") as changed:
+        while True:
+            changed.clear()
+            left = deadline - asyncio.get_running_loop().time()
+            over = left <= 0 or given.waiting.closed
+            try:
+                found = await _latest(given, run)
+                if over or not matches(known, _etag(found)):
+                    return found
+            except NoCheckpoint:
+                if over:
+                    raise
+            await happens(changed, left)
+
+
+def _etag(checkpoint: Checkpoint) -> str:
+    return f'"{checkpoint.manifest_digest}"'

@@ -10,12 +10,14 @@ from typing import Annotated, ParamSpec, TypeVar
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
+from ckptd.api.sharing import FairTurns, Limits
 from ckptd.api.waiting import Turns, Waiting
 from ckptd.metrics import Metrics
 from ckptd.services import Services
 
 INDEX_THREADS = 16
 STORE_THREADS = 32
+READS = 24
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,6 +48,10 @@ class Context:
     metrics: Metrics
     waiting: Waiting
     turns: Turns = field(default_factory=Turns)
+    reading: FairTurns = field(default_factory=lambda: FairTurns(READS))
+    """Reads of stored objects. They leave some threads to everything else that asks the store."""
+    streams: Limits = field(default_factory=lambda: Limits("streams of events", 16, 512))
+    waits: Limits = field(default_factory=lambda: Limits("requests that wait", 256, 8192))
     leaving: bool = False
     """SIGTERM came: say so in /readyz."""
 

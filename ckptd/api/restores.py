@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
@@ -11,6 +10,7 @@ from starlette.responses import Response
 from ckptd.api.bodies import json_response, read_body, request_schema
 from ckptd.api.checkpoints import RunQuery
 from ckptd.api.context import Context, Given
+from ckptd.api.waiting import happens
 from ckptd.index import RankProgress, Restore
 from ckptd.services.restores import RestoreView
 from ckptstore import wire
@@ -51,7 +51,7 @@ async def restore(
     if wait:
         with given.waiting.listen(id) as ended:
             if (await given.threads.index(restores.find, id)).live:
-                await _wait(ended, wait)
+                await happens(ended, wait)
     return json_response(_body(await given.threads.index(restores.view, id, ranks)))
 
 
@@ -80,14 +80,6 @@ async def _join(given: Context, asked: wire.RestoreRequest) -> tuple[Restore, bo
         if joined := await given.threads.index(restores.join, asked):
             return joined, False
         return await given.threads.store(restores.open, asked)
-
-
-async def _wait(ended: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await ended.wait()
-    except TimeoutError:
-        pass  # then the answer is how far it is
 
 
 def _status(restore: Restore) -> wire.RestoreStatus:

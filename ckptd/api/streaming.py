@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -11,10 +11,46 @@ from starlette.responses import Response, StreamingResponse
 from ckptd.api.context import Context
 from ckptd.api.problems import problem_response
 from ckptd.api.ranges import ByteRange, Unsatisfiable, parse_range
-from ckptd.metrics import Metrics
 from ckptd.services.objects import StoredObject
 
 _MEDIA_TYPE = "application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads for one request: when it is its client's turn, and past the cache if the request wants that."""
+
+    context: Context
+    client: str
+    fresh: bool
+
+    @staticmethod
+    def of(request: Request, context: Context) -> Reader:
+        """The reader for a request."""
+        fresh = "no-cache" in request.headers.get("cache-control", "").lower()
+        return Reader(context, client_of(request), fresh)
+
+    async def read(self, stored: StoredObject, wanted: ByteRange) -> memoryview:
+        """The first bytes of a range, as many as come in one piece."""
+        objects, threads = self.context.services.objects, self.context.threads
+        async with self.context.reading.turn(self.client):
+            return await threads.store(objects.read, stored, wanted.offset, wanted.count, fresh=self.fresh)
+
+    async def pieces(self, stored: StoredObject, wanted: ByteRange, first: memoryview) -> AsyncIterator[memoryview]:
+        """A range piece by piece, of which the first is given."""
+        piece = first
+        while True:
+            yield piece
+            self.context.metrics.read_bytes.inc(len(piece))
+            wanted = replace(wanted, offset=wanted.offset + len(piece), count=wanted.count - len(piece))
+            if not wanted.count:
+                return
+            piece = await self.read(stored, wanted)
+
+
+def client_of(request: Request) -> str:
+    """Who shares with others: an address."""
+    return request.client.host if request.client else "-"
 
 
 async def object_response(request: Request, context: Context, stored: StoredObject) -> Response:
@@ -28,27 +64,26 @@ async def object_response(request: Request, context: Context, stored: StoredObje
     try:
         asked = parse_range(request.headers.get("range"), stored.bytes) if _may_be_partial(request, etag) else None
     except Unsatisfiable:
-        return problem_response(
-            416,
-            "range_not_satisfiable",
-            f"the object has {stored.bytes} bytes, Range was {request.headers['range'][:80]!r}",
-            "Ask for one range of bytes inside the object",
-            headers={"Content-Range": f"bytes */{stored.bytes}"},
-        )
+        return unsatisfiable(stored.bytes, f"Range was {request.headers['range'][:80]!r}")
     wanted = asked or ByteRange(0, stored.bytes)
     headers["Content-Length"] = str(wanted.count)
     if asked:
         headers["Content-Range"] = f"bytes {asked.offset}-{asked.offset + asked.count - 1}/{stored.bytes}"
-    fresh = "no-cache" in request.headers.get("cache-control", "").lower()
-
-    async def read(wanted: ByteRange) -> memoryview:
-        return await context.threads.store(
-            context.services.objects.read, stored, wanted.offset, wanted.count, fresh=fresh
-        )
-
+    reader = Reader.of(request, context)
     # The first piece is read before the status is sent, so that a missing object is still a 404.
-    pieces = _pieces(read, context.metrics, wanted, await read(wanted))
+    pieces = reader.pieces(stored, wanted, await reader.read(stored, wanted))
     return StreamingResponse(pieces, 206 if asked else 200, headers, media_type=_MEDIA_TYPE)
+
+
+def unsatisfiable(size: int, asked: str) -> Response:
+    """The answer to whoever asks for bytes that an object does not have."""
+    return problem_response(
+        416,
+        "range_not_satisfiable",
+        f"the object has {size} bytes, {asked}",
+        "Ask for one range of bytes inside the object",
+        headers={"Content-Range": f"bytes */{size}"},
+    )
 
 
 def matches(header: str | None, etag: str) -> bool:
@@ -61,16 +96,3 @@ def matches(header: str | None, etag: str) -> bool:
 
 def _may_be_partial(request: Request, etag: str) -> bool:
     return request.headers.get("if-range", etag) == etag
-
-
-async def _pieces(
-    read: Callable[[ByteRange], Awaitable[memoryview]], metrics: Metrics, wanted: ByteRange, first: memoryview
-) -> AsyncIterator[memoryview]:
-    piece = first
-    while True:
-        yield piece
-        metrics.read_bytes.inc(len(piece))
-        wanted = replace(wanted, offset=wanted.offset + len(piece), count=wanted.count - len(piece))
-        if not wanted.count:
-            return
-        piece = await read(wanted)

@@ -35,6 +35,11 @@ class Waiting:
                 if not self._events[id]:
                     del self._events[id]
 
+    @property
+    def closed(self) -> bool:
+        """The daemon leaves: nobody is to wait any more."""
+        return self._closed
+
     def wake(self, id: str) -> None:
         """Set the events of those that listen to `id`."""
         with self._lock:
@@ -52,6 +57,16 @@ class Waiting:
     def _set(self, event: asyncio.Event) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(event.set)
+
+
+async def happens(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event; False if it does not come within so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 class Turns:

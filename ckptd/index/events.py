@@ -37,11 +37,14 @@ class Event:
 class EventLog:
     """Events in the order of their ids. Any thread may use it."""
 
-    def __init__(self, database: Database, clock: Clock, on_events: Callable[[Sequence[Event]], None]) -> None:
-        """on_events: called with what this log has recorded, once that is committed; from any thread."""
+    def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
-        self._on_events = on_events
+        self._listeners: list[Callable[[Sequence[Event]], None]] = []
+
+    def subscribe(self, listener: Callable[[Sequence[Event]], None]) -> None:
+        """Tell a listener from now on what this log records, once that is committed; from any thread."""
+        self._listeners.append(listener)
 
     @retried
     def add(self, news: News) -> None:
@@ -67,7 +70,8 @@ class EventLog:
     def announce(self, recorded: Sequence[Event]) -> None:
         """Tell whoever waits."""
         if recorded:
-            self._on_events(recorded)
+            for listener in self._listeners:
+                listener(recorded)
 
     def since(self, connection: Connection) -> float:
         """When this index began to follow its store: what was committed before is no news."""

@@ -1,14 +1,21 @@
 """The daemon's rules: plain blocking code, run in threads. No HTTP, no SQL."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.services.catalogue import Catalogue
+from ckptd.services.contents import Contents
+from ckptd.services.events import Events
 from ckptd.services.freshness import Freshness
+from ckptd.services.jobs import Jobs
 from ckptd.services.objects import Objects
 from ckptd.services.protection import Protection
 from ckptd.services.pruning import Pruning
 from ckptd.services.restores import Restores
 from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.tokens import Tokens
+from ckptd.services.uploads import Uploads
+from ckptstore.wire import ProbeBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +23,32 @@ class Services:
     """All of them, as the API uses them."""
 
     catalogue: Catalogue
+    contents: Contents
+    events: Events
     freshness: Freshness
+    jobs: Jobs
     objects: Objects
+    probe: Callable[[], ProbeBody]
+    """Examines the store."""
     protection: Protection
     pruning: Pruning
     restores: Restores
     synchronizing: Synchronizing
+    tokens: Tokens
+    uploads: Uploads
 
-
-__all__ = ["Catalogue", "Freshness", "Objects", "Protection", "Pruning", "Restores", "Services", "Synchronizing"]
+__all__ = [
+    "Catalogue",
+    "Contents",
+    "Events",
+    "Freshness",
+    "Jobs",
+    "Objects",
+    "Protection",
+    "Pruning",
+    "Restores",
+    "Services",
+    "Synchronizing",
+    "Tokens",
+    "Uploads",
+]

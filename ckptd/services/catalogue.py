@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.index import Index, Position, RunSummary
+from ckptd.index import Filter, Found, Index, Listing, Place, RunSummary, Sort
 from ckptd.services.freshness import Freshness
 from ckptstore.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
@@ -14,8 +14,9 @@ _ANSWERS_KEPT = 10_000
 class Catalogue:
     """Which checkpoints there are. Raises StoreUnavailable where the index cannot know."""
 
-    def __init__(self, index: Index, freshness: Freshness, store_url: str) -> None:
+    def __init__(self, index: Index, listing: Listing, freshness: Freshness, store_url: str) -> None:
         self._index = index
+        self._listing = listing
         self._freshness = freshness
         self._store_url = store_url
         self._latest: dict[str | None, tuple[int, Checkpoint]] = {}
@@ -68,10 +69,10 @@ class Catalogue:
             )
         return found
 
-    def page(self, run: str | None, after: Position | None, limit: int) -> list[Checkpoint]:
-        """Checkpoints of one run or all, by run and falling step."""
-        found = self._index.page(run, after, limit)
-        self._freshness.check(run, bool(found or after))
+    def page(self, wanted: Filter, sort: Sort, after: Place | None, limit: int) -> Found:
+        """Checkpoints that meet conditions, in an order, after a place."""
+        found = self._listing.page(wanted, sort, after, limit)
+        self._freshness.check(wanted.one_run, bool(found.checkpoints or after))
         return found
 
     def runs(self) -> list[RunSummary]:

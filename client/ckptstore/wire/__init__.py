@@ -10,6 +10,7 @@ from ckptstore.wire.changes import (
     ReindexBody,
 )
 from ckptstore.wire.checkpoints import CHECKPOINTS, LATEST, MAX_PAGE, RUNS, CheckpointBody, Page, RunBody, RunsBody
+from ckptstore.wire.decisions import DECISION, DecisionBody, DecisionRequest, decision_path
 from ckptstore.wire.events import EVENT_STREAM, EVENTS, GAP, MAX_EVENTS, OPEN, EventBody, EventKind, EventsBody
 from ckptstore.wire.jobs import (
     JOBS,
@@ -82,6 +83,7 @@ __all__ = [
     "AUDIT",
     "CHECKPOINTS",
     "DELETED",
+    "DECISION",
     "EVENTS",
     "EVENT_STREAM",
     "GAP",
@@ -115,6 +117,8 @@ __all__ = [
     "CheckpointBody",
     "CollectJob",
     "DeletedBody",
+    "DecisionBody",
+    "DecisionRequest",
     "EntriesBody",
     "EntryBody",
     "EventBody",

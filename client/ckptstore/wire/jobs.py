@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ckptstore.wire.retention import PruneRequest
+
 JOBS = "/v1/jobs"
 Name = Annotated[str, msgspec.Meta(max_length=200)]
 
@@ -39,12 +41,8 @@ class ReindexJob(msgspec.Struct, frozen=True, kw_only=True, tag="reindex", tag_f
     """Read every outcome in the store again."""
 
 
-class PruneJob(msgspec.Struct, frozen=True, kw_only=True, tag="prune", tag_field="kind"):
-    """Delete what a policy does not keep."""
-
-    keep_last: int
-    run: Name | None = None
-    dry_run: bool = True
+class PruneJob(PruneRequest, frozen=True, kw_only=True, tag="prune", tag_field="kind"):
+    """Delete what policies do not keep; a dry run unless it says otherwise."""
 
 
 class CollectJob(msgspec.Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):

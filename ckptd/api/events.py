@@ -1,0 +1,124 @@
+"""Events: a page of them, or a stream that goes on (server-sent events)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from ckptd.api.bodies import json_response
+from ckptd.api.checkpoints import RunQuery
+from ckptd.api.context import Context, Given
+from ckptd.api.openapi import documented
+from ckptd.api.streaming import client_of
+from ckptd.api.waiting import happens
+from ckptd.index import Event
+from ckptd.services.events import ANY, EventPage
+from ckptstore import wire
+from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.names import check_run
+
+router = APIRouter()
+_LOG = logging.getLogger(__name__)
+
+HEARTBEAT_S = 15.0
+"""A stream that has nothing to say says so, for proxies that close silent connections."""
+SEND_S = 30.0
+"""A client that takes nothing for so long is dropped. It may come back with the id of the last event it got."""
+_BATCH = 100
+_MAX_ID = 1 << 62
+
+
+@router.get(wire.EVENTS, **documented(wire.EventsBody, also={204: "Not used; streams answer text/event-stream"}))
+async def events(
+    request: Request,
+    given: Given,
+    run: RunQuery = None,
+    after: Annotated[int | None, Query(ge=0, lt=_MAX_ID, description="Events after this id; default: all kept")] = None,
+    limit: Annotated[int, Query(ge=1, le=wire.MAX_EVENTS)] = 100,
+    last_event_id: Annotated[str | None, Header(max_length=20)] = None,
+) -> Response:
+    """Events after an id, oldest first; with Accept: text/event-stream, a stream that goes on with those to come."""
+    run = check_run(run) if run is not None else None
+    if wire.EVENT_STREAM in request.headers.get("accept", ""):
+        return await _stream(request, given, run, _position(last_event_id, after))
+    page = await given.threads.index(given.services.events.page, after or 0, run, limit)
+    items = [event_body(event) for event in page.events]
+    return json_response(wire.EventsBody(items=items, last_id=page.last_id, gap=page.gap))
+
+
+def event_body(event: Event) -> wire.EventBody:
+    """An event as the wire wants it."""
+    news = event.news
+    return wire.EventBody(
+        id=event.id, at=event.at, kind=news.kind, run=news.run, checkpoint=news.checkpoint, detail=news.detail
+    )
+
+
+def _position(last_event_id: str | None, after: int | None) -> int | None:
+    if not last_event_id:
+        return after
+    if not (last_event_id.isascii() and last_event_id.isdigit()) or int(last_event_id) >= _MAX_ID:
+        raise InvalidRequest(f"Last-Event-ID {last_event_id!r} is not one of ours", "Send the id of an event")
+    return int(last_event_id)
+
+
+async def _stream(request: Request, given: Context, run: str | None, after: int | None) -> Response:
+    stack = ExitStack()
+    stack.enter_context(given.streams.one(client_of(request)))
+    try:
+        position = after if after is not None else await given.threads.index(given.services.events.newest_id)
+    except BaseException:
+        stack.close()
+        raise
+    return _EventStream(_messages(given, run, position), stack)
+
+
+async def _messages(given: Context, run: str | None, position: int) -> AsyncIterator[bytes]:
+    yield _message(wire.OPEN, position, {})
+    with given.waiting.listen(ANY) as changed:
+        while not given.waiting.closed:
+            changed.clear()
+            page = await given.threads.index(given.services.events.page, position, run, _BATCH)
+            for text in _texts(page):
+                yield text
+            position = page.last_id
+            if len(page.events) < _BATCH and not await happens(changed, HEARTBEAT_S):
+                yield b":\n\n"
+
+
+def _texts(page: EventPage) -> list[bytes]:
+    gap = [_message(wire.GAP, page.events[0].id - 1 if page.events else page.last_id, {})] if page.gap else []
+    return gap + [_message(event.news.kind, event.id, event_body(event)) for event in page.events]
+
+
+def _message(kind: str, id: int, data: Any) -> bytes:
+    return b"event: %s\nid: %d\ndata: %s\n\n" % (kind.encode(), id, msgspec.json.encode(data))
+
+
+class _EventStream(StreamingResponse):
+    """Holds nothing for a client but what it is being sent: it reads on when the client has taken that."""
+
+    def __init__(self, messages: AsyncIterator[bytes], stack: ExitStack) -> None:
+        super().__init__(messages, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, wire.EVENT_STREAM)
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def timely(message: Message) -> None:
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+
+        with self._stack:
+            try:
+                await super().__call__(scope, receive, timely)
+            except* TimeoutError:
+                _LOG.warning("dropped a stream of events: its client took nothing for %.0f s", SEND_S)
+            except* CkptError as errors:
+                _LOG.warning("ended a stream of events: %s", errors.exceptions[0])

@@ -1,0 +1,71 @@
+"""The conditions and the order of a listing, as query parameters."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Query
+
+from ckptd.api.cursors import read_cursor
+from ckptd.index import Bound, Filter, Place, Sort
+from ckptd.services.callers import Caller
+from ckptstore.catalog import State
+from ckptstore.errors import InvalidName, InvalidRequest
+from ckptstore.names import MAX_STEP
+
+_GLOB = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}")
+_BOUND = re.compile(r"([^<>=:]{1,128})(<=|>=)(-?[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,3})?)")
+_MAX_BOUNDS = 8
+_MAX_AT = 1e12
+
+Step = Annotated[int | None, Query(ge=0, le=MAX_STEP)]
+Moment = Annotated[float | None, Query(ge=0, le=_MAX_AT, description="Seconds since the epoch, of the commit")]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What a listing is asked for. FastAPI makes it of the query."""
+
+    run: Annotated[str | None, Query(max_length=128, description="A run, in which * and ? may stand")] = None
+    state: Annotated[list[State] | None, Query(max_length=len(State))] = None
+    min_step: Step = None
+    max_step: Step = None
+    since: Moment = None
+    until: Moment = None
+    metric: Annotated[
+        list[str] | None, Query(max_length=_MAX_BOUNDS, description="Such as val_loss<=2.5 or accuracy>=0.9")
+    ] = None
+    sort: Sort = Sort.RUN
+    cursor: Annotated[str | None, Query(max_length=1024, description="next_cursor of the page before")] = None
+
+    def filter(self, caller: Caller) -> Filter:
+        """The conditions, and that a caller sees only what is its business. Raises InvalidName or InvalidRequest."""
+        if self.run is not None and (not _GLOB.fullmatch(self.run) or ".." in self.run):
+            raise InvalidName(f"{self.run!r} names no runs", "Write a run's name; * and ? may stand in it")
+        return Filter(
+            run=self.run,
+            globs=caller.runs,
+            states=frozenset(self.state or ()),
+            min_step=self.min_step,
+            max_step=self.max_step,
+            since=self.since,
+            until=self.until,
+            bounds=tuple(_bound(text) for text in self.metric or ()),
+        )
+
+    def place(self) -> Place | None:
+        """Where the page begins. Raises InvalidRequest."""
+        return read_cursor(self.cursor, self.sort) if self.cursor is not None else None
+
+
+Wanted = Annotated[Listed, Depends()]
+
+
+def _bound(text: str) -> Bound:
+    match = _BOUND.fullmatch(text)
+    if match is None:
+        raise InvalidRequest(f"{text[:80]!r} is no condition on a metric", "Write NAME<=NUMBER or NAME>=NUMBER")
+    number = float(match[3])
+    return Bound(match[1], least=number) if match[2] == ">=" else Bound(match[1], most=number)

@@ -1,0 +1,87 @@
+"""What is inside a checkpoint: its shards and entries, read from its manifest."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+
+from ckptd.services.catalogue import Catalogue
+from ckptd.services.objects import Objects
+from ckptstore.documents import Content
+from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.names import Reference
+from ckptstore.planning import entry_bytes
+from ckptstore.source import check_manifest_data
+from ckptstore.wire import EntriesBody, EntryBody, ShardBody, ShardsBody
+
+MAX_MANIFEST_BYTES = 64 << 20
+_KEPT = 4
+_KEPT_BYTES = 4 << 20
+
+
+class Contents:
+    """Parses manifests, one at a time, because a large one takes much memory. Any thread may use it."""
+
+    def __init__(self, catalogue: Catalogue, objects: Objects) -> None:
+        self._catalogue = catalogue
+        self._objects = objects
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Content] = OrderedDict()
+
+    def shards(self, reference: Reference) -> ShardsBody:
+        """The shards of a checkpoint, by rank. Raises NoCheckpoint, InvalidRequest, Damaged or Unavailable."""
+        content = self._content(reference)
+        shard_of = content.slices.shard
+        num_entries = [len(np.unique(content.slices.entry[shard_of == at])) for at in range(len(content.shards))]
+        return ShardsBody(
+            [
+                ShardBody(
+                    name=shard.name,
+                    rank=shard.rank,
+                    num_chunks=len(shard.chunks.raw),
+                    num_entries=count,
+                    raw_bytes=int(shard.chunks.raw.sum()),
+                    stored_bytes=int(shard.chunks.stored.sum()),
+                )
+                for shard, count in zip(content.shards, num_entries, strict=True)
+            ]
+        )
+
+    def entries(self, reference: Reference, offset: int, limit: int) -> EntriesBody:
+        """A page of the entries of a checkpoint. Raises as `shards` does."""
+        content = self._content(reference)
+        entries, sizes = content.entries, entry_bytes(content)
+        num_slices = np.bincount(content.slices.entry, minlength=len(entries.name))
+        stop = min(len(entries.name), offset + limit)
+        items = [
+            EntryBody(
+                name=entries.name[at],
+                dtype=entries.dtype[at],
+                shape=entries.shape[at],
+                num_slices=int(num_slices[at]),
+                raw_bytes=sizes[entries.name[at]],
+            )
+            for at in range(min(offset, stop), stop)
+        ]
+        return EntriesBody(items, len(entries.name), stop if stop < len(entries.name) else None)
+
+    def _content(self, reference: Reference) -> Content:
+        checkpoint = self._catalogue.find(reference)
+        if checkpoint.manifest_bytes > MAX_MANIFEST_BYTES:
+            raise InvalidRequest(
+                f"the manifest of {checkpoint.id} has {checkpoint.manifest_bytes} bytes", "Read it: .../manifest"
+            )
+        with self._lock:
+            content = self._kept.get(checkpoint.manifest_digest)
+            if content is None:
+                stored = self._objects.manifest(reference)
+                if stored.bytes != checkpoint.manifest_bytes:
+                    raise CorruptObject(f"the manifest of {checkpoint.id} has {stored.bytes} bytes")
+                content = check_manifest_data(checkpoint, self._objects.read_all(stored)).content
+                if checkpoint.manifest_bytes <= _KEPT_BYTES:
+                    self._kept[checkpoint.manifest_digest] = content
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return content

@@ -1,0 +1,128 @@
+"""Events: recorded in the index, told at once to whoever waits in this process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptd.index import Event, EventLog, Job, News, RestoreIndex
+from ckptstore.errors import CkptError
+from ckptstore.names import check_run
+from ckptstore.wire import MAX_EVENTS, EventKind
+
+_LOG = logging.getLogger(__name__)
+KEPT = 10_000
+ANY = "events"
+"""What is woken for any event."""
+CHECKPOINTS = "checkpoints"
+"""What is woken when a checkpoint of any run came or went; with a slash and the run, for one run."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventPage:
+    """Events after an id, oldest first."""
+
+    events: list[Event]
+    last_id: int
+    gap: bool
+    """Some after the id are not kept any more."""
+
+
+class Events:
+    """Reads and records events. Any thread may use it."""
+
+    def __init__(self, log: EventLog, restores: RestoreIndex, wake: Callable[[str], None]) -> None:
+        """wake: called with what to wake, from any thread."""
+        self._log = log
+        self._restores = restores
+        self._wake = wake
+        log.subscribe(self.tell)
+        self._lock = threading.Lock()
+        self._seen: int | None = None
+        self._told: set[str] = set()
+
+    def page(self, after: int, run: str | None = None, limit: int = MAX_EVENTS) -> EventPage:
+        """Events after an id, of one run or all. Raises InvalidName."""
+        oldest, newest = self._log.bounds()
+        found = self._log.after(after, limit, check_run(run) if run is not None else None)
+        last = found[-1].id if len(found) == limit else max(newest, after)
+        return EventPage(found, last, gap=after < oldest - 1 and after != 0)
+
+    def of_checkpoint(self, id: str) -> list[Event]:
+        """What is known to have happened to one checkpoint, oldest first."""
+        return self._log.after(0, MAX_EVENTS, checkpoint=id)
+
+    def newest_id(self) -> int:
+        """The id after which everything is news."""
+        return self._log.bounds()[1]
+
+    def restore_ended(self, id: str) -> None:
+        """Wake whoever waits for a restore session, and record how it ended, once. Never raises CkptError."""
+        self._wake(id)
+        with self._lock:
+            if id in self._told:
+                return
+            if len(self._told) >= KEPT:
+                self._told.clear()
+            self._told.add(id)
+        try:
+            self._record_end(id)
+        except CkptError as error:
+            _LOG.warning("cannot record the end of restore %s: %s", id, error)
+
+    def job_ended(self, job: Job) -> None:
+        """Record how a job ended."""
+        detail = {"job": job.id, "kind": job.kind, "state": job.state, "code": job.code, "problem": job.problem}
+        self._log.add(News(kind=EventKind.JOB_ENDED, run=job.request.get("run"), detail=detail))
+
+    def pruned(self, run: str | None, num_removed: int, freed_bytes: int) -> None:
+        """Record what a prune deleted."""
+        detail = {"removed": num_removed, "freed_bytes": freed_bytes}
+        self._log.add(News(kind=EventKind.PRUNED, run=run, detail=detail))
+
+    def _record_end(self, id: str) -> None:
+        restore = self._restores.find(id)
+        if restore is None or restore.live:
+            return
+        known = self._log.after(0, MAX_EVENTS, checkpoint=restore.checkpoint.id)
+        if any(event.news.detail.get("restore") == id for event in known):
+            return  # by this daemon before it was restarted, or by another one
+        detail = {
+            "restore": id,
+            "key": restore.key,
+            "state": restore.state,
+            "world_size": restore.world_size,
+            "seconds": (restore.ended_at or restore.created_at) - restore.created_at,
+            "problem": restore.problem,
+        }
+        self._log.add(
+            News(kind=EventKind.RESTORE_ENDED, run=restore.run, checkpoint=restore.checkpoint.id, detail=detail)
+        )
+
+    def tell(self, events: Sequence[Event]) -> None:
+        """Wake whoever waits for one of these."""
+        self._wake(ANY)
+        changed = {event.news.run for event in events if event.news.kind in _OF_CHECKPOINTS}
+        if changed:
+            self._wake(CHECKPOINTS)
+        for run in changed:
+            self._wake(f"{CHECKPOINTS}/{run}")
+
+    def round(self) -> None:
+        """Tell what other daemons on the same database have recorded. For one background thread."""
+        if self._seen is None:
+            self._seen = self.newest_id()
+            return
+        found = self._log.after(self._seen, MAX_EVENTS)
+        if found:
+            self._seen = found[-1].id
+            self.tell(found)
+
+    def forget(self) -> None:
+        """Drop the oldest events."""
+        self._log.trim(KEPT)
+
+
+_OF_CHECKPOINTS = frozenset((EventKind.COMMITTED, EventKind.DELETED, EventKind.CORRUPT))

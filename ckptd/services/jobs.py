@@ -1,0 +1,221 @@
+"""Jobs: long work in the background, with progress, a log and a way to end it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from ckptd.index import Job, JobIndex
+from ckptd.services.events import Events
+from ckptstore.clock import Clock
+from ckptstore.errors import CkptError, NoJob, TooManyRequests
+from ckptstore.names import check_ulid, new_ulid
+from ckptstore.wire import JobRequest, JobState
+
+_LOG = logging.getLogger(__name__)
+WORKERS = 2
+MAX_LIVE = 100
+_SILENT_S = 15.0
+_HEARD_EVERY_S = 3.0
+_TOLD_EVERY_S = 0.3
+_LOG_CHARACTERS = 64 << 10
+_KEPT_S = 7 * 24 * 3600.0
+_KEPT_ENDED = 500
+
+
+class JobCancelled(Exception):
+    """Somebody asked the job to end, or the daemon ends."""
+
+
+class Progress:
+    """What a job says while it works. Each call raises JobCancelled if the job is to end; any thread may call."""
+
+    def __init__(self, index: JobIndex, id: str, clock: Clock) -> None:
+        self._index = index
+        self._id = id
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._told_at = 0.0
+        self._cancelled = threading.Event()
+        self._values: dict[str, Any] = {"done": 0.0, "total": 0.0, "unit": "", "log": ""}
+
+    def expect(self, total: float, unit: str) -> None:
+        """So much is to be done."""
+        self._note(True, total=float(total), unit=unit)
+
+    def advance(self, count: float) -> None:
+        """So much more is done."""
+        with self._lock:
+            self._values["done"] += count
+        self._note(False)
+
+    def say(self, line: str) -> None:
+        """A line for the log."""
+        with self._lock:
+            self._values["log"] = (self._values["log"] + line + "\n")[-_LOG_CHARACTERS:]
+        self._note(False)
+
+    def cancel(self) -> None:
+        """Make the next call raise."""
+        self._cancelled.set()
+
+    def live(self) -> None:
+        """Write a sign of life."""
+        self._write()
+
+    def values(self) -> dict[str, Any]:
+        """Everything it said, for the index."""
+        with self._lock:
+            return dict(self._values)
+
+    def _note(self, at_once: bool, **values: object) -> None:
+        if self._cancelled.is_set():
+            raise JobCancelled
+        with self._lock:
+            self._values |= values
+            due = at_once or self._clock() - self._told_at >= _TOLD_EVERY_S or self._clock() < self._told_at
+            if due:
+                self._told_at = self._clock()
+        if due:
+            self._write()
+            if self._cancelled.is_set():
+                raise JobCancelled
+
+    def _write(self) -> None:
+        if not self._index.change(self._id, heard_at=self._clock(), **self.values()):
+            self._cancelled.set()
+
+
+Work = Callable[[Any, Progress], dict[str, Any] | None]
+"""What a kind of job does, given its request; returns its result."""
+
+
+class Jobs:
+    """Starts, watches and ends jobs. Any thread may call any method."""
+
+    def __init__(self, index: JobIndex, events: Events, clock: Clock, works: Mapping[type, Work]) -> None:
+        self._index = index
+        self._events = events
+        self._clock = clock
+        self._works = works
+        self._queue: queue.SimpleQueue[tuple[str, JobRequest] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._running: dict[str, Progress] = {}
+        self._waiting: set[str] = set()
+        # Daemon threads: a store that never answers must not keep the process from ending.
+        self._threads = [threading.Thread(target=self._loop, name=f"job-{n}", daemon=True) for n in range(WORKERS)]
+
+    def start(self) -> None:
+        """Begin to work."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask what runs to end, and wait no longer than `timeout_s`; the rest is interrupted."""
+        for _ in self._threads:
+            self._queue.put(None)
+        with self._lock:
+            for progress in self._running.values():
+                progress.cancel()
+        for thread in self._threads:
+            thread.join(timeout_s / WORKERS)
+
+    def submit(self, request: JobRequest) -> Job:
+        """Write a job down; it runs when a worker is free. Raises TooManyRequests."""
+        if len(self._index.live(MAX_LIVE)) >= MAX_LIVE:
+            raise TooManyRequests(f"{MAX_LIVE} jobs wait or run", "Wait, or cancel some: DELETE /v1/jobs/{id}")
+        now = self._clock()
+        body: dict[str, Any] = msgspec.to_builtins(request)
+        kind = body.pop("kind")
+        job = Job(id=new_ulid(now), kind=kind, request=body, state=JobState.QUEUED, created_at=now, heard_at=now)
+        with self._lock:
+            self._waiting.add(job.id)
+        self._index.add(job)
+        self._queue.put((job.id, request))
+        return job
+
+    def find(self, id: str) -> Job:
+        """One job. Raises NoJob."""
+        found = self._index.find(check_ulid(id))
+        if found is None:
+            raise NoJob(f"there is no job {id}", "It ended long ago, or the daemon's database was deleted")
+        return found
+
+    def newest(self, limit: int) -> list[Job]:
+        """Jobs, newest first."""
+        return self._index.newest(limit)
+
+    def cancel(self, id: str) -> Job:
+        """Ask a job to end: it does so at its next step, wherever it runs. One that has ended stays. Raises NoJob."""
+        job = self.find(id)
+        if job.state is JobState.QUEUED:
+            self._end(id, JobState.CANCELLED)
+        elif job.state is JobState.RUNNING:
+            self._index.change(id, cancelling=1)
+            with self._lock:
+                progress = self._running.get(id)
+            if progress is not None:
+                progress.cancel()
+        return self.find(id)
+
+    def watch(self) -> None:
+        """Give signs of life, and end jobs whose daemon is gone. For one background thread."""
+        with self._lock:
+            running, waiting = list(self._running.values()), list(self._waiting)
+        for progress in running:
+            progress.live()
+        for id in waiting:
+            self._index.change(id, heard_at=self._clock())
+        now = self._clock()
+        for id in self._index.interrupt(now - _SILENT_S, now):
+            self._events.job_ended(self.find(id))
+        self._index.forget(now - _KEPT_S, _KEPT_ENDED)
+
+    def _loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._run(*item)
+            except Exception:
+                _LOG.exception("job %s failed", item[0])
+
+    def _run(self, id: str, request: JobRequest) -> None:
+        progress = Progress(self._index, id, self._clock)
+        with self._lock:
+            self._running[id] = progress
+            self._waiting.discard(id)
+        try:
+            now = self._clock()
+            if not self._index.change(id, state=JobState.RUNNING, started_at=now, heard_at=now):
+                return  # it was cancelled while it waited
+            result = self._works[type(request)](request, progress)
+        except JobCancelled:
+            self._end(id, JobState.CANCELLED, **progress.values())
+        except CkptError as error:
+            self._end(id, JobState.FAILED, **progress.values(), code=error.code, problem=str(error))
+        except Exception as error:
+            _LOG.exception("job %s failed", id)
+            self._end(id, JobState.FAILED, **progress.values(), code="internal", problem=type(error).__name__)
+        else:
+            self._end(id, JobState.SUCCEEDED, **progress.values(), result=result)
+        finally:
+            with self._lock:
+                self._running.pop(id, None)
+
+    def _end(self, id: str, state: JobState, **values: Any) -> None:
+        self._index.change(id, state=state, ended_at=self._clock(), **values)
+        job = self.find(id)
+        if job.state is state:
+            self._events.job_ended(job)
+
+
+def job_values(job: Job) -> dict[str, Any]:
+    """A job as the wire wants it."""
+    values = asdict(job)
+    del values["heard_at"]
+    return values

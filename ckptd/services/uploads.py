@@ -1,0 +1,66 @@
+"""Live uploads: attempts that are neither committed nor aborted, and how far they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ulid import ULID
+
+from ckptstore import names
+from ckptstore.catalog import list_runs
+from ckptstore.clock import Clock
+from ckptstore.commit import read_receipt
+from ckptstore.deletion import undecided_attempts
+from ckptstore.errors import Damaged, ObjectMissing
+from ckptstore.names import Attempt, check_run
+from ckptstore.stores import Store
+from ckptstore.wire import AttemptBody
+
+MAX_ATTEMPTS = 200
+_MOST_MISSING = 100
+
+
+class Uploads:
+    """Looks at attempts in the store. Any thread may use it."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def live(self, run: str | None) -> list[AttemptBody]:
+        """The attempts of one run or all that have no outcome, oldest first, some hundred at most.
+
+        Asks the store: a listing for each run, and one for each attempt. Raises InvalidName or Unavailable.
+        """
+        runs: Iterable[str] = list_runs(self._store) if run is None else [check_run(run)]
+        found = [(name, attempt) for name in runs for attempt in undecided_attempts(self._store, name)]
+        found.sort(key=lambda item: item[1].ulid)
+        return [self._look(name, attempt) for name, attempt in found[-MAX_ATTEMPTS:]]
+
+    def _look(self, run: str, attempt: Attempt) -> AttemptBody:
+        objects = list(self._store.list(names.attempt_prefix(run, attempt)))
+        ranks = {rank for rank in (names.receipt_rank(info.key) for info in objects) if rank is not None}
+        world_size = self._world_size(run, attempt, ranks)
+        missing = sorted(set(range(world_size)) - ranks)[:_MOST_MISSING] if world_size else []
+        begun_at = ULID.from_str(attempt.ulid).timestamp
+        return AttemptBody(
+            run=run,
+            step=attempt.step,
+            attempt=str(attempt),
+            begun_at=begun_at,
+            written_at=max((info.modified_at for info in objects), default=None),
+            age_s=max(0.0, self._clock() - begun_at),
+            num_receipts=len(ranks),
+            world_size=world_size,
+            missing_ranks=missing,
+            num_shards=sum(info.key.endswith(".ckpt") for info in objects),
+            stored_bytes=sum(info.bytes for info in objects),
+        )
+
+    def _world_size(self, run: str, attempt: Attempt, ranks: set[int]) -> int | None:
+        if not ranks:
+            return None
+        try:
+            return read_receipt(self._store, run, attempt, min(ranks)).receipt.world_size
+        except (Damaged, ObjectMissing):
+            return None  # nobody will commit it

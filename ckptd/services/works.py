@@ -1,0 +1,123 @@
+"""What the kinds of jobs do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptd.services.jobs import Progress, Work
+from ckptd.services.pruning import Pruning
+from ckptd.services.synchronizing import Synchronizing
+from ckptstore import catalog
+from ckptstore.catalog import Checkpoint, State, list_checkpoints, list_runs
+from ckptstore.clock import Clock
+from ckptstore.commit import identity
+from ckptstore.deletion import collect
+from ckptstore.errors import InvalidPolicy, NoCheckpoint
+from ckptstore.names import Reference, check_run
+from ckptstore.policies import policy_of
+from ckptstore.pruning import Prune
+from ckptstore.retention import Policy
+from ckptstore.scrubbing import scrub
+from ckptstore.stores import Store
+from ckptstore.wire import CollectJob, PruneJob, ReindexJob, VerifyJob
+
+
+class Works:
+    """Runs jobs on one store. Any thread may call any method."""
+
+    def __init__(
+        self,
+        store: Store,
+        synchronizing: Synchronizing,
+        pruning: Pruning,
+        clock: Clock,
+        orphan_grace_s: float,
+    ) -> None:
+        self._store = store
+        self._synchronizing = synchronizing
+        self._pruning = pruning
+        self._clock = clock
+        self._orphan_grace_s = orphan_grace_s
+
+    def by_kind(self) -> Mapping[type, Work]:
+        """What does which kind."""
+        return {
+            VerifyJob: self.verify,
+            ReindexJob: self.reindex,
+            PruneJob: self.prune,
+            CollectJob: self.collect,
+        }
+
+    def verify(self, request: VerifyJob, progress: Progress) -> dict[str, Any]:
+        """Read checkpoints whole, from the store itself; a damaged one is corrupt from now on."""
+        chosen = [c for c in self._chosen(request) if c.state is not State.CORRUPT]
+        progress.expect(sum(c.stored_bytes for c in chosen), "bytes")
+        corrupt: list[str] = []
+        num_checked = 0
+        for found in scrub(self._store, chosen, identity(), self._clock, progress.advance):
+            num_checked += 1
+            progress.say(f"{found.checkpoint.id} {'ok' if found.ok else '; '.join(found.problems[:5])}")
+            if not found.ok:
+                corrupt.append(found.checkpoint.id)
+            self._synchronizing.sync_run(found.checkpoint.run)
+        return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}
+
+    def reindex(self, _: ReindexJob, progress: Progress) -> dict[str, Any]:
+        """Read every outcome again."""
+        progress.say("reading every outcome")
+        num_runs, num_checkpoints = self._synchronizing.reindex()
+        return {"runs": num_runs, "checkpoints": num_checkpoints}
+
+    def prune(self, request: PruneJob, progress: Progress) -> dict[str, Any]:
+        """Delete what policies do not keep."""
+        progress.say("planning")
+        done = self._pruning.prune(_prune(request), request.dry_run, identity())
+        freed = sum(checkpoint.stored_bytes for checkpoint in done.removed)
+        for checkpoint in done.removed:
+            progress.say(f"{'would delete' if request.dry_run else 'deleted'} {checkpoint.id}")
+        removed = [checkpoint.id for checkpoint in done.removed[:1000]]
+        return {
+            "dry_run": request.dry_run,
+            "removed": removed,
+            "num_removed": len(done.removed),
+            "freed_bytes": freed,
+            "held": [checkpoint.id for checkpoint in done.spared[:1000]],
+        }
+
+    def collect(self, request: CollectJob, progress: Progress) -> dict[str, Any]:
+        """Collect orphans, half deletions and expired leases."""
+        runs = self._runs(request.run)
+        progress.expect(len(runs), "runs")
+        num_aborted = num_rolled_forward = freed = 0
+        for run in runs:
+            found = collect(self._store, run, self._clock, self._orphan_grace_s)
+            num_aborted += len(found.aborted)
+            num_rolled_forward += len(found.rolled_forward)
+            freed += found.freed_bytes
+            if found.aborted or found.freed_bytes:
+                progress.say(f"{run}: gave up {len(found.aborted)} attempts, freed {found.freed_bytes} bytes")
+            progress.advance(1)
+        return {"aborted": num_aborted, "rolled_forward": num_rolled_forward, "freed_bytes": freed}
+
+    def _chosen(self, request: VerifyJob) -> list[Checkpoint]:
+        if request.checkpoint is not None:
+            return [catalog.find(self._store, Reference.parse(request.checkpoint))]
+        return [checkpoint for run in self._runs(request.run) for checkpoint in list_checkpoints(self._store, run)]
+
+    def _runs(self, run: str | None) -> list[str]:
+        runs = list_runs(self._store)
+        if run is None:
+            return runs
+        if check_run(run) not in runs:
+            raise NoCheckpoint(f"run {run!r} has no checkpoint in {self._store.url}", "GET /v1/runs shows the runs")
+        return [run]
+
+
+def _prune(request: PruneJob) -> Prune:
+    policy = policy_of(request.rules) if request.rules is not None else None
+    if request.keep_last is not None:
+        if policy is not None:
+            raise InvalidPolicy("both keep_last and rules are given", "Write keep_last into the rules")
+        policy = Policy(keep_last=request.keep_last)
+    return Prune(policy, request.run, request.grace_s, looked_at=request.force)
