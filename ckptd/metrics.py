@@ -18,6 +18,7 @@ class Metrics:
         self.http_seconds = Histogram(
             "ckptd_http_request_seconds", "Time to the end of the answer.", ["route"], registry=self.registry
         )
+        self.auth_failures = counter("auth_failures", "Requests whose token was refused.", "reason")
         self.read_bytes = counter("read_bytes", "Bytes of checkpoints sent to readers.")
         self.cache_hits = counter("cache_hits", "Pieces answered from the cache, or by a read that was under way.")
         self.cache_misses = counter("cache_misses", "Pieces that had to be read from the store.")

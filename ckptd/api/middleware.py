@@ -1,26 +1,35 @@
-"""Around every request: its id, its log line, its counters, its errors, and the token."""
+"""Around every request: its id, its log line, its counters, its errors, its headers, and who asks."""
 
 from __future__ import annotations
 
 import logging
 import re
-from hmac import compare_digest
 from time import perf_counter
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ckptd.api.access import CALLER
+from ckptd.api.headers import secure
 from ckptd.api.problems import error_response, problem_response
-from ckptd.logs import REQUEST_ID
+from ckptd.api.throttle import WINDOW_S, Throttle
+from ckptd.logs import FIELDS, REQUEST_ID
 from ckptd.metrics import Metrics
-from ckptstore.errors import CkptError, Unavailable
+from ckptd.services.callers import ANYBODY, Caller
+from ckptd.services.tokens import Tokens
+from ckptd.settings import is_loopback
+from ckptstore.errors import CkptError, Denied, Forbidden, TooManyFailures, Unauthorized, Unavailable
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-PROBES = frozenset({"/livez", "/readyz", "/metrics"})
-"""Need no token, and are not logged."""
+PROBES = frozenset({"/livez", "/readyz"})
+"""Need no token."""
+_FREQUENT = PROBES | {"/metrics"}
+_BEARER = "Bearer "
+_HEADERS = {Unauthorized: {"WWW-Authenticate": "Bearer"}, TooManyFailures: {"Retry-After": str(round(WINDOW_S))}}
+_HOW = "Send Authorization: Bearer <token>; ckptd token create makes one"
 
 
 class Requests:
@@ -44,7 +53,9 @@ class Requests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = request_id
+                secure(headers, scope["scheme"] == "https")
             await send(message)
 
         try:
@@ -71,34 +82,58 @@ class Requests:
         route = _route(scope)
         self._metrics.http_requests.labels(scope["method"], route, str(status)).inc()
         self._metrics.http_seconds.labels(route).observe(seconds)
-        level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
-        _LOG.log(level, "%s %s %d %.0f ms", scope["method"], quote(scope["path"], safe="/@"), status, seconds * 1e3)
+        level = logging.DEBUG if scope["path"] in _FREQUENT else logging.INFO
+        method, path = scope["method"], quote(scope["path"], safe="/@")
+        caller = scope[CALLER].name if CALLER in scope else ""
+        fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 6), "caller": caller}
+        _LOG.log(level, "%s %s %d %.0f ms", method, path, status, seconds * 1e3, extra={FIELDS: fields})
 
 
 class Authentication:
-    """Lets pass what carries the token. Without a token configured, everything."""
+    """Finds out who asks. Without tokens, anybody on this machine."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens | None, metrics: Metrics) -> None:
+        """tokens: None where no token is asked for."""
         self._app = app
-        self._expected = f"Bearer {token}".encode() if token else b""
+        self._tokens = tokens
+        self._failures = metrics.auth_failures
+        self._throttle = Throttle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http" or not self._expected or scope["path"] in PROBES or self._allows(scope):
-            await self._app(scope, receive, send)
-            return
-        refusal = problem_response(
-            401,
-            "unauthorized",
-            "this daemon asks for a token",
-            "Send Authorization: Bearer <the daemon's CKPTD_TOKEN>",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await refusal(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] not in PROBES:
+            scope[CALLER] = self._recognized(scope, self._tokens) if self._tokens else _local(scope)
+        await self._app(scope, receive, send)
 
-    def _allows(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return compare_digest(given, self._expected)
+    def _recognized(self, scope: Scope, tokens: Tokens) -> Caller:
+        given = Headers(scope=scope).get("authorization")
+        if given is None:
+            raise Unauthorized("this daemon asks for a token", _HOW)
+        address = scope["client"][0] if scope["client"] else "?"
+        secret = given.removeprefix(_BEARER) if given.startswith(_BEARER) else ""
+        try:
+            self._throttle.check(address, secret)
+        except TooManyFailures:
+            self._failures.labels("throttled").inc()
+            raise
+        caller = tokens.recognize(secret)
+        if caller is None:
+            self._throttle.failed(address)
+            self._failures.labels("wrong_token").inc()
+            raise Unauthorized("this token is unknown, revoked or expired", _HOW)
+        self._throttle.succeeded(address, secret)
+        return caller
+
+
+def _local(scope: Scope) -> Caller:
+    """A page of another site can make its visitor's browser ask us under a name of its own choice; not under ours."""
+    host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname
+    if not is_loopback(host or ""):
+        raise Forbidden(
+            f"without tokens this daemon answers only to its own address, not to {(host or '')[:80]!r}",
+            "Ask for http://127.0.0.1, or run it with tokens",
+        )
+    return ANYBODY
 
 
 def _request_id(given: str) -> str:
@@ -106,6 +141,9 @@ def _request_id(given: str) -> str:
 
 
 def _response(error: Exception) -> ASGIApp:
+    if isinstance(error, Denied):
+        headers = _HEADERS.get(type(error))
+        return problem_response(error.http_status, error.code, error.message, error.hint, headers=headers)
     if isinstance(error, CkptError):
         return error_response(error)
     return problem_response(500, "internal", "the daemon made a mistake", "Its log says more, under this request id")

@@ -12,14 +12,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ckptctl.commands import deletion, export, import_, index, listing, restores, show, verify
+from ckptctl.commands import config, deletion, export, import_, index, listing, restores, show, token, verify
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
+from ckptctl.profiles import load_profiles
 from ckptctl.render import Output, Screen, report_error
 from ckptctl.session import Session
-from ckptctl.target import choose_target
+from ckptctl.target import Target, choose_target
 from ckptstore.errors import CkptError, InvalidRequest
 
-_WITH_VALUE = ("--url", "--token", "--store", "--output", "-o")
+_WITH_VALUE = ("--url", "--token", "--store", "--profile", "--output", "-o")
 _JOINED = tuple(f"{name}=" for name in _WITH_VALUE if name.startswith("--"))
 _FLAGS = ("--no-color", "--quiet", "-q")
 
@@ -75,7 +76,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _group in (listing, show, verify, deletion, export, import_, restores, index):
+for _group in (listing, show, verify, deletion, export, import_, restores, index, token, config):
     _group.register(app)
 
 
@@ -95,6 +96,9 @@ def _globals(
         str | None, typer.Option(envvar="CKPT_STORE", metavar="URL", help="A store: a path, file://, s3://, ...")
     ] = None,
     token: Annotated[str | None, typer.Option(envvar="CKPT_TOKEN", metavar="TEXT", help="The daemon's token.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(envvar="CKPTCTL_PROFILE", metavar="NAME", help="Of the configuration file.")
+    ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="Form of the results.")] = Output.TABLE,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colours (also NO_COLOR).")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Results and errors only.")] = False,
@@ -102,10 +106,13 @@ def _globals(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    explicit = {
-        name for name in ("url", "store") if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
-    session = Session(lambda: choose_target(url, store, token, explicit), Screen(output, not no_color, quiet))
+    names = ("url", "store", "token", "profile")
+    explicit = {name for name in names if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+
+    def choose() -> Target:
+        return choose_target(url, store, token, explicit, lambda: load_profiles().find(profile))
+
+    session = Session(choose, Screen(output, not no_color, quiet))
     ctx.obj = session
     ctx.call_on_close(session.close)
 

@@ -16,6 +16,7 @@ MEANINGS: dict[int, str] = {
     5: "damaged: verification failed",
     6: "refused: held by a reader, or decided otherwise",
     7: "store or daemon unreachable",
+    8: "not allowed: no token, a wrong one, or one that is not for this",
     INTERRUPTED: "interrupted",
 }
 

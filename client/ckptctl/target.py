@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ckptctl.profiles import Profile
 from ckptstore.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest, StoreReadOnly, StoreUnavailable
 from ckptstore.source import Source, StoreSource, open_source
@@ -24,16 +25,42 @@ class Target:
 
     url: str
     is_daemon: bool
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
+    origin: str = field(default="", compare=False)
+    """Who chose it."""
 
 
-def choose_target(url: str | None, store: str | None, token: str | None, explicit: Collection[str]) -> Target:
-    """The daemon at `url` or the store at `store`. Raises InvalidRequest unless exactly one is meant.
+def choose_target(
+    url: str | None,
+    store: str | None,
+    token: str | None,
+    explicit: Collection[str],
+    find_profile: Callable[[], Profile | None] = lambda: None,
+) -> Target:
+    """The daemon at `url`, the store at `store`, or what the profile names. Raises InvalidRequest if that is not clear.
 
-    explicit: which of "url" and "store" stand on the command line; they win over the environment.
+    explicit: which of "url", "store", "token" and "profile" stand on the command line; they win over the environment,
+    and that over the configuration file.
     """
-    if url and store and len({"url", "store"} & set(explicit)) == 1:
+    on_line = {"url", "store"} & set(explicit)
+    if on_line and "profile" in explicit:
+        raise InvalidRequest("a profile and another target are given", "Choose one with --profile, --url or --store")
+    if "profile" in explicit or not (url or store):
+        profile = find_profile()
+        if profile is not None:
+            # Its token is for its daemon; one from the environment might be for another.
+            token = token if "token" in explicit or profile.token is None else profile.token
+            return _target(profile.url, profile.store, token, f"profile {profile.name}")
+    if url and store and len(on_line) == 1:
         url, store = (url, None) if "url" in explicit else (None, store)
+    if url:
+        origin = "--url" if "url" in explicit else "CKPTD_URL"
+    else:
+        origin = "--store" if "store" in explicit else "CKPT_STORE"
+    return _target(url, store, token, origin)
+
+
+def _target(url: str | None, store: str | None, token: str | None, origin: str) -> Target:
     if url and store:
         raise InvalidRequest(
             "both a daemon (--url, CKPTD_URL) and a store (--store, CKPT_STORE) are given",
@@ -41,17 +68,15 @@ def choose_target(url: str | None, store: str | None, token: str | None, explici
         )
     if url:
         if not url.startswith(_HTTP):
-            raise InvalidRequest(
-                f"--url {url} is not the address of a daemon", "Use http://..., or --store for a store"
-            )
-        return Target(url, is_daemon=True, token=token)
+            raise InvalidRequest(f"{origin} {url} is not a daemon's address", "Use http://..., or --store for a store")
+        return Target(url, is_daemon=True, token=token, origin=origin)
     if store:
         if store.startswith(_HTTP):
-            raise InvalidRequest(f"--store {store} is not a store", "Use --url for a daemon")
-        return Target(store, is_daemon=False)
+            raise InvalidRequest(f"{origin} {store} is not a store", "Use --url for a daemon")
+        return Target(store, is_daemon=False, origin=origin)
     raise InvalidRequest(
         "neither a daemon nor a store is given",
-        "Pass --url http://HOST:PORT or --store URL, or set CKPTD_URL or CKPT_STORE",
+        "Pass --url http://HOST:PORT or --store URL, set CKPTD_URL or CKPT_STORE, or write a profile",
     )
 
 

@@ -137,6 +137,24 @@ class DaemonClient:
         """Rebuild the daemon's index from the store."""
         return self._json("POST", wire.REINDEX, wire.ReindexBody, timeout=3600)
 
+    # Tokens, for admins
+
+    def tokens(self) -> list[wire.TokenBody]:
+        """All tokens, by name, without their secrets."""
+        return self._json("GET", wire.TOKENS, wire.TokensBody).items
+
+    def create_token(self, request: wire.TokenRequest) -> wire.NewTokenBody:
+        """Make a token; in force on return, and its secret is told this once."""
+        return self._json("POST", wire.TOKENS, wire.NewTokenBody, body=request)
+
+    def rotate_token(self, name: str, request: wire.RotateRequest) -> wire.NewTokenBody:
+        """Give a token a new secret."""
+        return self._json("POST", f"{wire.TOKENS}/{quote(name, safe='')}/rotate", wire.NewTokenBody, body=request)
+
+    def revoke_token(self, name: str) -> None:
+        """Remove a token; the daemon refuses it on return."""
+        self._request("DELETE", f"{wire.TOKENS}/{quote(name, safe='')}")
+
     # Restore sessions. Every call may be repeated: after a lost reply the second answer is as good as the first.
     # An id that is none raises InvalidName.
 

@@ -121,9 +121,9 @@ def test_gc_is_for_stores(daemon: Daemon) -> None:
 
 
 def test_the_token_is_sent(folder: Path) -> None:
-    with running_daemon(folder.as_uri(), environment={**os.environ, "CKPTD_TOKEN": "secret"}) as guarded:
+    with running_daemon(folder.as_uri(), environment={**os.environ, "CKPTD_TOKEN": "secret of the test"}) as guarded:
         assert run("ls", "--url", guarded.url).code != 0
-        assert run("ls", "--url", guarded.url, env={"CKPT_TOKEN": "secret"}).code == 0
+        assert run("ls", "--url", guarded.url, env={"CKPT_TOKEN": "secret of the test"}).code == 0
         assert invoke("ls", "--url", guarded.url, "--token", "wrong").code != 0
 
 

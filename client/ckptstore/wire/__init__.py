@@ -61,6 +61,7 @@ from ckptstore.wire.restores import (
     RestoreStatus,
     WorldSize,
 )
+from ckptstore.wire.tokens import TOKENS, NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest, TokensBody
 from ckptstore.wire.retention import (
     AUDIT,
     DELETED,
@@ -157,6 +158,9 @@ __all__ = [
     "RestoreRequest",
     "RestoreState",
     "RestoreStatus",
+    "TokenBody",
+    "TokenRequest",
+    "TokensBody",
     "RestoresBody",
     "RotateRequest",
     "RunBody",

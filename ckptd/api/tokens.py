@@ -1,0 +1,52 @@
+"""Tokens, for admins: list, make, rotate, revoke."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from starlette.responses import Response
+
+from ckptd.api.access import Asking
+from ckptd.api.bodies import json_response, read_body, request_schema
+from ckptd.api.context import Given
+from ckptstore import wire
+
+router = APIRouter()
+
+_LOG = logging.getLogger(__name__)
+_SECRET = {"Cache-Control": "no-store"}
+Name = Annotated[str, Path(max_length=64)]
+
+
+@router.get(wire.TOKENS)
+async def tokens(given: Given) -> Response:
+    """All tokens, by name, without their secrets."""
+    return json_response(wire.TokensBody(await given.threads.index(given.services.tokens.list)))
+
+
+@router.post(wire.TOKENS, openapi_extra=request_schema(wire.TokenRequest))
+async def create(request: Request, given: Given, caller: Asking) -> Response:
+    """Make a token. The answer is the only place where its secret ever stands."""
+    asked = await read_body(request, wire.TokenRequest)
+    made = await given.threads.index(given.services.tokens.create, asked, caller.name)
+    _LOG.info("token %r was made by %r, scopes %s, runs %s", asked.name, caller.name, asked.scopes, asked.runs or "all")
+    return json_response(made, 201, _SECRET)
+
+
+@router.post(wire.TOKENS + "/{name}/rotate", openapi_extra=request_schema(wire.RotateRequest))
+async def rotate(request: Request, given: Given, caller: Asking, name: Name) -> Response:
+    """Give a token a new secret."""
+    asked = await read_body(request, wire.RotateRequest)
+    made = await given.threads.index(given.services.tokens.rotate, name, asked)
+    _LOG.info("token %r was rotated by %r", name, caller.name)
+    return json_response(made, headers=_SECRET)
+
+
+@router.delete(wire.TOKENS + "/{name}")
+async def revoke(given: Given, caller: Asking, name: Name) -> Response:
+    """Remove a token; it is refused from now on."""
+    await given.threads.index(given.services.tokens.revoke, name)
+    _LOG.info("token %r was revoked by %r", name, caller.name)
+    return Response(status_code=204)

@@ -1,0 +1,158 @@
+"""Bearer tokens: made, recognized, rotated, revoked.
+
+A secret has 256 random bits, so one SHA-256 hides it as well as any slower hash would. Recognizing one takes no
+database: what is known is read again every second, so that a token made or revoked elsewhere counts within a second,
+and a database that is away locks nobody out.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from collections.abc import Mapping
+from hashlib import sha256
+from hmac import compare_digest
+from types import MappingProxyType
+
+from ckptd.index import Token, TokenIndex
+from ckptd.services.callers import Caller
+from ckptstore.clock import Clock
+from ckptstore.errors import IndexUnavailable, InvalidName, InvalidRequest
+from ckptstore.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
+
+BOOTSTRAP = "bootstrap"
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+_SECRET = re.compile(r"ckptd_([a-z0-9.-]{1,64})_[0-9a-f]{64}")
+_GLOB = re.compile(r"[A-Za-z0-9._*?-]{1,128}")
+_MAX_GLOBS = 100
+_MAX_S = 10 * 365 * 24 * 3600.0
+_MAX_KEEP_S = 30 * 24 * 3600.0
+
+
+class Tokens:
+    """The tokens in force. Any thread may call any method; only `recognize` never waits."""
+
+    def __init__(self, index: TokenIndex, bootstrap: str, clock: Clock) -> None:
+        """bootstrap: a secret from the settings that may do everything; empty: there is none."""
+        self._index = index
+        self._bootstrap = _digest(bootstrap) if bootstrap else ""
+        self._clock = clock
+        self._known: Mapping[str, Token] = MappingProxyType({})
+        self._reading = threading.Lock()
+        self._lock = threading.Lock()
+        self._used: dict[str, float] = {}
+
+    def recognize(self, secret: str) -> Caller | None:
+        """Whose secret this is; None if it is nobody's, or no longer."""
+        digest = _digest(secret)
+        if self._bootstrap and compare_digest(digest, self._bootstrap):
+            return Caller(BOOTSTRAP, frozenset({Scope.ADMIN}))
+        match = _SECRET.fullmatch(secret)
+        token = self._known.get(match[1]) if match else None
+        if token is None or not _accepts(token, digest, self._clock()):
+            return None
+        with self._lock:
+            self._used[token.name] = self._clock()
+        return Caller(token.name, token.scopes, token.runs)
+
+    def any(self) -> bool:
+        """Whether anybody could be recognized at all."""
+        return bool(self._bootstrap or self._known)
+
+    def refresh(self) -> None:
+        """Read them again. Raises IndexUnavailable; then those known before stay in force."""
+        with self._reading:  # else a slow reader could bring back what was revoked meanwhile
+            self._known = MappingProxyType({token.name: token for token in self._index.all()})
+
+    def note_use(self) -> None:
+        """Write down when each was last used. For one background thread. Raises IndexUnavailable."""
+        with self._lock:
+            used, self._used = self._used, {}
+        try:
+            if used:
+                self._index.note_use(used)
+        except IndexUnavailable:
+            with self._lock:
+                self._used = {**used, **self._used}
+            raise
+
+    def list(self) -> list[TokenBody]:
+        """All of them, by name; when they were used is right to a minute."""
+        return [_body(token) for token in self._index.all()]
+
+    def create(self, asked: TokenRequest, by: str) -> NewTokenBody:
+        """Make one; durable and in force on return. Raises InvalidName, InvalidRequest or TokenExists."""
+        _check(asked)
+        secret = _new_secret(asked.name)
+        now = self._clock()
+        token = Token(
+            name=asked.name,
+            digest=_digest(secret),
+            scopes=frozenset(asked.scopes),
+            runs=tuple(asked.runs),
+            created_at=now,
+            created_by=by,
+            expires_at=now + asked.expires_in_s if asked.expires_in_s is not None else None,
+        )
+        self._index.create(token)
+        self.refresh()
+        return NewTokenBody(token=_body(token), secret=secret)
+
+    def rotate(self, name: str, asked: RotateRequest) -> NewTokenBody:
+        """Give a token a new secret; durable and in force on return. Raises InvalidRequest or NoToken."""
+        if not 0 <= asked.keep_old_s <= _MAX_KEEP_S:
+            raise InvalidRequest(f"keep_old_s is {asked.keep_old_s}", f"Use 0 to {_MAX_KEEP_S:.0f} seconds")
+        secret = _new_secret(name)
+        token = self._index.rotate(name, _digest(secret), self._clock() + asked.keep_old_s)
+        self.refresh()
+        return NewTokenBody(token=_body(token), secret=secret)
+
+    def revoke(self, name: str) -> None:
+        """Remove a token; on return it is refused here, and by other daemons a second later. Raises NoToken."""
+        self._index.delete(name)
+        self.refresh()
+
+
+def _accepts(token: Token, digest: str, now: float) -> bool:
+    if token.expires_at is not None and now >= token.expires_at:
+        return False
+    if compare_digest(digest, token.digest):
+        return True
+    return compare_digest(digest, token.previous or "") and now < (token.previous_until or 0)
+
+
+def _check(asked: TokenRequest) -> None:
+    if not _NAME.fullmatch(asked.name) or asked.name == BOOTSTRAP:
+        raise InvalidName(
+            f"token name {asked.name[:80]!r} is not allowed",
+            f"Use 1 to 64 lower-case letters, digits, '.' and '-', and not {BOOTSTRAP!r}",
+        )
+    if not asked.scopes:
+        raise InvalidRequest("a token without a scope is good for nothing", f"Scopes are {', '.join(Scope)}")
+    if Scope.ADMIN in asked.scopes and asked.runs:
+        raise InvalidRequest("an admin cannot be bound to runs", "Admins make tokens: give it other scopes")
+    if len(asked.runs) > _MAX_GLOBS or not all(_GLOB.fullmatch(glob) for glob in asked.runs):
+        raise InvalidRequest(f"runs {asked.runs[:3]} are not allowed", f"Use up to {_MAX_GLOBS} names with * and ?")
+    if asked.expires_in_s is not None and not 0 < asked.expires_in_s <= _MAX_S:
+        raise InvalidRequest(f"expires_in_s is {asked.expires_in_s}", "Use seconds, ten years at most")
+
+
+def _new_secret(name: str) -> str:
+    return f"ckptd_{name}_{secrets.token_hex(32)}"
+
+
+def _digest(secret: str) -> str:
+    return sha256(secret.encode()).hexdigest()
+
+
+def _body(token: Token) -> TokenBody:
+    return TokenBody(
+        name=token.name,
+        scopes=sorted(token.scopes),
+        runs=list(token.runs),
+        created_at=token.created_at,
+        created_by=token.created_by,
+        expires_at=token.expires_at,
+        used_at=token.used_at,
+    )

@@ -1,0 +1,60 @@
+"""config: which daemon or store the commands go to, and why."""
+
+from __future__ import annotations
+
+import msgspec
+import typer
+
+from ckptctl.profiles import load_profiles
+from ckptctl.render import Column, Facts, Row, Table
+from ckptctl.session import Session
+from ckptstore.errors import InvalidRequest
+
+
+class ProfileBody(msgspec.Struct, frozen=True):
+    """One profile as JSON, without its token."""
+
+    name: str
+    target: str
+    has_token: bool
+
+
+class ConfigBody(msgspec.Struct, frozen=True):
+    """The configuration as JSON."""
+
+    file: str
+    default: str | None
+    profiles: list[ProfileBody]
+    target: str | None
+    origin: str
+    has_token: bool
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("config")(show_config)
+
+
+def show_config(ctx: typer.Context) -> None:
+    """Show the configuration file's profiles, and the target in force.
+
+    A target on the command line (--url, --store, --profile) goes before one in the environment (CKPTD_URL, CKPT_STORE,
+    CKPTCTL_PROFILE), and that before the file's own `profile`.
+    """
+    session: Session = ctx.obj
+    found = load_profiles()
+    profiles = [ProfileBody(p.name, p.url or p.store or "", p.token is not None) for p in found.profiles]
+    try:
+        target = session.target
+        body = ConfigBody(str(found.path), found.default, profiles, target.url, target.origin, target.token is not None)
+    except InvalidRequest as error:
+        body = ConfigBody(str(found.path), found.default, profiles, None, str(error), False)
+    pairs = [
+        ("file", body.file if found.path.exists() else f"{body.file} (there is none)"),
+        ("target", body.target or "none"),
+        ("because of", body.origin),
+        ("token", "yes" if body.has_token else "none"),
+    ]
+    columns = (Column("PROFILE"), Column("TARGET"), Column("TOKEN"))
+    rows = [Row((p.name, p.target, "yes" if p.has_token else "none")) for p in profiles]
+    session.screen.emit(body, [p.name for p in profiles], [Facts(pairs), *([Table(columns, rows)] if rows else [])])

@@ -1,0 +1,106 @@
+"""token: who may ask a daemon for what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ckptctl import human
+from ckptctl.render import Column, Row, Table
+from ckptctl.session import Session
+from ckptstore.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the token: what it is for.")]
+
+group = typer.Typer(help="Tokens of a daemon: who may do what.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    group.command("create")(create)
+    group.command("ls")(list_tokens)
+    group.command("rotate")(rotate)
+    group.command("revoke")(revoke)
+    app.add_typer(group, name="token")
+
+
+def create(
+    ctx: typer.Context,
+    name: Name,
+    scope: Annotated[list[Scope], typer.Option("--scope", help="read, write, prune or admin. May be repeated.")],
+    run: Annotated[
+        list[str] | None, typer.Option("--run", "-r", metavar="GLOB", help="For these runs only. May be repeated.")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(metavar="TIME", help="90s, 24h, 30d: not valid after that.")] = None,
+) -> None:
+    """Make a token, and print its secret: it is never shown again.
+
+    Example: CKPT_TOKEN=$(ckptctl token create trainer-gpt --scope read --scope write --run 'gpt-*')
+    """
+    session: Session = ctx.obj
+    expires_in_s = human.parse_duration(expires) if expires else None
+    request = TokenRequest(name=name, scopes=scope, runs=run or [], expires_in_s=expires_in_s)
+    _show(session, session.daemon("token create").create_token(request))
+
+
+def list_tokens(ctx: typer.Context) -> None:
+    """List tokens, without their secrets."""
+    session: Session = ctx.obj
+    found = session.daemon("token ls").tokens()
+    if not found:
+        session.screen.note(f"no token at {session.source.url}")
+    session.screen.emit(found, [t.name for t in found], [_table(found, session.clock())] if found else [])
+
+
+def rotate(
+    ctx: typer.Context,
+    name: Name,
+    keep_old: Annotated[str, typer.Option(metavar="TIME", help="The old secret works for so much longer.")] = "0s",
+) -> None:
+    """Give a token a new secret, and print it."""
+    session: Session = ctx.obj
+    request = RotateRequest(keep_old_s=human.parse_duration(keep_old))
+    _show(session, session.daemon("token rotate").rotate_token(name, request))
+
+
+def revoke(ctx: typer.Context, name: Name) -> None:
+    """Remove a token. It is refused from now on."""
+    session: Session = ctx.obj
+    session.daemon("token revoke").revoke_token(name)
+    session.screen.note(f"Token {name} is revoked")
+
+
+def _show(session: Session, made: NewTokenBody) -> None:
+    token = made.token
+    runs = ", ".join(token.runs) or "all runs"
+    session.screen.note(f"Token {token.name}: {', '.join(token.scopes)} for {runs}. It is not shown again.")
+    session.screen.emit(made, [made.secret], [made.secret])
+
+
+def _table(found: Sequence[TokenBody], now: float) -> Table:
+    columns = (
+        Column("TOKEN"),
+        Column("SCOPES"),
+        Column("RUNS"),
+        Column("USED", right=True),
+        Column("EXPIRES", right=True),
+        Column("CREATED", right=True, drop=1),
+        Column("BY", drop=2),
+    )
+    return Table(columns, [Row(_cells(token, now), _style(token, now)) for token in found])
+
+
+def _style(token: TokenBody, now: float) -> str:
+    return "dim" if token.expires_at is not None and token.expires_at <= now else ""
+
+
+def _cells(token: TokenBody, now: float) -> tuple[str, ...]:
+    if token.expires_at is None:
+        expires = "never"
+    else:
+        expires = f"in {human.age(token.expires_at - now)}" if token.expires_at > now else "expired"
+    used = f"{human.age(now - token.used_at)} ago" if token.used_at is not None else "never"
+    created = f"{human.age(now - token.created_at)} ago"
+    return token.name, ",".join(token.scopes), ",".join(token.runs) or "all", used, expires, created, token.created_by

@@ -1,0 +1,112 @@
+"""Named targets in the user's configuration file, so that nobody types URLs, and no token stands in a shell history.
+
+    profile = "lab"
+
+    [profiles.lab]
+    url = "https://ckptd.example.com"
+    token_file = "~/.config/ckptctl-lab.token"
+
+    [profiles.disk]
+    store = "file:///mnt/checkpoints"
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckptstore.errors import InvalidRequest
+
+_OTHERS = 0o077
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One target. Exactly one of url and store is set."""
+
+    name: str
+    url: str | None = None
+    store: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Profiles:
+    """What the file says; without a file, nothing."""
+
+    path: Path
+    default: str | None = None
+    profiles: tuple[Profile, ...] = ()
+
+    def find(self, name: str | None) -> Profile | None:
+        """The profile of this name; without a name the default one, if there is one. Raises InvalidRequest."""
+        name = name or self.default
+        if name is None:
+            return None
+        for profile in self.profiles:
+            if profile.name == name:
+                return profile
+        known = ", ".join(profile.name for profile in self.profiles) or "none"
+        raise InvalidRequest(f"there is no profile {name!r} in {self.path}", f"There are: {known}")
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str | None = None
+    store: str | None = None
+    token: str | None = None
+    token_file: str | None = None
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    profile: str | None = None
+    profiles: dict[str, _Entry] = {}
+
+
+def configuration_path() -> Path:
+    """$XDG_CONFIG_HOME/ckptctl.toml, else ~/.config/ckptctl.toml."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ckptctl.toml"
+
+
+def load_profiles() -> Profiles:
+    """Read the file. Raises InvalidRequest if it cannot be understood, or if others could read a token in it."""
+    path = configuration_path()
+    try:
+        found: Any = tomllib.loads(path.read_text())
+        parsed = msgspec.convert(found, _File)
+    except FileNotFoundError:
+        return Profiles(path)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise InvalidRequest(f"cannot use {path}: {error}", "docs/operations.md has an example") from error
+    if any(entry.token for entry in parsed.profiles.values()):
+        _check_private(path)
+    profiles = tuple(_profile(path, name, entry) for name, entry in parsed.profiles.items())
+    return Profiles(path, parsed.profile, profiles)
+
+
+def _profile(path: Path, name: str, entry: _Entry) -> Profile:
+    if bool(entry.url) == bool(entry.store):
+        raise InvalidRequest(f"profile {name!r} in {path} needs a url or a store", "Give exactly one of them")
+    if entry.token and entry.token_file:
+        raise InvalidRequest(f"profile {name!r} in {path} has a token and a token_file", "Drop one of them")
+    return Profile(name, entry.url, entry.store, entry.token or _read_token(entry.token_file))
+
+
+def _read_token(name: str | None) -> str | None:
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    try:
+        _check_private(path)
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read the token in {path}: {error}", "Correct token_file") from error
+
+
+def _check_private(path: Path) -> None:
+    if path.stat().st_mode & _OTHERS:
+        raise InvalidRequest(f"{path} holds a token, and others can read it", f"chmod 600 {path}")
