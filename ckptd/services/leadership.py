@@ -24,7 +24,7 @@ from ckptstore.clock import system_clock
 from ckptstore.codecs import Buffer
 from ckptstore.errors import IndexUnavailable
 from ckptstore.names import new_ulid
-from ckptstore.stores import ObjectInfo, ObjectWriter, Store
+from ckptstore.stores import ObjectWriter, Store, WrappedStore
 
 _LOG = logging.getLogger(__name__)
 _BELIEF = 0.5
@@ -127,17 +127,15 @@ class Leadership:
             self._until = since + self._lease_s * _BELIEF
 
 
-class LeaderStore(Store):
+class LeaderStore(WrappedStore):
     """A store that only the leader can change. Raises LeadershipLost.
 
     What was asked of the store before this process was stopped may still happen after it wakes: one operation.
     """
 
     def __init__(self, store: Store, leadership: Leadership) -> None:
-        self._store = store
+        super().__init__(store)
         self._check = leadership.check
-        self.url = store.url
-        self.shared_between_processes = store.shared_between_processes
 
     def put(self, key: str, data: Buffer) -> None:
         """As the leader."""
@@ -164,26 +162,6 @@ class LeaderStore(Store):
         """As the leader."""
         self._check()
         return self._store.abort_uploads(prefix, begun_before)
-
-    def get(self, key: str) -> bytes:
-        """As the store."""
-        return self._store.get(key)
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """As the store."""
-        return self._store.read_into(key, offset, buffer)
-
-    def size(self, key: str) -> int:
-        """As the store."""
-        return self._store.size(key)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As the store."""
-        return self._store.list(prefix)
-
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        """As the store."""
-        return self._store.list_folders(prefix)
 
     def _checked(self, keys: Iterable[str]) -> Iterator[str]:
         for key in keys:

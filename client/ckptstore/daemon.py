@@ -133,6 +133,15 @@ class DaemonClient:
         request = wire.PruneRequest(keep_last=keep_last, run=run, dry_run=dry_run)
         return self._json("POST", wire.PRUNE, wire.PruneBody, body=request, timeout=3600)
 
+    def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
+        """Propose an outcome of an attempt, or the fate of a tombstone; returns what was proposed first, by anybody.
+
+        For stores that overwrite on create (arbitration.py). What was decided is in the daemon's store on return.
+        """
+        request = wire.DecisionRequest(proposal=proposal.decode(), tombstone=tombstone)
+        path = wire.decision_path(run, str(attempt))
+        return self._json("POST", path, wire.DecisionBody, body=request).document.encode()
+
     def reindex(self) -> wire.ReindexBody:
         """Rebuild the daemon's index from the store."""
         return self._json("POST", wire.REINDEX, wire.ReindexBody, timeout=3600)

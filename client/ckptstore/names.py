@@ -244,6 +244,11 @@ def manifest_key(run: str, attempt: Attempt) -> str:
     return f"{attempt_prefix(run, attempt)}manifest.json.zst"
 
 
+def is_decision(key: str) -> bool:
+    """Whether the object decides something by being created first; all others are written alike by whoever writes."""
+    return key.startswith(POLICIES_PREFIX) or key.partition("/")[2].startswith(("commits/", "fates/"))
+
+
 # Store-wide objects. No run is named like their folders.
 
 POLICIES_PREFIX = "_policies/"

@@ -1,44 +1,63 @@
-"""Whether a store keeps the promises that deleting rests on: create-only has one winner, and its clock is ours."""
+"""Whether a store keeps the promises that decisions rest on: create-only has one winner, and its clock is ours."""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.errors import ClockSkew, StoreUnsafe
+from ckptstore.errors import ClockSkew, StoreReadOnly, StoreUnsafe
 from ckptstore.names import new_ulid
 from ckptstore.stores import Store
 
+logger = logging.getLogger(__name__)
+
 MAX_SKEW_S = 300.0
 """Ages are compared with graces of hours and of a week."""
+_RACERS = 4
+
+_found: dict[str, bool] = {}
+_probing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a store did with a small object."""
+    """What a store did with two small objects."""
 
     creates_once: bool
-    """A second create of the same key was refused and changed nothing."""
+    """A second create of the same key was refused and changed nothing, and of several at once one won."""
     skew_s: float
     """How far the store's clock is ahead of ours, at least; 0 if it may be the same."""
 
 
 def probe_store(store: Store, clock: Clock) -> Probe:
-    """Create one small object twice, look at it, and delete it. Raises Unavailable."""
-    key = f"{names.PROBES_PREFIX}{new_ulid(clock())}.json"
-    before = clock()
-    try:
+    """Create one small object twice and another one several times at once, and delete them. Raises Unavailable."""
+    with _scratch(store, clock) as key:
+        before = clock()
         created = store.put_if_absent(key, b"first\n")
         after = clock()
         again = store.put_if_absent(key, b"second\n")
         kept = store.get(key) == b"first\n"
         written_at = next(info.modified_at for info in store.list(names.PROBES_PREFIX) if info.key == key)
-    finally:
-        store.delete_many([key])
     # File systems and S3 tell whole seconds.
     skew_s = min(0.0, written_at + 1 - before) + max(0.0, written_at - after)
-    return Probe(created and not again and kept, skew_s)
+    return Probe(created and not again and kept and _one_wins(store, clock), skew_s)
+
+
+def creates_once(store: Store, clock: Clock) -> bool:
+    """Whether create-only has one winner on this store. Asked of a store once in a process. Raises Unavailable."""
+    if store.creates_by_itself:
+        return True
+    with _probing:
+        if store.identity not in _found:
+            _found[store.identity] = _find_out(store, clock)
+        return _found[store.identity]
 
 
 def check_store(store: Store, clock: Clock) -> None:
@@ -47,10 +66,11 @@ def check_store(store: Store, clock: Clock) -> None:
     Raises StoreUnsafe if it lets a create overwrite, ClockSkew if its clock and ours are minutes apart, or Unavailable.
     """
     probe = probe_store(store, clock)
-    if not probe.creates_once:
+    if not (probe.creates_once or store.arbitrated):
         raise StoreUnsafe(
             f"{store.url} accepts create-only writes and overwrites",
-            "Two parties could both win a decision: use a store that honours If-None-Match, nothing was deleted",
+            "Two parties could both win a decision: delete through a daemon, whose database decides, or use a store "
+            "that honours If-None-Match; nothing was deleted",
         )
     if abs(probe.skew_s) > MAX_SKEW_S:
         ahead = "ahead of" if probe.skew_s > 0 else "behind"
@@ -58,3 +78,32 @@ def check_store(store: Store, clock: Clock) -> None:
             f"the clock of {store.url} is {abs(probe.skew_s):.0f} s {ahead} ours, {MAX_SKEW_S:.0f} s are allowed",
             "Set the clocks; until then nothing can be called old enough to be deleted",
         )
+
+
+def _find_out(store: Store, clock: Clock) -> bool:
+    try:
+        return probe_store(store, clock).creates_once
+    except StoreReadOnly as error:
+        # Credentials may be good for one run only.
+        logger.warning(
+            "cannot find out whether %s overwrites on create, and hope that it does not: %s", store.url, error
+        )
+        return True
+
+
+def _one_wins(store: Store, clock: Clock) -> bool:
+    with _scratch(store, clock) as key, ThreadPoolExecutor(_RACERS) as pool:
+        proposals = [f"racer {number}\n".encode() for number in range(_RACERS)]
+        won = list(pool.map(partial(store.put_if_absent, key), proposals))
+        kept = store.get(key)
+    # After a lost reply nobody may know that he has won; whoever does must be right.
+    return all(kept == proposal for proposal, first in zip(proposals, won, strict=True) if first)
+
+
+@contextmanager
+def _scratch(store: Store, clock: Clock) -> Iterator[str]:
+    key = f"{names.PROBES_PREFIX}{new_ulid(clock())}.json"
+    try:
+        yield key
+    finally:
+        store.delete_many([key])

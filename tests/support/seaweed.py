@@ -24,7 +24,7 @@ BUCKET = "checkpoints"
 _GRPC_OFFSET = 10_000
 _START_S = 60.0
 # A test run that is killed closes the pipe too, so that no server outlives it. SIGTERM drains for half a minute.
-_KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"
+KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def running_service(folder: Path) -> Iterator[S3Service]:
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:
         keeper = subprocess.Popen(
-            [sys.executable, "-c", _KEEPER, *command],
+            [sys.executable, "-c", KEEPER, *command],
             stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, start_new_session=True,
         )  # fmt: skip
     try:

@@ -77,6 +77,7 @@ class FaultyStore(Store):
         self._store = store
         self._faults = faults
         self.url = store.url
+        self.identity = f"{store.identity} behind {id(self)}"
         self.shared_between_processes = store.shared_between_processes
 
     def put(self, key: str, data: Buffer) -> None:

@@ -2,5 +2,6 @@
 
 from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
 from ckptstore.stores.opening import open_store
+from ckptstore.stores.wrapping import WrappedStore
 
-__all__ = ["ObjectInfo", "ObjectWriter", "Store", "open_store"]
+__all__ = ["ObjectInfo", "ObjectWriter", "Store", "WrappedStore", "open_store"]

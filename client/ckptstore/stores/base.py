@@ -70,7 +70,13 @@ class Store(ABC):
 
     url: str
     """Where the root is, for people and error messages; never holds credentials."""
+    identity: str
+    """Equal for stores that hold the same objects: the URL, and which service answers for it."""
     shared_between_processes: bool = True
+    creates_by_itself: bool = False
+    """`put_if_absent` is this program's own doing; a server's word is probed first (arbitration.py)."""
+    arbitrated: bool = False
+    """Decisions are made by somebody else, because the store itself cannot make them."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:

@@ -25,10 +25,12 @@ _CREATE_TRIES = 20
 class LocalStore(Store):
     """A store in a folder; the folder is made at the first write."""
 
+    creates_by_itself = True
+
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         # Not Path.as_uri, which quotes: open_store(store.url) must find the same folder.
-        self.url = f"file://{self.root}"
+        self.url = self.identity = f"file://{self.root}"
 
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""

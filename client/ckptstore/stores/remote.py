@@ -26,17 +26,20 @@ _MEMORY_LOCK = threading.Lock()
 class FsspecStore(Store):
     """A store on an fsspec file system.
 
-    The file system must refuse `pipe_file(mode="create")` atomically when the object exists. AWS S3
+    The file system should refuse `pipe_file(mode="create")` atomically when the object exists. AWS S3
     and SeaweedFS do (docs/decisions/0002); services that accept the condition and overwrite
-    cannot arbitrate between two committers.
+    cannot decide between two committers: arbitration.py finds that out.
     """
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         self._fs = fs
         self._root = root.rstrip("/")
         self.url = url.rstrip("/")
+        # One URL means another place at another endpoint. The token is a hash of all options.
+        self.identity = f"{self.url} {fs._fs_token}"
         self._in_memory = "memory" in _protocols(fs)
         self.shared_between_processes = not self._in_memory
+        self.creates_by_itself = self._in_memory
 
     def put(self, key: str, data: Buffer) -> None:
         """One PUT."""

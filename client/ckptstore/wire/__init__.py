@@ -61,7 +61,6 @@ from ckptstore.wire.restores import (
     RestoreStatus,
     WorldSize,
 )
-from ckptstore.wire.tokens import TOKENS, NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest, TokensBody
 from ckptstore.wire.retention import (
     AUDIT,
     DELETED,
@@ -83,8 +82,8 @@ __all__ = [
     "ATTEMPTS",
     "AUDIT",
     "CHECKPOINTS",
-    "DELETED",
     "DECISION",
+    "DELETED",
     "EVENTS",
     "EVENT_STREAM",
     "GAP",
@@ -117,9 +116,9 @@ __all__ = [
     "Bytes",
     "CheckpointBody",
     "CollectJob",
-    "DeletedBody",
     "DecisionBody",
     "DecisionRequest",
+    "DeletedBody",
     "EntriesBody",
     "EntryBody",
     "EventBody",
@@ -158,9 +157,6 @@ __all__ = [
     "RestoreRequest",
     "RestoreState",
     "RestoreStatus",
-    "TokenBody",
-    "TokenRequest",
-    "TokensBody",
     "RestoresBody",
     "RotateRequest",
     "RunBody",
@@ -173,4 +169,5 @@ __all__ = [
     "TokensBody",
     "VerifyJob",
     "WorldSize",
+    "decision_path",
 ]

