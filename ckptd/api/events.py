@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ckptd.api.bodies import json_response
-from ckptd.api.checkpoints import RunQuery
+from ckptd.api.checkpoints import Id, RunQuery
 from ckptd.api.context import Context, Given
 from ckptd.api.openapi import documented
 from ckptd.api.streaming import client_of
@@ -23,7 +23,7 @@ from ckptd.index import Event
 from ckptd.services.events import ANY, EventPage
 from ckptstore import wire
 from ckptstore.errors import CkptError, InvalidRequest
-from ckptstore.names import check_run
+from ckptstore.names import Reference, check_run
 
 router = APIRouter()
 _LOG = logging.getLogger(__name__)
@@ -52,6 +52,16 @@ async def events(
     page = await given.threads.index(given.services.events.page, after or 0, run, limit)
     items = [event_body(event) for event in page.events]
     return json_response(wire.EventsBody(items=items, last_id=page.last_id, gap=page.gap))
+
+
+@router.get(wire.CHECKPOINTS + "/{id}/events", **documented(wire.EventsBody))
+async def of_checkpoint(given: Given, id: Id) -> Response:
+    """What is known to have happened to one checkpoint, also when it is gone. Its id has a ULID, or it is there."""
+    reference = Reference.parse(id)
+    if reference.ulid is None:
+        id = (await given.threads.index(given.services.catalogue.find, reference)).id
+    items = [event_body(event) for event in await given.threads.index(given.services.events.of_checkpoint, id)]
+    return json_response(wire.EventsBody(items=items, last_id=items[-1].id if items else 0))
 
 
 def event_body(event: Event) -> wire.EventBody:

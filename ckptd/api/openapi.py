@@ -31,12 +31,12 @@ def documented(
     """Arguments for a route.
 
     kind: of the answer; None for one without a schema. errors: statuses beside those that every endpoint may give.
-    body: what it takes. media: of an answer that is not JSON. also: other successful statuses, and what they mean.
+    body: what it takes. media: of an answer that is not JSON. also: other statuses, and what they mean.
     """
     responses: dict[int | str, Any] = {
         status: {"description": HTTPStatus(status).phrase, **_content(kind, media, status)},
-        **{other: {"description": text} for other, text in (also or {}).items()},
         **{error: {"description": HTTPStatus(error).phrase, **_problem()} for error in sorted({*_ALWAYS, *errors})},
+        **{other: {"description": text} for other, text in (also or {}).items()},
     }
     route: dict[str, Any] = {"responses": responses, "status_code": status, "response_class": Response}
     if body is not None:

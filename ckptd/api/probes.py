@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse, Response
 
 from ckptd.api.bodies import json_response
 from ckptd.api.context import Context, Given
+from ckptd.api.openapi import documented
+from ckptstore import wire
 from ckptstore.errors import IndexUnavailable
 
 router = APIRouter()
 
 
-class Readiness(msgspec.Struct, frozen=True):
-    """What the daemon needs, each "ok" or what is wrong with it."""
-
-    ready: bool
-    database: str
-    store: str
-    leaving: bool
-
-
-@router.get("/livez")
+@router.get("/livez", **documented(media="text/plain"))
 async def live() -> Response:
     """The process answers: restarting it would help nobody."""
     return PlainTextResponse("ok\n")
 
 
-@router.get("/readyz")
+@router.get("/readyz", **documented(wire.ReadinessBody, also={503: "Not ready; the body says why"}))
 async def ready(given: Given) -> Response:
     """200 if the database answers, the store was just listed and the index equals it; else 503."""
     database = await given.threads.index(_database_problem, given)
     store = given.services.freshness.problem()
-    body = Readiness(not (database or store or given.leaving), database or "ok", store or "ok", given.leaving)
+    ready = not (database or store or given.leaving)
+    body = wire.ReadinessBody(ready=ready, database=database or "ok", store=store or "ok", leaving=given.leaving)
     return json_response(body, 200 if body.ready else 503, {"Cache-Control": "no-store"})
 
 
-@router.get("/metrics")
+@router.get("/metrics", **documented(media="text/plain"))
 async def metrics(given: Given) -> Response:
     """Prometheus text."""
     text = await given.threads.index(generate_latest, given.metrics.registry)

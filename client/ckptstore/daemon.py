@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
-import msgspec
 
 from ckptstore import wire
 from ckptstore.catalog import Checkpoint, State
-from ckptstore.errors import CkptError, CorruptObject, DaemonUnavailable, error_from_code
+from ckptstore.errors import CorruptObject
 from ckptstore.names import Attempt, Reference, check_ulid
+from ckptstore.operations import Operations
+from ckptstore.records import Rules
 
-_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
-_RETRIES = 3
 _ANSWER_S = 60.0
-_B = TypeVar("_B", bound=msgspec.Struct)
 
 
-class DaemonClient:
+class DaemonClient(Operations):
     """A client of one daemon; use it from any thread, close it when done.
 
     Every method raises DaemonUnavailable when no answer comes, or the error the daemon names.
     """
-
-    def __init__(
-        self, url: str, token: str | None = None, timeout: httpx.Timeout = _TIMEOUT, retries: int = _RETRIES
-    ) -> None:
-        self.url = url.rstrip("/")
-        self._timeout = timeout
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers=headers,
-            timeout=timeout,
-            transport=httpx.HTTPTransport(retries=retries),
-        )
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
-
-    def read_past_caches(self) -> None:
-        """From now on be answered by the store itself, past the cache of the daemon and of any proxy."""
-        self._http.headers["Cache-Control"] = "no-cache"
 
     # Source
 
@@ -128,9 +104,22 @@ class DaemonClient:
         """Tell the daemon that an attempt was committed; it checks for itself."""
         self._request("POST", wire.NOTIFY, body=wire.NotifyRequest(run, str(attempt)))
 
-    def prune(self, keep_last: int, run: str | None = None, dry_run: bool = True) -> wire.PruneBody:
-        """Plan, and without dry_run execute, a prune of one run or all."""
-        request = wire.PruneRequest(keep_last=keep_last, run=run, dry_run=dry_run)
+    def prune(
+        self,
+        keep_last: int | None = None,
+        run: str | None = None,
+        dry_run: bool = True,
+        rules: Rules | None = None,
+        grace_s: float | None = None,
+        force: bool = False,
+    ) -> wire.PruneBody:
+        """Plan, and without dry_run execute, a prune of the runs that a glob names, or of all.
+
+        Without keep_last and rules, the policies in force say what stays. grace_s: for so long it can be taken back.
+        """
+        request = wire.PruneRequest(
+            keep_last=keep_last, rules=rules, run=run, grace_s=grace_s, force=force, dry_run=dry_run
+        )
         return self._json("POST", wire.PRUNE, wire.PruneBody, body=request, timeout=3600)
 
     def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
@@ -138,9 +127,8 @@ class DaemonClient:
 
         For stores that overwrite on create (arbitration.py). What was decided is in the daemon's store on return.
         """
-        request = wire.DecisionRequest(proposal=proposal.decode(), tombstone=tombstone)
-        path = wire.decision_path(run, str(attempt))
-        return self._json("POST", path, wire.DecisionBody, body=request).document.encode()
+        request = wire.DecisionRequest(run=run, attempt=str(attempt), tombstone=tombstone, proposal=proposal.decode())
+        return self._json("POST", wire.DECISIONS, wire.DecisionBody, body=request).document.encode()
 
     def reindex(self) -> wire.ReindexBody:
         """Rebuild the daemon's index from the store."""
@@ -223,55 +211,6 @@ class DaemonClient:
 
     def _path(self, *parts: str) -> str:
         return "/".join((wire.CHECKPOINTS, *(quote(part, safe="@") for part in parts)))
-
-    def _json(self, method: str, path: str, kind: type[_B], **options: Any) -> _B:
-        response = self._request(method, path, **options)
-        try:
-            return msgspec.json.decode(response.content, type=kind)
-        except msgspec.DecodeError as error:
-            raise DaemonUnavailable(
-                f"{self.url}{path} gave an answer that is not ckptd's: {error}", "Is this the daemon's URL?"
-            ) from error
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: msgspec.Struct | None = None,
-        params: dict[str, str | int] | None = None,
-        timeout: float | None = None,
-    ) -> httpx.Response:
-        content = msgspec.json.encode(body) if body is not None else None
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        wait = httpx.Timeout(timeout, connect=5.0) if timeout else self._timeout
-        try:
-            response = self._http.request(method, path, params=params, content=content, headers=headers, timeout=wait)
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
-        self._raise_for(response)
-        return response
-
-    def _raise_for(self, response: httpx.Response) -> None:
-        if response.is_success:
-            return
-        response.read()
-        raise self._error(response)
-
-    def _error(self, response: httpx.Response) -> CkptError:
-        try:
-            problem = msgspec.json.decode(response.content, type=wire.Problem)
-        except msgspec.DecodeError:
-            where = f"{response.request.method} {response.request.url}"
-            return DaemonUnavailable(
-                f"{where} answered {response.status_code}", "Is this the daemon's URL, and is it healthy?"
-            )
-        return error_from_code(problem.code, problem.detail, problem.hint)
-
-    def _unavailable(self, error: httpx.HTTPError) -> DaemonUnavailable:
-        return DaemonUnavailable(
-            f"ckptd at {self.url} did not answer: {type(error).__name__}: {error}",
-            "Check that it runs and that the URL is right; saves and restores also work straight from the store",
-        )
 
 
 def _restore_path(id: str) -> str:

@@ -10,7 +10,7 @@ from ckptstore.wire.changes import (
     ReindexBody,
 )
 from ckptstore.wire.checkpoints import CHECKPOINTS, LATEST, MAX_PAGE, RUNS, CheckpointBody, Page, RunBody, RunsBody
-from ckptstore.wire.decisions import DECISION, DecisionBody, DecisionRequest, decision_path
+from ckptstore.wire.decisions import DECISIONS, DecisionBody, DecisionRequest
 from ckptstore.wire.events import EVENT_STREAM, EVENTS, GAP, MAX_EVENTS, OPEN, EventBody, EventKind, EventsBody
 from ckptstore.wire.jobs import (
     JOBS,
@@ -38,6 +38,7 @@ from ckptstore.wire.observing import (
     LocationBody,
     ProbeBody,
     ProbeCheck,
+    ReadinessBody,
     ReadRequest,
     ShardBody,
     ShardsBody,
@@ -82,7 +83,7 @@ __all__ = [
     "ATTEMPTS",
     "AUDIT",
     "CHECKPOINTS",
-    "DECISION",
+    "DECISIONS",
     "DELETED",
     "EVENTS",
     "EVENT_STREAM",
@@ -151,6 +152,7 @@ __all__ = [
     "RankBody",
     "RankReport",
     "ReadRequest",
+    "ReadinessBody",
     "ReindexBody",
     "ReindexJob",
     "RestoreBody",
@@ -169,5 +171,4 @@ __all__ = [
     "TokensBody",
     "VerifyJob",
     "WorldSize",
-    "decision_path",
 ]

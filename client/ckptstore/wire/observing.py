@@ -118,3 +118,12 @@ class ProbeBody(msgspec.Struct, frozen=True, kw_only=True):
     """The store's clock minus this machine's; None if the store does not tell."""
     presigned_urls: bool
     checks: list[ProbeCheck]
+
+
+class ReadinessBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemon needs, each "ok" or what is wrong with it."""
+
+    ready: bool
+    database: str
+    store: str
+    leaving: bool
