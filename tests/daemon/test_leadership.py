@@ -48,12 +48,12 @@ class World:
         self.awake: set[int] = set()
         self._busy: set[int] = set()
 
-    def round(self, who: int, before: float = 0.0, after: float = 0.0) -> None:
-        """One round of one daemon, whose every word to the database takes so long."""
+    def round(self, who: int, slow: int = 0, before: float = 0.0, after: float = 0.0) -> None:
+        """One round of one daemon. slow: which of its calls of the database takes so long."""
         self._busy.add(who)
-        self.indexes[who].delays = (before, after)
+        self.indexes[who].delays = [(0.0, 0.0)] * slow + [(before, after)]
         self.daemons[who].round()
-        self.indexes[who].delays = (0.0, 0.0)
+        self.indexes[who].delays = []
         self._busy.discard(who)
         self.check()
 
@@ -70,12 +70,12 @@ class World:
 
 
 class SlowIndex(LeaderIndex):
-    """One whose calls take as long as the test says: before they take place, and after."""
+    """One whose next calls take as long as the test says: before they take place, and after."""
 
     def __init__(self, database: Database, world: World) -> None:
         super().__init__(database, "janitor")
         self._world = world
-        self.delays = (0.0, 0.0)
+        self.delays: list[tuple[float, float]] = []
 
     def look(self) -> Tenure:
         return self._slowly(super().look)
@@ -87,7 +87,7 @@ class SlowIndex(LeaderIndex):
         return self._slowly(lambda: super(SlowIndex, self).renew(holder))
 
     def _slowly(self, call: Callable[[], _T]) -> _T:
-        before, after = self.delays
+        before, after = self.delays.pop(0) if self.delays else (0.0, 0.0)
         self._world.pass_(before)
         found = call()
         self._world.pass_(after)
@@ -159,21 +159,21 @@ def test_a_claim_whose_reply_was_lost_is_found_by_the_next_round(database: Datab
 
 
 _seconds = st.sampled_from([0.0, 0.5, 2.6, 4.9, 7.6, 12.0])
-_steps = st.tuples(st.integers(0, 2), st.sets(st.integers(0, 2)), _seconds, _seconds, _seconds)
+_steps = st.tuples(st.integers(0, 2), st.sets(st.integers(0, 2)), st.integers(0, 1), _seconds, _seconds, _seconds)
 
 
 @given(st.lists(_steps, min_size=3, max_size=10))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_there_are_never_two_leaders(
-    database: Database, steps: list[tuple[int, set[int], float, float, float]]
+    database: Database, steps: list[tuple[int, set[int], int, float, float, float]]
 ) -> None:
     """Any daemon may be stopped anywhere, before and after what it does in the database, for any time."""
     with database.write() as connection:
         connection.execute(text("DELETE FROM leaders"))
     world = World(database, 3)
-    for who, awake, before, after, pause in steps:
+    for who, awake, slow, before, after, pause in steps:
         world.awake = awake
-        world.round(who, before, after)
+        world.round(who, slow, before, after)
         world.pass_(pause)
 
 
