@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-import xxhash
 
-from ckpt.capture.ownership import Ownership, Unit, agree
+from ckpt.capture.ownership import Ownership, Unit, Units, agree
 from ckpt.distributed import World
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, error_from_code
+from ckptstore.errors import CkptError, SaveFailed, error_from_code
 from ckptstore.names import new_ulid
 
 
@@ -34,20 +33,21 @@ def meet(world: World, describe: Callable[[], dict[str, Unit]], spread: bool) ->
     """
     try:
         units = describe()
-    except CkptError as error:
-        world.gather([error.code, error.message, error.hint])
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        told = error if isinstance(error, CkptError) else SaveFailed(f"cannot describe its state: {error!r}")
+        world.gather([told.code, told.message, told.hint])
         raise
     packed = msgspec.msgpack.encode({name: msgspec.structs.replace(u, boxes=()) for name, u in units.items()})
-    said = world.gather([new_ulid(system_clock()), xxhash.xxh3_128_digest(packed)])
+    said = world.gather([new_ulid(system_clock())])
     for rank, answer in enumerate(said):
         if len(answer) == 3:
             code, message, hint = answer
             raise error_from_code(code, f"rank {rank}: {message}", hint)
-    first: dict[bytes, int] = {}
-    for rank, (_, digest) in enumerate(said):
-        first.setdefault(digest, rank)
-    lists = world.gather(packed if first[said[world.rank][1]] == world.rank else None)
-    decoded = {digest: msgspec.msgpack.decode(lists[rank], type=dict[str, Unit]) for digest, rank in first.items()}
-    held = [units if rank == world.rank else decoded[digest] for rank, (_, digest) in enumerate(said)]
+    held: list[Units] = [units] * world.size
+    for data, ranks in world.gather_alike(packed).items():
+        theirs = msgspec.msgpack.decode(data, type=dict[str, Unit])
+        for rank in ranks:
+            if rank != world.rank:
+                held[rank] = theirs
     ownership, different = agree(world.rank, held, spread)
     return Agreement(said[0][0], ownership, tuple(different))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
+from xxhash import xxh3_128_digest
 
 from ckptstore.errors import RankLost
 
@@ -71,6 +72,15 @@ class World:
             self._forget(key)
             return found
         return list(self._answer(key))
+
+    def gather_alike(self, value: bytes) -> dict[bytes, tuple[int, ...]]:
+        """What ranks say, and which ranks say it; what several say alike travels once. Raises RankLost."""
+        saying: dict[bytes, list[int]] = {}
+        for rank, digest in enumerate(self.gather(xxh3_128_digest(value))):
+            saying.setdefault(digest, []).append(rank)
+        first = {ranks[0] for ranks in saying.values()}
+        values = self.gather(value if self.rank in first else None)
+        return {values[ranks[0]]: tuple(ranks) for ranks in saying.values()}
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank. Raises RankLost."""

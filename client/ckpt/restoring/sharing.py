@@ -26,10 +26,12 @@ from ckptstore.source import Source
 
 ROUND_BYTES = 64 << 20
 """Stored bytes that are passed on at a time, at most, unless one stretch is larger."""
+_STRETCH_BYTES = 1 << 20  # not worth a smaller read
 _AHEAD = 4  # stretches that a rank has read before their round
 
 ChunkId = tuple[int, int]
 """Index of a shard, and of a chunk in it."""
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Stretch:
     shard: int
     chunks: tuple[int, ...]
     bytes: int
-    ranks: tuple[int, ...]
+    ranks: Ranks
     reader: int
 
 
@@ -65,19 +67,21 @@ def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def divide(content: Content, needs: Sequence[Sequence[ChunkId]]) -> list[list[Stretch]]:
+def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_size: int) -> list[list[Stretch]]:
     """The rounds of stretches that more than one rank needs. Pure; equal on every rank.
 
-    needs: by rank, in shard order.
+    needs: by the ranks that need the same.
     """
-    ranks_of: dict[ChunkId, list[int]] = defaultdict(list)
-    for rank, need in enumerate(needs):
+    groups: dict[ChunkId, tuple[Ranks, ...]] = defaultdict(tuple)
+    for ranks, need in needs.items():
         for chunk in need:
-            ranks_of[chunk].append(rank)
-    load = [0] * len(needs)
+            groups[chunk] += (ranks,)
+    merged = {found: tuple(sorted(rank for ranks in found for rank in ranks)) for found in set(groups.values())}
+    ranks_of = {chunk: merged[found] for chunk, found in groups.items() if len(merged[found]) > 1}
+    load = [0] * world_size
     rounds: list[list[Stretch]] = []
     size = ROUND_BYTES
-    for shard, chunks, ranks in _neighbours({c: tuple(r) for c, r in ranks_of.items() if len(r) > 1}, content):
+    for shard, chunks, ranks in _neighbours(ranks_of, content):
         stored = int(content.shards[shard].chunks.stored[list(chunks)].sum())
         reader = min(ranks, key=lambda rank: load[rank])
         load[reader] += stored
@@ -89,12 +93,12 @@ def divide(content: Content, needs: Sequence[Sequence[ChunkId]]) -> list[list[St
     return rounds
 
 
-def _neighbours(
-    ranks_of: Mapping[ChunkId, tuple[int, ...]], content: Content
-) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tuple[int, tuple[int, ...], Ranks]]:
     """Runs of chunks that lie together and have the same readers, of about equal size for all of them."""
-    limit = min(READ_BYTES, max(1 << 20, ROUND_BYTES // max((len(ranks) for ranks in ranks_of.values()), default=1)))
-    found: list[tuple[int, list[int], tuple[int, ...]]] = []
+    most = max((len(ranks) for ranks in ranks_of.values()), default=1)
+    total = sum(int(content.shards[shard].chunks.stored[chunk]) for shard, chunk in ranks_of)
+    limit = min(READ_BYTES, max(_STRETCH_BYTES, min(ROUND_BYTES, total) // most))
+    found: list[tuple[int, list[int], Ranks]] = []
     size = 0
     for (shard, chunk), ranks in sorted(ranks_of.items(), key=lambda item: item[0]):
         stored = int(content.shards[shard].chunks.stored[chunk])
@@ -124,8 +128,8 @@ def fetch_shared(
     """
     number = {shard.name: i for i, shard in enumerate(content.shards)}
     own = {(number[chunk.shard], chunk.index): chunk for read in reads for chunk in read.chunks}
-    needs = [np.frombuffer(data, np.int64).reshape(-1, 2) for data in world.gather(_pack(own))]
-    rounds = divide(content, [[(int(shard), int(chunk)) for shard, chunk in need] for need in needs])
+    needs = {ranks: _unpack(data) for data, ranks in world.gather_alike(_pack(own)).items()}
+    rounds = divide(content, needs, world.size)
     shared = {(stretch.shard, chunk) for one in rounds for stretch in one for chunk in stretch.chunks}
     alone = coalesce(chunk for key, chunk in sorted(own.items()) if key not in shared)
     if rounds:
@@ -135,6 +139,10 @@ def fetch_shared(
 
 def _pack(chunks: Mapping[ChunkId, ChunkRead]) -> bytes:
     return np.array(sorted(chunks), np.int64).tobytes()
+
+
+def _unpack(data: bytes) -> list[ChunkId]:
+    return [(shard, chunk) for shard, chunk in np.frombuffer(data, np.int64).reshape(-1, 2).tolist()]
 
 
 class _Exchange:

@@ -1,0 +1,211 @@
+"""One read for all replicas: who reads what, and what leaves the store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.config import Config, configure
+from ckpt.restoring import sharing
+from ckpt.restoring.fetching import how_to_share
+from ckpt.restoring.sharing import Stretch, divide
+from ckptd.app import create_app
+from ckptd.settings import Settings
+from ckptstore.documents import Chunks, Content, Entries, Shard, Slices
+from ckptstore.names import shard_name
+from ckptstore.stores import open_store
+from tests.support.counting import CountingStore, serving
+from tests.support.daemons import wait_until
+from tests.support.parallel.runner import Scenario, run_scenarios
+
+_REPLICAS = 4
+_MOST = 1.05
+
+MB = 1 << 20
+
+
+@dataclass
+class Restores:
+    """What four replicas said of restores of one checkpoint, by how they shared it."""
+
+    digest: str
+    stored_bytes: int
+    """Of all objects of the checkpoint."""
+    by_share: dict[str, list[dict[str, Any]]]
+    daemon_bytes: int
+    """That the daemon read of the store for share="daemon"."""
+
+    def read_bytes(self, share: str) -> int:
+        return sum(result["read"] for result in self.by_share[share])
+
+
+@pytest.fixture(scope="module")
+def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
+    folder = tmp_path_factory.mktemp("replicas")
+    (folder / "save").mkdir()
+    (folder / "restore").mkdir()
+    store = open_store(str(folder / "store"))
+    saving = Scenario("tests.support.replicas:save", _REPLICAS, {"store": str(folder / "store"), "steps": [1]})
+    digests = run_scenarios([saving], folder / "save")[0].result()
+    stored = sum(info.bytes for info in store.list(""))
+    counting = CountingStore(store)
+    index, cache = f"sqlite:///{folder / 'index.db'}", str(folder / "cache")
+    settings = Settings(store=store.url, auth="off", db=index, cache=cache, poll_seconds=0.1)
+    with serving(create_app(settings, counting)) as url:
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "readiness")
+        before = counting.all_bytes
+        scenarios = [
+            Scenario(
+                "tests.support.replicas:restore",
+                _REPLICAS,
+                {"store": str(folder / "store"), "daemon": url if share == "daemon" else None, "share": share},
+            )
+            for share in ("broadcast", "none", "daemon")
+        ]
+        outcomes = run_scenarios(scenarios, folder / "restore")
+        read = counting.all_bytes - before
+    shares = [scenario.arguments["share"] for scenario in scenarios]
+    by_share = dict(zip(shares, (outcome.result() for outcome in outcomes), strict=True))
+    return Restores(digests[0], stored, by_share, read)
+
+
+@pytest.mark.parametrize("share", ["broadcast", "daemon", "none"])
+def test_every_replica_gets_every_bit_and_its_own_data_position(restores: Restores, share: str) -> None:
+    results = restores.by_share[share]
+    assert [result["digest"] for result in results] == [restores.digest] * _REPLICAS
+    assert [result["restored"][1] for result in results] == list(range(_REPLICAS))
+    assert [result["log"] for result in results] == [[]] * _REPLICAS
+
+
+def test_broadcast_reads_each_byte_once(restores: Restores) -> None:
+    assert restores.read_bytes("broadcast") <= _MOST * restores.stored_bytes
+    # And the work is divided: no replica reads as much as two should.
+    parts = [result["read"] for result in restores.by_share["broadcast"]]
+    assert max(parts) < 2 * restores.stored_bytes / _REPLICAS
+
+
+def test_the_daemon_reads_each_byte_once(restores: Restores) -> None:
+    """What the replicas read of the store themselves is documents."""
+    assert restores.daemon_bytes + restores.read_bytes("daemon") <= _MOST * restores.stored_bytes
+    assert restores.daemon_bytes > 20 * restores.read_bytes("daemon")
+
+
+def test_without_sharing_each_replica_reads_all(restores: Restores) -> None:
+    assert restores.read_bytes("none") > 0.95 * _REPLICAS * restores.stored_bytes
+
+
+@pytest.mark.parametrize(
+    ("share", "daemon", "world_size", "ranks_in_environment", "expected"),
+    [
+        ("auto", None, 1, None, "none"),
+        ("auto", None, 4, None, "broadcast"),
+        ("auto", "http://d", 4, 4, "broadcast"),
+        ("auto", "http://d", 1, None, "none"),
+        ("auto", "http://d", 1, 4, "daemon"),
+        ("auto", None, 1, 4, "none"),
+        ("broadcast", "http://d", 1, None, "none"),
+        ("daemon", "http://d", 4, None, "daemon"),
+        ("daemon", "http://d", 1, None, "daemon"),
+        ("none", "http://d", 4, 4, "none"),
+    ],
+)
+def test_what_auto_means(
+    monkeypatch: pytest.MonkeyPatch,
+    share: str,
+    daemon: str | None,
+    world_size: int,
+    ranks_in_environment: int | None,
+    expected: str,
+) -> None:
+    for name in ("WORLD_SIZE", "CKPTD_URL", "CKPT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    if ranks_in_environment:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks_in_environment))
+    config: Config = configure("/somewhere", "run", daemon, None, share=share)
+    assert how_to_share(config, world_size) == expected
+
+
+Needs = list[list[tuple[int, int]]]
+
+
+def _divide(content: Content, needs: Needs) -> list[list[Stretch]]:
+    """needs: by rank."""
+    ranks = {tuple(need): tuple(r for r, other in enumerate(needs) if other == need) for need in needs}
+    return divide(content, {who: need for need, who in ranks.items()}, len(needs))
+
+
+@st.composite
+def contents_and_needs(draw: st.DrawFn) -> tuple[Content, Needs]:
+    """Shards of some chunks, and which of them each rank needs: ranks of one group need the same."""
+    sizes = draw(st.lists(st.lists(st.integers(1, 24 * MB), max_size=12), min_size=1, max_size=4))
+    chunks = [(shard, chunk) for shard, stored in enumerate(sizes) for chunk in range(len(stored))]
+    groups = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    needed = [draw(st.lists(st.booleans(), min_size=len(chunks), max_size=len(chunks))) for _ in range(3)]
+    needs = [[c for c, wanted in zip(chunks, needed[group], strict=True) if wanted] for group in groups]
+    return _content(sizes), needs
+
+
+def _content(sizes: list[list[int]]) -> Content:
+    nothing = np.zeros(0, np.int64)
+    shards = []
+    for rank, stored in enumerate(sizes):
+        column = np.array(stored, np.int64)
+        raw = np.zeros(len(stored), np.int64)
+        codecs = ["raw"] if stored else []
+        chunks = Chunks(raw=column, stored=column, codec=raw, codecs=codecs, digest=b"\0" * 16 * len(stored))
+        shards.append(Shard(name=shard_name(rank), rank=rank, chunks=chunks))
+    entries = Entries(name=[], dtype=[], shape=[])
+    slices = Slices(entry=nothing, shard=nothing, at=nothing, box=nothing)
+    return Content(shards=shards, entries=entries, slices=slices, aliases={}, trees={})
+
+
+@given(contents_and_needs())
+def test_each_shared_chunk_is_read_once_by_one_that_needs_it(case: tuple[Content, Needs]) -> None:
+    content, needs = case
+    rounds = _divide(content, needs)
+    wanted = Counter(chunk for need in needs for chunk in need)
+    stretches = [stretch for one in rounds for stretch in one]
+    passed_on = Counter((stretch.shard, chunk) for stretch in stretches for chunk in stretch.chunks)
+    assert passed_on == Counter({chunk: 1 for chunk, ranks in wanted.items() if ranks > 1})
+    for stretch in stretches:
+        assert stretch.reader in stretch.ranks
+        assert stretch.chunks == tuple(range(stretch.chunks[0], stretch.chunks[-1] + 1))
+        for chunk in stretch.chunks:
+            assert [rank for rank, need in enumerate(needs) if (stretch.shard, chunk) in need] == list(stretch.ranks)
+        assert stretch.bytes == sum(content.shards[stretch.shard].chunks.stored[list(stretch.chunks)])
+
+
+@given(contents_and_needs())
+def test_rounds_are_bounded_and_none_is_empty(case: tuple[Content, Needs]) -> None:
+    for one in _divide(*case):
+        assert one
+        assert len(one) == 1 or sum(stretch.bytes for stretch in one) <= sharing.ROUND_BYTES
+
+
+@given(contents_and_needs())
+def test_readers_have_about_equal_work(case: tuple[Content, Needs]) -> None:
+    """Among ranks that need the same, none reads more than another by more than the largest stretch."""
+    content, needs = case
+    stretches = [stretch for one in _divide(content, needs) for stretch in one]
+    load = Counter(dict.fromkeys(range(len(needs)), 0))
+    for stretch in stretches:
+        load[stretch.reader] += stretch.bytes
+    largest = max((stretch.bytes for stretch in stretches), default=0)
+    for ranks in {tuple(r for r, other in enumerate(needs) if other == need) for need in needs}:
+        loads = [load[rank] for rank in ranks]
+        assert max(loads) - min(loads) <= largest
+
+
+def test_a_stretch_is_no_larger_than_one_read() -> None:
+    content = _content([[4 * MB] * 40])
+    needs = [[(0, chunk) for chunk in range(40)]] * 8
+    stretches: list[Stretch] = [stretch for one in _divide(content, needs) for stretch in one]
+    assert {stretch.bytes for stretch in stretches} == {8 * MB}
+    assert Counter(stretch.reader for stretch in stretches) == {0: 3, 1: 3, 2: 3, 3: 3, 4: 2, 5: 2, 6: 2, 7: 2}
