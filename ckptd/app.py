@@ -11,12 +11,34 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI
 
-from ckptd.api import batches, changes, checkpoints, events, jobs, openapi, probes, problems, restores, tokens
+from ckptd.api import (
+    batches,
+    changes,
+    checkpoints,
+    decisions,
+    events,
+    jobs,
+    openapi,
+    probes,
+    problems,
+    restores,
+    tokens,
+)
 from ckptd.api.access import authorize
 from ckptd.api.context import INDEX_THREADS, STORE_THREADS, Context, Threads
 from ckptd.api.middleware import Authentication, Requests
 from ckptd.api.waiting import Waiting
-from ckptd.index import Database, EventLog, Index, JobIndex, LeaderIndex, Listing, RestoreIndex, TokenIndex
+from ckptd.index import (
+    Database,
+    DecisionIndex,
+    EventLog,
+    Index,
+    JobIndex,
+    LeaderIndex,
+    Listing,
+    RestoreIndex,
+    TokenIndex,
+)
 from ckptd.metrics import Metrics
 from ckptd.services import (
     Catalogue,
@@ -35,6 +57,7 @@ from ckptd.services import (
 )
 from ckptd.services.cache import BlockCache, open_folder
 from ckptd.services.collecting import Collecting
+from ckptd.services.deciding import Deciding, Proposals
 from ckptd.services.gauges import Gauges
 from ckptd.services.leadership import Leadership, LeaderStore
 from ckptd.services.periodic import Periodic
@@ -42,13 +65,14 @@ from ckptd.services.recovery import Recovering, Recovery
 from ckptd.services.restore_leases import RestoreLeases
 from ckptd.services.works import Works
 from ckptd.settings import AUTH_OFF, Settings
+from ckptstore.arbitration import ArbitratedStore
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import InvalidRequest
 from ckptstore.examining import examine
 from ckptstore.stores import Store, open_store
 
 _LOG = logging.getLogger(__name__)
-_BACKGROUND_THREADS = 17
+_BACKGROUND_THREADS = 18
 _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
@@ -57,6 +81,7 @@ _FOLLOW_S = 0.5
 _RENEW_S = 1.0
 _WATCH_JOBS_S = 3.0
 _FORGET_S = 600.0
+_FINISH_S = 60.0
 _READ_TOKENS_S = 1.0
 _NOTE_USE_S = 10.0
 
@@ -72,6 +97,8 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     metrics = Metrics()
     database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
     _LOG.info("serving %s with the index at %s", store.url, database.url)
+    deciding = Deciding(store, DecisionIndex(database), clock)
+    store = ArbitratedStore(store, deciding, clock)
     log = EventLog(database, clock)
     index = Index(database, log)
     index.adopt(store.url, clock())
@@ -98,6 +125,7 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
         jobs=Jobs(JobIndex(database), happenings, clock, works.by_kind()),
         objects=objects,
         probe=partial(examine, store, clock),
+        proposals=Proposals(store),
         protection=Protection(store, catalogue, clock),
         pruning=pruning,
         restores=Restores(store, catalogue, restore_index, restore_leases, clock, happenings.restore_ended),
@@ -118,6 +146,7 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
         Periodic("forgetting events", happenings.forget, _FORGET_S),
         Periodic("synchronizing", synchronizing.round, settings.poll_seconds),
         Periodic("forgetting", services.objects.forget_deleted, settings.poll_seconds),
+        Periodic("finishing decisions", deciding.finish, _FINISH_S),
         Periodic("leading", leadership.round, leadership.every_s),
         Periodic("following the index", catalogue.follow, _FOLLOW_S),
         Periodic("recovering", recovering.round, settings.poll_seconds, when=led),
@@ -167,7 +196,7 @@ def _assemble(
     app.state.context = context
     problems.install(app)
     openapi.install(app)
-    for module in (probes, checkpoints, batches, changes, restores, events, jobs, tokens):
+    for module in (probes, checkpoints, batches, changes, decisions, restores, events, jobs, tokens):
         app.include_router(module.router)
     # The last one added is the outermost.
     app.add_middleware(Authentication, tokens=context.services.tokens if auth else None, metrics=context.metrics)

@@ -2,6 +2,7 @@
 
 from ckptd.index.checkpoints import Index, IndexedAttempts, Position, Reading, RunChanged, RunSummary, Stamp
 from ckptd.index.database import Database, Fence
+from ckptd.index.decisions import Decision, DecisionIndex
 from ckptd.index.events import Event, EventLog, News
 from ckptd.index.jobs import Job, JobIndex
 from ckptd.index.leaders import LeaderIndex, LeadershipLost, Tenure
@@ -12,6 +13,8 @@ from ckptd.index.tokens import Token, TokenIndex
 __all__ = [
     "Bound",
     "Database",
+    "Decision",
+    "DecisionIndex",
     "Event",
     "EventLog",
     "Fence",

@@ -30,7 +30,7 @@ from sqlalchemy import (
 from ckptd.index.database import Database, transactions
 from ckptd.index.events import Event, EventLog
 from ckptd.index.news import news_of
-from ckptd.index.tables import aborted, checkpoints, generation, origin, restores, runs
+from ckptd.index.tables import aborted, checkpoints, decisions, generation, origin, restores, runs
 from ckptstore.catalog import Checkpoint, State, supersede
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Attempt, Reference
@@ -208,7 +208,7 @@ class Index:
                     f"{self._database.url} is the index of {known}, not of {url}",
                     "Give each store a database of its own; all daemons of a store write its URL alike",
                 )
-            for table in (runs, restores, origin):
+            for table in (runs, restores, decisions, origin):
                 connection.execute(delete(table))
             connection.execute(insert(origin).values(url=url, adopted_at=now))
 

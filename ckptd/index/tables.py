@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Double, ForeignKey, Index, MetaData, String, Table, Text, UniqueConstraint
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
 
 METADATA = MetaData()
 
@@ -106,6 +119,16 @@ tokens = Table(
     Column("created_by", String(64), nullable=False),
     Column("expires_at", Double),
     Column("used_at", Double),
+)
+
+decisions = Table(
+    "decisions",
+    METADATA,
+    Column("key", String(256), primary_key=True, comment="Of the object in the store"),
+    Column("document", LargeBinary, nullable=False),
+    Column("decided_at", Double, nullable=False),
+    Column("stored", Boolean, nullable=False, comment="The store holds it, or did"),
+    comment="Made here because the store overwrites on create; all others are the store's own",
 )
 
 restores = Table(

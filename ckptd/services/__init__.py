@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ckptd.services.catalogue import Catalogue
 from ckptd.services.contents import Contents
+from ckptd.services.deciding import Proposals
 from ckptd.services.events import Events
 from ckptd.services.freshness import Freshness
 from ckptd.services.jobs import Jobs
@@ -30,6 +31,7 @@ class Services:
     objects: Objects
     probe: Callable[[], ProbeBody]
     """Examines the store."""
+    proposals: Proposals
     protection: Protection
     pruning: Pruning
     restores: Restores
@@ -44,6 +46,7 @@ __all__ = [
     "Freshness",
     "Jobs",
     "Objects",
+    "Proposals",
     "Protection",
     "Pruning",
     "Restores",

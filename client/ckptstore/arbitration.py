@@ -58,7 +58,7 @@ class ArbitratedStore(WrappedStore):
         Raises besides what the store raises: DaemonUnavailable, IndexUnavailable, StoreUnsafe, or Denied. Nothing
         may be concluded then.
         """
-        if creates_once(self._store, self._clock):
+        if key.startswith(names.PROBES_PREFIX) or creates_once(self._store, self._clock):
             return self._store.put_if_absent(key, data)
         if not names.is_decision(key):
             return self._look_and_put(key, data)

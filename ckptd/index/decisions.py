@@ -1,0 +1,79 @@
+"""Decisions that the store cannot make itself. Every method is one transaction, for any thread.
+
+Unlike the rest of the index this is no cache while a decision is under way: of two proposals, it says which came first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from ckptd.index.database import Database, transactions
+from ckptd.index.tables import decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was proposed first for a key of the store."""
+
+    key: str
+    document: bytes
+    decided_at: float
+    stored: bool
+    """The store holds it, or did."""
+
+
+@transactions
+class DecisionIndex:
+    """The decisions of the daemons that share a database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def find(self, key: str) -> Decision | None:
+        """What was decided about a key."""
+        with self._database.read() as connection:
+            return _find(connection, key)
+
+    def unstored(self) -> list[Decision]:
+        """Decisions that were not yet written to the store, as far as anybody knows."""
+        with self._database.read() as connection:
+            return [_decision(row) for row in connection.execute(select(decisions).where(~decisions.c.stored))]
+
+    def create(self, proposal: Decision) -> Decision:
+        """What is decided from now on: the proposal, unless another one was faster."""
+        with self._database.write() as connection:
+            try:
+                with connection.begin_nested():
+                    connection.execute(
+                        insert(decisions).values(
+                            key=proposal.key,
+                            document=proposal.document,
+                            decided_at=proposal.decided_at,
+                            stored=proposal.stored,
+                        )
+                    )
+            except IntegrityError:
+                pass
+            return _find(connection, proposal.key) or proposal
+
+    def mark_stored(self, key: str) -> None:
+        """The store holds what was decided about a key."""
+        with self._database.write() as connection:
+            connection.execute(update(decisions).where(decisions.c.key == key).values(stored=True))
+
+    def forget(self, before: float) -> None:
+        """Drop decisions that were made before then and are in the store."""
+        with self._database.write() as connection:
+            connection.execute(delete(decisions).where(decisions.c.stored, decisions.c.decided_at < before))
+
+
+def _find(connection: Connection, key: str) -> Decision | None:
+    row = connection.execute(select(decisions).where(decisions.c.key == key)).one_or_none()
+    return _decision(row) if row is not None else None
+
+
+def _decision(row: Row[tuple[object, ...]]) -> Decision:
+    return Decision(row.key, bytes(row.document), row.decided_at, row.stored)
