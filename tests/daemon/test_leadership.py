@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
@@ -163,6 +163,7 @@ _steps = st.tuples(st.integers(0, 2), st.sets(st.integers(0, 2)), st.integers(0,
 
 
 @given(st.lists(_steps, min_size=3, max_size=10))
+@example([(0, {1}, 1, 0.0, 12.0, 0.0)])  # a claim whose reply comes too late
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_there_are_never_two_leaders(
     database: Database, steps: list[tuple[int, set[int], int, float, float, float]]
