@@ -1,51 +1,270 @@
-"""The token."""
+"""Who may do what, at every endpoint, and what browsers are told."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
 
+from ckptd.api.rules import RULES, in_body
+from ckptd.api.throttle import MAX_FAILURES, WINDOW_S, Throttle
 from ckptstore import wire
-from ckptstore.errors import CkptError
-from ckptstore.stores import Store
+from ckptstore.catalog import Checkpoint
+from ckptstore.errors import Denied, Forbidden, TooManyFailures, Unauthorized
+from ckptstore.stores import Store, open_store
+from ckptstore.wire import Scope, TokenRequest
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
 
-_TOKEN = "correct horse"
+_BOOTSTRAP = "correct horse battery staple"
+_ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
+_SCOPED = sorted((key, rule) for key, rule in RULES.items() if rule.scope is not None)
 
 
-@pytest.fixture
-def daemon(store: Store) -> Iterator[Daemon]:
-    write_checkpoint(store, step=1)
-    environment = {**os.environ, "CKPTD_TOKEN": _TOKEN}
-    # With a token it may listen beyond loopback.
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A daemon that asks for tokens, over one checkpoint each of the runs gpt-a and bert."""
+
+    daemon: Daemon
+    mine: Checkpoint
+    other: Checkpoint
+    secrets: dict[str, str] = field(default_factory=dict)
+
+    def ask(self, token: str, method: str, path: str, **options: Any) -> httpx.Response:
+        """One request with the token of this name."""
+        headers = {"Authorization": f"Bearer {self.secrets[token]}", **options.pop("headers", {})}
+        return httpx.request(method, self.daemon.url + path, headers=headers, timeout=30, **options)
+
+    def code(self, token: str, method: str, path: str, **options: Any) -> str:
+        """The code of the problem it is answered with; empty if it is none."""
+        answer = self.ask(token, method, path, **options)
+        return str(answer.json()["code"]) if answer.is_error else ""
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    store = open_store(str(folder / "store"))
+    mine, other = (write_checkpoint(store, run, step=1) for run in ("gpt-a", "bert"))
+    environment = {**os.environ, "CKPTD_TOKEN": _BOOTSTRAP}
+    # With tokens it may listen beyond loopback.
     with running_daemon(store.url, options=("--host", "0.0.0.0"), environment=environment) as daemon:
-        yield daemon
+        guarded = Guarded(daemon, mine, other, {"bootstrap": _BOOTSTRAP})
+        with daemon.client(_BOOTSTRAP) as client:
+            for scope in Scope:
+                guarded.secrets[scope] = client.create_token(TokenRequest(name=scope, scopes=[scope])).secret
+            all_but_admin: list[Scope] = [scope for scope in Scope if scope is not Scope.ADMIN]
+            bound = TokenRequest(name="bound", scopes=all_but_admin, runs=["gpt-*"])
+            guarded.secrets["bound"] = client.create_token(bound).secret
+        yield guarded
 
 
-def test_everything_but_the_probes_asks_for_the_token(daemon: Daemon) -> None:
-    for path in ("/livez", "/readyz", "/metrics"):
-        assert daemon.get(path).status_code == 200
-    for path in ("/checkpoints/latest", wire.RUNS, wire.CHECKPOINTS, "/openapi.json", "/nope", "/livez/", "//livez"):
-        for given in ("", _TOKEN, f"Bearer {_TOKEN}x", "Bearer", f"bearer  {_TOKEN}", "Basic eDp5"):
-            answer = daemon.get(path, headers={"Authorization": given} if given else {})
-            assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), (path, given)
+def test_every_endpoint_has_a_rule_and_every_rule_an_endpoint(guarded: Guarded) -> None:
+    paths = guarded.ask("bootstrap", "GET", "/openapi.json").json()["paths"]
+    endpoints = {(method.upper(), path) for path, methods in paths.items() for method in methods if method != "head"}
+    assert endpoints == set(RULES)
+
+
+def test_everything_but_the_probes_asks_for_a_token(guarded: Guarded) -> None:
+    for path in ("/livez", "/readyz"):
+        assert guarded.daemon.get(path).status_code == 200
+    paths = ("/openapi.json", "/nope", "/livez/", "//livez", *(path for (_, path), _ in _SCOPED))
+    for path in paths:
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
+            answer = httpx.request(method, guarded.daemon.url + path)
+            assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), (method, path)
             assert answer.headers["www-authenticate"] == "Bearer"
-    for path in (wire.PRUNE, wire.NOTIFY, wire.REINDEX, wire.LEASES):
-        assert httpx.post(daemon.url + path, json={}).status_code == 401
 
 
-def test_the_client_sends_it(daemon: Daemon) -> None:
-    with daemon.client(_TOKEN) as client:
-        assert client.latest().step == 1
-    with daemon.client("wrong") as client, pytest.raises(CkptError, match="token"):
+def test_no_wrong_token_is_let_in(store: Store) -> None:
+    write_checkpoint(store, step=1)
+    environment = {**os.environ, "CKPTD_TOKEN": _BOOTSTRAP}
+    wrong = (
+        _BOOTSTRAP,
+        f"Bearer {_BOOTSTRAP}x",
+        "Bearer",
+        f"bearer  {_BOOTSTRAP}",
+        "Basic eDp5",
+        "Bearer ckptd_x_" + "0" * 64,
+    )
+    with running_daemon(store.url, environment=environment) as daemon:
+        for given in wrong:
+            answer = daemon.get("/checkpoints/latest", headers={"Authorization": given})
+            assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), given
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"), _SCOPED, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_each_endpoint_asks_for_its_scope_and_nothing_less(guarded: Guarded, key: tuple[str, str], rule: Any) -> None:
+    method, path = key
+    path = _filled(path, guarded.mine)
+    for scope in Scope:
+        code = guarded.code(scope, method, path)
+        assert (code == "forbidden") is (scope not in (rule.scope, Scope.ADMIN)), (scope, code)
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"), _SCOPED, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_a_bound_token_gets_nowhere_with_another_run(guarded: Guarded, key: tuple[str, str], rule: Any) -> None:
+    method, path = key
+    filled = _filled(path, guarded.other)
+    bodies: list[Any] = [None]
+    if rule.run is in_body:
+        bodies = [{"run": "bert"}, {"id": guarded.other.id}, {}, {"run": None}, {"run": "*"}]
+    for body, query in itertools.product(bodies, ("?run=bert", "?run=gpt-a&run=bert", "?run=BERT", "")):
+        answer = guarded.ask("bound", method, filled + query, json=body)
+        assert guarded.other.attempt.ulid not in answer.text, (body, query)
+        if not (rule.filters and answer.is_success):
+            assert answer.status_code in (403, 404, 422), (body, query, answer.text)
+
+
+def test_a_bound_token_does_its_work_on_its_own_run(guarded: Guarded) -> None:
+    def works(method: str, path: str, **options: Any) -> Any:
+        answer = guarded.ask("bound", method, path, **options)
+        assert answer.is_success, answer.text
+        return answer.json() if answer.headers.get("content-type") == "application/json" else answer.content
+
+    run, id = guarded.mine.run, guarded.mine.id
+    assert works("GET", f"/checkpoints/latest?run={run}")["id"] == id
+    assert [item["id"] for item in works("GET", wire.CHECKPOINTS)["items"]] == [id]
+    assert [item["id"] for item in works("GET", f"{wire.CHECKPOINTS}?run=*")["items"]] == [id]
+    assert [item["run"] for item in works("GET", wire.RUNS)["items"]] == [run]
+    for part in ("", "/manifest", "/shards/shard-00000.ckpt", "/shards", "/entries"):
+        works("GET", f"{wire.CHECKPOINTS}/{id}{part}")
+    works("POST", wire.NOTIFY, json={"run": run, "attempt": str(guarded.mine.attempt)})
+    lease = works("POST", wire.LEASES, json={"id": id, "holder": "h", "ttl_s": 60})["lease"]
+    works("DELETE", f"{wire.LEASES}/{run}/{lease}")
+    restore = works("POST", wire.RESTORES, json={"run": run, "key": "k", "world_size": 1, "rank": 0, "ttl_s": 60})
+    works("GET", f"{wire.RESTORES}/{restore['id']}")
+    works("DELETE", f"{wire.RESTORES}/{restore['id']}")
+    works("POST", wire.PRUNE, json={"keep_last": 5, "run": run})
+    with guarded.daemon.client(guarded.secrets["bound"]) as client, pytest.raises(Forbidden, match="gpt-"):
+        client.latest("bert")
+
+
+def test_ids_of_another_runs_restores_and_jobs_are_refused(guarded: Guarded) -> None:
+    body = {"run": "bert", "key": "k", "world_size": 1, "rank": 0, "ttl_s": 60}
+    restore = guarded.ask("read", "POST", wire.RESTORES, json=body).json()["id"]
+    job = guarded.ask("read", "POST", wire.JOBS, json={"kind": "verify", "run": "bert"}).json()["id"]
+    for method, path in (
+        ("GET", f"{wire.RESTORES}/{restore}"),
+        ("DELETE", f"{wire.RESTORES}/{restore}"),
+        ("GET", f"{wire.JOBS}/{job}"),
+        ("DELETE", f"{wire.JOBS}/{job}"),
+    ):
+        assert guarded.code("bound", method, path) == "forbidden"
+    report = {"phase": "failed", "problem": "x"}
+    assert guarded.code("bound", "PUT", f"{wire.RESTORES}/{restore}/ranks/0", json=report) == "forbidden"
+    assert guarded.ask("read", "DELETE", f"{wire.RESTORES}/{restore}").json()["state"] == "cancelled"
+
+
+def test_jobs_ask_for_what_they_do(guarded: Guarded) -> None:
+    for body, scope in (
+        ({"kind": "verify"}, Scope.READ),
+        ({"kind": "prune", "keep_last": 9}, Scope.PRUNE),
+        ({"kind": "reindex"}, Scope.ADMIN),
+    ):
+        for given in (Scope.READ, Scope.ADMIN):
+            code = guarded.code(given, "POST", wire.JOBS, json=body)
+            assert (code == "forbidden") is (given not in (scope, Scope.ADMIN)), (body, given)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/checkpoints/..%2Fbert@1", "/v1/checkpoints/g%2F..%2Fbert@1", "/v1/checkpoints/%2e%2e%2fbert@1/manifest",
+        "/v1/checkpoints/gpt-a@1/shards/..%2F..%2F..%2Fsecret", "/v1/checkpoints/gpt-a@1/shards/%2Fetc%2Fpasswd",
+        "/v1/checkpoints/gpt-a@1/shards/shard-00000.ckpt%00", "/v1/checkpoints/gpt-a@1%0a/manifest",
+        "/v1/checkpoints/gpt-a@1/shards/....%2F%2Fmanifest.json.zst", "/v1/checkpoints/.@1", "/v1/checkpoints/..@1",
+        "/checkpoints/latest?run=..", "/checkpoints/latest?run=gpt-a/../bert", "/checkpoints/latest?run=%2Fetc",
+    ],
+)  # fmt: skip
+def test_no_path_leaves_its_run(guarded: Guarded, path: str) -> None:
+    for token in ("bootstrap", "bound"):
+        answer = guarded.ask(token, "GET", path)
+        assert answer.status_code in (403, 404, 422), answer.text
+        assert answer.headers["content-type"] == wire.PROBLEM
+
+
+def test_the_client_raises_what_the_daemon_says(guarded: Guarded) -> None:
+    with guarded.daemon.client() as client, pytest.raises(Unauthorized, match="asks for a token"):
+        client.latest()
+    with guarded.daemon.client("wrong") as client, pytest.raises(Denied, match="unknown, revoked or expired"):
+        client.latest()
+    with guarded.daemon.client(guarded.secrets["write"]) as client, pytest.raises(Forbidden, match="no scope 'read'"):
         client.latest()
 
 
-def test_the_token_is_not_in_the_log(daemon: Daemon) -> None:
-    daemon.get("/checkpoints/latest", headers={"Authorization": f"Bearer {_TOKEN}"})
-    wait_until(lambda: "/checkpoints/latest 200" in daemon.log(), "the log line")
-    assert _TOKEN not in daemon.log()
+def test_other_sites_may_read_nothing(guarded: Guarded) -> None:
+    origin = {"Origin": "https://evil.example"}
+    answer = guarded.ask("bootstrap", "GET", wire.RUNS, headers=origin)
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    preflight = httpx.options(guarded.daemon.url + wire.PRUNE, headers={**origin, **asked})
+    assert not preflight.is_success
+    for told in (answer, preflight):
+        assert not [name for name in told.headers if name.startswith("access-control")]
+        assert told.headers["x-content-type-options"] == "nosniff"
+        assert told.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
+        assert told.headers["referrer-policy"] == "no-referrer"
+
+
+def test_without_tokens_it_answers_only_to_its_own_address(store: Store) -> None:
+    with running_daemon(store.url) as daemon:
+        port = daemon.url.rpartition(":")[2]
+        for host in (f"127.0.0.1:{port}", "localhost", f"[::1]:{port}"):
+            assert daemon.get(wire.RUNS, headers={"Host": host}).status_code == 200, host
+        for host in ("evil.example", f"evil.example:{port}", "10.0.0.1", "127.0.0.1.evil.example", ""):
+            answer = daemon.get(wire.RUNS, headers={"Host": host})
+            assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), host
+        assert daemon.get("/livez", headers={"Host": "10.0.0.1"}).status_code == 200
+
+
+def test_failures_are_throttled_and_known_tokens_are_not(store: Store) -> None:
+    write_checkpoint(store, step=1)
+    with running_daemon(store.url, environment={**os.environ, "CKPTD_TOKEN": _BOOTSTRAP}) as daemon:
+
+        def status(token: str) -> int:
+            answer = daemon.get("/checkpoints/latest", headers={"Authorization": f"Bearer {token}"})
+            if answer.status_code == 429:
+                assert answer.headers["retry-after"] == "60"
+            return answer.status_code
+
+        assert status(_BOOTSTRAP) == 200
+        assert [status(f"wrong {i}") for i in range(MAX_FAILURES + 2)] == [401] * MAX_FAILURES + [429] * 2
+        assert status(_BOOTSTRAP) == 200
+        headers = {"Authorization": f"Bearer {_BOOTSTRAP}"}
+        wait_until(
+            lambda: 'ckptd_auth_failures_total{reason="throttled"} 2.0' in daemon.get("/metrics", headers=headers).text,
+            "counting",
+        )
+
+
+def test_the_throttle_forgets_and_stays_small() -> None:
+    now = [0.0]
+    throttle = Throttle(lambda: now[0])
+    for _ in range(MAX_FAILURES):
+        throttle.check("a", "x")
+        throttle.failed("a")
+    with pytest.raises(TooManyFailures):
+        throttle.check("a", "right, but never used from here")
+    throttle.check("b", "x")
+    now[0] += WINDOW_S
+    throttle.check("a", "x")
+    for i in range(30_000):
+        throttle.failed(str(i))
+        throttle.succeeded(str(i), "s")
+    assert max(len(throttle._failures), len(throttle._trusted)) <= 10_000
+
+
+def _filled(path: str, checkpoint: Checkpoint) -> str:
+    values = {"id": checkpoint.id, "run": checkpoint.run, "lease": _ULID, "name": "shard-00000.ckpt", "rank": "0"}
+    if not path.startswith(wire.CHECKPOINTS):
+        values["id"] = _ULID
+    return path.format(attempt=checkpoint.attempt, **values)

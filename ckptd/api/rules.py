@@ -1,0 +1,121 @@
+"""Who may do what: one row per endpoint. An endpoint without a row is for admins only."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from ckptd.api.context import Context
+from ckptstore import wire
+from ckptstore.names import Reference
+from ckptstore.wire import Scope
+
+Naming = Callable[[Request], Awaitable[str | None]]
+"""Finds the run that a request is about; None: all runs."""
+
+_ONE = wire.CHECKPOINTS + "/{id}"
+
+
+async def in_path(request: Request) -> str | None:
+    """/…/{run}/…"""
+    return str(request.path_params["run"])
+
+
+async def in_query(request: Request) -> str | None:
+    """?run=…"""
+    return request.query_params.get("run")
+
+
+async def of_checkpoint(request: Request) -> str | None:
+    """/v1/checkpoints/{id}/…"""
+    return Reference.parse(request.path_params["id"]).run
+
+
+async def of_restore(request: Request) -> str | None:
+    """/v1/restores/{id}/…"""
+    context: Context = request.app.state.context
+    restore = await context.threads.index(context.services.restores.find, request.path_params["id"])
+    return restore.run
+
+
+async def of_job(request: Request) -> str | None:
+    """/v1/jobs/{id}"""
+    context: Context = request.app.state.context
+    job = await context.threads.index(context.services.jobs.find, request.path_params["id"])
+    checkpoint: Any = job.request.get("checkpoint")
+    run: Any = Reference.parse(checkpoint).run if checkpoint else job.request.get("run")
+    return str(run) if run else None
+
+
+async def in_body(_: Request) -> str | None:
+    """{"run": …}, {"id": …} or {"checkpoint": …}: ckptd.api.access.check_body looks at it when it has been read."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an endpoint asks of its caller."""
+
+    scope: Scope | None
+    """None: nothing, not even a token."""
+    run: Naming | None = None
+    """None: it is about all runs, and not for callers bound to some."""
+    filters: bool = False
+    """Where no single run is named, it answers with what the caller may see."""
+
+
+RULES: dict[tuple[str, str], Rule] = {
+    ("GET", "/livez"): Rule(None),
+    ("GET", "/readyz"): Rule(None),
+    ("GET", "/metrics"): Rule(Scope.READ),
+    ("GET", "/checkpoints/latest"): Rule(Scope.READ, in_query),
+    ("GET", wire.LATEST): Rule(Scope.READ, in_query),
+    ("GET", wire.CHECKPOINTS): Rule(Scope.READ, in_query, filters=True),
+    ("GET", wire.RUNS): Rule(Scope.READ, in_query, filters=True),
+    ("GET", _ONE): Rule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/shards"): Rule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/entries"): Rule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/events"): Rule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/manifest"): Rule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/receipts/{rank}"): Rule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/shards/{name}"): Rule(Scope.READ, of_checkpoint),
+    ("POST", _ONE + "/read"): Rule(Scope.READ, of_checkpoint),
+    ("POST", wire.NOTIFY): Rule(Scope.WRITE, in_body),
+    ("POST", wire.DECISIONS): Rule(Scope.WRITE, in_body),
+    ("POST", wire.PRUNE): Rule(Scope.PRUNE, in_body),
+    ("POST", wire.REINDEX): Rule(Scope.ADMIN),
+    ("POST", wire.LEASES): Rule(Scope.READ, in_body),
+    ("DELETE", wire.LEASES + "/{run}/{lease}"): Rule(Scope.READ, in_path),
+    ("POST", wire.RESTORES): Rule(Scope.READ, in_body),
+    ("GET", wire.RESTORES): Rule(Scope.READ, in_query),
+    ("GET", wire.RESTORES + "/{id}"): Rule(Scope.READ, of_restore),
+    ("PUT", wire.RESTORES + "/{id}/ranks/{rank}"): Rule(Scope.READ, of_restore),
+    ("DELETE", wire.RESTORES + "/{id}"): Rule(Scope.READ, of_restore),
+    ("GET", wire.EVENTS): Rule(Scope.READ, in_query),
+    ("GET", wire.ATTEMPTS): Rule(Scope.READ, in_query),
+    ("POST", wire.JOBS): Rule(Scope.READ, in_body),  # and what its kind asks for
+    ("GET", wire.JOBS): Rule(Scope.READ),
+    ("GET", wire.JOBS + "/{id}"): Rule(Scope.READ, of_job),
+    ("DELETE", wire.JOBS + "/{id}"): Rule(Scope.PRUNE, of_job),
+    ("POST", wire.PROBE): Rule(Scope.ADMIN),
+    ("GET", wire.TOKENS): Rule(Scope.ADMIN),
+    ("POST", wire.TOKENS): Rule(Scope.ADMIN),
+    ("POST", wire.TOKENS + "/{name}/rotate"): Rule(Scope.ADMIN),
+    ("DELETE", wire.TOKENS + "/{name}"): Rule(Scope.ADMIN),
+}
+JOBS: dict[type[Any], Scope] = {
+    wire.VerifyJob: Scope.READ,
+    wire.PruneJob: Scope.PRUNE,
+    wire.CollectJob: Scope.PRUNE,
+}
+"""What starting a job of a kind asks for; other kinds are for admins."""
+_FOR_ADMINS = Rule(Scope.ADMIN)
+
+
+def rule_of(request: Request) -> Rule:
+    """The row of the endpoint that a request leads to."""
+    method = "GET" if request.method == "HEAD" else request.method
+    return RULES.get((method, request.scope["route"].path), _FOR_ADMINS)
