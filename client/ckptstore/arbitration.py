@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """How long a daemon that does not answer is asked again: a restart should fit in."""
+ANSWER_S = 20.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 
@@ -92,12 +93,15 @@ class DaemonArbiter:
     Asked again, for as long as `patience_s`, when it does not answer; a proposal may be repeated.
     """
 
-    def __init__(self, store: Store, url: str, token: str | None, patience_s: float = PATIENCE_S) -> None:
-        """store: as it is, to look at what was decided."""
+    def __init__(
+        self, store: Store, url: str, token: str | None, patience_s: float = PATIENCE_S, answer_s: float = ANSWER_S
+    ) -> None:
+        """store: as it is, to look at what was decided. answer_s: an answer takes no longer."""
         self._store = store
         self._url = url
         self._token = token
         self._patience_s = patience_s
+        self._answer_s = answer_s
 
     def decide(self, key: str, proposal: bytes) -> bytes:
         """Raises DaemonUnavailable, IndexUnavailable or StoreUnavailable when nothing could be learned; Denied."""
@@ -127,9 +131,11 @@ class DaemonArbiter:
     @cached_property
     def _client(self) -> DaemonClient:
         # Whoever never asks needs no HTTP client.
+        import httpx
+
         from ckptstore.daemon import DaemonClient
 
-        return DaemonClient(self._url, self._token)
+        return DaemonClient(self._url, self._token, httpx.Timeout(self._answer_s), retries=0)
 
     def _stored(self, key: str) -> bytes | None:
         try:

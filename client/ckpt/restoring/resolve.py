@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ckpt.config import Config
 from ckpt.saving.presence import wait_for_orphans
+from ckptstore.arbitration import arbitrated
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.commit import identity
@@ -36,9 +37,10 @@ def settle(config: Config) -> None:
 def _roll_forward(source: Source, config: Config) -> None:
     """Commit what lacks nothing but the commit."""
     if isinstance(source, StoreSource):
-        for attempt in undecided_attempts(source.store, config.run):
+        store = arbitrated(source.store, config.daemon, config.token)
+        for attempt in undecided_attempts(store, config.run):
             try:
-                if advance(source.store, config.run, attempt, system_clock):
+                if advance(store, config.run, attempt, system_clock):
                     logger.warning("committed %s, which was complete but for its commit", attempt)
             except StoreReadOnly as error:
                 logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)

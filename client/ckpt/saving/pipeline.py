@@ -18,6 +18,7 @@ from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, 
 from ckpt.saving.notify import Notifier
 from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
+from ckptstore.arbitration import arbitrated
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commit import StoredReceipt
 from ckptstore.documents import seal
@@ -48,7 +49,8 @@ class SavePipeline:
     def __init__(
         self, store: Store, setup: Setup, report: Callable[[Report], None], clock: Clock = system_clock
     ) -> None:
-        self._store = store
+        # Where the store lets several committers win, the daemon decides.
+        self._store = arbitrated(store, setup.daemon, setup.token)
         self._setup = setup
         self._report = report
         self._clock = clock
