@@ -58,6 +58,7 @@ class Checkpointer:
         commit_timeout_s: float = 1800.0,
         settle_timeout_s: float = 120.0,
         peer_timeout_s: float = 600.0,
+        daemon_timeout_s: float = 60.0,
         spread: bool = False,
         share: Literal["auto", "broadcast", "daemon", "none"] = "auto",
     ) -> None:
@@ -65,9 +66,11 @@ class Checkpointer:
         self.config: Config = configure(
             store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots, compress=compress,
             commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s, peer_timeout_s=peer_timeout_s,
-            spread=spread, share=share,
+            daemon_timeout_s=daemon_timeout_s, spread=spread, share=share,
         )  # fmt: skip
-        self._source: Source = open_source(self.config.source, self.config.token, self.config.options)
+        self._source: Source = open_source(
+            self.config.source, self.config.token, self.config.options, patience_s=self.config.daemon_timeout_s
+        )
         self._pid = os.getpid()
         self._client: SaveClient | None = None
         self._agreement: Agreement | None = None

@@ -37,6 +37,8 @@ class Config:
     """How long a restore waits for the saver of a killed predecessor on this host."""
     peer_timeout_s: float = 600.0
     """How long ranks wait for one that gives no sign of life, at the first save and in restores."""
+    daemon_timeout_s: float = 60.0
+    """How long reads through the daemon are asked again while it does not answer; a restart goes unnoticed."""
     spread: bool = False
     """Whether ranks that hold copies share the writing of them; else the lowest writes all: one file."""
     share: Literal["auto", "broadcast", "daemon", "none"] = "auto"

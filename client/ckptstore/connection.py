@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
 from ckptstore import wire
-from ckptstore.errors import CkptError, DaemonUnavailable, error_from_code
+from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable, error_from_code
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _RETRIES = 3
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
 _B = TypeVar("_B", bound=msgspec.Struct)
+_T = TypeVar("_T")
 
 
 class Connection:
@@ -22,10 +32,17 @@ class Connection:
     """
 
     def __init__(
-        self, url: str, token: str | None = None, timeout: httpx.Timeout = _TIMEOUT, retries: int = _RETRIES
+        self,
+        url: str,
+        token: str | None = None,
+        timeout: httpx.Timeout = _TIMEOUT,
+        retries: int = _RETRIES,
+        patience_s: float = 0.0,
     ) -> None:
+        """patience_s: for so long a read is asked again while no answer comes; a restarted daemon goes unnoticed."""
         self.url = url.rstrip("/")
         self._timeout = timeout
+        self._patience_s = patience_s
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
             base_url=self.url,
@@ -58,6 +75,30 @@ class Connection:
         body: msgspec.Struct | None = None,
         params: dict[str, str | int] | None = None,
         timeout: float | None = None,
+    ) -> httpx.Response:
+        once = partial(self._request_once, method, path, body, params, timeout)
+        return self._patiently(once) if method == "GET" else once()
+
+    def _patiently(self, ask: Callable[[], _T]) -> _T:
+        """What `ask` gives; asked again, ever more rarely, while it is Unavailable and there is patience left."""
+        deadline, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return ask()
+            except Unavailable as error:
+                if time.monotonic() + pause > deadline:
+                    raise
+                logger.warning("asking again: %s", error)
+            time.sleep(pause * random.uniform(0.5, 1.0))  # many readers would come back at once
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _request_once(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        params: dict[str, str | int] | None,
+        timeout: float | None,
     ) -> httpx.Response:
         content = msgspec.json.encode(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if body is not None else {}

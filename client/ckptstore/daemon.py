@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from urllib.parse import quote
 
 import httpx
@@ -60,9 +61,10 @@ class DaemonClient(Operations):
 
     def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
         """Fill the buffer with stored bytes of a shard, unchecked."""
-        if not len(buffer):
-            return
-        path = self._path(checkpoint.id, "shards", shard)
+        if len(buffer):
+            self._patiently(partial(self._read_shard, self._path(checkpoint.id, "shards", shard), offset, buffer))
+
+    def _read_shard(self, path: str, offset: int, buffer: memoryview) -> None:
         headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
         done = 0
         try:
@@ -79,7 +81,8 @@ class DaemonClient(Operations):
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Protect a checkpoint from deletion for `ttl_s` seconds."""
         request = wire.LeaseRequest(id=checkpoint.id, holder=holder, ttl_s=ttl_s)
-        return self._json("POST", wire.LEASES, wire.LeaseBody, body=request).lease
+        # Asked again after a lost reply, a second lease is left to expire.
+        return self._patiently(partial(self._json, "POST", wire.LEASES, wire.LeaseBody, body=request)).lease
 
     def release_lease(self, run: str, lease: str) -> None:
         """End a lease."""

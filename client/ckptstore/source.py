@@ -116,13 +116,18 @@ class StoreSource:
         """A store holds no connections of its own: fsspec shares them within the process."""
 
 
-def open_source(url: str, token: str | None = None, options: Mapping[str, Any] | None = None) -> Source:
-    """The daemon at an http(s):// URL, or the store at any other one."""
+def open_source(
+    url: str, token: str | None = None, options: Mapping[str, Any] | None = None, patience_s: float = 0.0
+) -> Source:
+    """The daemon at an http(s):// URL, or the store at any other one.
+
+    patience_s: for so long a daemon that does not answer is asked again.
+    """
     if url.startswith(("http://", "https://")):
         # Trainers that read the store itself need no HTTP client.
         from ckptstore.daemon import DaemonClient
 
-        return DaemonClient(url, token)
+        return DaemonClient(url, token, patience_s=patience_s)
     return StoreSource(open_store(url, options))
 
 

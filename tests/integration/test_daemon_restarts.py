@@ -1,0 +1,99 @@
+"""A daemon that is killed and started again under load: training does not notice, and restores through it go on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ckpt import Checkpointer, SaveHandle
+from tests.support.daemons import Daemon, running_daemon, wait_until
+
+RUN = "busy"
+SAVES = 24
+KILLS = 3
+READERS = 3
+ROWS = 1500
+
+
+def model_of(step: int) -> nn.Linear:
+    """A model whose weights tell the step; about 9 MB."""
+    model = nn.Linear(ROWS, ROWS, bias=False)
+    nn.init.constant_(model.weight, float(step))
+    return model
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def restarting(store: Path, folder: Path, port: int) -> Iterator[Daemon]:
+    with running_daemon(f"file://{store}", f"sqlite:///{folder}/index.db", options=("--port", str(port))) as daemon:
+        yield daemon
+
+
+def train(store: Path, url: str, stop: threading.Event) -> list[SaveHandle]:
+    """Save step after step until told to stop, and not before there are enough."""
+    handles: list[SaveHandle] = []
+    with Checkpointer(str(store), run=RUN, daemon=url) as checkpointer:
+        while len(handles) < SAVES or not stop.is_set():
+            handles.append(checkpointer.save_async(model_of(len(handles)), None, len(handles)))
+            time.sleep(0.05)
+    return handles
+
+
+def restore_often(url: str, stop: threading.Event) -> list[int]:
+    """Restore the newest through the daemon again and again; the steps that came back, each whole."""
+    steps = []
+    with Checkpointer(run=RUN, daemon=url) as checkpointer:
+        while not stop.is_set():
+            model = model_of(-1)
+            restored = checkpointer.restore(model)
+            assert restored is not None
+            assert bool((model.weight == float(restored.step)).all()), "weights of another step, or a mixture"
+            assert restored.skipped == []
+            steps.append(restored.step)
+    return steps
+
+
+def test_training_is_unaffected_and_restores_go_on(tmp_path: Path) -> None:
+    store, port, stop = tmp_path / "store", free_port(), threading.Event()
+    url = f"http://127.0.0.1:{port}"
+    with Checkpointer(str(store), run=RUN) as checkpointer:
+        checkpointer.save(model_of(0), None, 0)
+    with ThreadPoolExecutor(READERS + 1) as pool:
+        try:
+            for life in range(KILLS + 1):
+                with restarting(store, tmp_path, port) as daemon:
+                    if life == 0:
+                        training = pool.submit(train, store, url, stop)
+                        readers = [pool.submit(restore_often, url, stop) for _ in range(READERS)]
+                    time.sleep(0.7)
+                    if life < KILLS:
+                        daemon.kill()
+                        time.sleep(0.3)
+                        continue
+                    stop.set()
+                    handles = training.result(60)
+                    restored = [reader.result(60) for reader in readers]
+                    steps = {handle.result().step for handle in handles}
+                    assert steps == set(range(len(handles))), "every save is committed"
+                    with daemon.client() as client:
+                        wait_until(
+                            lambda: {found.step for found in client.checkpoints(RUN)} == steps, "the daemon's index"
+                        )
+        finally:
+            stop.set()
+    for steps_of_one in restored:
+        assert steps_of_one == sorted(steps_of_one), "latest never goes back"
+        assert len(set(steps_of_one)) > KILLS, "it went on after the kills"
