@@ -1,0 +1,261 @@
+"""Events: pages of them, streams that resume, latest that waits; none is lost and none is told twice."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ckptd.index import Database, EventLog, Index, News
+from ckptd.services.events import Events
+from ckptstore import wire
+from ckptstore.clock import system_clock
+from ckptstore.daemon import DaemonClient
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.names import new_ulid
+from ckptstore.stores import Store, open_store
+from ckptstore.wire import EventKind
+from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.daemons import Daemon, running_daemon, wait_until
+
+SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Store]]:
+    store = open_store(str(tmp_path_factory.mktemp("watched") / "store"))
+    write_checkpoint(store, "old", 1, SMALL)
+    with running_daemon(store.url) as daemon:
+        yield daemon, store
+
+
+@contextmanager
+def listening(
+    daemon: Daemon, after: int | None = None, run: str | None = None
+) -> Iterator[queue.Queue[wire.EventBody]]:
+    """What a stream brings, as it comes; the stream is open when the block begins."""
+    received: queue.Queue[wire.EventBody] = queue.Queue()
+    client = DaemonClient(daemon.url)
+
+    def follow() -> None:
+        try:
+            for event in client.event_stream(after, run):
+                received.put(event)
+        except Exception:
+            pass  # the test closes the connection under it
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield received
+    finally:
+        client.close()
+
+
+def commit(daemon: Daemon, store: Store, run: str, step: int) -> str:
+    """Write a checkpoint and tell the daemon; returns its id."""
+    checkpoint = write_checkpoint(store, run, step, SMALL)
+    with daemon.client() as client:
+        client.notify(run, checkpoint.attempt)
+    return checkpoint.id
+
+
+def test_what_was_there_before_is_no_news(watched: tuple[Daemon, Store]) -> None:
+    daemon, _ = watched
+    with daemon.client() as client:
+        assert [event for event in client.events().items if event.run == "old"] == []
+
+
+def test_a_commit_is_told_once_although_it_is_notified_and_listed(watched: tuple[Daemon, Store]) -> None:
+    daemon, store = watched
+    with listening(daemon, run="once") as received:
+        assert received.get(timeout=20).kind == wire.OPEN
+        ids = [commit(daemon, store, "once", step) for step in (1, 2, 3)]
+        events = [received.get(timeout=20) for _ in ids]
+        assert [event.checkpoint for event in events] == ids
+        assert [event.kind for event in events] == [EventKind.COMMITTED] * 3
+        assert events[0].detail["step"] == 1
+        assert sorted(event.id for event in events) == [event.id for event in events]
+        with daemon.client() as client:
+            reindexed = client.reindex()
+            assert reindexed.checkpoints >= 3
+            assert [event.checkpoint for event in client.events(run="once").items] == ids
+
+
+def test_a_deletion_is_told(watched: tuple[Daemon, Store]) -> None:
+    daemon, store = watched
+    old, new = write_checkpoint(store, "gone", 1, SMALL), write_checkpoint(store, "gone", 2, SMALL)
+    with daemon.client() as client:
+        for checkpoint in (old, new):
+            client.notify("gone", checkpoint.attempt)
+        delete_checkpoint(store, old, "test", system_clock)
+        wait_until(lambda: len(client.events(run="gone").items) == 3, "the news of the deletion")
+        last = client.events(run="gone").items[-1]
+        assert (last.kind, last.checkpoint) == (EventKind.DELETED, old.id)
+        of_one = daemon.get(f"/v1/checkpoints/{old.id}/events").json()["items"]
+        assert [event["kind"] for event in of_one] == ["committed", "deleted"]
+
+
+def test_a_stream_resumes_where_it_ended(watched: tuple[Daemon, Store]) -> None:
+    daemon, store = watched
+    with listening(daemon, run="resumed") as received:
+        received.get(timeout=20)
+        commit(daemon, store, "resumed", 1)
+        first = received.get(timeout=20)
+    missed = [commit(daemon, store, "resumed", step) for step in (2, 3)]
+    with listening(daemon, after=first.id, run="resumed") as received:
+        events = [received.get(timeout=20) for _ in range(3)]
+    assert [event.checkpoint for event in events[1:]] == missed
+    assert events[0].kind == wire.OPEN
+
+
+def test_events_survive_a_restart_and_a_stream_goes_on(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    db = f"sqlite:///{tmp_path}/index.db"
+    with running_daemon(store.url, db) as daemon:
+        first = commit(daemon, store, "gpt", 1)
+        with daemon.client() as client:
+            seen = client.events().last_id
+        daemon.kill()
+    second = write_checkpoint(store, "gpt", 2, SMALL).id
+    with running_daemon(store.url, db) as daemon, daemon.client() as client:
+        wait_until(lambda: client.events(after=seen).items, "the commit while it was away")
+        assert [event.checkpoint for event in client.events().items] == [first, second]
+    (tmp_path / "index.db").unlink()
+    with running_daemon(store.url, db) as daemon, daemon.client() as client:
+        third = commit(daemon, store, "gpt", 3)
+        (event,) = client.events().items
+        assert event.checkpoint == third
+        assert event.id > seen
+        assert client.events(after=seen).gap
+        with listening(daemon, after=seen) as received:
+            kinds = [received.get(timeout=20).kind for _ in range(3)]
+        assert kinds == [wire.OPEN, wire.GAP, EventKind.COMMITTED]
+
+
+def test_latest_waits_for_a_commit_and_not_longer(watched: tuple[Daemon, Store]) -> None:
+    daemon, store = watched
+    answers: list[httpx.Response] = []
+
+    def ask(etag: str | None) -> None:
+        headers = {"If-None-Match": etag} if etag else {}
+        answers.append(daemon.get("/checkpoints/latest?run=awaited&wait=60", headers=headers, timeout=90))
+
+    def wake(step: int, etag: str | None, number: int) -> float:
+        del answers[:]
+        threads = [threading.Thread(target=ask, args=(etag,)) for _ in range(number)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)  # they wait; if one does not yet, it is answered at once all the same
+        assert not answers
+        id = commit(daemon, store, "awaited", step)
+        began = time.monotonic()
+        for thread in threads:
+            thread.join()
+        assert {answer.json()["id"] for answer in answers} == {id}
+        return time.monotonic() - began
+
+    assert wake(1, None, 5) < 10
+    # More than there are threads for such questions.
+    assert wake(2, answers[0].headers["etag"], 40) < 20
+
+
+def test_a_wait_that_is_over_answers_as_without(watched: tuple[Daemon, Store]) -> None:
+    daemon, store = watched
+    assert daemon.get("/v1/checkpoints/latest?run=never&wait=0.2").json()["code"] == "no_checkpoint"
+    commit(daemon, store, "still", 1)
+    etag = daemon.get("/v1/checkpoints/latest?run=still").headers["etag"]
+    answer = daemon.get("/v1/checkpoints/latest?run=still&wait=0.2", headers={"If-None-Match": etag})
+    assert answer.status_code == 304
+
+
+def test_streams_are_limited_per_client(tmp_path: Path) -> None:
+    with (
+        running_daemon(f"file://{tmp_path}/store") as daemon,
+        httpx.Client(limits=httpx.Limits(max_connections=100)) as client,
+    ):
+        streams = []
+        try:
+            for _ in range(16):
+                request = client.build_request("GET", daemon.url + wire.EVENTS, headers={"Accept": wire.EVENT_STREAM})
+                streams.append(client.send(request, stream=True))
+            assert {stream.status_code for stream in streams} == {200}
+            refused = daemon.get(wire.EVENTS, headers={"Accept": wire.EVENT_STREAM})
+            assert (refused.status_code, refused.json()["code"]) == (429, "too_many_requests")
+            assert int(refused.headers["retry-after"]) > 0
+        finally:
+            for stream in streams:
+                stream.close()
+
+        def free() -> bool:
+            with httpx.stream("GET", daemon.url + wire.EVENTS, headers={"Accept": wire.EVENT_STREAM}) as stream:
+                return stream.status_code == 200
+
+        wait_until(free, "a free place for a stream")
+
+
+@pytest.mark.parametrize("given", ["x", "-1", "9" * 30, "١"])
+def test_positions_that_are_none(watched: tuple[Daemon, Store], given: str) -> None:
+    daemon, _ = watched
+    headers = {"Accept": wire.EVENT_STREAM, "Last-Event-ID": given.encode()}
+    answer = httpx.get(daemon.url + wire.EVENTS, headers=headers)  # type: ignore[arg-type]
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+
+
+def test_the_end_of_a_restore_is_told_once(watched: tuple[Daemon, Store]) -> None:
+    daemon, store = watched
+    commit(daemon, store, "restored", 1)
+    with daemon.client() as client:
+        session = client.join_restore("restored", "job", world_size=1, rank=0)
+        for _ in range(2):
+            client.report_restore(session.id, 0, wire.Phase.RESTORED)
+        events = [event for event in client.events(run="restored").items if event.kind == EventKind.RESTORE_ENDED]
+    assert [event.detail["state"] for event in events] == ["restored"]
+    assert events[0].detail["restore"] == session.id
+
+
+def test_other_daemons_on_the_database_are_heard(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/index.db", 4)
+    Index(database).adopt("file:///store", 0.0)
+    woken: list[str] = []
+    ours, theirs = EventLog(database, system_clock), EventLog(database, system_clock)
+    events = Events(ours, _NoRestores(), woken.append)  # type: ignore[arg-type]
+    events.round()
+    theirs.add(News(kind=EventKind.COMMITTED, run="gpt", checkpoint=f"gpt@1.{new_ulid(0)}"))
+    assert woken == []
+    events.round()
+    assert {"events", "checkpoints", "checkpoints/gpt"} == set(woken)
+    database.close()
+
+
+def test_old_events_are_forgotten_and_the_gap_is_told(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/index.db", 4)
+    Index(database).adopt("file:///store", 0.0)
+    now = [1000.0]
+    log = EventLog(database, lambda: now[0])
+    for step in range(10):
+        log.add(News(kind=EventKind.COMMITTED, run="gpt", detail={"step": step}))
+        now[0] -= 50  # a clock that runs backwards does not turn the order
+    ids = [event.id for event in log.after(0, 100)]
+    assert ids == sorted(set(ids))
+    log.trim(3)
+    assert [event.news.detail["step"] for event in log.after(0, 100)] == [7, 8, 9]
+    events = Events(log, _NoRestores(), lambda _: None)  # type: ignore[arg-type]
+    assert events.page(ids[2]).gap
+    assert not events.page(ids[6]).gap
+    assert json.loads(json.dumps(events.page(ids[9]).last_id)) == ids[9]
+    database.close()
+
+
+class _NoRestores:
+    """No restore session is there."""
+
+    def find(self, id: str) -> None:
+        return None

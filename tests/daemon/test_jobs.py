@@ -1,0 +1,286 @@
+"""Jobs: what they do, how they are watched, ended, refused and interrupted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.index import Database, EventLog, Index, Job, JobIndex
+from ckptd.services.events import Events
+from ckptd.services.jobs import MAX_LIVE, Jobs, Progress
+from ckptstore import names, wire
+from ckptstore.clock import system_clock
+from ckptstore.daemon import DaemonClient
+from ckptstore.errors import CkptError, InvalidPolicy, NoCheckpoint, NoJob, TooManyRequests
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.stores import Store, open_store
+from ckptstore.wire import EventKind, JobState
+from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.daemons import Daemon, running_daemon, wait_until
+
+ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
+    store = open_store(str(tmp_path / "store"))
+    for step in (1, 2, 3):
+        write_checkpoint(store, "gpt", step)
+    with running_daemon(store.url) as daemon:
+        yield daemon, store
+
+
+def done(client: DaemonClient, request: wire.JobRequest) -> wire.JobBody:
+    """The job when it has ended."""
+    job = client.start_job(request)
+    wait_until(lambda: not client.job(job.id).state.live, f"the end of job {job.id}")
+    return client.job(job.id)
+
+
+def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    with daemon.client() as client:
+        good = done(client, wire.VerifyJob(run="gpt"))
+        assert (good.state, good.result) == (JobState.SUCCEEDED, {"checked": 3, "corrupt": [], "num_corrupt": 0})
+        assert good.done == good.total > 0
+        assert good.log is not None
+        assert good.log.count(" ok\n") == 3
+        newest = client.latest("gpt")
+        key = names.shard_key("gpt", newest.attempt, names.shard_name(0))
+        data = bytearray(store.get(key))
+        data[1000] ^= 1
+        store.put(key, data)
+        bad = done(client, wire.VerifyJob(checkpoint=newest.id))
+        assert bad.result is not None
+        assert bad.result["corrupt"] == [newest.id]
+        assert client.latest("gpt").step == 2
+        kinds = [(event.kind, event.checkpoint) for event in client.events(limit=500).items]
+        assert (EventKind.CORRUPT, newest.id) in kinds
+        assert kinds.count((EventKind.JOB_ENDED, None)) == 2
+        assert [job.id for job in client.jobs()] == [bad.id, good.id]
+        assert client.jobs()[0].log is None
+
+
+def test_prune_and_gc_and_reindex(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    with daemon.client() as client:
+        planned = done(client, wire.PruneJob(keep_last=1, run="gpt"))
+        assert planned.result is not None
+        assert (planned.result["num_removed"], planned.result["dry_run"]) == (2, True)
+        assert len(client.checkpoints("gpt")) == 3
+        pruned = done(client, wire.PruneJob(keep_last=1, run="gpt", dry_run=False, force=True, grace_s=0))
+        assert pruned.state is JobState.SUCCEEDED, pruned
+        assert [c.step for c in client.checkpoints("gpt")] == [3]
+        assert done(client, wire.CollectJob(run="gpt")).state is JobState.SUCCEEDED
+        write_checkpoint(store, "gpt", 4)
+        reindexed = done(client, wire.ReindexJob())
+        assert reindexed.result == {"runs": 1, "checkpoints": 2}
+
+
+def test_what_cannot_be_done_is_said(served: tuple[Daemon, Store]) -> None:
+    daemon, _ = served
+    with daemon.client() as client:
+        for request, error in (
+            (wire.VerifyJob(run="nope"), NoCheckpoint),
+            (wire.VerifyJob(checkpoint="gpt@77"), NoCheckpoint),
+            (wire.PruneJob(keep_last=0), InvalidPolicy),
+        ):
+            failed = done(client, request)
+            assert (failed.state, failed.code) == (JobState.FAILED, error.code)
+            assert failed.problem
+        with pytest.raises(NoJob):
+            client.job(ULID)
+        with pytest.raises(NoJob):
+            client.cancel_job(ULID)
+        with pytest.raises(CkptError) as caught:
+            client.job("x")
+        assert caught.value.code == "invalid_name"
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"kind": "x"}, {"kind": "verify", "run": 1}, {"kind": "verify", "run": "x" * 201}, [], None]
+)
+def test_requests_that_are_none(served: tuple[Daemon, Store], body: object) -> None:
+    daemon, _ = served
+    answer = daemon.post(wire.JOBS, body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+
+
+def test_live_uploads_show_who_is_missing(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    attempt = Attempt(9, new_ulid(system_clock()))
+    for rank in (0, 2):
+        write_rank(store, "gpt", attempt, sample_arrays() if rank == 0 else {}, rank, world_size=4)
+    with daemon.client() as client:
+        (upload,) = client.attempts("gpt")
+        assert [found.attempt for found in client.attempts()] == [upload.attempt]
+    assert (upload.step, upload.num_receipts, upload.world_size) == (9, 2, 4)
+    assert upload.missing_ranks == [1, 3]
+    assert upload.num_shards == 1
+    assert upload.stored_bytes > 1_000_000
+
+
+def test_a_probe_of_a_good_store_is_good(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    with daemon.client() as client:
+        found = client.probe()
+    assert found.ok, found
+    assert found.conditional_writes
+    assert found.clock_skew_s == 0
+    assert list(store.list(names.PROBES_PREFIX)) == []
+
+
+class Bench:
+    """Jobs over an index, whose work the test holds."""
+
+    def __init__(self, tmp_path: Path, work: Callable[[Any, Progress], dict[str, Any] | None]) -> None:
+        self.database = Database(f"sqlite:///{tmp_path}/index.db", 8)
+        self.now = 1000.0
+        Index(self.database).adopt("file:///store", 0.0)
+        self.index = JobIndex(self.database)
+        self.log = EventLog(self.database, self.clock)
+        events = Events(self.log, None, lambda _: None)  # type: ignore[arg-type]
+        self.jobs = Jobs(self.index, events, self.clock, {wire.ReindexJob: work})
+
+    def clock(self) -> float:
+        return self.now
+
+    def ended(self, job: Job) -> Job:
+        """The job when it has ended."""
+        wait_until(lambda: not self.jobs.find(job.id).state.live, "the end of the job")
+        return self.jobs.find(job.id)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[[Callable[[Any, Progress], dict[str, Any] | None]], Bench]]:
+    benches: list[Bench] = []
+
+    def make(work: Callable[[Any, Progress], dict[str, Any] | None]) -> Bench:
+        benches.append(Bench(tmp_path, work))
+        benches[-1].jobs.start()
+        return benches[-1]
+
+    yield make
+    for made in benches:
+        made.jobs.stop(10)
+        made.database.close()
+
+
+def test_a_running_job_ends_at_its_next_step_after_a_cancel(bench: Any) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def work(_: object, progress: Progress) -> None:
+        progress.expect(10, "steps")
+        progress.advance(1)
+        began.set()
+        assert go_on.wait(30)
+        for _step in range(9):
+            progress.advance(1)
+        raise AssertionError("it was not cancelled")
+
+    made = bench(work)
+    job = made.jobs.submit(wire.ReindexJob())
+    assert began.wait(30)
+    assert made.jobs.cancel(job.id).cancelling
+    go_on.set()
+    ended = made.ended(job)
+    assert (ended.state, ended.total) == (JobState.CANCELLED, 10)
+    assert made.jobs.cancel(job.id) == ended
+
+
+def test_a_waiting_job_never_begins_after_a_cancel(bench: Any) -> None:
+    go_on = threading.Event()
+    ran = []
+
+    def work(_: object, progress: Progress) -> None:
+        ran.append(1)
+        assert go_on.wait(30)
+
+    made = bench(work)
+    jobs = [made.jobs.submit(wire.ReindexJob()) for _ in range(3)]
+    wait_until(lambda: len(ran) == 2, "two jobs at work")
+    assert made.jobs.cancel(jobs[2].id).state is JobState.CANCELLED
+    go_on.set()
+    assert [made.ended(job).state for job in jobs] == [JobState.SUCCEEDED, JobState.SUCCEEDED, JobState.CANCELLED]
+    assert len(ran) == 2
+
+
+def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
+    def work(_: object, progress: Progress) -> dict[str, Any]:
+        if not made.jobs.find(first.id).state.live:
+            return {"fine": True}
+        raise ZeroDivisionError
+
+    made = bench(work)
+    first = made.jobs.submit(wire.ReindexJob())
+    assert (made.ended(first).state, made.ended(first).code) == (JobState.FAILED, "internal")
+    assert made.ended(made.jobs.submit(wire.ReindexJob())).result == {"fine": True}
+
+
+def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
+    made = bench(lambda _request, _progress: None)
+    left = Job(
+        id=ULID, kind="reindex", request={}, state=JobState.RUNNING, created_at=900.0, heard_at=990.0, started_at=901.0
+    )
+    made.index.add(left)
+    made.jobs.watch()
+    assert made.jobs.find(ULID).state is JobState.RUNNING
+    made.now += 10
+    made.jobs.watch()
+    found = made.jobs.find(ULID)
+    assert (found.state, found.ended_at) == (JobState.INTERRUPTED, made.now)
+    assert [event.news.detail["state"] for event in made.log.after(0, 10)] == ["interrupted"]
+
+
+def test_a_job_that_works_for_long_is_not_taken_for_gone(bench: Any) -> None:
+    go_on = threading.Event()
+    made = bench(lambda _request, _progress: {"done": go_on.wait(30)})
+    job = made.jobs.submit(wire.ReindexJob())
+    wait_until(lambda: made.jobs.find(job.id).state is JobState.RUNNING, "its begin")
+    for _ in range(5):
+        made.now += 10
+        made.jobs.watch()
+    go_on.set()
+    assert made.ended(job).state is JobState.SUCCEEDED
+
+
+def test_no_more_jobs_than_anybody_could_want(bench: Any) -> None:
+    go_on = threading.Event()
+    made = bench(lambda _request, _progress: {"done": go_on.wait(60)})
+    for _ in range(MAX_LIVE):
+        made.jobs.submit(wire.ReindexJob())
+    with pytest.raises(TooManyRequests):
+        made.jobs.submit(wire.ReindexJob())
+    go_on.set()
+
+
+def test_a_log_keeps_its_newest_lines(bench: Any) -> None:
+    def work(_: object, progress: Progress) -> None:
+        for number in range(20_000):
+            progress.say(f"line {number}")
+
+    made = bench(work)
+    log = made.ended(made.jobs.submit(wire.ReindexJob())).log
+    assert len(log) <= 64 << 10
+    assert log.endswith("line 19999\n")
+
+
+def test_a_restart_interrupts_what_ran(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    write_checkpoint(store, "gpt", 1)
+    db = f"sqlite:///{tmp_path}/index.db"
+    database = Database(db, 2)
+    old = system_clock() - 60
+    with running_daemon(store.url, db):
+        JobIndex(database).add(
+            Job(id=ULID, kind="verify", request={}, state=JobState.RUNNING, created_at=old, heard_at=system_clock())
+        )
+    JobIndex(database).change(ULID, heard_at=old)
+    with running_daemon(store.url, db) as daemon, daemon.client() as client:
+        wait_until(lambda: client.job(ULID).state is JobState.INTERRUPTED, "the end of a job without a daemon")
+        assert "ended" in client.job(ULID).problem
+    database.close()
