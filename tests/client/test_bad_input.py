@@ -58,7 +58,7 @@ def test_neither_store_nor_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unreachable_daemon() -> None:
-    with Checkpointer("http://127.0.0.1:9", run="r") as checkpointer:
+    with Checkpointer("http://127.0.0.1:9", run="r", daemon_timeout_s=0.2) as checkpointer:
         with pytest.raises(DaemonUnavailable, match=r"127\.0\.0\.1:9"):
             checkpointer.restore(nn.Linear(2, 2))
         with pytest.raises(InvalidRequest, match="daemon"):
