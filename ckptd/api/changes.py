@@ -11,10 +11,14 @@ from ckptd.api.bodies import json_response, read_body, request_schema
 from ckptd.api.context import Given
 from ckptd.services.pruning import Pruned
 from ckptstore import wire
+from ckptstore.errors import InvalidPolicy
 from ckptstore.names import Attempt, Reference, check_run
+from ckptstore.policies import policy_of
+from ckptstore.pruning import Prune
 from ckptstore.retention import Policy
 
 router = APIRouter()
+_BY = "ckptd"
 
 
 @router.post(wire.NOTIFY, openapi_extra=request_schema(wire.NotifyRequest))
@@ -30,9 +34,8 @@ async def notify(request: Request, given: Given) -> Response:
 async def prune(request: Request, given: Given) -> Response:
     """Delete what the policy does not keep; a dry run, the default, only says what that is."""
     body = await read_body(request, wire.PruneRequest)
-    policy = Policy(keep_last=body.keep_last)
-    run = check_run(body.run) if body.run is not None else None
-    done = await given.threads.store(given.services.pruning.prune, policy, run, body.dry_run)
+    wanted = Prune(_policy(body), body.run, body.grace_s, looked_at=body.force)
+    done = await given.threads.store(given.services.pruning.prune, wanted, body.dry_run, _BY)
     return json_response(_prune_body(done, body.dry_run))
 
 
@@ -61,6 +64,14 @@ async def release_lease(
     return Response(status_code=204)
 
 
+def _policy(body: wire.PruneRequest) -> Policy | None:
+    if body.keep_last is not None:
+        if body.rules is not None:
+            raise InvalidPolicy("both keep_last and rules are given", "Write keep_last into the rules")
+        return Policy(keep_last=body.keep_last)
+    return policy_of(body.rules) if body.rules is not None else None
+
+
 def _prune_body(pruned: Pruned, dry_run: bool) -> wire.PruneBody:
     items = [
         wire.PruneItem(checkpoint=wire.CheckpointBody.of(verdict.checkpoint), reasons=list(verdict.reasons))
@@ -71,4 +82,5 @@ def _prune_body(pruned: Pruned, dry_run: bool) -> wire.PruneBody:
         items=items,
         freed_bytes=sum(checkpoint.stored_bytes for checkpoint in pruned.removed),
         held=[checkpoint.id for checkpoint in pruned.spared],
+        grace_s=pruned.grace_s,
     )

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore.catalog import Checkpoint, list_runs
+from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.deletion import PrunePlan, apply_prune, plan_prune
-from ckptstore.errors import NoCheckpoint
-from ckptstore.retention import Policy, Verdict
+from ckptstore.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
+from ckptstore.retention import Verdict
 from ckptstore.stores import Store
 
 
@@ -21,11 +20,13 @@ class Pruned:
     verdicts: tuple[Verdict, ...]
     removed: tuple[Checkpoint, ...]
     spared: tuple[Checkpoint, ...]
-    """Were to go, but a reader took a lease in between."""
+    """Were to go, but something held them by then."""
+    grace_s: float
+    """For so long what was removed can be taken back."""
 
 
 class Pruning:
-    """Applies a retention policy to runs."""
+    """Deletes what policies do not keep."""
 
     def __init__(self, store: Store, synchronizing: Synchronizing, metrics: Metrics, clock: Clock) -> None:
         self._store = store
@@ -33,28 +34,26 @@ class Pruning:
         self._metrics = metrics
         self._clock = clock
 
-    def prune(self, policy: Policy, run: str | None, dry_run: bool) -> Pruned:
-        """Plan, and without dry_run delete; what was removed is gone from store and index on return.
+    def prune(self, wanted: Prune, dry_run: bool, by: str) -> Pruned:
+        """Plan, and without dry_run hide; what was removed is gone from all listings on return.
 
-        Raises NoCheckpoint for a run without checkpoints, or Unavailable: then part of the plan may be done.
+        by: who wants it, for the audit log. Raises NoCheckpoint where the runs that are named have none, InvalidPolicy,
+        TooMuchToDelete, or Unavailable: then part of the plan may be done.
         """
-        names = [run] if run is not None else list_runs(self._store)
-        plans = [plan_prune(self._store, name, policy, self._clock) for name in names]
-        if run is not None and not plans[0].verdicts:
-            raise NoCheckpoint(f"run {run!r} has no checkpoint in {self._store.url}", "GET /v1/runs shows the runs")
-        verdicts = tuple(verdict for plan in plans for verdict in plan.verdicts)
+        planned = plan_prunes(self._store, wanted, self._clock)
+        verdicts = tuple(verdict for plan in planned.plans for verdict in plan.verdicts)
         if dry_run:
-            return Pruned(verdicts, tuple(c for plan in plans for c in plan.remove), ())
-        spared = [checkpoint for plan in plans for checkpoint in self._apply(plan)]
-        removed = [checkpoint for plan in plans for checkpoint in plan.remove if checkpoint not in spared]
+            return Pruned(verdicts, tuple(planned.remove), (), planned.grace_s)
+        spared = self.apply(planned, by, wanted.looked_at)
+        removed = tuple(checkpoint for checkpoint in planned.remove if checkpoint not in spared)
+        return Pruned(verdicts, removed, spared, planned.grace_s)
+
+    def apply(self, planned: PrunePlans, by: str, looked_at: bool = False) -> tuple[Checkpoint, ...]:
+        """Hide what is planned to go; returns what was spared. Raises as `prune` does."""
+        if not planned.remove:
+            return ()
+        spared = apply_prunes(self._store, planned, self._clock, by, looked_at, after_run=self._synchronizing.sync_run)
+        removed = [checkpoint for checkpoint in planned.remove if checkpoint not in spared]
         self._metrics.prune_deleted.inc(len(removed))
         self._metrics.prune_freed_bytes.inc(sum(checkpoint.stored_bytes for checkpoint in removed))
-        return Pruned(verdicts, tuple(removed), tuple(spared))
-
-    def _apply(self, plan: PrunePlan) -> list[Checkpoint]:
-        if not plan.remove:
-            return []
-        try:
-            return apply_prune(self._store, plan, self._clock)
-        finally:
-            self._synchronizing.sync_run(plan.run)
+        return tuple(spared)

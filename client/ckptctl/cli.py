@@ -12,7 +12,23 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ckptctl.commands import config, deletion, export, import_, index, listing, restores, show, token, verify
+from ckptctl.commands import (
+    audit,
+    config,
+    deletion,
+    export,
+    import_,
+    index,
+    listing,
+    pins,
+    policy,
+    prune,
+    restores,
+    scrub,
+    show,
+    token,
+    verify,
+)
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
 from ckptctl.profiles import load_profiles
 from ckptctl.render import Output, Screen, report_error
@@ -76,7 +92,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _group in (listing, show, verify, deletion, export, import_, restores, index, token, config):
+for _group in (
+    listing,
+    show,
+    verify,
+    scrub,
+    prune,
+    deletion,
+    pins,
+    policy,
+    audit,
+    export,
+    import_,
+    restores,
+    index,
+    token,
+    config,
+):
     _group.register(app)
 
 

@@ -1,15 +1,16 @@
-"""One face for pruning a store and pruning through a daemon: plan, then apply what was planned."""
+"""One face for pruning a store and pruning through a daemon: plan, then apply."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ckptctl.session import Session, no_checkpoints
+from ckptctl.session import Session
+from ckptstore.audit import operator
+from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.deletion import PrunePlan, apply_prune, plan_prune
-from ckptstore.names import check_run
+from ckptstore.policies import rules_of
+from ckptstore.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
 from ckptstore.reading import Progress
-from ckptstore.retention import Policy
 from ckptstore.stores import Store
 from ckptstore.wire import CheckpointBody, PruneBody, PruneItem
 
@@ -18,62 +19,64 @@ if TYPE_CHECKING:
 
 
 class Pruning(Protocol):
-    """One prune, of one run or of each run by itself."""
+    """One prune, of the runs that are wanted, each by itself."""
 
     def plan(self) -> PruneBody:
         """What would go and what would stay. Deletes nothing."""
 
-    def apply(self, progress: Progress) -> PruneBody:
-        """Delete; what is reported removed is gone for good on return. progress: stored bytes."""
+    def apply(self, progress: Progress, looked_at: bool) -> PruneBody:
+        """Hide; what is reported removed is listed no more on return. progress: stored bytes."""
 
 
-def open_pruning(session: Session, policy: Policy, run: str | None) -> Pruning:
+def open_pruning(session: Session, wanted: Prune) -> Pruning:
     """The pruning of the session's target."""
     if session.target.is_daemon:
-        return _DaemonPruning(session.daemon("prune"), policy, run)
+        return _DaemonPruning(session.daemon("prune"), wanted)
     store = session.store("prune")
-    runs = session.source.runs() if run is None else [check_run(run)]
-    plans = [plan_prune(store, name, policy, session.clock) for name in runs]
-    if run is not None and not plans[0].verdicts:
-        raise no_checkpoints(run, store.url)
-    return _StorePruning(store, plans, session.clock)
+    return _StorePruning(store, plan_prunes(store, wanted, session.clock), session.clock)
 
 
 class _StorePruning:
-    def __init__(self, store: Store, plans: list[PrunePlan], clock: Clock) -> None:
+    def __init__(self, store: Store, planned: PrunePlans, clock: Clock) -> None:
         self._store = store
-        self._plans = plans
+        self._planned = planned
         self._clock = clock
 
     def plan(self) -> PruneBody:
         return self._body(dry_run=True, spared=[])
 
-    def apply(self, progress: Progress) -> PruneBody:
-        spared: list[str] = []
-        for plan in self._plans:
-            held = apply_prune(self._store, plan, self._clock, lambda c: progress(c.stored_bytes))
-            spared += [checkpoint.id for checkpoint in held]
-        return self._body(dry_run=False, spared=spared)
+    def apply(self, progress: Progress, looked_at: bool) -> PruneBody:
+        def done(checkpoint: Checkpoint) -> None:
+            progress(checkpoint.stored_bytes)
+
+        spared = apply_prunes(self._store, self._planned, self._clock, operator(), looked_at, done)
+        return self._body(dry_run=False, spared=[checkpoint.id for checkpoint in spared])
 
     def _body(self, dry_run: bool, spared: list[str]) -> PruneBody:
-        verdicts = [verdict for plan in self._plans for verdict in plan.verdicts]
-        gone = [v.checkpoint for v in verdicts if not v.reasons and v.checkpoint.id not in spared]
+        verdicts = [verdict for plan in self._planned.plans for verdict in plan.verdicts]
         return PruneBody(
             dry_run=dry_run,
             items=[PruneItem(checkpoint=CheckpointBody.of(v.checkpoint), reasons=list(v.reasons)) for v in verdicts],
-            freed_bytes=sum(c.stored_bytes for c in gone),
+            freed_bytes=sum(c.stored_bytes for c in self._planned.remove if c.id not in spared),
             held=spared,
+            grace_s=self._planned.grace_s,
         )
 
 
 class _DaemonPruning:
-    def __init__(self, daemon: DaemonClient, policy: Policy, run: str | None) -> None:
+    def __init__(self, daemon: DaemonClient, wanted: Prune) -> None:
         self._daemon = daemon
-        self._policy = policy
-        self._run = run
+        self._wanted = wanted
 
     def plan(self) -> PruneBody:
-        return self._daemon.prune(self._policy.keep_last, self._run, dry_run=True)
+        return self._ask(dry_run=True, force=False)
 
-    def apply(self, progress: Progress) -> PruneBody:
-        return self._daemon.prune(self._policy.keep_last, self._run, dry_run=False)
+    def apply(self, progress: Progress, looked_at: bool) -> PruneBody:
+        return self._ask(dry_run=False, force=looked_at)
+
+    def _ask(self, dry_run: bool, force: bool) -> PruneBody:
+        policy = self._wanted.policy
+        rules = rules_of(policy) if policy is not None else None
+        return self._daemon.prune(
+            run=self._wanted.runs, dry_run=dry_run, rules=rules, grace_s=self._wanted.grace_s, force=force
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from ckptstore.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.clock import Clock
@@ -49,7 +50,7 @@ class Pace:
 def due_for_scrub(store: Store, runs: Iterable[str], older_than: float = float("inf")) -> list[Checkpoint]:
     """Checkpoints never verified, then those verified before `older_than` (seconds since the epoch), oldest first.
 
-    One that is damaged already is not looked at again: ckptctl verify does that.
+    One that is damaged already is not looked at again, unless somebody names it.
     """
     due = []
     for run in runs:
@@ -76,7 +77,9 @@ def scrub(
         except NoCheckpoint:
             continue
         try:
-            result = verify(source, checkpoint, progress)
+            # What a finding says of it is asked anew; an outcome that cannot be read is a finding itself.
+            known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
+            result = verify(source, known, progress)
             record_finding(store, result, by, clock)
         finally:
             release_lease(store, checkpoint.run, lease)

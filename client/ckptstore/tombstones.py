@@ -25,7 +25,7 @@ from ckptstore.errors import (
     SweepBegun,
 )
 from ckptstore.holds import Holds, active_holds
-from ckptstore.names import Attempt, checkpoint_id, new_ulid
+from ckptstore.names import Attempt, Reference, checkpoint_id, new_ulid
 from ckptstore.records import Action, Fate
 from ckptstore.stores import ObjectInfo, Store
 
@@ -92,7 +92,7 @@ def undelete(store: Store, run: str, attempt: Attempt, by: str, clock: Clock, re
     """
     ids = [hidden.id for hidden in list_hidden(store, run) if hidden.attempt == attempt]
     if not ids:
-        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is not being deleted", "ckptctl ls --deleted shows what is")
+        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is not being deleted", "ckptctl deleted shows what is")
     audit.record(store, run, Action.UNDELETE, [attempt], by, reason, clock)
     if not _take_back(store, run, attempt, ids, by, clock):
         raise SweepBegun(f"{checkpoint_id(run, attempt)} was given up for good", "Its data is going or gone")
@@ -123,6 +123,20 @@ def sweep(store: Store, run: str, clock: Clock, by: str, only: Collection[Attemp
 def list_hidden(store: Store, run: str) -> list[Hidden]:
     """All tombstones of a run, by attempt."""
     return sorted(_parse(store.list(names.tombstones_prefix(run))), key=lambda h: (h.attempt, h.id))
+
+
+def find_hidden(store: Store, reference: Reference) -> Attempt:
+    """The hidden attempt that a reference names; of several of one step the last one saved. Raises NoCheckpoint."""
+    found = [
+        h.attempt
+        for h in list_hidden(store, reference.run)
+        if h.attempt.step == reference.step and reference.ulid in (None, h.attempt.ulid)
+    ]
+    if not found:
+        raise NoCheckpoint(
+            f"run {reference.run!r} has no deleted checkpoint at step {reference.step}", "ckptctl deleted shows them"
+        )
+    return max(found)
 
 
 def read_tombstone(store: Store, run: str, hidden: Hidden) -> Tombstone | None:

@@ -8,7 +8,7 @@ from ckptstore.clock import system_clock
 from ckptstore.leases import take_lease
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store
-from tests.support.checkpoints import sample_arrays, write_rank
+from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.command_line import invoke
 
 
@@ -39,7 +39,7 @@ def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Stor
     done = invoke("prune", "--keep", 2, "--yes", "--store", folder)
     assert done.stdout.splitlines() == [
         *(f"removed {name}" for name in doomed),
-        "Removed 3 checkpoints, freed 6.8 MiB",
+        "Hid 3 checkpoints; 6.8 MiB are freed in 24h 00m, ckptctl undelete takes that back until then",
     ]
     assert (done.code, steps(filled, "gpt"), steps(filled, "wide")) == (0, [40, 30], [5])
     again = invoke("prune", "--keep", 2, "--yes", "--store", folder)
@@ -107,7 +107,7 @@ def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, fille
     assert f"aborted gpt@60.{partial.ulid}" in done.stdout
     assert f"rolled forward gpt@70.{fresh.ulid}" in done.stdout
     row = done.stdout.splitlines()[1].split()
-    assert (row[:3], row[4]) == (["gpt", "1", "1"], "MiB")
+    assert (row[:4], row[5]) == (["gpt", "0", "1", "1"], "MiB")
     assert list(filled.list(names.attempt_prefix("gpt", partial))) == []
     assert visible_attempts(filled, "gpt")[0] == fresh
 
@@ -121,3 +121,75 @@ def test_gc_wants_a_length_of_time_and_a_store(folder: Path) -> None:
 def test_reindex_wants_a_daemon(folder: Path) -> None:
     done = invoke("reindex", "--store", folder)
     assert (done.code, "--url" in done.stderr) == (2, True)
+
+
+def test_without_a_grace_the_space_is_free_at_once(folder: Path, filled: Store) -> None:
+    done = invoke("prune", "--keep", 2, "--yes", "--grace", "0s", "--store", folder)
+    assert done.stdout.splitlines()[-1] == "Removed 3 checkpoints, freed 6.8 MiB"
+    assert len(list(filled.list_folders(names.attempts_prefix("gpt")))) == 2
+
+
+def test_a_deletion_is_seen_and_taken_back(folder: Path, filled: Store) -> None:
+    before = list_checkpoints(filled, "gpt")
+    assert invoke("prune", "--keep", 1, "--run", "gp*", "--yes", "--store", folder).code == 0
+    assert steps(filled, "gpt") == [40]
+    waiting = invoke("deleted", "--store", folder, "-o", "json").json
+    assert [body["id"] for body in waiting] == [c.id for c in sorted(before[1:], key=lambda c: c.attempt, reverse=True)]
+    assert {body["reason"] for body in waiting} == {"prune"}
+    assert "23h 59m" in invoke("deleted", "--store", folder).stdout
+    done = invoke("undelete", "gpt@10", "--reason", "a mistake", "--store", folder)
+    assert (done.code, done.stdout) == (0, f"{before[-1].id} is back\n")
+    assert steps(filled, "gpt") == [40, 10]
+    again = invoke("undelete", "gpt@10", "--store", folder, "-o", "json")
+    assert (again.code, again.error["code"]) == (4, "no_checkpoint")
+    log = invoke("audit", "--run", "gpt", "--store", folder, "-o", "json").json
+    assert [(r["action"], r["reason"], len(r["ids"])) for r in log] == [
+        ("undelete", "a mistake", 1),
+        ("delete", "prune", 4),
+    ]
+    assert "@" in log[0]["by"]
+    assert "undelete" in invoke("audit", "--store", folder).stdout
+
+
+def test_what_is_swept_does_not_come_back(folder: Path, filled: Store) -> None:
+    assert invoke("rm", "gpt@20", "--yes", "--grace", "0s", "--store", folder).code == 0
+    done = invoke("undelete", "gpt@20", "--store", folder, "-o", "json")
+    assert (done.code, done.error["code"]) == (6, "sweep_begun")
+    assert invoke("deleted", "--store", folder, "-o", "json").json == []
+    assert steps(filled, "gpt") == [40, 30, 30, 10]
+
+
+def test_rm_asks(folder: Path, filled: Store) -> None:
+    assert invoke("rm", "gpt@20", "--store", folder).code == 2
+    assert len(steps(filled, "gpt")) == 5
+    done = invoke("rm", "gpt@20", "--yes", "--store", folder)
+    assert "ckptctl undelete takes that back for 24h 00m" in done.stdout
+    assert steps(filled, "gpt") == [40, 30, 30, 10]
+
+
+def test_rules_add_up_and_say_why(folder: Path, filled: Store) -> None:
+    rules = ("--keep-every", 20, "--keep-best", "loss:max:1", "--keep-within", "2h", "--keep-daily", 1)
+    plan = invoke("prune", *rules, "--run", "gpt", "--dry-run", "--store", folder, "-o", "json").json
+    found = {item["checkpoint"]["step"]: item["reasons"] for item in plan["items"] if item["reasons"]}
+    assert found.keys() == {40, 20, 10}
+    assert found[10] == ["best-loss-1"]
+    assert {"every-20", "daily-1"} <= set(found[40])
+    small = invoke("prune", "--max-bytes", "3MB", "--run", "gpt", "--dry-run", "--store", folder, "-o", "json").json
+    assert small["items"][0]["reasons"] == ["fits"]
+    assert sum(bool(item["reasons"]) for item in small["items"]) == 1
+
+
+@pytest.mark.parametrize("rule", [("--keep-best", "loss"), ("--keep-within", "soon"), ("--max-bytes", "much"), ()])
+def test_rules_that_make_no_sense(folder: Path, filled: Store, rule: tuple[str, ...]) -> None:
+    assert invoke("prune", *rule, "--yes", "--store", folder).code == 2
+    assert len(steps(filled, "gpt")) == 5
+
+
+def test_nearly_everything_goes_only_when_somebody_looked_or_forces_it(folder: Path, filled: Store) -> None:
+    for step in range(100, 110):
+        write_checkpoint(filled, "gpt", step)
+    done = invoke("prune", "--keep", 1, "--yes", "--store", folder, "-o", "json")
+    assert (done.code, done.error["code"]) == (6, "too_much_to_delete")
+    assert len(steps(filled, "gpt")) == 15
+    assert invoke("prune", "--keep", 1, "--yes", "--force", "--store", folder).code == 0
+    assert steps(filled, "gpt") == [109]

@@ -73,27 +73,27 @@ def test_a_reader_that_has_seen_enough_is_no_error_message(folder: Path, filled:
 
 def test_prune_asks_and_obeys(folder: Path, filled: Store) -> None:
     for answer in ("n", "", "whatever"):
-        with Terminal("prune", "--keep", "1", "--store", folder) as terminal:
-            terminal.wait_for("Delete 4 checkpoints, 9.1 MiB for good? [y/N] ")
+        with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
+            terminal.wait_for("Delete 4 checkpoints, 9.1 MiB, for good after 24h 00m? [y/N] ")
             assert "Keep 2 checkpoints" in terminal.screen
             terminal.type(f"{answer}\n")
             assert terminal.finish() == 2
             assert "nothing was deleted" in terminal.screen
     assert len(list_checkpoints(filled, "gpt")) == 5
-    with Terminal("prune", "--keep", "1", "--store", folder) as terminal:
+    with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
         terminal.wait_for("[y/N] ")
         terminal.type("y\n")
         assert terminal.finish() == 0
-        assert "Removed 4 checkpoints, freed 9.1 MiB" in terminal.screen
+        assert "Hid 4 checkpoints; 9.1 MiB are freed in 24h 00m" in terminal.screen
     assert [c.step for c in list_checkpoints(filled, "gpt")] == [40]
 
 
 def test_ctrl_c_and_ctrl_d_at_the_question_delete_nothing(folder: Path, filled: Store) -> None:
-    with Terminal("prune", "--keep", "1", "--store", folder) as terminal:
+    with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
         terminal.wait_for("[y/N] ")
         terminal.interrupt()
         assert terminal.finish() == 130
-    with Terminal("prune", "--keep", "1", "--store", folder) as terminal:
+    with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
         terminal.wait_for("[y/N] ")
         terminal.type("\x04")
         assert terminal.finish() == 2
@@ -111,7 +111,7 @@ def test_a_reader_that_comes_in_between_is_spared_and_reported(
         lease = take_lease(filled, "gpt", reader_of.attempt, "restore on node7", 600, system_clock)
         terminal.type("y\n")
         assert terminal.finish() == code
-        assert f"1 checkpoint spared, being read: {reader_of.id}" in terminal.screen
+        assert f"1 checkpoint spared, held: {reader_of.id}" in terminal.screen
     release_lease(filled, "gpt", lease)
     assert len(list_checkpoints(filled, "gpt")) == left
 

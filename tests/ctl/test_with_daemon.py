@@ -85,11 +85,11 @@ def test_damage_is_found_through_the_daemon(daemon: Daemon, folder: Path, filled
 def test_prune_deletes_what_it_showed(daemon: Daemon, folder: Path, filled: Store) -> None:
     plan = invoke("prune", "--keep", 2, "--dry-run", "--url", daemon.url, "-o", "id").stdout.split()
     with Terminal("prune", "--keep", "2", "--url", daemon.url, columns=200) as terminal:
-        terminal.wait_for("Delete 3 checkpoints, 6.8 MiB for good? [y/N] ")
+        terminal.wait_for("Delete 3 checkpoints, 6.8 MiB, for good after 24h 00m? [y/N] ")
         assert all(name.partition(".")[0] in terminal.screen for name in plan)
         terminal.type("y\n")
         assert terminal.finish() == 0
-        assert "Removed 3 checkpoints, freed 6.8 MiB" in terminal.screen
+        assert "Hid 3 checkpoints; 6.8 MiB are freed in 24h 00m" in terminal.screen
     through, direct = both(daemon, folder, "ls", "-o", "json")
     assert through.json == direct.json
     assert [c.step for c in list_checkpoints(filled, "gpt")] == [40, 30]

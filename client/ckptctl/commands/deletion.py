@@ -1,4 +1,4 @@
-"""prune, gc: what goes."""
+"""rm, undelete, deleted, gc: single checkpoints that go and come back, and what is left to do."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ import msgspec
 import typer
 
 from ckptctl import human
-from ckptctl.commands.arguments import RunOption
-from ckptctl.commands.listing import STATE_STYLES, short_id
-from ckptctl.exits import PartlyDone
-from ckptctl.pruning import open_pruning
+from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.deletion import Collected, collect
-from ckptstore.errors import CheckpointHeld, NoCheckpoint
-from ckptstore.names import checkpoint_id
-from ckptstore.retention import Policy
-from ckptstore.wire import PruneBody, PruneItem
+from ckptstore.audit import operator
+from ckptstore.deletion import Collected, collect, delete_checkpoint
+from ckptstore.errors import NoCheckpoint
+from ckptstore.names import Reference, checkpoint_id
+from ckptstore.probing import check_store
+from ckptstore.tombstones import find_hidden, undelete
+from ckptstore.trash import list_deleted
+from ckptstore.wire import CheckpointBody, DeletedBody
+
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
 
 
 class CollectedBody(msgspec.Struct, frozen=True, kw_only=True):
     """What a collection did to one run, as JSON."""
 
     run: str
+    swept: list[str]
     rolled_forward: list[str]
     aborted: list[str]
     freed_bytes: int
@@ -34,37 +36,60 @@ class CollectedBody(msgspec.Struct, frozen=True, kw_only=True):
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    app.command("prune")(prune)
+    app.command("rm")(remove)
+    app.command("undelete")(take_back)
+    app.command("deleted")(show_deleted)
     app.command("gc")(collect_garbage)
 
 
-def prune(
+def remove(
     ctx: typer.Context,
-    keep: Annotated[int, typer.Option("--keep", metavar="N", help="Keep the newest N steps of each run.")],
-    run: RunOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go and what would stay.")] = False,
+    checkpoint: CheckpointArgument,
+    grace: Annotated[
+        str, typer.Option(metavar="TIME", help="It can be taken back for so long; 0s: gone at once.")
+    ] = "24h",
+    reason: ReasonOption = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete old checkpoints for good.
+    """Delete one checkpoint, whatever policies say.
 
-    Every run is pruned by itself. Checkpoints that are being read stay.
+    It is listed no more at once, and deleted after the grace. Refused while it is pinned or being read.
     """
     session: Session = ctx.obj
-    pruning = open_pruning(session, Policy(keep), run)
-    plan = pruning.plan()
-    remove = [item for item in plan.items if not item.reasons]
-    if dry_run or not remove:
-        body = plan if dry_run else msgspec.structs.replace(plan, dry_run=False)
-        session.screen.emit(body, [item.checkpoint.id for item in remove], _plan_blocks(plan, session.clock()))
-        return
+    grace_s = human.parse_duration(grace)
+    store = session.store("rm")
+    found = session.source.find(Reference.parse(checkpoint))
     if not yes:
-        session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
-        session.screen.confirm(f"Delete {_amount(remove)} for good?")
-    with session.screen.progress("deleting", sum(item.checkpoint.stored_bytes for item in remove)) as progress:
-        done = pruning.apply(progress)
-    gone = [item for item in done.items if not item.reasons and item.checkpoint.id not in done.held]
-    session.screen.emit(done, [item.checkpoint.id for item in gone], _done_blocks(done, gone, shown=not yes))
-    _raise_if_held(done, gone)
+        session.screen.confirm(f"Delete {found.id}, {human.size(found.stored_bytes)}?")
+    check_store(store, session.clock)
+    delete_checkpoint(store, found, reason or "rm", session.clock, grace_s, operator())
+    after = f"; ckptctl undelete takes that back for {human.duration(grace_s)}" if grace_s else ""
+    session.screen.emit(CheckpointBody.of(found), [found.id], [f"deleted {found.id}{after}"])
+
+
+def take_back(ctx: typer.Context, checkpoint: CheckpointArgument, reason: ReasonOption = "") -> None:
+    """Take a deletion back, as long as its grace lasts.
+
+    The checkpoint is listed again as it was.
+    """
+    session: Session = ctx.obj
+    store = session.store("undelete")
+    reference = Reference.parse(checkpoint)
+    attempt = find_hidden(store, reference)
+    undelete(store, reference.run, attempt, operator(), session.clock, reason)
+    id = checkpoint_id(reference.run, attempt)
+    session.screen.emit({"id": id}, [id], [f"{id} is back"])
+
+
+def show_deleted(ctx: typer.Context, run: RunOption = None) -> None:
+    """List what is deleted and can still be taken back."""
+    session: Session = ctx.obj
+    store = session.store("deleted")
+    runs = [run] if run is not None else session.source.runs()
+    bodies = [body for name in runs for body in list_deleted(store, name)]
+    if not bodies:
+        session.screen.note("nothing is waiting to be deleted")
+    session.screen.emit(bodies, [body.id for body in bodies], _deleted_blocks(bodies, session.clock()))
 
 
 def collect_garbage(
@@ -75,9 +100,9 @@ def collect_garbage(
         typer.Option(metavar="TIME", help="Leave unfinished saves alone that wrote something since: 90s, 30m, 24h."),
     ] = "24h",
 ) -> None:
-    """Finish what crashes left behind.
+    """Delete for good what is due, and finish what crashes left behind.
 
-    Commits saves that were complete, deletes incomplete ones older than the grace, and completes deletions.
+    Deletes what was hidden for its grace, commits saves that were complete, deletes incomplete ones older than --grace.
     """
     session: Session = ctx.obj
     grace_s = human.parse_duration(grace)
@@ -87,71 +112,16 @@ def collect_garbage(
         if run not in runs:
             raise NoCheckpoint(f"run {run!r} has nothing in {store.url}", "ckptctl runs shows what there is")
         runs = [run]
-    results = [_collected(name, collect(store, name, session.clock, grace_s)) for name in runs]
-    touched = [name for result in results for name in (*result.rolled_forward, *result.aborted)]
+    check_store(store, session.clock)
+    results = [_collected(name, collect(store, name, session.clock, grace_s, operator())) for name in runs]
+    touched = [name for result in results for name in (*result.swept, *result.rolled_forward, *result.aborted)]
     session.screen.emit(results, touched, _collected_blocks(results))
-
-
-def _plan_blocks(plan: PruneBody, now: float) -> Iterator[Block]:
-    keep = [item for item in plan.items if item.reasons]
-    remove = [item for item in plan.items if not item.reasons]
-    if keep:
-        yield f"Keep {_amount(keep)}"
-        yield _item_table(keep, now)
-        yield ""
-    if remove:
-        yield f"Remove {_amount(remove)}"
-        yield _item_table(remove, now)
-    else:
-        yield "Nothing to remove"
-
-
-def _done_blocks(done: PruneBody, gone: Sequence[PruneItem], shown: bool) -> Iterator[Block]:
-    if not shown:
-        for item in gone:
-            yield f"removed {item.checkpoint.id}"
-    yield f"Removed {human.count(len(gone), 'checkpoint')}, freed {human.size(done.freed_bytes)}"
-
-
-def _item_table(items: Sequence[PruneItem], now: float) -> Table:
-    columns = [
-        Column("  CHECKPOINT"),
-        Column("STATE", drop=1),
-        Column("AGE", right=True),
-        Column("STORED", right=True),
-        Column("REASONS"),
-    ]
-    rows = []
-    for item in items:
-        c = item.checkpoint.checkpoint()
-        cells = (f"  {short_id(c)}", c.state, human.age(now - c.committed_at), human.size(c.stored_bytes))
-        rows.append(Row((*cells, ", ".join(item.reasons) or _why_removed(c)), STATE_STYLES[c.state]))
-    return Table(tuple(columns), rows)
-
-
-def _why_removed(checkpoint: Checkpoint) -> str:
-    return "superseded" if checkpoint.state is State.SUPERSEDED else "older"
-
-
-def _amount(items: Sequence[PruneItem]) -> str:
-    stored = sum(item.checkpoint.stored_bytes for item in items)
-    runs = len({item.checkpoint.run for item in items})
-    of_runs = f" of {runs} runs" if runs > 1 else ""
-    return f"{human.count(len(items), 'checkpoint')}{of_runs}, {human.size(stored)}"
-
-
-def _raise_if_held(done: PruneBody, gone: Sequence[PruneItem]) -> None:
-    if not done.held:
-        return
-    message = f"{human.count(len(done.held), 'checkpoint')} spared, being read: {', '.join(done.held)}"
-    if gone:
-        raise PartlyDone(message, "Prune again later")
-    raise CheckpointHeld(message, "Prune again later")
 
 
 def _collected(run: str, result: Collected) -> CollectedBody:
     return CollectedBody(
         run=run,
+        swept=[checkpoint_id(run, attempt) for attempt in result.swept],
         rolled_forward=[checkpoint_id(run, attempt) for attempt in result.rolled_forward],
         aborted=[checkpoint_id(run, attempt) for attempt in result.aborted],
         freed_bytes=result.freed_bytes,
@@ -161,13 +131,31 @@ def _collected(run: str, result: Collected) -> CollectedBody:
 def _collected_blocks(results: Sequence[CollectedBody]) -> Iterator[Block]:
     columns = (
         Column("RUN"),
+        Column("DELETED", right=True),
         Column("ROLLED FORWARD", right=True),
         Column("ABORTED", right=True),
         Column("FREED", right=True),
     )
-    rows = [Row((r.run, str(len(r.rolled_forward)), str(len(r.aborted)), human.size(r.freed_bytes))) for r in results]
+    rows = [
+        Row((r.run, *(str(len(ids)) for ids in (r.swept, r.rolled_forward, r.aborted)), human.size(r.freed_bytes)))
+        for r in results
+    ]
     if rows:
         yield Table(columns, rows)
     for result in results:
+        yield from (f"deleted {name}" for name in result.swept)
         yield from (f"rolled forward {name}" for name in result.rolled_forward)
         yield from (f"aborted {name}" for name in result.aborted)
+
+
+def _deleted_blocks(bodies: Sequence[DeletedBody], now: float) -> Iterator[Block]:
+    columns = (
+        Column("CHECKPOINT"),
+        Column("DELETED", right=True),
+        Column("LEFT", right=True),
+        Column("BY", drop=1),
+        Column("REASON"),
+    )
+    rows = [Row((b.id, human.age(now - b.at), human.age(b.until - now), b.by, b.reason)) for b in bodies]
+    if rows:
+        yield Table(columns, rows)

@@ -32,6 +32,17 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes: int
     problems: list[str]
 
+    @staticmethod
+    def of(result: Verification) -> VerificationBody:
+        """The body for a finding."""
+        return VerificationBody(
+            id=result.checkpoint.id,
+            ok=result.ok,
+            num_chunks=result.num_chunks,
+            stored_bytes=result.stored_bytes,
+            problems=list(result.problems),
+        )
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
@@ -56,7 +67,8 @@ def verify(
     chosen = _choose(session, checkpoint, everything, run)
     results = list(_verify_each(session, chosen))
     damaged = [result for result in results if not result.ok]
-    session.screen.emit([_body(result) for result in results], [r.checkpoint.id for r in damaged], _blocks(results))
+    bodies = [VerificationBody.of(result) for result in results]
+    session.screen.emit(bodies, [r.checkpoint.id for r in damaged], verification_blocks(results))
     if damaged:
         raise CorruptObject(
             f"{len(damaged)} of {human.count(len(results), 'checkpoint')} damaged",
@@ -91,17 +103,8 @@ def _verify_leased(source: Source, checkpoint: Checkpoint, progress: Progress) -
         return verify_checkpoint(source, checkpoint, progress)
 
 
-def _body(result: Verification) -> VerificationBody:
-    return VerificationBody(
-        id=result.checkpoint.id,
-        ok=result.ok,
-        num_chunks=result.num_chunks,
-        stored_bytes=result.stored_bytes,
-        problems=list(result.problems),
-    )
-
-
-def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
+def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
+    """What checks found, for people."""
     columns = (
         Column("CHECKPOINT"),
         Column("CHUNKS", right=True),

@@ -1,0 +1,110 @@
+"""policy: what is kept of which runs, from now on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptctl import human
+from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
+from ckptctl.render import Column, Row, Table
+from ckptctl.session import Session
+from ckptstore.audit import operator
+from ckptstore.errors import InvalidRequest
+from ckptstore.policies import change_policies, policies_history, policy_for, read_policies, rules_of
+from ckptstore.records import PolicySet, Rules
+from ckptstore.wire import PoliciesBody
+
+_EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
+ExpectOption = Annotated[
+    int | None,
+    typer.Option(metavar="VERSION", help="Only if this is the version in force.", show_default=False),
+]
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the history.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change what is kept of which runs.")
+    group.command("show")(show)
+    group.command("apply", epilog=_EPILOG)(apply)
+    group.command("clear")(clear)
+    group.command("history")(history)
+    app.add_typer(group, name="policy")
+
+
+def show(
+    ctx: typer.Context,
+    run: Annotated[
+        str | None, typer.Option("--run", "-r", metavar="RUN", help="What counts for this run.", show_default=False)
+    ] = None,
+) -> None:
+    """Show the policies in force, as a file that policy apply takes."""
+    session: Session = ctx.obj
+    found = read_policies(session.store("policy show"))
+    body = PoliciesBody.of(found)
+    if run is not None:
+        policy = policy_for(body.policies, run)
+        rules = rules_of(policy) if policy is not None else None
+        text = write_policies(PolicySet(default=rules)).strip() if rules else f"run {run} is never pruned"
+        session.screen.emit(rules, [], text.splitlines())
+        return
+    if found is None:
+        session.screen.note("no policies were ever set: nothing is pruned by itself")
+    text = f"# version {body.version}\n{write_policies(body.policies)}".strip()
+    session.screen.emit(body, [str(body.version)], text.splitlines())
+
+
+def apply(
+    ctx: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML; - for standard input.")],
+    expect: ExpectOption = None,
+    reason: ReasonOption = "",
+) -> None:
+    """Put the policies of a file in force, in the place of all others.
+
+    A daemon applies them after each commit and once an hour; without one, ckptctl prune does when it is called.
+    """
+    session: Session = ctx.obj
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read {file}: {error}") from error
+    _change(session, parse_policies(text), expect, reason)
+
+
+def clear(ctx: typer.Context, expect: ExpectOption = None, reason: ReasonOption = "") -> None:
+    """Take all policies out of force: nothing is pruned by itself any more."""
+    _change(ctx.obj, PolicySet(), expect, reason)
+
+
+def history(
+    ctx: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="The newest N.")] = 20,
+) -> None:
+    """List the versions of the policies, the newest first."""
+    session: Session = ctx.obj
+    found = [PoliciesBody.of(version) for version in policies_history(session.store("policy history"), limit)]
+    columns = (Column("VERSION", right=True), Column("WHEN"), Column("WHO"), Column("DEFAULT"), Column("REASON"))
+    rows = [Row((str(b.version), human.moment(b.at), b.by, _words(b.policies.default), b.reason)) for b in found]
+    session.screen.emit(found, [str(body.version) for body in found], [Table(columns, rows)] if rows else [])
+
+
+def _change(session: Session, policies: PolicySet, expect: int | None, reason: str) -> None:
+    store = session.store("policy")
+    found = read_policies(store) if expect is None else None
+    expected = expect if expect is not None else found.version if found is not None else 0
+    done = change_policies(store, policies, expected, operator(), session.clock, reason)
+    session.screen.emit(PoliciesBody.of(done), [str(done.version)], [f"policies, version {done.version}, are in force"])
+
+
+def _words(rules: Rules | None) -> str:
+    if rules is None:
+        return "keep everything"
+    fields = ((name, getattr(rules, name)) for name in rules.__struct_fields__)
+    return " ".join(
+        f"{name}={value if not isinstance(value, tuple) else ','.join(value)}" for name, value in fields if value
+    )

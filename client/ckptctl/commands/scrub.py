@@ -1,0 +1,85 @@
+"""scrub: checkpoints are read at rest, those first that were not looked at for the longest time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from ckptctl import human
+from ckptctl.commands.arguments import RunOption
+from ckptctl.commands.verify import VerificationBody, verification_blocks
+from ckptctl.render import Screen
+from ckptctl.session import Session
+from ckptstore.audit import operator
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import Clock
+from ckptstore.errors import CorruptObject
+from ckptstore.names import Reference
+from ckptstore.reading import Progress
+from ckptstore.scrubbing import Pace, due_for_scrub, scrub
+from ckptstore.stores import Store
+from ckptstore.verify import Verification
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("scrub")(scrub_checkpoints)
+
+
+def scrub_checkpoints(
+    ctx: typer.Context,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="This one only, also if it is corrupt.", show_default=False)
+    ] = None,
+    run: RunOption = None,
+    older: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Only what was not verified for so long: 12h, 30d.", show_default=False),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N.", show_default=False)] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes per second: 50MB, 1GiB.", show_default=False)
+    ] = None,
+) -> None:
+    """Read checkpoints whole, and remember what was found.
+
+    Begins with those never verified, then the oldest findings; may be stopped at any time, and goes on from there.
+    A damaged checkpoint is listed as corrupt from then on, and no restore takes it. One that ckptctl scrub finds whole
+    is the last verified, which no policy deletes.
+    """
+    session: Session = ctx.obj
+    store = session.store("scrub")
+    runs = [run] if run is not None else session.source.runs()
+    before = session.clock() - human.parse_duration(older) if older else float("inf")
+    if checkpoint is not None:
+        due = [session.source.find(Reference.parse(checkpoint))]
+    else:
+        due = due_for_scrub(store, runs, before)[:limit]
+    pace = Pace(human.parse_size(rate) if rate else 0, session.clock, time.sleep)
+    results = list(_scrub(store, due, session.clock, session.screen, pace))
+    damaged = [result for result in results if not result.ok]
+    if not results:
+        session.screen.note("nothing is due")
+    bodies = [VerificationBody.of(result) for result in results]
+    session.screen.emit(bodies, [r.checkpoint.id for r in damaged], verification_blocks(results))
+    if damaged:
+        raise CorruptObject(
+            f"{len(damaged)} of {human.count(len(results), 'checkpoint')} damaged",
+            "They are listed as corrupt now; restore the bytes from a copy and scrub that ID again, or ckptctl rm",
+        )
+
+
+def _scrub(store: Store, due: list[Checkpoint], clock: Clock, screen: Screen, pace: Pace) -> Iterator[Verification]:
+    with screen.progress("scrubbing", sum(checkpoint.stored_bytes for checkpoint in due)) as progress:
+        yield from scrub(store, due, operator(), clock, _both(progress, pace))
+
+
+def _both(progress: Progress, pace: Pace) -> Progress:
+    def call(count: int) -> None:
+        progress(count)
+        pace(count)
+
+    return call

@@ -1,0 +1,79 @@
+"""Retention policies as people write them: YAML with lengths of time and sizes in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import yaml
+
+from ckptctl import human
+from ckptstore.errors import InvalidPolicy
+from ckptstore.policies import check_policies
+from ckptstore.records import PolicySet
+
+EXAMPLE = """\
+default:                     # for runs that no override matches; leave it out: they are never pruned
+  keep_last: 5
+  keep_every: 1000           # steps
+  keep_daily: 7
+  keep_best: [val_loss:min:3]
+overrides:                   # the first that matches a run counts
+  - runs: exp-*
+    rules: {keep_last: 2, keep_within: 12h, max_bytes: 500GB}
+  - runs: paper-*
+    rules: null              # never pruned
+grace: 24h                   # between hiding and deleting
+max_delete_fraction: 0.5     # the daemon removes no larger part of a run at once
+"""
+
+_WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
+    "grace": ("grace_s", human.parse_duration),
+    "keep_within": ("keep_within_s", human.parse_duration),
+    "max_bytes": ("max_bytes", human.parse_size),
+}
+
+
+def parse_policies(text: str) -> PolicySet:
+    """The policies in a file. Raises InvalidPolicy, or InvalidRequest for a time or size that is none."""
+    try:
+        policies = msgspec.convert(_in_numbers(yaml.safe_load(text)), PolicySet)
+    except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as error:
+        message = " ".join(str(error).split())
+        raise InvalidPolicy(
+            f"the file holds no policies: {message}", "ckptctl policy apply --help shows one"
+        ) from error
+    check_policies(policies)
+    return policies
+
+
+def write_policies(policies: PolicySet) -> str:
+    """The file that gives these policies again."""
+    plain = msgspec.to_builtins(policies)
+    for rules in (plain, plain["default"], *(override["rules"] for override in plain["overrides"])):
+        for name in list(rules or ()):
+            if rules[name] in (0, [], ()) and name.startswith(("keep_", "max_bytes")):
+                del rules[name]
+    return yaml.safe_dump(_without_tuples(plain), sort_keys=False)
+
+
+def _in_numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_in_numbers(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    converted = {}
+    for name, item in value.items():
+        word = _WORDS.get(name)
+        if word is not None and isinstance(item, str):
+            converted[word[0]] = word[1](item)
+        else:
+            converted[name] = _in_numbers(item)
+    return converted
+
+
+def _without_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_tuples(item) for name, item in value.items()}
+    return [_without_tuples(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
+from ckptstore.catalog import list_checkpoints
+from ckptstore.errors import InvalidPolicy
+from ckptstore.policies import read_policies
+from ckptstore.records import PolicySet
+from ckptstore.stores import Store
+from tests.support.command_line import invoke
+
+
+def test_a_file_comes_back_as_it_was() -> None:
+    policies = parse_policies(EXAMPLE)
+    assert policies.grace_s == 86400
+    assert policies.overrides[0].rules is not None
+    assert (policies.overrides[0].rules.keep_within_s, policies.overrides[0].rules.max_bytes) == (43200, 500 * 10**9)
+    assert parse_policies(write_policies(policies)) == policies
+    assert parse_policies("{}") == PolicySet()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "5", "default: 5", "default: {}", "default: {keep_lsat: 5}", "default: {keep_last: 1.5}", "a: [", "\x00",
+     "default: {keep_best: [loss]}", "overrides: [{rules: null}]", "max_delete_fraction: 2", "[" * 5000],
+)  # fmt: skip
+def test_files_that_hold_no_policies(text: str) -> None:
+    with pytest.raises(InvalidPolicy):
+        parse_policies(text)
+
+
+def test_policies_are_applied_shown_and_kept(folder: Path, filled: Store, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("default: {keep_last: 2}\noverrides: [{runs: 'w*', rules: null}]\ngrace: 1h\n")
+    assert invoke("prune", "--yes", "--store", folder).code == 2, "there are none yet"
+    assert "nothing is pruned" in invoke("policy", "show", "--store", folder).stderr
+    done = invoke("policy", "apply", file, "--reason", "space", "--store", folder)
+    assert (done.code, done.stdout) == (0, "policies, version 1, are in force\n")
+    shown = invoke("policy", "show", "--store", folder).stdout
+    assert parse_policies(shown) == parse_policies(file.read_text())
+    assert yaml.safe_load(invoke("policy", "show", "--run", "gpt", "--store", folder).stdout)["default"] == {
+        "keep_last": 2
+    }
+    assert invoke("policy", "show", "--run", "wide", "--store", folder).stdout == "run wide is never pruned\n"
+    assert invoke("policy", "apply", file, "--expect", 0, "--store", folder).code == 6
+    assert invoke("policy", "clear", "--store", folder).code == 0
+    history = invoke("policy", "history", "--store", folder, "-o", "json").json
+    assert [(version["version"], version["reason"]) for version in history] == [(2, ""), (1, "space")]
+    assert "keep_last=2" in invoke("policy", "history", "--store", folder).stdout
+    found = read_policies(filled)
+    assert found is not None
+    assert found.policies == PolicySet()
+
+
+def test_a_prune_without_rules_follows_the_policies(folder: Path, filled: Store, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("default: {keep_last: 1}\noverrides: [{runs: 'w*', rules: null}]\ngrace: 1h\n")
+    invoke("policy", "apply", file, "--store", folder)
+    refused = invoke("prune", "--yes", "--store", folder, "-o", "json")
+    assert (refused.code, refused.error["code"]) == (6, "too_much_to_delete"), (
+        "half of a run is the policies' own limit"
+    )
+    done = invoke("prune", "--yes", "--force", "--store", folder, "-o", "json").json
+    assert done["grace_s"] == 3600
+    assert [c.step for c in list_checkpoints(filled, "gpt")] == [40]
+    assert invoke("audit", "--store", folder, "-o", "json").json[0]["reason"] == "policies, version 1"
