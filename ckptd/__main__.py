@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -14,16 +15,22 @@ import typer
 from ckptd import logs
 from ckptd.app import create_app
 from ckptd.configuration import PREFIX, Configuration, load
+from ckptd.index import Database, TokenIndex
 from ckptd.redaction import Redactor, secrets_of
 from ckptd.server import serve as serve_app
+from ckptd.services.tokens import Tokens
 from ckptd.settings import KNOBS
+from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
+from ckptstore.wire import Scope, TokenRequest
 
 _METAVARS = {str: "TEXT", int: "N", float: "SECONDS"}
 
 cli = typer.Typer(
     name="ckptd", help="The checkpoint daemon.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
+tokens = typer.Typer(help="Who may ask the daemon for what.", no_args_is_help=True, rich_markup_mode=None)
+cli.add_typer(tokens, name="token")
 
 
 def _print_version(wanted: bool) -> None:
@@ -100,6 +107,26 @@ def _config(configuration: Configuration) -> None:
     widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
     for name, value, origin in lines:
         sys.stdout.write(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}\n")
+
+
+@_command(tokens, "create")
+def _create_token(
+    configuration: Configuration,
+    name: Annotated[str, typer.Argument(help="Of the token: what it is for.")],
+    scope: Annotated[list[Scope], typer.Option("--scope", help="read, write, prune or admin. May be repeated.")],
+    run: Annotated[list[str] | None, typer.Option("--run", help="For these runs only. May be repeated.")] = None,
+) -> None:
+    """Make a token in the database, whether or not a daemon runs on it, and print its secret.
+
+    For the first admin; ckptctl token does the rest.
+    """
+    asked = TokenRequest(name=name, scopes=scope, runs=run or [])
+    database = Database(configuration.settings.db, 1)
+    try:
+        made = Tokens(TokenIndex(database), "", system_clock).create(asked, f"ckptd on {socket.gethostname()}"[:64])
+    finally:
+        database.close()
+    typer.echo(made.secret)
 
 
 def main() -> None:

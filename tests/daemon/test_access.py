@@ -33,12 +33,13 @@ class Guarded:
     daemon: Daemon
     mine: Checkpoint
     other: Checkpoint
+    http: httpx.Client
     secrets: dict[str, str] = field(default_factory=dict)
 
     def ask(self, token: str, method: str, path: str, **options: Any) -> httpx.Response:
         """One request with the token of this name."""
         headers = {"Authorization": f"Bearer {self.secrets[token]}", **options.pop("headers", {})}
-        return httpx.request(method, self.daemon.url + path, headers=headers, timeout=30, **options)
+        return self.http.request(method, path, headers=headers, **options)
 
     def code(self, token: str, method: str, path: str, **options: Any) -> str:
         """The code of the problem it is answered with; empty if it is none."""
@@ -53,8 +54,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     mine, other = (write_checkpoint(store, run, step=1) for run in ("gpt-a", "bert"))
     environment = {**os.environ, "CKPTD_TOKEN": _BOOTSTRAP}
     # With tokens it may listen beyond loopback.
-    with running_daemon(store.url, options=("--host", "0.0.0.0"), environment=environment) as daemon:
-        guarded = Guarded(daemon, mine, other, {"bootstrap": _BOOTSTRAP})
+    with (
+        running_daemon(store.url, options=("--host", "0.0.0.0"), environment=environment) as daemon,
+        httpx.Client(base_url=daemon.url, timeout=30) as http,
+    ):
+        guarded = Guarded(daemon, mine, other, http, {"bootstrap": _BOOTSTRAP})
         with daemon.client(_BOOTSTRAP) as client:
             for scope in Scope:
                 guarded.secrets[scope] = client.create_token(TokenRequest(name=scope, scopes=[scope])).secret
@@ -76,7 +80,7 @@ def test_everything_but_the_probes_asks_for_a_token(guarded: Guarded) -> None:
     paths = ("/openapi.json", "/nope", "/livez/", "//livez", *(path for (_, path), _ in _SCOPED))
     for path in paths:
         for method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
-            answer = httpx.request(method, guarded.daemon.url + path)
+            answer = guarded.http.request(method, path)
             assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), (method, path)
             assert answer.headers["www-authenticate"] == "Bearer"
 
