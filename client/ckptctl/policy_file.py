@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from ckptctl import human
+from ckptstore import human
 from ckptstore.errors import InvalidPolicy
 from ckptstore.policies import check_policies
 from ckptstore.records import PolicySet

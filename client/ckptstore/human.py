@@ -1,11 +1,15 @@
-"""Numbers for people: sizes, ages, durations, moments. Pure."""
+"""Numbers for people: sizes, ages, durations, moments; and from people. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from ckptstore.errors import InvalidRequest
+
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def size(count: int) -> str:
@@ -64,3 +68,20 @@ def count(number: int, noun: str) -> str:
 def metrics(values: Mapping[str, float]) -> str:
     """name=value, four digits each."""
     return " ".join(f"{name}={value:.4g}" for name, value in sorted(values.items()))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in "90s", "30m", "24h" or "7d". Raises InvalidRequest."""
+    number, unit = text[:-1], text[-1:]
+    if unit not in _SECONDS or not (number.isascii() and number.isdigit()):
+        raise InvalidRequest(f"{text!r} is not a length of time", "Write it like 90s, 30m, 24h or 7d")
+    return float(int(number) * _SECONDS[unit])
+
+
+def parse_size(text: str) -> int:
+    """Bytes in "500MB", "5GB" or "4GiB". Raises InvalidRequest."""
+    for unit, factor in _SIZES.items():
+        number = text.removesuffix(unit)
+        if number != text and number.isascii() and number.isdigit() and int(number):
+            return int(number) * factor
+    raise InvalidRequest(f"{text!r} is not a size", "Write it like 500MB, 5GB or 4GiB")

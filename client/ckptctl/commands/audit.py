@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from ckptctl import human
 from ckptctl.commands.arguments import RunOption
 from ckptctl.render import Column, Row, Table
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.audit import read_log
 from ckptstore.wire import AuditBody
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptctl import human
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.audit import operator
 from ckptstore.deletion import Collected, collect, delete_checkpoint
 from ckptstore.errors import NoCheckpoint

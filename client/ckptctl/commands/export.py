@@ -8,13 +8,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptctl import human
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.show import find_readable
 from ckptctl.exporting import Export, FileFormat, choose_format, select, size_on_disk, write_whole
 from ckptctl.exporting_formats import writer_of
 from ckptctl.session import Session
 from ckptctl.target import leased
+from ckptstore import human
 from ckptstore.source import read_manifest
 
 _MODEL = "model/*"

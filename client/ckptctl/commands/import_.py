@@ -8,10 +8,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptctl import human
 from ckptctl.importing import new_attempt, write_checkpoint
 from ckptctl.importing_formats import ForeignFormat, choose_format, read_foreign
 from ckptctl.session import Session
+from ckptstore import human
 
 
 class ImportBody(msgspec.Struct, frozen=True, kw_only=True):

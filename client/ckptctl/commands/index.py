@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from ckptctl import human
 from ckptctl.session import Session
+from ckptstore import human
 
 
 def register(app: typer.Typer) -> None:

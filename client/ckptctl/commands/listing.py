@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ckptctl import human
 from ckptctl.commands.arguments import RunOption
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.wire import CheckpointBody, RunBody
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ckptctl import human
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptctl.render import Column, Row, Table
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.audit import operator
 from ckptstore.errors import InvalidRequest
 from ckptstore.policies import change_policies, policies_history, policy_for, read_policies, rules_of

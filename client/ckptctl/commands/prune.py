@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from ckptctl import human
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.exits import PartlyDone
 from ckptctl.pruning import open_pruning
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import CheckpointHeld
 from ckptstore.pruning import Prune

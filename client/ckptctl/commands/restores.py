@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ckptctl import human
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.errors import InvalidRequest
 from ckptstore.wire import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ckptctl import human
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.verify import VerificationBody, verification_blocks
 from ckptctl.render import Screen
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.audit import operator
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock

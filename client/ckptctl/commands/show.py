@@ -9,11 +9,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptctl import human
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.documents import Content, Shard
 from ckptstore.errors import CorruptObject, InvalidRequest

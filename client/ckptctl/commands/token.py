@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ckptctl import human
 from ckptctl.render import Column, Row, Table
 from ckptctl.session import Session
+from ckptstore import human
 from ckptstore.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the token: what it is for.")]

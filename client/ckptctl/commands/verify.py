@@ -8,12 +8,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptctl import human
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
 from ckptctl.target import leased
+from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference

@@ -1,6 +1,6 @@
 import pytest
 
-from ckptctl import human
+from ckptstore import human
 from ckptstore.errors import InvalidRequest
 
 
