@@ -1,9 +1,9 @@
 """State that belongs to ranks, when there are as many as at the save, and when there are not. Pure.
 
 Under another world size, for each item: what no two ranks had differently is everybody's. Random numbers: a rank that
-existed goes on with its own, a further one with numbers derived from an existing one's. A data loader that can
-take the states of all ranks (`load_state_dicts`) redistributes them. Anything else is refused, or with
-strict=False taken from rank (own rank modulo saved ranks).
+existed goes on with its own, a further one with numbers derived from an existing one's; so it is with those of a single
+rank, too. A data loader that can take the states of all ranks (`load_state_dicts`) redistributes them. Anything else is
+refused, or with strict=False taken from rank (own rank modulo saved ranks).
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def share_out(
     redistributed: dict[str, list[JSON]] = {}
     different = []
     for item, tree in own.items():
-        if all(other.get(item) == tree for other in saved):
-            chosen[item] = tree
-        elif item == RNG:
+        alike = all(other.get(item) == tree for other in saved)
+        if item == RNG and (len(saved) == 1 or not alike):
             if rank < len(saved):
                 chosen[item] = tree
+        elif alike:
+            chosen[item] = tree
         elif isinstance(objects.get(item), Redistributable) and all(item in other for other in saved):
             redistributed[item] = [other[item] for other in saved]
         else:
@@ -73,21 +74,27 @@ def share_out(
             "strict=False to give each rank the state of rank (own rank modulo saved ranks)",
         )
     seed = _seed(own[RNG], rank, world_size) if RNG in own and RNG not in chosen else None
-    return RankState(chosen, redistributed, seed, _notes(len(saved), world_size, redistributed, different))
+    return RankState(chosen, redistributed, seed, _notes(saved, world_size, redistributed, different))
 
 
 def _seed(tree: JSON, rank: int, world_size: int) -> int:
     return xxhash.xxh3_64_intdigest(msgspec.json.encode([tree, rank, world_size]))
 
 
-def _notes(saved: int, world_size: int, redistributed: Mapping[str, Any], different: Sequence[str]) -> tuple[str, ...]:
-    kept = f"{_ranks(0, min(saved, world_size))} with the random numbers they had"
-    derived = f", {_ranks(saved, world_size)} with derived ones" if world_size > saved else ""
-    notes = [f"saved by {saved}, restored by {world_size} ranks: {kept}{derived}"]
+def _notes(
+    saved: Sequence[Items], world_size: int, redistributed: Mapping[str, Any], different: Sequence[str]
+) -> tuple[str, ...]:
+    count = len(saved)
+    numbers = f"{_ranks(0, min(count, world_size))} with the random numbers they had"
+    if count > 1 and all(other.get(RNG) == saved[0].get(RNG) for other in saved):
+        numbers = "with the random numbers that all ranks had"
+    elif world_size > count:
+        numbers += f", {_ranks(count, world_size)} with derived ones"
+    notes = [f"saved by {count}, restored by {world_size} ranks: {numbers}"]
     if redistributed:
         notes.append(f"{', '.join(sorted(redistributed))}: the states of all ranks were shared out anew")
     if different:
-        notes.append(f"{', '.join(sorted(different))}: taken from rank (own rank modulo {saved})")
+        notes.append(f"{', '.join(sorted(different))}: taken from rank (own rank modulo {count})")
     return tuple(notes)
 
 
