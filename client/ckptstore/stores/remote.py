@@ -170,15 +170,28 @@ class _FsspecWriter(ObjectWriter):
     def __init__(self, file: Any, url: str) -> None:
         self._file = file
         self._url = url
+        self._bytes = 0
 
     def write(self, data: Buffer) -> None:
         with store_errors("write", self._url):
             self._file.write(data)
+        self._bytes += memoryview(data).nbytes
 
     def commit(self) -> None:
         with store_errors("write", self._url):
-            self._file.close()
-            self._file.commit()
+            try:
+                self._file.close()
+                self._file.commit()
+            except Exception:
+                # The upload was finished and the reply lost: to finish it again is an error on some servers.
+                if not self._is_there():
+                    raise
+
+    def _is_there(self) -> bool:
+        try:
+            return bool(self._file.fs.size(self._file.path) == self._bytes)
+        except Exception:
+            return False
 
     def abort(self) -> None:
         try:
