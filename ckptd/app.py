@@ -40,6 +40,8 @@ from ckptd.index import (
     TokenIndex,
 )
 from ckptd.metrics import Metrics
+from ckptd.pages import routes as pages
+from ckptd.pages.browsers import Browsers
 from ckptd.services import (
     Catalogue,
     Contents,
@@ -59,6 +61,7 @@ from ckptd.services.cache import BlockCache, open_folder
 from ckptd.services.collecting import Collecting
 from ckptd.services.deciding import Deciding, Proposals
 from ckptd.services.gauges import Gauges
+from ckptd.services.keeping import Keeping
 from ckptd.services.leadership import Leadership, LeaderStore
 from ckptd.services.periodic import Periodic
 from ckptd.services.recovery import Recovering, Recovery
@@ -123,6 +126,7 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
         events=happenings,
         freshness=freshness,
         jobs=Jobs(JobIndex(database), happenings, clock, works.by_kind()),
+        keeping=Keeping(store, clock),
         objects=objects,
         probe=partial(examine, store, clock),
         proposals=Proposals(store),
@@ -160,6 +164,7 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     return _assemble(
         Context(services, Threads(), metrics, waiting),
         settings.auth != AUTH_OFF,
+        clock,
         background,
         [cache, leadership, database],
     )
@@ -172,7 +177,11 @@ def _open_cache(settings: Settings, store: Store, metrics: Metrics) -> BlockCach
 
 
 def _assemble(
-    context: Context, auth: bool, background: list[Periodic | Jobs], closing: list[BlockCache | Leadership | Database]
+    context: Context,
+    auth: bool,
+    clock: Clock,
+    background: list[Periodic | Jobs],
+    closing: list[BlockCache | Leadership | Database],
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -196,9 +205,11 @@ def _assemble(
     app.state.context = context
     problems.install(app)
     openapi.install(app)
-    for module in (probes, checkpoints, batches, changes, decisions, restores, events, jobs, tokens):
+    for module in (probes, checkpoints, batches, changes, decisions, restores, events, jobs, tokens, pages):
         app.include_router(module.router)
     # The last one added is the outermost.
-    app.add_middleware(Authentication, tokens=context.services.tokens if auth else None, metrics=context.metrics)
+    known = context.services.tokens if auth else None
+    app.add_middleware(Authentication, tokens=known, metrics=context.metrics)
+    app.add_middleware(Browsers, tokens=known, metrics=context.metrics, clock=clock)
     app.add_middleware(Requests, metrics=context.metrics)
     return app

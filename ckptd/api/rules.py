@@ -105,6 +105,17 @@ RULES: dict[tuple[str, str], Rule] = {
     ("POST", wire.TOKENS): Rule(Scope.ADMIN),
     ("POST", wire.TOKENS + "/{name}/rotate"): Rule(Scope.ADMIN),
     ("DELETE", wire.TOKENS + "/{name}"): Rule(Scope.ADMIN),
+    # Pages
+    ("GET", "/"): Rule(Scope.READ, filters=True),
+    ("GET", "/runs/{run}"): Rule(Scope.READ, in_path),
+    ("GET", "/checkpoints/{id}"): Rule(Scope.READ, of_checkpoint),
+    ("GET", "/attempts"): Rule(Scope.READ, in_query, filters=True),
+    ("GET", "/restores"): Rule(Scope.READ, in_query, filters=True),
+    ("GET", "/restores/{id}"): Rule(Scope.READ, of_restore),
+    ("GET", "/jobs"): Rule(Scope.READ),
+    ("GET", "/jobs/{id}"): Rule(Scope.READ, of_job),
+    ("GET", "/store"): Rule(Scope.READ),
+    ("POST", "/store"): Rule(Scope.ADMIN),
 }
 JOBS: dict[type[Any], Scope] = {
     wire.VerifyJob: Scope.READ,

@@ -9,6 +9,7 @@ from ckptd.services.deciding import Proposals
 from ckptd.services.events import Events
 from ckptd.services.freshness import Freshness
 from ckptd.services.jobs import Jobs
+from ckptd.services.keeping import Keeping
 from ckptd.services.objects import Objects
 from ckptd.services.protection import Protection
 from ckptd.services.pruning import Pruning
@@ -28,6 +29,7 @@ class Services:
     events: Events
     freshness: Freshness
     jobs: Jobs
+    keeping: Keeping
     objects: Objects
     probe: Callable[[], ProbeBody]
     """Examines the store."""
@@ -39,12 +41,14 @@ class Services:
     tokens: Tokens
     uploads: Uploads
 
+
 __all__ = [
     "Catalogue",
     "Contents",
     "Events",
     "Freshness",
     "Jobs",
+    "Keeping",
     "Objects",
     "Proposals",
     "Protection",

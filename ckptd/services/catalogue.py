@@ -18,7 +18,7 @@ class Catalogue:
         self._index = index
         self._listing = listing
         self._freshness = freshness
-        self._store_url = store_url
+        self.store_url = store_url
         self._latest: dict[str | None, tuple[int, Checkpoint]] = {}
 
     def ping(self) -> None:
@@ -36,7 +36,7 @@ class Catalogue:
         if found is None:
             which = f"run {run!r}" if run is not None else "no run"
             has = "has no checkpoint" if run is not None else "has a checkpoint"
-            raise NoCheckpoint(f"{which} {has} in {self._store_url}", "GET /v1/checkpoints shows what there is")
+            raise NoCheckpoint(f"{which} {has} in {self.store_url}", "GET /v1/checkpoints shows what there is")
         if len(self._latest) >= _ANSWERS_KEPT:
             self._latest.clear()
         self._latest[run] = (generation, found)
@@ -64,7 +64,7 @@ class Catalogue:
         if found is None:
             step = "" if reference.step is None else f" at step {reference.step}"
             raise NoCheckpoint(
-                f"run {reference.run!r} has no checkpoint{step} in {self._store_url}",
+                f"run {reference.run!r} has no checkpoint{step} in {self.store_url}",
                 "GET /v1/checkpoints shows what there is",
             )
         return found

@@ -1,0 +1,185 @@
+"""Around the pages: logins, forms, static files, and errors that people can read.
+
+A session's cookie counts on pages only: there it becomes the token that it stands for, and everything behind, from the
+rules of access to the run globs of tokens, is as with any other client. The API never sees a cookie.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from http import HTTPStatus
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ckptd.api.throttle import Throttle
+from ckptd.logs import REQUEST_ID
+from ckptd.metrics import Metrics
+from ckptd.pages.forms import VISIT, Visit, cookie, read_form
+from ckptd.pages.rendering import page
+from ckptd.pages.sessions import LIFETIME_S, Sessions
+from ckptd.pages.static import PREFIX, static_response
+from ckptd.services.tokens import Tokens
+from ckptstore.clock import Clock
+from ckptstore.errors import CkptError, TooManyFailures, Unauthorized
+
+SESSION = "ckptd_session"
+_FORM = "ckptd_form"
+_LOGIN, _LOGOUT = "/login", "/logout"
+_PAGE = re.compile(r"/|/(attempts|jobs|restores|store)|/(runs|jobs|restores)/[^/]+|/checkpoints/[^/@]+@[^/]+")
+_FORM_SECRET = re.compile(r"[A-Za-z0-9_-]{43}")
+_MAX_NEXT = 400
+_LOG = logging.getLogger(__name__)
+
+
+class Browsers:
+    """Stands outside authentication."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens | None, metrics: Metrics, clock: Clock) -> None:
+        """tokens: None where no token is asked for."""
+        self._app = app
+        self._tokens = tokens
+        self._failures = metrics.auth_failures
+        self._sessions = Sessions(clock)
+        self._clock = clock
+        self._throttle = Throttle()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http" or not _ours(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        if scope["path"].startswith(PREFIX):
+            await static_response(request)(scope, receive, send)
+            return
+        token = self._sessions.secret_of(request.cookies.get(SESSION, ""))
+        secret = _form_secret(request)
+        scope[VISIT] = Visit(secret, token is not None, self._clock())
+        send = _telling(request, secret, send)
+        try:
+            if scope["path"] in (_LOGIN, _LOGOUT):
+                await (await self._answer(request))(scope, receive, send)
+            else:
+                if token is not None:
+                    _present(token, scope)
+                await self._app(scope, receive, send)
+        except Unauthorized:
+            await RedirectResponse(f"{_LOGIN}?next={quote(_here(request))}", 303)(scope, receive, send)
+        except CkptError as error:
+            await _problem(error)(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        if self._tokens is None:
+            return RedirectResponse("/", 303)
+        if request.method == "POST":
+            form = await read_form(request)
+            if request.url.path == _LOGOUT:
+                return self._log_out(request)
+            return self._log_in(request, self._tokens, form)
+        return _login_page(request, _local_path(request.query_params.get("next", "/")))
+
+    def _log_in(self, request: Request, tokens: Tokens, form: dict[str, str]) -> Response:
+        secret, following = form.get("token", "").strip(), _local_path(form.get("next", "/"))
+        address = request.client.host if request.client else "?"
+        try:
+            self._throttle.check(address, secret)
+        except TooManyFailures as error:
+            self._failures.labels("throttled").inc()
+            return _login_page(request, following, error.message, error.http_status)
+        if tokens.recognize(secret) is None:
+            self._throttle.failed(address)
+            self._failures.labels("wrong_token").inc()
+            return _login_page(request, following, "This token is unknown, revoked or expired.", 401)
+        self._throttle.succeeded(address, secret)
+        answer = RedirectResponse(following, 303)
+        id = self._sessions.begin(secret)
+        answer.raw_headers.append(cookie(SESSION, id, LIFETIME_S, request.url.scheme == "https"))
+        return answer
+
+    def _log_out(self, request: Request) -> Response:
+        self._sessions.end(request.cookies.get(SESSION, ""))
+        answer = RedirectResponse(_LOGIN, 303)
+        answer.raw_headers.append(cookie(SESSION, "", 0, request.url.scheme == "https"))
+        return answer
+
+
+def _ours(path: str) -> bool:
+    return path.startswith(PREFIX) or path in (_LOGIN, _LOGOUT) or _PAGE.fullmatch(path) is not None
+
+
+def _present(token: str, scope: Scope) -> None:
+    """Make the session's token the one that the request carries."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
+    scope["headers"] = [*others, (b"authorization", f"Bearer {token}".encode("latin-1", "replace"))]
+
+
+def _form_secret(request: Request) -> str:
+    known = request.cookies.get(_FORM, "")
+    return known if _FORM_SECRET.fullmatch(known) else secrets.token_urlsafe(32)
+
+
+def _telling(request: Request, secret: str, send: Send) -> Send:
+    """Tell the browser what its forms must carry, if it does not know yet."""
+    if request.cookies.get(_FORM) == secret:
+        return send
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            header = cookie(_FORM, secret, LIFETIME_S, request.url.scheme == "https")
+            message = {**message, "headers": [*message["headers"], header]}
+        await send(message)
+
+    return tell
+
+
+def _here(request: Request) -> str:
+    """Where to go on after the login: what was asked for, if it can be asked for again."""
+    if request.method != "GET":
+        return "/"
+    query = f"?{request.url.query}" if request.url.query else ""
+    return _local_path(quote(request.url.path, safe="/@") + query)
+
+
+def _local_path(wanted: str) -> str:
+    """A page of ours; anything else becomes the first page."""
+    path = wanted.partition("?")[0]
+    safe = len(wanted) <= _MAX_NEXT and wanted.isascii() and wanted.isprintable() and "\\" not in wanted
+    return wanted if safe and _PAGE.fullmatch(path) else "/"
+
+
+def _login_page(request: Request, following: str, problem: str = "", status: int = 200) -> Response:
+    # A link on another site comes without our cookie, although its visitor may be logged in.
+    strange = Headers(scope=request.scope).get("sec-fetch-site") == "cross-site"
+    return page(
+        "login.html",
+        status,
+        csrf=request.scope[VISIT].secret,
+        next=following,
+        problem=problem,
+        strange=strange,
+        visitor=None,
+        live_s=0,
+    )
+
+
+def _problem(error: CkptError) -> Response:
+    if error.http_status >= 500:
+        _LOG.warning("%s: %s", error.code, error)
+    return page(
+        "problem.html",
+        error.http_status,
+        title=HTTPStatus(error.http_status).phrase,
+        detail=error.message,
+        hint=error.hint.rstrip("."),
+        status=error.http_status,
+        code=error.code,
+        request_id=REQUEST_ID.get(),
+        visitor=None,
+        live_s=0,
+    )

@@ -1,0 +1,211 @@
+"""Geometry of the charts: from numbers to points, bars and ticks, in units of the drawing. Pure; templates draw it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import floor, isfinite, log10
+
+_SUFFIXES = ("", "k", "M", "G", "T", "P", "E")
+_MAX_MARKS = 300
+_EDGE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value to be drawn."""
+
+    x: float
+    y: float
+    title: str
+    kind: str = ""
+    """Chooses its colour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A mark on an axis."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A dot."""
+
+    x: float
+    y: float
+    title: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A line with dots and two axes."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    """The last four: edges of the plane."""
+    line: str
+    """For the points of a polyline."""
+    marks: tuple[Mark, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The values of some neighbours: their mean, and the largest one."""
+
+    x: float
+    width: float
+    mean: float
+    """Height; bars stand on the bottom."""
+    largest: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Many values side by side, neighbours joined where there is no room for each."""
+
+    width: int
+    height: int
+    left: int
+    bottom: int
+    bars: tuple[Bar, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One square of a grid; stands for one thing or for some neighbours."""
+
+    x: float
+    y: float
+    title: str
+    kind: str
+    filled: float
+    """From 0 to the size of the square."""
+
+
+def compact(number: float) -> str:
+    """A number in few characters: 1.2k, 3.5M, 1.2e-05."""
+    size = abs(number)
+    if not isfinite(number) or (size and size < 1e-3) or size >= 1e21:
+        return f"{number:.3g}"
+    if size < 1000:
+        return f"{number:.4g}"
+    power = min(len(_SUFFIXES) - 1, floor(log10(size)) // 3)
+    return f"{number / 1000**power:.4g}{_SUFFIXES[power]}"
+
+
+def sparkline(values: Iterable[float], width: int = 120, height: int = 24) -> str:
+    """Points of a polyline; empty if there are fewer than two finite values."""
+    known = [value for value in values if isfinite(value)]
+    if len(known) < 2:
+        return ""
+    low, high = min(known), max(known)
+    step = (width - 4) / (len(known) - 1)
+    return " ".join(
+        f"{2 + i * step:.1f},{height - 2 - (height - 4) * _share(value, low, high):.1f}"
+        for i, value in enumerate(known)
+    )
+
+
+def plot(points: Sequence[Point], width: int = 860, height: int = 260) -> Plot:
+    """The finite ones of the points, by rising x; of very many, an even choice that has the first and the last."""
+    known = sorted((p for p in points if isfinite(p.x) and isfinite(p.y)), key=lambda p: p.x)
+    known = _thinned(known, _MAX_MARKS)
+    left, right, top, bottom = 64, width - 16, 12, height - 30
+    x_low, x_high = _limits([p.x for p in known])
+    y_low, y_high = _limits([p.y for p in known])
+
+    def across(value: float) -> float:
+        return round(left + _EDGE + (right - left - 2 * _EDGE) * _share(value, x_low, x_high), 1)
+
+    def up(value: float) -> float:
+        return round(bottom - _EDGE - (bottom - top - 2 * _EDGE) * _share(value, y_low, y_high), 1)
+
+    marks = tuple(Mark(across(p.x), up(p.y), p.title, p.kind) for p in known)
+    return Plot(
+        width=width,
+        height=height,
+        left=left,
+        right=right,
+        top=top,
+        bottom=bottom,
+        line=" ".join(f"{mark.x},{mark.y}" for mark in marks),
+        marks=marks,
+        x_ticks=tuple(Tick(across(value), compact(value)) for value in _round_numbers(x_low, x_high, 6)),
+        y_ticks=tuple(Tick(up(value), compact(value)) for value in _round_numbers(y_low, y_high, 4)),
+    )
+
+
+def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: int = 860, height: int = 180) -> Bars:
+    """A bar for each value, or for so many neighbours that there are at most 128 bars.
+
+    name: of what a value belongs to; the first is number 0. write: from a value to its text.
+    """
+    left, bottom, top = 74, height - 26, 10
+    group = -(-len(values) // 128) or 1
+    spans = [range(at, min(at + group, len(values))) for at in range(0, len(values), group)]
+    high = max(values, default=0) or 1
+    room = (width - left - 8) / max(1, len(spans))
+    drawn = []
+    for i, span in enumerate(spans):
+        own = [values[at] for at in span]
+        mean, largest = sum(own) / len(own), max(own)
+        text = f"{name} {span[0]}: {write(largest)}"
+        if len(own) > 1:
+            text = f"{name}s {span[0]}–{span[-1]}: {write(int(mean))} each, {write(largest)} at most"
+        scale = (bottom - top) / high
+        drawn.append(Bar(round(left + i * room, 2), round(room * 0.86, 2), mean * scale, largest * scale, text))
+    labels = [span[0] for span in spans]
+    every = -(-len(labels) // 12) or 1
+    x_ticks = tuple(Tick(left + (i + 0.43) * room, str(labels[i])) for i in range(0, len(labels), every))
+    y_ticks = tuple(Tick(bottom - (bottom - top) * part, write(int(high * part))) for part in (0.0, 0.5, 1.0))
+    return Bars(width, height, left, bottom, tuple(drawn), x_ticks, y_ticks)
+
+
+def _thinned(points: list[Point], most: int) -> list[Point]:
+    if len(points) <= most:
+        return points
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if low < high:
+        return low, high
+    margin = abs(low) / 10 or 1.0
+    return low - margin, high + margin
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Where a value lies between two others, from 0 to 1; halved, because a difference can overflow."""
+    span = high / 2 - low / 2
+    return (value / 2 - low / 2) / span if span > 0 else 0.5
+
+
+def _round_numbers(low: float, high: float, count: int) -> list[float]:
+    """About so many round numbers between two others."""
+    rough = (high / 2 - low / 2) / count * 2
+    if not isfinite(rough) or rough < 1e-300 or rough > 1e300:
+        return [low, high]
+    power: float = 10.0 ** floor(log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first = -(-low // step)
+    found: list[float] = []
+    while (value := first * step) <= high and len(found) < 3 * count:
+        found.append(value)
+        if first + 1 == first:
+            break
+        first += 1
+    return found or [low, high]

@@ -1,0 +1,75 @@
+"""Views of what is inside a checkpoint: who wrote how much, and which entries take the room. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptd.pages.charts import Bars, bars
+from ckptd.pages.treemap import Box, treemap
+from ckptstore import human
+from ckptstore.wire import EntryBody, ShardBody
+
+_SHARDS_SHOWN = 32
+_ENTRIES_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRow:
+    """One item of the state: model, optim, ..."""
+
+    name: str
+    num_entries: int
+    raw_bytes: int
+    kind: int | None
+    """Its colour in the treemap."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentsView:
+    """What the manifest of a checkpoint tells."""
+
+    map: Bars
+    """Stored bytes by rank."""
+    num_writers: int
+    most: ShardBody | None
+    """The largest shard."""
+    shards: tuple[ShardBody, ...]
+    num_shards: int
+    boxes: tuple[Box, ...]
+    items: tuple[ItemRow, ...]
+    entries: tuple[EntryBody, ...]
+    """The largest."""
+    num_entries: int
+
+
+def contents_view(world_size: int, shards: Sequence[ShardBody], entries: Sequence[EntryBody]) -> ContentsView:
+    """What is drawn of a checkpoint. entries: all of them."""
+    written = [0] * world_size
+    for shard in shards:
+        if shard.rank < world_size:
+            written[shard.rank] += shard.stored_bytes
+    by_size = sorted(entries, key=lambda entry: (-entry.raw_bytes, entry.name))
+    largest = sorted(shards, key=lambda shard: (-shard.stored_bytes, shard.rank))
+    boxes = tuple(treemap({entry.name: entry.raw_bytes for entry in entries}))
+    return ContentsView(
+        map=bars(written, "rank", human.size),
+        num_writers=sum(1 for count in written if count),
+        most=largest[0] if largest else None,
+        shards=tuple(largest[:_SHARDS_SHOWN]),
+        num_shards=len(shards),
+        boxes=boxes,
+        items=_items(entries, {box.path.partition("/")[0]: box.kind for box in boxes}),
+        entries=tuple(by_size[:_ENTRIES_SHOWN]),
+        num_entries=len(entries),
+    )
+
+
+def _items(entries: Sequence[EntryBody], kinds: Mapping[str, int]) -> tuple[ItemRow, ...]:
+    totals: dict[str, tuple[int, int]] = {}
+    for entry in entries:
+        name = entry.name.partition("/")[0]
+        count, size = totals.get(name, (0, 0))
+        totals[name] = (count + 1, size + entry.raw_bytes)
+    rows = (ItemRow(name, count, size, kinds.get(name)) for name, (count, size) in totals.items())
+    return tuple(sorted(rows, key=lambda row: (-row.raw_bytes, row.name))[:_SHARDS_SHOWN])

@@ -1,0 +1,48 @@
+"""Templates to pages. Whatever is put into a template is escaped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.responses import HTMLResponse
+
+from ckptd.pages.charts import compact
+from ckptstore import human
+
+_NEVER_KEPT = {"Cache-Control": "no-store"}
+
+
+def _moment(epoch: float) -> str:
+    try:
+        return human.moment(epoch)
+    except (OverflowError, ValueError, OSError):  # a store can claim any moment
+        return "unknown time"
+
+
+def _environment() -> Environment:
+    found = Environment(
+        loader=PackageLoader("ckptd.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    found.filters |= {
+        "age": human.age,
+        "compact": compact,
+        "count": human.count,
+        "duration": human.duration,
+        "moment": _moment,
+        "size": lambda count: human.size(int(count)),
+    }
+    return found
+
+
+_TEMPLATES = _environment()
+
+
+def page(template: str, status: int = 200, /, **values: Any) -> HTMLResponse:
+    """A page; no browser and no proxy keeps it."""
+    return HTMLResponse(_TEMPLATES.get_template(template).render(values), status, _NEVER_KEPT)

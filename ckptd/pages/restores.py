@@ -1,0 +1,106 @@
+"""Views of restore sessions: how far they are, who is behind. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptd.index import RankProgress
+from ckptd.pages.charts import Cell
+from ckptd.services.progress import fraction
+from ckptd.services.restores import RestoreView
+from ckptstore import human
+from ckptstore.wire import Phase
+
+_CELL = 18.0
+_STEP = 21.0
+_COLUMNS = 40
+_MAX_CELLS = 640
+_ROWS_SHOWN = 64
+_ORDER = {Phase.FAILED: 0, Phase.JOINED: 1, Phase.PLANNING: 2, Phase.FETCHING: 3, Phase.PLACING: 4, Phase.RESTORED: 5}
+ABSENT = "absent"
+"""The kind of a rank that has not joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """A rank in the table."""
+
+    progress: RankProgress
+    done: float
+    """From 0 to 1."""
+    silent_s: float
+    behind: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """One session."""
+
+    view: RestoreView
+    done: float
+    """From 0 to 1."""
+    took_s: float
+    """So far, or until it ended."""
+    width: float
+    height: float
+    cells: tuple[Cell, ...]
+    joined_cells: int
+    """How many ranks a cell stands for."""
+    phases: tuple[tuple[str, int], ...]
+    rows: tuple[RankRow, ...]
+    """Those behind and the least advanced first."""
+    num_hidden: int
+
+
+def session_view(view: RestoreView, now: float) -> SessionView:
+    """One session with its ranks."""
+    restore, ranks = view.restore, view.ranks or ()
+    known = {progress.rank: progress for progress in ranks}
+    group = -(-restore.world_size // _MAX_CELLS) or 1
+    spans = [range(at, min(at + group, restore.world_size)) for at in range(0, restore.world_size, group)]
+    cells = [_cell(i, span, known) for i, span in enumerate(spans)]
+    columns = min(_COLUMNS, len(cells))
+    behind = set(view.stragglers)
+    rows = [
+        RankRow(progress, fraction(progress), max(0.0, now - progress.heard_at), progress.rank in behind)
+        for progress in ranks
+    ]
+    rows.sort(key=lambda row: (row.progress.phase is not Phase.FAILED, not row.behind, row.done, row.progress.rank))
+    return SessionView(
+        view=view,
+        done=1.0 if restore.num_restored == restore.world_size else view.progress or 0.0,
+        took_s=max(0.0, (restore.ended_at or now) - restore.created_at),
+        width=columns * _STEP,
+        height=-(-len(cells) // _COLUMNS) * _STEP,
+        cells=tuple(cells),
+        joined_cells=group,
+        phases=_phases(restore.world_size, ranks),
+        rows=tuple(rows[:_ROWS_SHOWN]),
+        num_hidden=max(0, len(rows) - _ROWS_SHOWN),
+    )
+
+
+def _cell(at: int, span: range, known: dict[int, RankProgress]) -> Cell:
+    """A cell is of the kind of its least advanced rank."""
+    ranks = [known.get(rank) for rank in span]
+    done = sum(fraction(progress) for progress in ranks if progress is not None) / len(span)
+    joined = [progress for progress in ranks if progress is not None]
+    failed = any(progress.phase is Phase.FAILED for progress in joined)
+    if len(joined) < len(span) and not failed:
+        kind = ABSENT
+    else:
+        kind = str(min((progress.phase for progress in joined), key=_ORDER.__getitem__))
+    name = f"rank {span[0]}" if len(span) == 1 else f"ranks {span[0]}–{span[-1]}"
+    title = f"{name}: {kind}, {done:.0%}"
+    if len(span) == 1 and joined and joined[0].total_bytes:
+        title += f", {human.size(joined[0].done_bytes)} of {human.size(joined[0].total_bytes)}"
+    row, column = divmod(at, _COLUMNS)
+    return Cell(column * _STEP, row * _STEP, title, kind, round(_CELL * done, 1))
+
+
+def _phases(world_size: int, ranks: Sequence[RankProgress]) -> tuple[tuple[str, int], ...]:
+    counts = {ABSENT: world_size - len(ranks)}
+    for phase in _ORDER:
+        counts[phase] = sum(1 for progress in ranks if progress.phase is phase)
+    return tuple((str(name), count) for name, count in counts.items() if count)

@@ -1,0 +1,307 @@
+"""The pages: each asks the services, makes a view, and fills a template. None of them changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from ckptd.api.access import caller_of
+from ckptd.api.context import Context, Given
+from ckptd.index import Filter, Sort
+from ckptd.pages.contents import ContentsView, contents_view
+from ckptd.pages.forms import VISIT, Visit, read_form
+from ckptd.pages.rendering import page
+from ckptd.pages.restores import session_view
+from ckptd.pages.runs import Asked, RunRow, run_row, run_view
+from ckptd.services.callers import Caller
+from ckptd.services.keeping import Kept
+from ckptstore import human
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.errors import CkptError, Damaged, InvalidRequest, NoCheckpoint, Unavailable
+from ckptstore.names import MAX_STEP, Reference
+from ckptstore.retention import Policy
+from ckptstore.wire import AttemptBody, ProbeBody, RestoreState, Scope
+
+MOST_CHECKPOINTS = 5_000
+"""Of one run, on its page."""
+_RUNS_A_PAGE = 50
+_RECENT = 40
+_RESTORES = 100
+_JOBS = 100
+_MAX_ENTRIES = 100_000
+_PATIENCE_S = 3.0
+_LIVE_S = 2
+_CALM_S = 10
+_T = TypeVar("_T")
+
+router = APIRouter(include_in_schema=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """Who looks."""
+
+    caller: Caller
+    now: float
+    csrf: str
+    """What its forms must carry."""
+    logged_in: bool
+    """By a form, and not by a header."""
+
+    @property
+    def name(self) -> str:
+        """Of the token."""
+        return self.caller.name
+
+    @property
+    def pages(self) -> tuple[str, ...]:
+        """Those that concern all runs are not for callers bound to some."""
+        everybody = ("/", "/attempts", "/restores")
+        return everybody if self.caller.bound else (*everybody, "/jobs", "/store")
+
+
+async def _visitor(request: Request) -> Visitor:
+    visit: Visit = request.scope[VISIT]
+    return Visitor(caller_of(request), visit.now, visit.secret, visit.logged_in)
+
+
+Visiting = Annotated[Visitor, Depends(_visitor)]
+
+
+@router.get("/")
+async def overview(request: Request, given: Given, visitor: Visiting) -> Response:
+    """All runs that the visitor may see."""
+    summaries = [s for s in await given.threads.index(given.services.catalogue.runs) if visitor.caller.sees(s.run)]
+    number = _number(request, "page", 1) or 1
+    num_pages = -(-len(summaries) // _RUNS_A_PAGE) or 1
+    number = min(max(1, number), num_pages)
+    shown = summaries[(number - 1) * _RUNS_A_PAGE : number * _RUNS_A_PAGE]
+    restoring = await _restoring(given, visitor.caller)
+    uploads = await _uploads(given) if len(summaries) <= _RUNS_A_PAGE else None
+
+    def look() -> list[RunRow]:
+        return [
+            run_row(
+                summary,
+                _newest(given, summary.run, _RECENT),
+                uploads.count(summary.run) if uploads is not None else None,
+                restoring.count(summary.run),
+                visitor.now,
+            )
+            for summary in shown
+        ]
+
+    return page(
+        "overview.html",
+        **_frame(request, visitor, live_s=5),
+        rows=await given.threads.index(look),
+        page=number,
+        num_pages=num_pages,
+        num_runs=len(summaries),
+        num_checkpoints=sum(s.num_checkpoints for s in summaries),
+        stored_bytes=sum(s.stored_bytes for s in summaries),
+        num_restores=len(restoring),
+        **_health(given),
+    )
+
+
+@router.get("/runs/{run}")
+async def run(request: Request, given: Given, visitor: Visiting, run: str) -> Response:
+    """One run with its checkpoints."""
+    asked = _asked(request)
+    checkpoints = await given.threads.index(_newest, given, run, MOST_CHECKPOINTS)
+    if not checkpoints:
+        raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be under way: see the uploads")
+    kept: Kept | None = await _soon(given, given.services.keeping.of_run, run)
+    previewed = Policy(keep_last=asked.keep) if asked.keep else None
+    view = run_view(
+        run,
+        checkpoints,
+        kept.reasons(checkpoints) if kept else None,
+        kept.judge(checkpoints, previewed) if kept and previewed else None,
+        asked,
+        visitor.now,
+    )
+    states = ", ".join(f"{count:,} {state}" for state, count in view.states)
+    return page(
+        "run.html",
+        **_frame(request, visitor),
+        view=view,
+        states=states,
+        all_states=tuple(State),
+        most=MOST_CHECKPOINTS,
+        policy=kept.policy if kept else None,
+        known=kept is not None,
+    )
+
+
+@router.get("/checkpoints/{id}")
+async def checkpoint(request: Request, given: Given, visitor: Visiting, id: str) -> Response:
+    """One checkpoint and what is inside it."""
+    found = await given.threads.index(given.services.catalogue.find, Reference.parse(id))
+    kept: Kept | None = await _soon(given, given.services.keeping.of_run, found.run)
+    contents, unread = await _contents(given, found)
+    restores = await given.threads.index(given.services.restores.newest, found.run, _RESTORES)
+    verified_at = kept.verified.get(found.attempt) if kept else None
+    return page(
+        "checkpoint.html",
+        **_frame(request, visitor),
+        checkpoint=found,
+        age_s=max(0.0, visitor.now - found.committed_at),
+        share=human.ratio(found.stored_bytes, found.raw_bytes),
+        verified=f"{human.age(visitor.now - verified_at)} ago" if verified_at else "never" if kept else "not known",
+        held=kept.holds.get(found.attempt, ()) if kept else (),
+        contents=contents,
+        unread=unread,
+        restores=[view.restore for view in restores if view.restore.checkpoint.id == found.id],
+        events=await given.threads.index(given.services.events.of_checkpoint, found.id),
+    )
+
+
+@router.get("/attempts")
+async def attempts(request: Request, given: Given, visitor: Visiting) -> Response:
+    """Live uploads."""
+    name = request.query_params.get("run")
+    found: list[AttemptBody] = await given.threads.store(given.services.uploads.live, name)
+    seen = [attempt for attempt in found if visitor.caller.sees(attempt.run)]
+    return page("attempts.html", **_frame(request, visitor, live_s=_LIVE_S), attempts=seen, run=name)
+
+
+@router.get("/restores")
+async def restores(request: Request, given: Given, visitor: Visiting) -> Response:
+    """Restore sessions."""
+    name = request.query_params.get("run")
+    found = await given.threads.index(given.services.restores.newest, name, _RESTORES)
+    views = [view for view in found if visitor.caller.sees(view.restore.run)]
+    frame = _frame(request, visitor, live_s=_LIVE_S)
+    return page("restores.html", **frame, views=views, run=name)
+
+
+@router.get("/restores/{id}")
+async def restore(request: Request, given: Given, visitor: Visiting, id: str) -> Response:
+    """One restore session and its ranks."""
+    view = await given.threads.index(given.services.restores.view, id, True)
+    live_s = 1 if view.restore.live else 0
+    return page("restore.html", **_frame(request, visitor, live_s), view=session_view(view, visitor.now))
+
+
+@router.get("/jobs")
+async def jobs(request: Request, given: Given, visitor: Visiting) -> Response:
+    """Jobs."""
+    found = await given.threads.index(given.services.jobs.newest, _JOBS)
+    return page("jobs.html", **_frame(request, visitor, live_s=_LIVE_S), jobs=found)
+
+
+@router.get("/jobs/{id}")
+async def job(request: Request, given: Given, visitor: Visiting, id: str) -> Response:
+    """One job and its log."""
+    found = await given.threads.index(given.services.jobs.find, id)
+    live_s = 1 if found.state.live else 0
+    return page("job.html", **_frame(request, visitor, live_s), job=found)
+
+
+@router.get("/store")
+async def store(request: Request, given: Given, visitor: Visiting) -> Response:
+    """The store, as the daemon sees it."""
+    return _store_page(request, given, visitor, None)
+
+
+@router.post("/store")
+async def probe(request: Request, given: Given, visitor: Visiting) -> Response:
+    """Examine the store with a few small objects; they are gone when the page comes."""
+    await read_form(request)
+    async with given.turns.of("probe"):
+        return _store_page(request, given, visitor, await given.threads.store(given.services.probe))
+
+
+def _store_page(request: Request, given: Context, visitor: Visitor, probe: ProbeBody | None) -> Response:
+    return page(
+        "store.html",
+        **_frame(request, visitor),
+        url=given.services.catalogue.store_url,
+        probe=probe,
+        may_probe=Scope.ADMIN in visitor.caller.scopes,
+        **_health(given),
+    )
+
+
+def _frame(request: Request, visitor: Visitor, live_s: int = 0) -> dict[str, Any]:
+    """What every page shows. live_s: how often it looks for news; 0: never."""
+    return {"visitor": visitor, "now": visitor.now, "here": request.url.path, "live_s": live_s}
+
+
+def _health(given: Context) -> dict[str, Any]:
+    freshness = given.services.freshness
+    return {"trouble": freshness.problem(), "lag_s": freshness.lag_s()}
+
+
+async def _soon(given: Context, work: Callable[..., _T], *args: Any) -> _T | None:
+    """What a store says that answers soon; None from one that does not, so that the rest of the page is shown."""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await given.threads.store(work, *args)
+    except (TimeoutError, Unavailable, Damaged):
+        return None
+
+
+async def _uploads(given: Context) -> list[str] | None:
+    """The run of each live upload."""
+    found: list[AttemptBody] | None = await _soon(given, given.services.uploads.live, None)
+    return [attempt.run for attempt in found] if found is not None else None
+
+
+async def _restoring(given: Context, caller: Caller) -> list[str]:
+    """The run of each restore under way."""
+    found = await given.threads.index(given.services.restores.newest, None, _RESTORES)
+    live = (view.restore for view in found if view.restore.state is RestoreState.RESTORING)
+    return [restore.run for restore in live if caller.sees(restore.run)]
+
+
+async def _contents(given: Context, found: Checkpoint) -> tuple[ContentsView | None, str]:
+    """What the manifest tells, or why it tells nothing."""
+    if found.num_entries > _MAX_ENTRIES:
+        return None, f"{found.num_entries:,} entries are too many to draw: ckptctl show {found.id}"
+    exact = Reference(found.run, found.step, found.attempt.ulid)
+
+    def look() -> ContentsView:
+        contents = given.services.contents
+        entries = contents.entries(exact, 0, _MAX_ENTRIES).items
+        return contents_view(found.world_size, contents.shards(exact).items, entries)
+
+    try:
+        return await given.threads.store(look), ""
+    except CkptError as error:
+        return None, f"What is inside cannot be shown: {error.message}"
+
+
+def _newest(given: Context, run: str, limit: int) -> list[Checkpoint]:
+    """Of a run, by falling step. Raises InvalidName or NoCheckpoint."""
+    return given.services.catalogue.page(Filter(run=run), Sort.RUN, None, limit).checkpoints
+
+
+def _asked(request: Request) -> Asked:
+    state = request.query_params.get("state", "")
+    if state and state not in tuple(State):
+        raise InvalidRequest(f"{state[:40]!r} is no state of a checkpoint", f"Use one of {', '.join(State)}")
+    return Asked(
+        metric=request.query_params.get("metric", "")[:400],
+        state=State(state) if state else None,
+        min_step=_number(request, "min_step"),
+        max_step=_number(request, "max_step"),
+        page=_number(request, "page") or 1,
+        keep=_number(request, "keep"),
+    )
+
+
+def _number(request: Request, name: str, default: int | None = None) -> int | None:
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_STEP))):
+        raise InvalidRequest(f"{name} is {text[:40]!r}", "Use a whole number")
+    return int(text)

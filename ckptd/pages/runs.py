@@ -1,0 +1,210 @@
+"""Views of runs: all of them, and one with its checkpoints. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from urllib.parse import urlencode
+
+from ckptd.index import RunSummary
+from ckptd.pages.charts import Plot, Point, plot, sparkline
+from ckptstore import human
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.names import Attempt
+from ckptstore.retention import Verdict
+
+SAVE_SECONDS = "save seconds"
+SIZE = "size"
+PAGE_ROWS = 50
+_METRICS_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run in the list of all."""
+
+    summary: RunSummary
+    age_s: float | None
+    """Since its newest checkpoint was committed; None: it has none."""
+    trend: str
+    """Points of a polyline."""
+    trend_of: str
+    num_uploads: int | None
+    """None: not known."""
+    num_restores: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a visitor of a run's page chose."""
+
+    metric: str = ""
+    state: State | None = None
+    min_step: int | None = None
+    max_step: int | None = None
+    page: int = 1
+    keep: int | None = None
+    """Preview of a prune: keep so many."""
+
+    def link(self, **changed: object) -> str:
+        """The query that asks for the same, but for some of it."""
+        asked = replace(self, **changed)  # type: ignore[arg-type]
+        chosen = {
+            "metric": asked.metric,
+            "state": asked.state,
+            "min_step": asked.min_step,
+            "max_step": asked.max_step,
+            "page": asked.page if asked.page > 1 else None,
+            "keep": asked.keep,
+        }
+        return "?" + urlencode({name: value for name, value in chosen.items() if value not in (None, "")})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    """A checkpoint in the list of its run."""
+
+    checkpoint: Checkpoint
+    age_s: float
+    reasons: tuple[str, ...] | None
+    """Why it stays; none: the policy lets it go; None: not known."""
+    goes: bool
+    """The preview removes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a prune would do."""
+
+    keep: int
+    num_kept: int
+    num_removed: int
+    removed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """One run."""
+
+    run: str
+    asked: Asked
+    total: int
+    """Checkpoints that were looked at."""
+    stored_bytes: int
+    num_matching: int
+    num_pages: int
+    newest: Checkpoint | None
+    age_s: float | None
+    states: tuple[tuple[State, int], ...]
+    metrics: tuple[str, ...]
+    chart: Plot | None
+    rows: tuple[CheckpointRow, ...]
+    preview: Preview | None
+
+
+def run_row(
+    summary: RunSummary, recent: Sequence[Checkpoint], num_uploads: int | None, num_restores: int, now: float
+) -> RunRow:
+    """A run with what its newest checkpoints tell. recent: by falling step."""
+    known = [c for c in reversed(recent) if c.state is State.COMMITTED]
+    metric = _main_metric(known)
+    values = [_value(c, metric) for c in known]
+    age_s = max(0.0, now - summary.latest.committed_at) if summary.latest else None
+    return RunRow(summary, age_s, sparkline(values), metric, num_uploads, num_restores)
+
+
+def run_view(
+    run: str,
+    checkpoints: Sequence[Checkpoint],
+    reasons: Mapping[Attempt, tuple[str, ...]] | None,
+    pruned: Sequence[Verdict] | None,
+    asked: Asked,
+    now: float,
+) -> RunView:
+    """One run. checkpoints: by falling step. pruned: what the previewed prune says of them."""
+    metrics = _metrics(checkpoints)
+    if asked.metric not in metrics:
+        asked = replace(asked, metric=_main_metric(checkpoints))
+    matching = [c for c in checkpoints if _matches(c, asked)]
+    num_pages = -(-len(matching) // PAGE_ROWS) or 1
+    asked = replace(asked, page=min(max(1, asked.page), num_pages))
+    shown = matching[(asked.page - 1) * PAGE_ROWS : asked.page * PAGE_ROWS]
+    removed = {v.checkpoint.attempt for v in pruned or () if not v.reasons}
+    newest = next((c for c in checkpoints if c.state is State.COMMITTED), None)
+    rows = [
+        CheckpointRow(
+            c,
+            max(0.0, now - c.committed_at),
+            reasons.get(c.attempt, ()) if reasons is not None else None,
+            c.attempt in removed,
+        )
+        for c in shown
+    ]
+    states = Counter(c.state for c in checkpoints)
+    return RunView(
+        run=run,
+        asked=asked,
+        total=len(checkpoints),
+        stored_bytes=sum(c.stored_bytes for c in checkpoints),
+        num_matching=len(matching),
+        num_pages=num_pages,
+        newest=newest,
+        age_s=max(0.0, now - newest.committed_at) if newest else None,
+        states=tuple((state, states[state]) for state in State if states[state]),
+        metrics=metrics,
+        chart=_chart(matching, asked.metric),
+        rows=tuple(rows),
+        preview=_preview(pruned, asked.keep),
+    )
+
+
+def _preview(pruned: Sequence[Verdict] | None, keep: int | None) -> Preview | None:
+    if pruned is None or keep is None:
+        return None
+    gone = [v.checkpoint for v in pruned if not v.reasons]
+    return Preview(keep, len(pruned) - len(gone), len(gone), sum(c.stored_bytes for c in gone))
+
+
+def _matches(checkpoint: Checkpoint, asked: Asked) -> bool:
+    return (
+        asked.state in (None, checkpoint.state)
+        and (asked.min_step is None or checkpoint.step >= asked.min_step)
+        and (asked.max_step is None or checkpoint.step <= asked.max_step)
+    )
+
+
+def _metrics(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
+    """What can be plotted: the metrics that occur, the most frequent first if there are many, and our own figures."""
+    counts = Counter(name for c in checkpoints for name in c.metrics)
+    names = sorted(name for name, _ in counts.most_common(_METRICS_SHOWN))
+    return (*names, SAVE_SECONDS, SIZE)
+
+
+def _main_metric(checkpoints: Sequence[Checkpoint]) -> str:
+    """The metric that most checkpoints have; without any, how long saves took."""
+    counts = Counter(name for c in checkpoints for name in c.metrics)
+    return min(counts, key=lambda name: (-counts[name], "loss" not in name, name), default=SAVE_SECONDS)
+
+
+def _value(checkpoint: Checkpoint, metric: str) -> float:
+    if metric in checkpoint.metrics:
+        return checkpoint.metrics[metric]
+    figures = {SAVE_SECONDS: checkpoint.save_seconds, SIZE: float(checkpoint.stored_bytes)}
+    return figures.get(metric, float("nan"))
+
+
+def _chart(checkpoints: Sequence[Checkpoint], metric: str) -> Plot | None:
+    points = [
+        Point(c.step, value, f"step {c.step:,}: {_written(value, metric)} ({c.state})", c.state)
+        for c in checkpoints
+        if isfinite(value := _value(c, metric))
+    ]
+    return plot(points) if points else None
+
+
+def _written(value: float, metric: str) -> str:
+    if metric == SIZE:
+        return human.size(int(value))
+    return human.duration(value) if metric == SAVE_SECONDS else f"{metric} {value:.5g}"

@@ -1,0 +1,176 @@
+"""A treemap of the entries of a checkpoint: areas are bytes, grouped by item and by the path of the module. Pure.
+
+However many entries there are, few hundred boxes are drawn: what would be too small to see is folded into one box.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+_PARTS = re.compile(r"[^/.]+")
+_MIN_AREA = 500.0
+"""Smaller boxes are folded."""
+_GROUP_AREA = 9_000.0
+"""A box of at least this area shows what is in it."""
+_HEADER = 17.0
+_GAP = 1.5
+_MAX_DEPTH = 4
+_MAX_PARTS = 8
+_MAX_BOXES = 400
+_CHARACTER = 6.6
+_NUM_KINDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Where a box lies."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One box of the drawing. Those that hold others come before them."""
+
+    area: Area
+    label: str
+    """What fits into it; may be empty."""
+    path: str
+    num_entries: int
+    bytes: int
+    kind: int
+    """Of the item that it belongs to: a colour."""
+    group: bool
+    """It holds others."""
+
+
+@dataclass(slots=True)
+class _Node:
+    name: str
+    path: str
+    bytes: int = 0
+    num_entries: int = 0
+    children: dict[str, _Node] = field(default_factory=dict)
+
+
+def treemap(sizes: Mapping[str, int], width: float = 860, height: float = 420) -> list[Box]:
+    """Boxes for entries of these sizes. Entries without bytes are not drawn."""
+    root = _tree(sizes)
+    boxes: list[Box] = []
+    for kind, (node, area) in enumerate(_laid_out(_folded(root, width * height), Area(0, 0, width, height))):
+        _draw(node, area, kind % _NUM_KINDS, 1, boxes)
+    return boxes
+
+
+def squarified(sizes: Sequence[float], area: Area) -> list[Area]:
+    """Rectangles of these sizes that fill the area, each as square as it gets; sizes fall and are positive."""
+    scale = area.width * area.height / (sum(sizes) or 1)
+    scaled = [size * scale for size in sizes]
+    found: list[Area] = []
+    start = 0
+    while start < len(scaled):
+        side = min(area.width, area.height)
+        end = start + 1
+        while end < len(scaled) and _worst(scaled[start : end + 1], side) <= _worst(scaled[start:end], side):
+            end += 1
+        row, area = _row(scaled[start:end], area)
+        found += row
+        start = end
+    return found
+
+
+def _worst(row: Sequence[float], side: float) -> float:
+    """The aspect ratio of the least square rectangle of a row."""
+    total = sum(row)
+    if not total or not side:
+        return float("inf")
+    return max(side * side * max(row) / (total * total), total * total / (side * side * min(row)))
+
+
+def _row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
+    """A row along the shorter side, and the area that is left."""
+    total = sum(row)
+    found = []
+    if area.width >= area.height:
+        thick, at = total / area.height if area.height else 0.0, area.y
+        for size in row:
+            length = size / thick if thick else 0.0
+            found.append(Area(area.x, at, thick, length))
+            at += length
+        return found, Area(area.x + thick, area.y, max(0.0, area.width - thick), area.height)
+    thick, at = total / area.width if area.width else 0.0, area.x
+    for size in row:
+        length = size / thick if thick else 0.0
+        found.append(Area(at, area.y, length, thick))
+        at += length
+    return found, Area(area.x, area.y + thick, area.width, max(0.0, area.height - thick))
+
+
+def _tree(sizes: Mapping[str, int]) -> _Node:
+    root = _Node("", "")
+    for name, size in sizes.items():
+        if size <= 0:
+            continue
+        node = root
+        for part in islice(_PARTS.finditer(name), _MAX_PARTS):
+            node = node.children.setdefault(part[0], _Node(part[0], name[: part.end()]))
+            node.bytes += size
+            node.num_entries += 1
+        root.bytes += size
+        root.num_entries += 1
+    return root
+
+
+def _draw(node: _Node, area: Area, kind: int, depth: int, boxes: list[Box]) -> None:
+    node = _without_single_children(node)
+    inner = Area(area.x + _GAP, area.y + _HEADER, area.width - 2 * _GAP, area.height - _HEADER - _GAP)
+    room = inner.width * inner.height if inner.width > 40 and inner.height > 20 else 0
+    group = bool(node.children) and room >= _GROUP_AREA and depth < _MAX_DEPTH and len(boxes) < _MAX_BOXES
+    label = _fitting(node.name, area)
+    boxes.append(Box(area, label, node.path, node.num_entries, node.bytes, kind, group))
+    if group:
+        for child, place in _laid_out(_folded(node, room), inner):
+            _draw(child, place, kind, depth + 1, boxes)
+
+
+def _without_single_children(node: _Node) -> _Node:
+    """A chain of modules that hold nothing but one another is one box."""
+    while len(node.children) == 1:
+        (child,) = node.children.values()
+        if not child.children:
+            break
+        node = _Node(f"{node.name}.{child.name}", child.path, node.bytes, node.num_entries, child.children)
+    return node
+
+
+def _folded(node: _Node, room: float) -> list[_Node]:
+    """The children by falling size; those that would be too small to see are one, which comes last."""
+    children = sorted(node.children.values(), key=lambda child: (-child.bytes, child.name))
+    least = node.bytes * _MIN_AREA / room if room else 0
+    large = [child for child in children if child.bytes >= least]
+    small = children[len(large) :]
+    if len(small) < 2:
+        return children
+    rest = _Node(f"{len(small)} more", f"{node.path} ({len(small)} more)".strip())
+    rest.bytes = sum(child.bytes for child in small)
+    rest.num_entries = sum(child.num_entries for child in small)
+    return sorted([*large, rest], key=lambda child: -child.bytes)
+
+
+def _laid_out(nodes: Iterable[_Node], area: Area) -> list[tuple[_Node, Area]]:
+    shown = list(nodes)
+    return list(zip(shown, squarified([node.bytes for node in shown], area), strict=True))
+
+
+def _fitting(name: str, area: Area) -> str:
+    """As much of a name as there is room for in a line."""
+    most = int((area.width - 8) / _CHARACTER)
+    if area.height < _HEADER or most < 2:
+        return ""
+    return name if len(name) <= most else f"{name[: most - 1]}…"

@@ -1,0 +1,56 @@
+"""Why checkpoints stay, as far as the index and a few listings tell: for people who look, not for prunes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import Clock
+from ckptstore.findings import verified_at
+from ckptstore.holds import Holds, active_holds
+from ckptstore.names import Attempt
+from ckptstore.policies import policy_for, read_policies
+from ckptstore.retention import Policy, Verdict, judge
+from ckptstore.stores import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the store says about keeping the checkpoints of a run."""
+
+    policy: Policy | None
+    """In force for the run; None: it is never pruned."""
+    holds: Holds
+    verified: Mapping[Attempt, float]
+    """When attempts were last found whole, by the store's clock."""
+    now: float
+
+    def judge(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[Verdict]:
+        """What a policy would do to these checkpoints of the run, the way a prune judges."""
+        newest = max((c.attempt for c in checkpoints if c.attempt in self.verified), default=None)
+        return judge(policy, checkpoints, self.holds, self.now, newest)
+
+    def reasons(self, checkpoints: Sequence[Checkpoint]) -> dict[Attempt, tuple[str, ...]]:
+        """Why each of them stays; without a policy, what holds it."""
+        if self.policy is None:
+            return {c.attempt: tuple(self.holds.get(c.attempt, ())) for c in checkpoints}
+        return {verdict.checkpoint.attempt: verdict.reasons for verdict in self.judge(checkpoints, self.policy)}
+
+
+class Keeping:
+    """Reads policies, holds and findings. Any thread may use it."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def of_run(self, run: str) -> Kept:
+        """What is known of one run: a handful of listings. Raises InvalidName, Damaged or Unavailable."""
+        in_force = read_policies(self._store)
+        return Kept(
+            policy=policy_for(in_force.policies, run) if in_force is not None else None,
+            holds=active_holds(self._store, run, self._clock),
+            verified=verified_at(self._store, run),
+            now=self._clock(),
+        )
