@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -13,24 +13,6 @@ from ckptstore.errors import InvalidRequest
 
 MAX_BODY_BYTES = 64 << 10
 _B = TypeVar("_B")
-
-
-def request_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """What the OpenAPI document says of a body that read_body takes."""
-    (_,), components = msgspec.json.schema_components((kind,), ref_template="{name}")
-    content = {"application/json": {"schema": _inlined(components[kind.__name__], components)}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _inlined(schema: Any, components: dict[str, Any]) -> Any:
-    """A schema with the types it names written out: the OpenAPI document has no place for them."""
-    if isinstance(schema, list):
-        return [_inlined(part, components) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        return _inlined(components[schema["$ref"]], components)
-    return {name: _inlined(part, components) for name, part in schema.items()}
 
 
 async def read_body(request: Request, kind: type[_B], max_bytes: int = MAX_BODY_BYTES) -> _B:

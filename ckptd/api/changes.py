@@ -7,8 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
-from ckptd.api.bodies import json_response, read_body, request_schema
+from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
+from ckptd.api.openapi import documented
 from ckptd.services.pruning import Pruned
 from ckptstore import wire
 from ckptstore.errors import InvalidPolicy
@@ -21,7 +22,7 @@ router = APIRouter()
 _BY = "ckptd"
 
 
-@router.post(wire.NOTIFY, openapi_extra=request_schema(wire.NotifyRequest))
+@router.post(wire.NOTIFY, **documented(wire.CheckpointBody, 404, 410, body=wire.NotifyRequest))
 async def notify(request: Request, given: Given) -> Response:
     """An attempt was committed: look at its outcome in the store now, rather than at the next poll."""
     body = await read_body(request, wire.NotifyRequest)
@@ -30,7 +31,7 @@ async def notify(request: Request, given: Given) -> Response:
     return json_response(wire.CheckpointBody.of(found))
 
 
-@router.post(wire.PRUNE, openapi_extra=request_schema(wire.PruneRequest))
+@router.post(wire.PRUNE, **documented(wire.PruneBody, 404, 409, body=wire.PruneRequest))
 async def prune(request: Request, given: Given) -> Response:
     """Delete what the policy does not keep; a dry run, the default, only says what that is."""
     body = await read_body(request, wire.PruneRequest)
@@ -39,14 +40,14 @@ async def prune(request: Request, given: Given) -> Response:
     return json_response(_prune_body(done, body.dry_run))
 
 
-@router.post(wire.REINDEX)
+@router.post(wire.REINDEX, **documented(wire.ReindexBody))
 async def reindex(given: Given) -> Response:
     """Read every outcome in the store again."""
     num_runs, num_checkpoints = await given.threads.store(given.services.synchronizing.reindex)
     return json_response(wire.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
 
 
-@router.post(wire.LEASES, openapi_extra=request_schema(wire.LeaseRequest))
+@router.post(wire.LEASES, **documented(wire.LeaseBody, 404, status=201, body=wire.LeaseRequest))
 async def take_lease(request: Request, given: Given) -> Response:
     """Protect a checkpoint from deletion for some seconds."""
     body = await read_body(request, wire.LeaseRequest)
@@ -55,7 +56,7 @@ async def take_lease(request: Request, given: Given) -> Response:
     return json_response(wire.LeaseBody(run=run, lease=lease), 201)
 
 
-@router.delete(wire.LEASES + "/{run}/{lease}")
+@router.delete(wire.LEASES + "/{run}/{lease}", **documented(status=204))
 async def release_lease(
     given: Given, run: Annotated[str, Path(max_length=128)], lease: Annotated[str, Path(max_length=26)]
 ) -> Response:

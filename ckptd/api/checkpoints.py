@@ -28,6 +28,7 @@ router = APIRouter()
 _MAX_ID = 200
 _URL_S = 300.0
 _BYTES = "application/octet-stream"
+_LATEST = documented(wire.CheckpointBody, 404, text=True, also={304: "If-None-Match named it"})
 _RANGED = {206: "The range that was asked for", 304: "If-None-Match named it"}
 _SHARD = {**_RANGED, 307: "mode=redirect: where to read it"}
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
@@ -39,8 +40,8 @@ Mode = Annotated[
 ]
 
 
-@router.get("/checkpoints/latest", **documented(wire.CheckpointBody, 404, also={304: "If-None-Match named it"}))
-@router.get(wire.LATEST, **documented(wire.CheckpointBody, 404, also={304: "If-None-Match named it"}))
+@router.get("/checkpoints/latest", **_LATEST)
+@router.get(wire.LATEST, **_LATEST)
 async def latest(
     request: Request, given: Given, run: RunQuery = None, format: Literal["json", "text"] = "json", wait: Wait = 0
 ) -> Response:

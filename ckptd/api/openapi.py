@@ -26,6 +26,7 @@ def documented(
     status: int = 200,
     body: Any = None,
     media: str = "application/json",
+    text: bool = False,
     also: dict[int, str] | None = None,
 ) -> dict[str, Any]:
     """Arguments for a route.
@@ -38,6 +39,8 @@ def documented(
         **{error: {"description": HTTPStatus(error).phrase, **_problem()} for error in sorted({*_ALWAYS, *errors})},
         **{other: {"description": text} for other, text in (also or {}).items()},
     }
+    if text:
+        responses[status]["content"]["text/plain"] = {"schema": {"type": "string"}}
     route: dict[str, Any] = {"responses": responses, "status_code": status, "response_class": Response}
     if body is not None:
         content = {"application/json": {"schema": _schema(body)}}

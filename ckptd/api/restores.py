@@ -7,9 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
-from ckptd.api.bodies import json_response, read_body, request_schema
+from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import RunQuery
 from ckptd.api.context import Context, Given
+from ckptd.api.openapi import documented
 from ckptd.api.waiting import happens
 from ckptd.index import RankProgress, Restore
 from ckptd.services.restores import RestoreView
@@ -20,7 +21,10 @@ router = APIRouter()
 Id = Annotated[str, Path(max_length=26)]
 
 
-@router.post(wire.RESTORES, openapi_extra=request_schema(wire.RestoreRequest))
+@router.post(
+    wire.RESTORES,
+    **documented(wire.RestoreBody, 404, 409, status=201, body=wire.RestoreRequest, also={200: "Joined: it had begun"}),
+)
 async def join(request: Request, given: Given) -> Response:
     """Join the restore of a job. The first rank resolves the checkpoint (201), the others get the same one (200)."""
     asked = await read_body(request, wire.RestoreRequest)
@@ -29,7 +33,7 @@ async def join(request: Request, given: Given) -> Response:
     return json_response(_body(view), 201 if created else 200)
 
 
-@router.put(wire.RESTORES + "/{id}/ranks/{rank}", openapi_extra=request_schema(wire.RankReport))
+@router.put(wire.RESTORES + "/{id}/ranks/{rank}", **documented(wire.RestoreStatus, 404, body=wire.RankReport))
 async def report(
     request: Request, given: Given, id: Id, rank: Annotated[int, Path(ge=0, lt=wire.MAX_WORLD_SIZE)]
 ) -> Response:
@@ -39,7 +43,7 @@ async def report(
     return json_response(_status(restore))
 
 
-@router.get(wire.RESTORES + "/{id}")
+@router.get(wire.RESTORES + "/{id}", **documented(wire.RestoreBody, 404))
 async def restore(
     given: Given,
     id: Id,
@@ -55,7 +59,7 @@ async def restore(
     return json_response(_body(await given.threads.index(restores.view, id, ranks)))
 
 
-@router.get(wire.RESTORES)
+@router.get(wire.RESTORES, **documented(wire.RestoresBody))
 async def newest(
     given: Given, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=wire.MAX_PAGE)] = 100
 ) -> Response:
@@ -64,7 +68,7 @@ async def newest(
     return json_response(wire.RestoresBody([_body(view, with_ranks=False) for view in found]))
 
 
-@router.delete(wire.RESTORES + "/{id}")
+@router.delete(wire.RESTORES + "/{id}", **documented(wire.RestoreBody, 404))
 async def cancel(given: Given, id: Id) -> Response:
     """End a session and release its lease. One that has ended already stays as it ended."""
     restore = await given.threads.store(given.services.restores.cancel, id)

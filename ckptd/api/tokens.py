@@ -9,8 +9,9 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
 from ckptd.api.access import Asking
-from ckptd.api.bodies import json_response, read_body, request_schema
+from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
+from ckptd.api.openapi import documented
 from ckptstore import wire
 
 router = APIRouter()
@@ -20,13 +21,13 @@ _SECRET = {"Cache-Control": "no-store"}
 Name = Annotated[str, Path(max_length=64)]
 
 
-@router.get(wire.TOKENS)
+@router.get(wire.TOKENS, **documented(wire.TokensBody))
 async def tokens(given: Given) -> Response:
     """All tokens, by name, without their secrets."""
     return json_response(wire.TokensBody(await given.threads.index(given.services.tokens.list)))
 
 
-@router.post(wire.TOKENS, openapi_extra=request_schema(wire.TokenRequest))
+@router.post(wire.TOKENS, **documented(wire.NewTokenBody, 404, 409, status=201, body=wire.TokenRequest))
 async def create(request: Request, given: Given, caller: Asking) -> Response:
     """Make a token. The answer is the only place where its secret ever stands."""
     asked = await read_body(request, wire.TokenRequest)
@@ -35,7 +36,7 @@ async def create(request: Request, given: Given, caller: Asking) -> Response:
     return json_response(made, 201, _SECRET)
 
 
-@router.post(wire.TOKENS + "/{name}/rotate", openapi_extra=request_schema(wire.RotateRequest))
+@router.post(wire.TOKENS + "/{name}/rotate", **documented(wire.NewTokenBody, 404, body=wire.RotateRequest))
 async def rotate(request: Request, given: Given, caller: Asking, name: Name) -> Response:
     """Give a token a new secret."""
     asked = await read_body(request, wire.RotateRequest)
@@ -44,7 +45,7 @@ async def rotate(request: Request, given: Given, caller: Asking, name: Name) -> 
     return json_response(made, headers=_SECRET)
 
 
-@router.delete(wire.TOKENS + "/{name}")
+@router.delete(wire.TOKENS + "/{name}", **documented(None, 404, status=204))
 async def revoke(given: Given, caller: Asking, name: Name) -> Response:
     """Remove a token; it is refused from now on."""
     await given.threads.index(given.services.tokens.revoke, name)
