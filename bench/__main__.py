@@ -9,10 +9,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import codec, daemon_read, plan, stall
+from bench import codec, daemon_read, index, plan, stall
 from bench.report import Report
 
-BENCHES = {"stall": stall.measure, "codec": codec.measure, "plan": plan.measure, "daemon-read": daemon_read.measure}
+BENCHES = {
+    "stall": stall.measure,
+    "codec": codec.measure,
+    "plan": plan.measure,
+    "daemon-read": daemon_read.measure,
+    "index": index.measure,
+}
 
 
 def main() -> None:

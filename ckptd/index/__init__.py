@@ -1,6 +1,6 @@
 """The index: what the store holds, and the restores under way, in SQL. All SQL of the project is here."""
 
-from ckptd.index.checkpoints import Index, IndexedAttempts, Position, Reading, RunChanged, RunSummary, Stamp
+from ckptd.index.checkpoints import Index, IndexedAttempts, Reading, RunChanged, RunSummary, Stamp
 from ckptd.index.database import Database, Fence
 from ckptd.index.decisions import Decision, DecisionIndex
 from ckptd.index.events import Event, EventLog, News
@@ -29,7 +29,6 @@ __all__ = [
     "Listing",
     "News",
     "Place",
-    "Position",
     "RankProgress",
     "Reading",
     "Restore",

@@ -10,9 +10,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     Double,
+    FromClause,
     Row,
     Select,
     Table,
@@ -21,9 +21,7 @@ from sqlalchemy import (
     delete,
     func,
     insert,
-    or_,
     select,
-    true,
     update,
 )
 
@@ -38,28 +36,10 @@ from ckptstore.names import Attempt, Reference
 _ORDER = (checkpoints.c.run, checkpoints.c.step.desc(), checkpoints.c.committed_at.desc(), checkpoints.c.ulid.desc())
 _KNOWN = tuple(checkpoints.c[name] for name in ("step", "ulid", "outcome_bytes", "outcome_modified_at"))
 _GIVEN_UP = tuple(aborted.c[name] for name in ("step", "ulid", "outcome_bytes", "outcome_modified_at"))
-_NEWEST = select(checkpoints).join(
-    runs,
-    and_(
-        checkpoints.c.run == runs.c.name,
-        checkpoints.c.step == runs.c.latest_step,
-        checkpoints.c.ulid == runs.c.latest_ulid,
-    ),
-)
 
 
 class RunChanged(Exception):
     """Somebody else changed the run since it was looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A place in a listing: right after this checkpoint."""
-
-    run: str
-    step: int
-    committed_at: float
-    ulid: str
 
 
 class Stamp(NamedTuple):
@@ -171,23 +151,15 @@ class Index:
 
     def latest(self) -> Checkpoint | None:
         """Of the newest checkpoints of all runs, the one committed last."""
-        last_first = _NEWEST.order_by(runs.c.latest_committed_at.desc(), runs.c.name).limit(1)
-        return next(iter(self._select(last_first)), None)
-
-    def page(self, run: str | None, after: Position | None, limit: int) -> list[Checkpoint]:
-        """Checkpoints of one run or all, by run and falling step."""
-        if after is None:
-            return self._select(_page(checkpoints.c.run == run if run is not None else true(), limit))
-        # Two queries, each of which is a stretch of the index: a database that is given both as one reads everything.
-        found = self._select(_page(_is_after(after), limit))
-        if run is None and len(found) < limit:
-            found += self._select(_page(checkpoints.c.run > after.run, limit - len(found)))
-        return found
+        usable = runs.c.latest_committed_at.is_not(None)
+        last_first = select(runs).where(usable).order_by(runs.c.latest_committed_at.desc(), runs.c.name)
+        # One row before the join: a database that is given both at once joins all of them.
+        return next(iter(self._select(_newest(last_first.limit(1).subquery()))), None)
 
     def summaries(self) -> list[RunSummary]:
         """All runs, in order."""
         with self._database.read() as connection:
-            newest = {row.run: read_checkpoint(row) for row in connection.execute(_NEWEST)}
+            newest = {row.run: read_checkpoint(row) for row in connection.execute(_newest(runs))}
             rows = connection.execute(select(runs).order_by(runs.c.name)).all()
         return [RunSummary(row.name, row.num_checkpoints, int(row.stored_bytes), newest.get(row.name)) for row in rows]
 
@@ -257,29 +229,19 @@ class Index:
             return [read_checkpoint(row) for row in connection.execute(query)]
 
 
+def _newest(some_runs: FromClause) -> Select[Any]:
+    """The newest checkpoint of each."""
+    c, of = checkpoints.c, some_runs.c
+    return select(checkpoints).join(
+        some_runs, and_(c.run == of.name, c.step == of.latest_step, c.ulid == of.latest_ulid)
+    )
+
+
 def _next_generation(connection: Connection) -> int:
     # Whoever changes runs holds this row: one after the other, as on SQLite.
     changed = update(generation).values(value=generation.c.value + 1).returning(generation.c.value)
     found: int = connection.execute(changed).scalar_one()
     return found
-
-
-def _page(condition: ColumnElement[bool], limit: int) -> Select[Any]:
-    return select(checkpoints).where(condition).order_by(*_ORDER).limit(limit)
-
-
-def _is_after(position: Position) -> ColumnElement[bool]:
-    """Within the same run."""
-    c = checkpoints.c
-    same_step = and_(
-        c.step == position.step,
-        or_(
-            c.committed_at < position.committed_at,
-            and_(c.committed_at == position.committed_at, c.ulid < position.ulid),
-        ),
-    )
-    # The second condition follows from the third; it tells the database where to begin.
-    return and_(c.run == position.run, c.step <= position.step, or_(c.step < position.step, same_step))
 
 
 def _touched(reading: Reading) -> list[Attempt]:

@@ -31,6 +31,8 @@ class LocalStore(Store):
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         # Not Path.as_uri, which quotes: open_store(store.url) must find the same folder.
         self.url = self.identity = f"file://{self.root}"
+        self._skipped = len(os.path.join(self.root, ""))
+        """Characters of a path that are not of its key."""
 
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""
@@ -132,8 +134,7 @@ class LocalStore(Store):
             if entry.name.startswith(_TEMPORARY):
                 _remove_stale(Path(entry.path), status)
             elif stat.S_ISREG(status.st_mode):
-                key = Path(entry.path).relative_to(self.root).as_posix()
-                yield ObjectInfo(key, status.st_size, status.st_mtime)
+                yield ObjectInfo(entry.path[self._skipped :], status.st_size, status.st_mtime)
 
     def _remove_if_empty(self, folder: Path) -> None:
         try:
