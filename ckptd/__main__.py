@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import socket
 import sys
@@ -19,11 +20,12 @@ from ckptd.index import Database, TokenIndex
 from ckptd.redaction import Redactor, secrets_of
 from ckptd.server import serve as serve_app
 from ckptd.services.tokens import Tokens
-from ckptd.settings import KNOBS
+from ckptd.settings import AUTH_OFF, KNOBS
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
 from ckptstore.wire import Scope, TokenRequest
 
+_LOG = logging.getLogger(__name__)
 _METAVARS = {str: "TEXT", int: "N", float: "SECONDS"}
 
 cli = typer.Typer(
@@ -97,7 +99,11 @@ def _serve(configuration: Configuration) -> None:
 
     There is no option for the token: a command line is no place for secrets. Use CKPTD_TOKEN or the file.
     """
-    serve_app(create_app(configuration.settings), configuration.settings)
+    settings = configuration.settings
+    app = create_app(settings)
+    if settings.auth != AUTH_OFF and not app.state.context.services.tokens.any():
+        _LOG.warning("there is no token, so nobody may ask anything: ckptd token create makes the first")
+    serve_app(app, settings)
 
 
 @_command(cli, "config")
