@@ -64,8 +64,11 @@ from ckptd.services.gauges import Gauges
 from ckptd.services.keeping import Keeping
 from ckptd.services.leadership import Leadership, LeaderStore
 from ckptd.services.periodic import Periodic
+from ckptd.services.policies import Policies
 from ckptd.services.recovery import Recovering, Recovery
 from ckptd.services.restore_leases import RestoreLeases
+from ckptd.services.scrubbing import Scrubbing
+from ckptd.services.webhooks import Webhooks
 from ckptd.services.works import Works
 from ckptd.settings import AUTH_OFF, Settings
 from ckptstore.arbitration import ArbitratedStore
@@ -75,7 +78,7 @@ from ckptstore.examining import examine
 from ckptstore.stores import Store, open_store
 
 _LOG = logging.getLogger(__name__)
-_BACKGROUND_THREADS = 18
+_BACKGROUND_THREADS = 20
 _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
@@ -85,8 +88,12 @@ _RENEW_S = 1.0
 _WATCH_JOBS_S = 3.0
 _FORGET_S = 600.0
 _FINISH_S = 60.0
+_POLICIES_S = 5.0
+_SCRUB_S = 1.0
 _READ_TOKENS_S = 1.0
 _NOTE_USE_S = 10.0
+
+_Work = Periodic | Jobs | Webhooks
 
 
 def create_app(settings: Settings, store: Store | None = None, clock: Clock = system_clock) -> FastAPI:
@@ -97,77 +104,115 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     store = store or open_store(settings.store)
     if not store.shared_between_processes:
         raise InvalidRequest(f"{store.url} is visible to one process only", "Use file:// or an object store")
-    metrics = Metrics()
-    database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
-    _LOG.info("serving %s with the index at %s", store.url, database.url)
-    deciding = Deciding(store, DecisionIndex(database), clock)
-    store = ArbitratedStore(store, deciding, clock)
-    log = EventLog(database, clock)
-    index = Index(database, log)
-    index.adopt(store.url, clock())
-    freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
-    leadership = Leadership(LeaderIndex(database, "janitor"), settings.leader_lease_seconds)
-    leader_store = LeaderStore(store, leadership)
-    synchronizing = Synchronizing(store, index, freshness, metrics, clock)
-    recovery = Recovery(leader_store, clock, settings.commit_grace_seconds)
-    recovering = Recovering(leader_store, index, recovery, metrics, clock, synchronizing.notify)
-    cache = _open_cache(settings, store, metrics)
-    catalogue = Catalogue(index, Listing(database), freshness, store.url)
-    waiting = Waiting()
-    restore_index = RestoreIndex(database)
-    happenings = Events(log, restore_index, waiting.wake)
-    restore_leases = RestoreLeases(store, restore_index, metrics, clock, happenings.restore_ended)
-    objects = Objects(store, catalogue, cache)
-    pruning = Pruning(store, synchronizing, metrics, clock)
-    works = Works(store, synchronizing, pruning, clock, settings.orphan_grace_seconds)
-    services = Services(
-        catalogue=catalogue,
-        contents=Contents(catalogue, objects),
-        events=happenings,
-        freshness=freshness,
-        jobs=Jobs(JobIndex(database), happenings, clock, works.by_kind()),
+    core = _Core(settings, store, clock)
+    cache = _open_cache(settings, core.store, core.metrics)
+    services = _services(core, cache)
+    services.tokens.refresh()
+    core.metrics.registry.register(Gauges(core.index, core.restores, core.freshness, clock))
+    return _assemble(
+        Context(services, Threads(), core.metrics, core.waiting),
+        settings.auth != AUTH_OFF,
+        clock,
+        [*_serving(core, services), *_housekeeping(core)],
+        [cache, core.leadership, core.database],
+    )
+
+
+class _Core:
+    """What nearly everything else stands on."""
+
+    def __init__(self, settings: Settings, store: Store, clock: Clock) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.metrics = Metrics()
+        self.database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
+        _LOG.info("serving %s with the index at %s", store.url, self.database.url)
+        self.deciding = Deciding(store, DecisionIndex(self.database), clock)
+        self.store = ArbitratedStore(store, self.deciding, clock)
+        self.log = EventLog(self.database, clock)
+        self.index = Index(self.database, self.log)
+        self.index.adopt(store.url, clock())
+        self.freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
+        self.catalogue = Catalogue(self.index, Listing(self.database), self.freshness, store.url)
+        self.synchronizing = Synchronizing(self.store, self.index, self.freshness, self.metrics, clock)
+        self.leadership = Leadership(LeaderIndex(self.database, "janitor"), settings.leader_lease_seconds)
+        self.leader_store = LeaderStore(self.store, self.leadership)
+        self.waiting = Waiting()
+        self.restores = RestoreIndex(self.database)
+        self.events = Events(self.log, self.restores, self.waiting.wake)
+
+    def pruning(self, store: Store) -> Pruning:
+        """Prunes on the store, or as the leader."""
+        return Pruning(store, self.synchronizing, self.metrics, self.clock, self.events.pruned)
+
+
+def _services(core: _Core, cache: BlockCache) -> Services:
+    store, clock = core.store, core.clock
+    objects = Objects(store, core.catalogue, cache)
+    leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
+    pruning = core.pruning(store)
+    works = Works(store, core.synchronizing, pruning, clock, core.settings.orphan_grace_seconds)
+    return Services(
+        catalogue=core.catalogue,
+        contents=Contents(core.catalogue, objects),
+        events=core.events,
+        freshness=core.freshness,
+        jobs=Jobs(JobIndex(core.database), core.events, clock, works.by_kind()),
         keeping=Keeping(store, clock),
         objects=objects,
         probe=partial(examine, store, clock),
         proposals=Proposals(store),
-        protection=Protection(store, catalogue, clock),
+        protection=Protection(store, core.catalogue, clock),
         pruning=pruning,
-        restores=Restores(store, catalogue, restore_index, restore_leases, clock, happenings.restore_ended),
-        synchronizing=synchronizing,
-        tokens=Tokens(TokenIndex(database), settings.token, clock),
+        restores=Restores(store, core.catalogue, core.restores, leases, clock, core.events.restore_ended),
+        synchronizing=core.synchronizing,
+        tokens=Tokens(TokenIndex(core.database), core.settings.token, clock),
         uploads=Uploads(store, clock),
     )
-    services.tokens.refresh()
-    metrics.registry.register(Gauges(index, restore_index, freshness, clock))
-    collecting = Collecting(leader_store, metrics, clock, settings.orphan_grace_seconds)
-    led_restores = RestoreIndex(database.fenced(leadership.fence))
-    keeping = RestoreLeases(leader_store, led_restores, metrics, clock, happenings.restore_ended)
-    led = leadership.leads
-    background: list[Periodic | Jobs] = [
+
+
+def _serving(core: _Core, services: Services) -> list[_Work]:
+    """Work of every daemon."""
+    settings = core.settings
+    webhooks = Webhooks(settings.webhook_urls, settings.webhook_secret, core.metrics, core.clock)
+    core.log.subscribe(webhooks.offer)
+    return [
         services.jobs,
+        webhooks,
         Periodic("watching jobs", services.jobs.watch, _WATCH_JOBS_S),
-        Periodic("following events", happenings.round, _FOLLOW_S),
-        Periodic("forgetting events", happenings.forget, _FORGET_S),
-        Periodic("synchronizing", synchronizing.round, settings.poll_seconds),
+        Periodic("following events", core.events.round, _FOLLOW_S),
+        Periodic("forgetting events", core.events.forget, _FORGET_S),
+        Periodic("synchronizing", core.synchronizing.round, settings.poll_seconds),
         Periodic("forgetting", services.objects.forget_deleted, settings.poll_seconds),
-        Periodic("finishing decisions", deciding.finish, _FINISH_S),
-        Periodic("leading", leadership.round, leadership.every_s),
-        Periodic("following the index", catalogue.follow, _FOLLOW_S),
-        Periodic("recovering", recovering.round, settings.poll_seconds, when=led),
-        Periodic("collecting", collecting.round, settings.collect_seconds, when=led),
+        Periodic("finishing decisions", core.deciding.finish, _FINISH_S),
+        Periodic("leading", core.leadership.round, core.leadership.every_s),
+        Periodic("following the index", core.catalogue.follow, _FOLLOW_S),
         Periodic("watching restores", services.restores.watch, _WATCH_S),
-        Periodic("keeping leases of restores", keeping.round, _RENEW_S, when=led),
         Periodic("forgetting restores", services.restores.forget, _FORGET_S),
         Periodic("reading tokens", services.tokens.refresh, _READ_TOKENS_S),
         Periodic("noting the use of tokens", services.tokens.note_use, _NOTE_USE_S),
     ]
-    return _assemble(
-        Context(services, Threads(), metrics, waiting),
-        settings.auth != AUTH_OFF,
-        clock,
-        background,
-        [cache, leadership, database],
-    )
+
+
+def _housekeeping(core: _Core) -> list[_Work]:
+    """Work of the leader."""
+    settings, store, metrics, clock = core.settings, core.leader_store, core.metrics, core.clock
+    recovery = Recovery(store, clock, settings.commit_grace_seconds)
+    recovering = Recovering(store, core.index, recovery, metrics, clock, core.synchronizing.notify)
+    collecting = Collecting(store, metrics, clock, settings.orphan_grace_seconds)
+    policies = Policies(store, core.index, core.pruning(store), metrics, clock)
+    scrub_s = settings.scrub_days * 24 * 3600
+    scrubbing = Scrubbing(store, core.synchronizing, metrics, clock, scrub_s, settings.scrub_bytes_per_second)
+    led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))
+    keeping = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
+    led = core.leadership.leads
+    return [
+        Periodic("recovering", recovering.round, settings.poll_seconds, when=led),
+        Periodic("applying policies", policies.round, min(_POLICIES_S, settings.poll_seconds), when=led),
+        Periodic("scrubbing", scrubbing.round, _SCRUB_S, when=led),
+        Periodic("collecting", collecting.round, settings.collect_seconds, when=led),
+        Periodic("keeping leases of restores", keeping.round, _RENEW_S, when=led),
+    ]
 
 
 def _open_cache(settings: Settings, store: Store, metrics: Metrics) -> BlockCache:
@@ -180,7 +225,7 @@ def _assemble(
     context: Context,
     auth: bool,
     clock: Clock,
-    background: list[Periodic | Jobs],
+    background: list[_Work],
     closing: list[BlockCache | Leadership | Database],
 ) -> FastAPI:
     @asynccontextmanager

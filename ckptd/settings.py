@@ -20,7 +20,7 @@ _CHOICES = {
     "log_format": ("text", "json"),
 }
 _POSITIVE = ("poll_seconds", "collect_seconds", "leader_lease_seconds")
-_NOT_NEGATIVE = ("commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds")
+_NOT_NEGATIVE = ("commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds", "scrub_days")
 
 
 def _knob(default: Any, text: str, secret: bool = False) -> Any:
@@ -51,11 +51,22 @@ class Settings:
     orphan_grace_seconds: float = _knob(
         24 * 3600.0, "An unfinished attempt is deleted when nothing was written to it for so long."
     )
+    scrub_days: float = _knob(
+        0.0, "Every checkpoint is read whole again so many days after it was last found whole; 0: never."
+    )
+    scrub_bytes_per_second: int = _knob(50_000_000, "The scrub reads no faster; 0: as fast as it can.")
     notice_seconds: float = _knob(2.0, "After SIGTERM: how long /readyz says no before the port is closed.")
     drain_seconds: float = _knob(20.0, "After that: how long open requests may take to end.")
+    webhooks: str = _knob("", "URLs, with commas between them, that events are posted to.")
+    webhook_secret: str = _knob("", "Signs what is posted.", secret=True)
     log_level: str = _knob("info", "debug, info, warning or error.")
     log_format: str = _knob("text", "text, or json: one object a line.")
     otlp_endpoint: str = _knob("", "Where to send traces: an OTLP collector's HTTP address. Empty: nowhere.")
+
+    @property
+    def webhook_urls(self) -> list[str]:
+        """The URLs of `webhooks`, one by one."""
+        return [url.strip() for url in self.webhooks.split(",") if url.strip()]
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -65,6 +76,8 @@ class Settings:
             raise InvalidRequest("no store is given", "Pass --store URL, or set CKPTD_STORE")
         if not 0 <= self.port <= 65535:
             raise InvalidRequest(f"port {self.port} is not a port", "Use 0 to 65535")
+        if self.scrub_bytes_per_second < 0:
+            raise InvalidRequest(f"scrub_bytes_per_second is {self.scrub_bytes_per_second}", "Use 0 or more")
         if self.cache_bytes < 0 or self.store_reads < 1:
             raise InvalidRequest(
                 f"cache_bytes is {self.cache_bytes}, store_reads {self.store_reads}", "Use at least 0 and 1"

@@ -13,6 +13,7 @@ from ckptstore.catalog import list_runs
 from ckptstore.clock import Clock
 from ckptstore.deletion import collect
 from ckptstore.errors import CkptError
+from ckptstore.probing import check_store
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Collecting:
     def round(self) -> None:
         """Collect in every run; one that fails is tried again next time. Never raises CkptError."""
         try:
+            check_store(self._store, self._clock)
             for run in list_runs(self._store):
                 self._collect(run)
         except LeadershipLost as error:

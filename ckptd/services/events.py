@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptd.index import Event, EventLog, Job, News, RestoreIndex
+from ckptstore.catalog import Checkpoint
 from ckptstore.errors import CkptError
 from ckptstore.names import check_run
 from ckptstore.wire import MAX_EVENTS, EventKind
@@ -77,10 +78,18 @@ class Events:
         detail = {"job": job.id, "kind": job.kind, "state": job.state, "code": job.code, "problem": job.problem}
         self._log.add(News(kind=EventKind.JOB_ENDED, run=job.request.get("run"), detail=detail))
 
-    def pruned(self, run: str | None, num_removed: int, freed_bytes: int) -> None:
-        """Record what a prune deleted."""
-        detail = {"removed": num_removed, "freed_bytes": freed_bytes}
-        self._log.add(News(kind=EventKind.PRUNED, run=run, detail=detail))
+    def pruned(self, removed: Sequence[Checkpoint]) -> None:
+        """Record what a prune removed, run by run. Never raises CkptError: it is done."""
+        by_run: dict[str, list[Checkpoint]] = {}
+        for checkpoint in removed:
+            by_run.setdefault(checkpoint.run, []).append(checkpoint)
+        try:
+            for run, gone in by_run.items():
+                freed = sum(checkpoint.stored_bytes for checkpoint in gone)
+                detail = {"removed": len(gone), "freed_bytes": freed}
+                self._log.add(News(kind=EventKind.PRUNED, run=run, detail=detail))
+        except CkptError as error:
+            _LOG.warning("cannot record a prune: %s", error)
 
     def _record_end(self, id: str) -> None:
         restore = self._restores.find(id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptd.metrics import Metrics
@@ -28,7 +29,16 @@ class Pruned:
 class Pruning:
     """Deletes what policies do not keep."""
 
-    def __init__(self, store: Store, synchronizing: Synchronizing, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        synchronizing: Synchronizing,
+        metrics: Metrics,
+        clock: Clock,
+        on_pruned: Callable[[Sequence[Checkpoint]], None],
+    ) -> None:
+        """on_pruned: called with what a prune removed."""
+        self._on_pruned = on_pruned
         self._store = store
         self._synchronizing = synchronizing
         self._metrics = metrics
@@ -56,4 +66,5 @@ class Pruning:
         removed = [checkpoint for checkpoint in planned.remove if checkpoint not in spared]
         self._metrics.prune_deleted.inc(len(removed))
         self._metrics.prune_freed_bytes.inc(sum(checkpoint.stored_bytes for checkpoint in removed))
+        self._on_pruned(removed)
         return tuple(spared)

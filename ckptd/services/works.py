@@ -16,6 +16,7 @@ from ckptstore.deletion import collect
 from ckptstore.errors import InvalidPolicy, NoCheckpoint
 from ckptstore.names import Reference, check_run
 from ckptstore.policies import policy_of
+from ckptstore.probing import check_store
 from ckptstore.pruning import Prune
 from ckptstore.retention import Policy
 from ckptstore.scrubbing import scrub
@@ -88,6 +89,7 @@ class Works:
     def collect(self, request: CollectJob, progress: Progress) -> dict[str, Any]:
         """Collect orphans, half deletions and expired leases."""
         runs = self._runs(request.run)
+        check_store(self._store, self._clock)
         progress.expect(len(runs), "runs")
         num_aborted = num_rolled_forward = freed = 0
         for run in runs:

@@ -1,0 +1,72 @@
+"""Reads checkpoints at rest, slowly, those first that nobody has looked at for the longest time. Work of the leader."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from ckptd.index import LeadershipLost
+from ckptd.metrics import Metrics
+from ckptd.services.synchronizing import Synchronizing
+from ckptstore.catalog import Checkpoint, list_runs
+from ckptstore.clock import Clock
+from ckptstore.commit import identity
+from ckptstore.errors import CkptError
+from ckptstore.scrubbing import Pace, due_for_scrub, scrub
+from ckptstore.stores import Store
+
+_LOG = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 3600.0
+
+
+class Scrubbing:
+    """Checks one checkpoint per round; what was found is in the store. For one background thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        synchronizing: Synchronizing,
+        metrics: Metrics,
+        clock: Clock,
+        every_s: float,
+        bytes_per_s: float,
+    ) -> None:
+        """every_s: a checkpoint is due again so long after it was last found whole; 0: never."""
+        self._store = store
+        self._synchronizing = synchronizing
+        self._metrics = metrics
+        self._clock = clock
+        self._every_s = every_s
+        self._pace = Pace(bytes_per_s, clock, time.sleep)
+        self._queue: deque[Checkpoint] = deque()
+        self._looked_at = float("-inf")
+
+    def round(self) -> None:
+        """Check the checkpoint that is due first. Never raises CkptError: what fails is tried again."""
+        if not self._every_s:
+            return
+        try:
+            self._scrub_next()
+        except LeadershipLost as error:
+            _LOG.warning("leaves the scrub to another daemon: %s", error)
+            self._queue.clear()
+        except CkptError as error:
+            _LOG.warning("cannot scrub: %s", error)
+            self._metrics.store_errors.labels("scrub", error.code).inc()
+
+    def _scrub_next(self) -> None:
+        now = self._clock()
+        if not self._queue and now - self._looked_at >= min(_LOOK_AGAIN_S, self._every_s):
+            self._queue.extend(due_for_scrub(self._store, list_runs(self._store), now - self._every_s))
+            self._looked_at = now
+        if not self._queue:
+            return
+        for found in scrub(self._store, [self._queue.popleft()], f"ckptd {identity()}", self._clock, self._pace):
+            self._metrics.scrubbed.inc()
+            self._metrics.scrubbed_bytes.inc(found.stored_bytes)
+            if not found.ok:
+                self._metrics.scrub_corrupt.inc()
+                _LOG.error("%s is damaged: %s", found.checkpoint.id, "; ".join(found.problems[:5]))
+                # Now, not at the next listing: nobody should be given it any more.
+                self._synchronizing.sync_run(found.checkpoint.run)

@@ -1,0 +1,176 @@
+"""Webhooks: what happened, posted to URLs that the settings name, and to no others.
+
+Only this daemon's own events, so that of several daemons on one database one posts each. What is not delivered when
+the daemon ends is lost here; the events themselves are kept, and GET /v1/events has them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+
+import httpx
+import msgspec
+
+from ckptd.index import Event
+from ckptd.metrics import Metrics
+from ckptstore.clock import Clock
+from ckptstore.errors import InvalidRequest
+from ckptstore.wire import EventBody, EventKind
+
+_LOG = logging.getLogger(__name__)
+KINDS = frozenset((EventKind.COMMITTED, EventKind.CORRUPT, EventKind.RESTORE_ENDED, EventKind.PRUNED))
+QUEUED = 1000
+TRIES = 6
+_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+_AGAIN = frozenset((408, 425, 429))
+_MIN_SECRET = 16
+
+
+class Webhooks:
+    """Posts events. `offer` is for any thread and never waits."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        secret: str,
+        metrics: Metrics,
+        clock: Clock,
+        pause: Callable[[threading.Event, float], object] = threading.Event.wait,
+    ) -> None:
+        """pause: waits for an event, or so many seconds. Raises InvalidRequest."""
+        for url in urls:
+            check_url(url)
+        if urls and len(secret) < _MIN_SECRET:
+            raise InvalidRequest(
+                f"webhook_secret has less than {_MIN_SECRET} characters",
+                "Set CKPTD_WEBHOOK_SECRET: receivers tell our posts from others by it",
+            )
+        self._hooks = [_Hook(url, secret, metrics, clock, pause) for url in urls]
+
+    def offer(self, events: Sequence[Event]) -> None:
+        """Post these soon."""
+        wanted = [event for event in events if event.news.kind in KINDS]
+        for hook in self._hooks:
+            hook.offer(wanted)
+
+    def start(self) -> None:
+        """Begin to post."""
+        for hook in self._hooks:
+            hook.thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop after the post under way."""
+        for hook in self._hooks:
+            hook.stop()
+        for hook in self._hooks:
+            hook.thread.join(timeout_s)
+
+
+def check_url(url: str) -> None:
+    """Raises InvalidRequest unless a webhook can be posted there."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InvalidRequest(f"webhook {url!r} is not a URL: {error}", "Write https://host/path") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidRequest(f"webhook {url!r} is not an address of HTTP", "Write https://host/path")
+
+
+def sign(secret: str, at: int, body: bytes) -> str:
+    """What the header X-Ckptd-Signature holds: the moment, and an HMAC-SHA256 of it and the body."""
+    digest = hmac.new(secret.encode(), b"%d." % at + body, sha256).hexdigest()
+    return f"t={at},v1={digest}"
+
+
+class _Hook:
+    def __init__(
+        self,
+        url: str,
+        secret: str,
+        metrics: Metrics,
+        clock: Clock,
+        pause: Callable[[threading.Event, float], object],
+    ) -> None:
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self._loop, name="webhook", daemon=True)
+        self._url = url
+        self._host = httpx.URL(url).host
+        self._secret = secret
+        self._metrics = metrics
+        self._clock = clock
+        self._pause = pause
+        self._queue: deque[Event] = deque(maxlen=QUEUED)
+        self._lock = threading.Lock()
+        self._filled = threading.Event()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self._filled.set()
+
+    def offer(self, events: Sequence[Event]) -> None:
+        with self._lock:
+            too_many = max(0, len(self._queue) + len(events) - QUEUED)
+            self._queue.extend(events)
+        self._filled.set()
+        if too_many:
+            self._metrics.webhooks.labels("dropped").inc(too_many)
+            _LOG.warning("dropped the %d oldest events for webhook %s: it is too slow", too_many, self._host)
+
+    def _loop(self) -> None:
+        # No redirects: they would lead to addresses that nobody configured.
+        with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as client:
+            while not self.stopping.is_set():
+                with self._lock:
+                    event = self._queue.popleft() if self._queue else None
+                    if event is None and not self.stopping.is_set():
+                        self._filled.clear()
+                if event is None:
+                    self._filled.wait()
+                else:
+                    self._deliver(client, event)
+
+    def _deliver(self, client: httpx.Client, event: Event) -> None:
+        for number in range(TRIES):
+            problem, again = self._post(client, event)
+            if not problem:
+                self._metrics.webhooks.labels("delivered").inc()
+                return
+            if not again or self.stopping.is_set():
+                break
+            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**number)
+            self._pause(self.stopping, pause * random.uniform(0.5, 1.5))
+        self._metrics.webhooks.labels("failed").inc()
+        _LOG.warning("webhook %s did not take event %d: %s", self._host, event.id, problem)
+
+    def _post(self, client: httpx.Client, event: Event) -> tuple[str, bool]:
+        """What went wrong, and whether to try again."""
+        news = event.news
+        body = msgspec.json.encode(
+            EventBody(
+                id=event.id, at=event.at, kind=news.kind, run=news.run, checkpoint=news.checkpoint, detail=news.detail
+            )
+        )
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "ckptd",
+            "X-Ckptd-Event": news.kind,
+            "X-Ckptd-Delivery": str(event.id),
+            "X-Ckptd-Signature": sign(self._secret, int(self._clock()), body),
+        }
+        try:
+            # Streamed, and not read: an answer of any size costs no memory.
+            with client.stream("POST", self._url, content=body, headers=headers) as response:
+                status = response.status_code
+        except httpx.HTTPError as error:
+            return type(error).__name__, True
+        if 200 <= status < 300:
+            return "", False
+        return f"status {status}", status >= 500 or status in _AGAIN
