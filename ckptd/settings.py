@@ -20,7 +20,10 @@ _CHOICES = {
     "log_format": ("text", "json"),
 }
 _POSITIVE = ("poll_seconds", "collect_seconds", "leader_lease_seconds")
-_NOT_NEGATIVE = ("commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds", "scrub_days")
+_NOT_NEGATIVE = (
+    "commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds", "scrub_days",
+    "scrub_bytes_per_second", "cache_bytes",
+)  # fmt: skip
 
 
 def _knob(default: Any, text: str, secret: bool = False) -> Any:
@@ -76,18 +79,14 @@ class Settings:
             raise InvalidRequest("no store is given", "Pass --store URL, or set CKPTD_STORE")
         if not 0 <= self.port <= 65535:
             raise InvalidRequest(f"port {self.port} is not a port", "Use 0 to 65535")
-        if self.scrub_bytes_per_second < 0:
-            raise InvalidRequest(f"scrub_bytes_per_second is {self.scrub_bytes_per_second}", "Use 0 or more")
-        if self.cache_bytes < 0 or self.store_reads < 1:
-            raise InvalidRequest(
-                f"cache_bytes is {self.cache_bytes}, store_reads {self.store_reads}", "Use at least 0 and 1"
-            )
+        if self.store_reads < 1:
+            raise InvalidRequest(f"store_reads is {self.store_reads}", "Use at least 1")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a positive number of seconds")
         for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a number of seconds, not below 0")
+                raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a number, not below 0")
         self._check_exposure()
 
     def _check_exposure(self) -> None:

@@ -1,0 +1,73 @@
+"""The daemon applies the policies in force by itself, and scrubs."""
+
+from __future__ import annotations
+
+from ckptstore import names
+from ckptstore.catalog import latest, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.findings import verified_at
+from ckptstore.pins import pin
+from ckptstore.policies import change_policies
+from ckptstore.records import Override, PolicySet, Rules
+from ckptstore.stores import Store
+from ckptstore.tombstones import list_hidden, undelete
+from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import running_daemon, wait_until
+
+_QUICK = ("--poll-seconds", "0.2")
+
+
+def _steps(store: Store, run: str = "gpt") -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(store, run)]
+
+
+def _keep(store: Store, last: int, version: int = 0) -> None:
+    rules = PolicySet(default=Rules(keep_last=last), overrides=(Override(runs="paper"),))
+    change_policies(store, rules, version, "test", system_clock)
+
+
+def test_policies_are_applied_after_each_commit_and_when_they_change(store: Store) -> None:
+    written = [write_checkpoint(store, step=step) for step in range(4)]
+    for step in range(4):
+        write_checkpoint(store, "paper", step)
+    pin(store, "gpt", written[0].attempt, "first", "test", system_clock)
+    with running_daemon(store.url, options=_QUICK) as daemon, daemon.client() as client:
+        _keep(store, 3)
+        wait_until(lambda: _steps(store) == [3, 2, 1, 0] and len(client.checkpoints("gpt")) == 4, "indexing")
+        write_checkpoint(store, step=4)
+        wait_until(lambda: _steps(store) == [4, 3, 2, 0], "a prune after a commit")
+        wait_until(lambda: [c.step for c in client.checkpoints("gpt")] == [4, 3, 2, 0], "the index")
+        _keep(store, 2, version=1)
+        wait_until(lambda: _steps(store) == [4, 3, 0], "a prune after a change of the policies")
+        assert _steps(store, "paper") == [3, 2, 1, 0]
+        hidden = {h.attempt.step for h in list_hidden(store, "gpt")}
+        assert hidden == {1, 2}, "and not deleted before the grace"
+        change_policies(store, PolicySet(), 2, "test", system_clock)
+        undelete(store, "gpt", written[1].attempt, "test", system_clock)
+        wait_until(lambda: [c.step for c in client.checkpoints("gpt")] == [4, 3, 1, 0], "what came back")
+
+
+def test_a_policy_that_would_take_most_of_a_run_is_refused_and_counted(store: Store) -> None:
+    for step in range(5):
+        write_checkpoint(store, step=step)
+    _keep(store, 2)
+    with running_daemon(store.url, options=_QUICK) as daemon:
+        failed = 'ckptd_policies_failed_total{code="too_much_to_delete"} 1.0'
+        wait_until(lambda: failed in daemon.get("/metrics").text, "the refusal")
+        assert _steps(store) == [4, 3, 2, 1, 0]
+        with daemon.client() as client:
+            client.prune(run="gpt", dry_run=False, force=True)
+        assert _steps(store) == [4, 3]
+
+
+def test_the_scrub_finds_damage_and_takes_it_out_of_latest(store: Store) -> None:
+    written = [write_checkpoint(store, step=step) for step in range(3)]
+    key = names.shard_key("gpt", written[2].attempt, "shard-00000.ckpt")
+    data = store.get(key)
+    store.put(key, bytes([data[0] ^ 1]) + data[1:])
+    with running_daemon(store.url, options=(*_QUICK, "--scrub-days", "1")) as daemon, daemon.client() as client:
+        wait_until(lambda: "ckptd_scrubbed_total 3.0" in daemon.get("/metrics").text, "the scrub")
+        wait_until(lambda: client.latest("gpt").step == 1, "the index")
+        assert "ckptd_scrub_corrupt_total 1.0" in daemon.get("/metrics").text
+    assert latest(store, "gpt").step == 1
+    assert set(verified_at(store, "gpt")) == {written[0].attempt, written[1].attempt}
