@@ -141,6 +141,11 @@ class _Core:
         self.restores = RestoreIndex(self.database)
         self.events = Events(self.log, self.restores, self.waiting.wake)
 
+    def follow(self) -> None:
+        """Learn what other daemons on the same database have changed, and only then wake who waits for it."""
+        self.catalogue.follow()
+        self.events.round()
+
     def pruning(self, store: Store) -> Pruning:
         """Prunes on the store, or as the leader."""
         return Pruning(store, self.synchronizing, self.metrics, self.clock, self.events.pruned)
@@ -180,13 +185,12 @@ def _serving(core: _Core, services: Services) -> list[_Work]:
         services.jobs,
         webhooks,
         Periodic("watching jobs", services.jobs.watch, _WATCH_JOBS_S),
-        Periodic("following events", core.events.round, _FOLLOW_S),
+        Periodic("following other daemons", core.follow, _FOLLOW_S),
         Periodic("forgetting events", core.events.forget, _FORGET_S),
         Periodic("synchronizing", core.synchronizing.round, settings.poll_seconds),
         Periodic("forgetting", services.objects.forget_deleted, settings.poll_seconds),
         Periodic("finishing decisions", core.deciding.finish, _FINISH_S),
         Periodic("leading", core.leadership.round, core.leadership.every_s),
-        Periodic("following the index", core.catalogue.follow, _FOLLOW_S),
         Periodic("watching restores", services.restores.watch, _WATCH_S),
         Periodic("forgetting restores", services.restores.forget, _FORGET_S),
         Periodic("reading tokens", services.tokens.refresh, _READ_TOKENS_S),

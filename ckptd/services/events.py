@@ -118,6 +118,9 @@ class Events:
             self._wake(CHECKPOINTS)
         for run in changed:
             self._wake(f"{CHECKPOINTS}/{run}")
+        for event in events:
+            if event.news.kind is EventKind.RESTORE_ENDED:
+                self._wake(event.news.detail["restore"])
 
     def round(self) -> None:
         """Tell what other daemons on the same database have recorded. For one background thread."""
