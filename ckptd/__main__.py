@@ -71,7 +71,8 @@ def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], N
             try:
                 configuration = load({name: given.pop(name) for name, _ in flags}, os.environ)
                 settings = configuration.settings
-                redact = Redactor([settings.token, *secrets_of(os.environ)])
+                own = [getattr(settings, knob.name) for knob in KNOBS if knob.metadata["secret"]]
+                redact = Redactor([*own, *secrets_of(os.environ)])
                 logs.configure(settings.log_level, settings.log_format, redact)
                 work(configuration, **given)
             except CkptError as error:
@@ -79,13 +80,13 @@ def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], N
                 raise typer.Exit(error.exit_code) from error
 
         flags = _flags()
-        own = list(inspect.signature(work, eval_str=True).parameters.values())[1:]
+        arguments = list(inspect.signature(work, eval_str=True).parameters.values())[1:]
         keyword = inspect.Parameter.KEYWORD_ONLY
         settings = [
             inspect.Parameter(name, keyword, default=None, annotation=Annotated[str | None, option])
             for name, option in flags
         ]
-        parameters = [parameter.replace(kind=keyword) for parameter in own] + settings
+        parameters = [parameter.replace(kind=keyword) for parameter in arguments] + settings
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         group.command(name, help=work.__doc__)(run)
