@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ckptd.api.access import check_body
+from ckptstore.decoding import decode_json
 from ckptstore.errors import InvalidRequest
 
 MAX_BODY_BYTES = 64 << 10
@@ -26,7 +27,7 @@ async def read_body(request: Request, kind: type[_B], max_bytes: int = MAX_BODY_
         if len(data) > max_bytes:
             raise InvalidRequest(f"the body is larger than {max_bytes} bytes", "Requests are small; is this one?")
     try:
-        body = msgspec.json.decode(data, type=kind)
+        body = decode_json(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", "request")
         raise InvalidRequest(f"the body is not a {name}: {error}", "See docs/api.md") from error

@@ -13,6 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import restore_ranks, restores
 from ckptstore.catalog import Checkpoint
+from ckptstore.decoding import decode_json
 from ckptstore.wire import CheckpointBody, Phase, RestoreState
 
 _NEWEST_FIRST = (restores.c.created_at.desc(), restores.c.id.desc())
@@ -204,7 +205,7 @@ def _values(restore: Restore) -> dict[str, Any]:
 
 def _restore(row: Row[Any]) -> Restore:
     values = {name: row._mapping[name] for name in _PLAIN}
-    checkpoint = msgspec.json.decode(row.checkpoint, type=CheckpointBody).checkpoint()
+    checkpoint = decode_json(row.checkpoint, CheckpointBody).checkpoint()
     return Restore(**values, state=RestoreState(row.state), checkpoint=checkpoint)
 
 

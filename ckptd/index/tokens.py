@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import tokens
+from ckptstore.decoding import decode_json
 from ckptstore.errors import NoToken, TokenExists
 from ckptstore.wire import Scope
 
@@ -100,8 +101,8 @@ def _values(token: Token) -> dict[str, Any]:
 
 def _token(row: Row[Any]) -> Token:
     values = dict(row._mapping)
-    scopes = msgspec.json.decode(values.pop("scopes"), type=frozenset[Scope])
-    runs = msgspec.json.decode(values.pop("runs"), type=tuple[str, ...])
+    scopes = decode_json(values.pop("scopes"), frozenset[Scope])
+    runs = decode_json(values.pop("runs"), tuple[str, ...])
     return Token(scopes=scopes, runs=runs, **values)
 
 

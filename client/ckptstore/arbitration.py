@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import cached_property
+from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
 from ckptstore import names
@@ -105,13 +105,27 @@ class DaemonArbiter:
 
     def decide(self, key: str, proposal: bytes) -> bytes:
         """Raises DaemonUnavailable, IndexUnavailable or StoreUnavailable when nothing could be learned; Denied."""
+        # Whoever never asks needs no HTTP client.
+        import httpx
+
+        from ckptstore.daemon import DaemonClient
+
+        with closing(DaemonClient(self._url, self._token, httpx.Timeout(self._answer_s), retries=0)) as client:
+            decided = self._ask(client, key, proposal)
+        if self._stored(key) != decided:
+            raise StoreUnsafe(
+                f"ckptd at {self._url} decided about {key}, and {self._store.url} does not say so",
+                "Does it serve the same store? Otherwise the checkpoint was deleted just now",
+            )
+        return decided
+
+    def _ask(self, client: DaemonClient, key: str, proposal: bytes) -> bytes:
         run, attempt, tombstone = _subject(key)
         deadline = time.monotonic() + self._patience_s
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                decided = self._client.decide(run, attempt, proposal, tombstone)
-                break
+                return client.decide(run, attempt, proposal, tombstone)
             except Unavailable as error:
                 # What the daemon has written is decided, whatever became of its answer.
                 if (stored := self._stored(key)) is not None:
@@ -121,21 +135,6 @@ class DaemonArbiter:
                 logger.warning("asking %s again about %s: %s", self._url, key, error)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-        if self._stored(key) != decided:
-            raise StoreUnsafe(
-                f"ckptd at {self._url} decided about {key}, and {self._store.url} does not say so",
-                "Does it serve the same store? Otherwise the checkpoint was deleted just now",
-            )
-        return decided
-
-    @cached_property
-    def _client(self) -> DaemonClient:
-        # Whoever never asks needs no HTTP client.
-        import httpx
-
-        from ckptstore.daemon import DaemonClient
-
-        return DaemonClient(self._url, self._token, httpx.Timeout(self._answer_s), retries=0)
 
     def _stored(self, key: str) -> bytes | None:
         try:

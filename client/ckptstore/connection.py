@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from ckptstore import wire
+from ckptstore.decoding import decode_json
 from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable, error_from_code
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Connection:
     def _json(self, method: str, path: str, kind: type[_B], **options: Any) -> _B:
         response = self._request(method, path, **options)
         try:
-            return msgspec.json.decode(response.content, type=kind)
+            return decode_json(response.content, kind)
         except msgspec.DecodeError as error:
             raise DaemonUnavailable(
                 f"{self.url}{path} gave an answer that is not ckptd's: {error}", "Is this the daemon's URL?"
@@ -118,7 +119,7 @@ class Connection:
 
     def _error(self, response: httpx.Response) -> CkptError:
         try:
-            problem = msgspec.json.decode(response.content, type=wire.Problem)
+            problem = decode_json(response.content, wire.Problem)
         except msgspec.DecodeError:
             where = f"{response.request.method} {response.request.url}"
             return DaemonUnavailable(

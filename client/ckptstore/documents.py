@@ -17,6 +17,7 @@ import zstandard
 from ckptstore import checks, names
 from ckptstore.codecs import Buffer
 from ckptstore.columns import Column, decode_hook, encode_hook
+from ckptstore.decoding import decode_json
 from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
 
 FORMAT = 1
@@ -288,14 +289,14 @@ def _trailer(body: bytes) -> bytes:
 
 def _decode(body: bytes, kind: type[_D], key: str) -> _D:
     try:
-        version = msgspec.json.decode(body, type=_Version).format
+        version = decode_json(body, _Version).format
         if version < 1:
             raise CorruptObject(f"{key} has format version {version}")
         if version > FORMAT:
             raise UnsupportedFormat(
                 f"{key} has format version {version}, this program reads up to {FORMAT}", "Upgrade ckptd"
             )
-        return msgspec.json.decode(body, type=kind, dec_hook=decode_hook)
+        return decode_json(body, kind, decode_hook)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error
 

@@ -14,6 +14,7 @@ import msgspec
 from ckptstore import wire
 from ckptstore.catalog import Checkpoint
 from ckptstore.connection import Connection
+from ckptstore.decoding import decode_json
 from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.names import check_ulid
 
@@ -91,7 +92,7 @@ class Operations(Connection):
         """What the daemon needs, and whether it has it; also if it says that it is not ready."""
         try:
             response = self._http.get("/readyz")
-            return msgspec.json.decode(response.content, type=wire.ReadinessBody)
+            return decode_json(response.content, wire.ReadinessBody)
         except httpx.HTTPError as error:
             raise self._unavailable(error) from error
         except msgspec.DecodeError as error:
@@ -154,7 +155,7 @@ def _parse(lines: Iterator[str]) -> Iterator[wire.EventBody]:
             if kind in (wire.OPEN, wire.GAP):
                 yield wire.EventBody(id=id, at=0.0, kind=kind)
             else:
-                yield msgspec.json.decode(fields["data"], type=wire.EventBody)
+                yield decode_json(fields["data"], wire.EventBody)
             fields = {}
         else:
             fields = {}

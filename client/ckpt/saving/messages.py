@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ckptstore.decoding import decode_json
 from ckptstore.documents import JSON
 
 _LENGTH = struct.Struct("<Q")
@@ -145,7 +146,7 @@ class Channel:
         body = self._exactly(_LENGTH.unpack(head)[0])
         if body is None:
             return None
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
 
     def take_fd(self) -> int:
         """The descriptor that came with the Slot just received."""

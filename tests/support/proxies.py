@@ -1,0 +1,125 @@
+"""An HTTP proxy that loses chosen replies, or sends chosen requests twice."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+Fault = Literal["reset", "hang", "twice"]
+"""The request is forwarded, and then the connection is reset, or nothing is ever answered; or the request is
+forwarded twice, as by a client library that tries again, and the second reply is the answer."""
+
+_TIMEOUT_S = 60.0
+_HOP = {"connection", "expect", "keep-alive", "transfer-encoding", "content-length"}
+
+
+@dataclass
+class LossyProxy:
+    """A proxy in front of one service. Counts requests from 0 since it was last armed."""
+
+    url: str
+    fault: Fault | None = None
+    at: int = -1
+    requests: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def arm(self, fault: Fault | None, at: int = -1) -> None:
+        """Begin to count anew; the request numbered `at` will meet the fault."""
+        with self._lock:
+            self.fault, self.at = fault, at
+            self.requests = []
+
+    def take(self, request: str) -> Fault | None:
+        """Count a request; the fault that it meets."""
+        with self._lock:
+            self.requests.append(request)
+            return self.fault if len(self.requests) - 1 == self.at else None
+
+
+@contextmanager
+def lossy_proxy(target: str) -> Iterator[LossyProxy]:
+    """A proxy on a free port of this machine in front of the service at `target`, an http:// URL."""
+    host = urlsplit(target).netloc
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.target = host
+    server.proxy = LossyProxy(f"http://127.0.0.1:{server.server_address[1]}")
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="lossy proxy")
+    thread.start()
+    try:
+        yield server.proxy
+    finally:
+        server.closing.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+    target: str
+    proxy: LossyProxy
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.closing = threading.Event()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away: what these tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def _relay(self) -> None:
+        assert "Transfer-Encoding" not in self.headers, "requests of known length only"
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self.server.proxy.take(f"{self.command} {self.path}")
+        status, headers, answer = self._forward(body)
+        if fault == "twice":
+            status, headers, answer = self._forward(body)
+        elif fault == "hang":
+            self.server.closing.wait(_TIMEOUT_S)
+        if fault in ("reset", "hang"):
+            # Closing now sends RST.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+            return
+        self.send_response_only(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _relay  # noqa: N815
+
+    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection(self.server.target, timeout=_TIMEOUT_S)
+        try:
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in _HOP:
+                    connection.putheader(name, value)
+            connection.putheader("Content-Length", str(len(body)))
+            connection.endheaders(body)
+            reply = connection.getresponse()
+            drop = _HOP if self.command != "HEAD" else _HOP - {"content-length"}
+            headers = [(name, value) for name, value in reply.getheaders() if name.lower() not in drop]
+            return reply.status, headers, reply.read()
+        finally:
+            connection.close()
+
+    def log_message(self, *_: Any) -> None:
+        """Silent."""
