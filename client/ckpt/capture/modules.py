@@ -102,16 +102,17 @@ def flat_parameters(module: nn.Module) -> tuple[dict[int, Flat], list[Pack]]:
         local = getattr(flat, "_local_shard", flat).detach()  # the first forward sets it apart
         prefix = prefixes[handle._fully_sharded_module]
         views: dict[str, torch.Tensor] = {}
+        parts: list[Flat] = []
         for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
             start, stop = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
             at = info.offset_in_shard if info.in_shard else 0
-            view = local[at : at + stop - start]
-            views[prefix + name] = view
-            found[id(view)] = Flat(tuple(shape), start, stop, ranks)
+            views[prefix + name] = local[at : at + stop - start]
+            parts.append(Flat(tuple(shape), start, stop, ranks))
+        # By id only what lives on: Pack keeps its views.
+        live = views.values() if flat._params is None else flat._params
+        found |= {id(one): part for one, part in zip(live, parts, strict=True)}
         if flat._params is None:
             packs.append(Pack(flat, local, _with_shared(views, flat, prefix)))
-        else:
-            found |= {id(p): found[id(view)] for p, view in zip(flat._params, views.values(), strict=True)}
     return found, packs
 
 

@@ -94,7 +94,7 @@ def _distributed(path: str, tensor: DTensor) -> Part:
         cut = _mesh_cut(tensor.device_mesh, tensor.placements, shape)
     except UnsupportedObject as error:
         raise UnsupportedObject(f"tensor at {path!r}: {error.message}", error.hint) from None
-    if tuple(local.shape) != cut.local:
+    if tuple(local.shape) != cut.local and (local.numel() or prod(cut.local)):  # nothing has any shape
         raise UnsupportedObject(
             f"tensor at {path!r} with placements {tensor.placements} has the local shape {tuple(local.shape)}, which "
             "they do not explain",
