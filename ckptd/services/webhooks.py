@@ -112,8 +112,9 @@ class _Hook:
         self._filled = threading.Event()
 
     def stop(self) -> None:
-        self.stopping.set()
-        self._filled.set()
+        with self._lock:
+            self.stopping.set()
+            self._filled.set()
 
     def offer(self, events: Sequence[Event]) -> None:
         with self._lock:

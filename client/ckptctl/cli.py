@@ -16,9 +16,11 @@ from ckptctl.commands import (
     audit,
     config,
     deletion,
+    doctor,
     export,
     import_,
     index,
+    jobs,
     listing,
     pins,
     policy,
@@ -28,6 +30,7 @@ from ckptctl.commands import (
     show,
     token,
     verify,
+    watch,
 )
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
 from ckptctl.profiles import load_profiles
@@ -105,6 +108,9 @@ for _group in (
     export,
     import_,
     restores,
+    watch,
+    jobs,
+    doctor,
     index,
     token,
     config,

@@ -38,3 +38,9 @@ class PartlyDone(CkptError):
 
     code = "partly_done"
     exit_code = 3
+
+
+class Unhealthy(CkptError):
+    """A check of a store or a daemon failed; what was found is printed."""
+
+    code = "unhealthy"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -96,6 +97,16 @@ class Operations(Connection):
         except httpx.HTTPError as error:
             raise self._unavailable(error) from error
         except msgspec.DecodeError as error:
+            raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
+
+    def about(self) -> wire.AboutBody:
+        """The daemon's version, and the moment by its clock as the answer left it."""
+        response = self._request("GET", "/openapi.json")
+        try:
+            document = msgspec.json.decode(response.content)
+            told = parsedate_to_datetime(response.headers["date"]).timestamp() if "date" in response.headers else None
+            return wire.AboutBody(version=str(document["info"]["version"]), at=told)
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
 
     def read_ranges(self, checkpoint: Checkpoint, fills: Sequence[Fill]) -> None:

@@ -127,3 +127,11 @@ class ReadinessBody(msgspec.Struct, frozen=True, kw_only=True):
     database: str
     store: str
     leaving: bool
+
+
+class AboutBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A daemon as its clients see it."""
+
+    version: str
+    at: float | None
+    """Seconds since the epoch, by its clock; None if it does not tell."""

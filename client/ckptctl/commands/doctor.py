@@ -1,0 +1,146 @@
+"""probe and doctor: is the store what it should be, and is everything in its place?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+
+import msgspec
+import typer
+
+from ckptctl.exits import Unhealthy
+from ckptctl.render import Block, Column, Row, Table
+from ckptctl.session import Session
+from ckptstore import human
+from ckptstore.errors import CkptError
+from ckptstore.wire import ProbeBody
+
+_SKEW_S = 10.0
+_STYLES = {"ok": "green", "warning": "yellow", "wrong": "red"}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check came to."""
+
+    check: str
+    verdict: str
+    """ok, warning or wrong."""
+    found: str
+    advice: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("probe")(probe)
+    app.command("doctor")(doctor)
+
+
+def probe(ctx: typer.Context) -> None:
+    """Examine a store with a few small objects: conditional writes, listings, its clock, its speed.
+
+    Through a daemon, the daemon examines the store. What is written is deleted again. Exit code 1 if a check fails.
+    """
+    session: Session = ctx.obj
+    found = _probe(session)
+    session.screen.emit(found, [check.name for check in found.checks if not check.ok], _probe_blocks(found))
+    if not found.ok:
+        raise Unhealthy(
+            f"{found.store} fails {human.count(sum(not check.ok for check in found.checks), 'check')}",
+            "docs/decisions/0002 says what a store must do",
+        )
+
+
+def doctor(ctx: typer.Context) -> None:
+    """Check configuration, daemon, store, clocks and versions, and say what to do.
+
+    Exit code 1 if something is wrong. The store is examined as by ckptctl probe.
+    """
+    session: Session = ctx.obj
+    findings = list(_examine(session))
+    session.screen.emit(findings, [f.check for f in findings if f.verdict != "ok"], _findings_blocks(findings))
+    wrong = [finding for finding in findings if finding.verdict == "wrong"]
+    if wrong:
+        raise Unhealthy(f"{human.count(len(wrong), 'check')} failed: {', '.join(f.check for f in wrong)}")
+
+
+def _examine(session: Session) -> Iterator[Finding]:
+    target = session.target
+    kind = "daemon" if target.is_daemon else "store"
+    yield Finding(check="configuration", verdict="ok", found=f"the {kind} at {target.url}")
+    checks: list[Callable[[], Iterator[Finding]]] = [lambda: _look_at_store(session), lambda: _look_at_runs(session)]
+    if target.is_daemon:
+        checks = [lambda: _look_at_daemon(session), lambda: _compare(session), *checks]
+    for check in checks:
+        try:
+            yield from check()
+        except CkptError as error:
+            yield Finding(check=error.code, verdict="wrong", found=error.message, advice=error.hint)
+
+
+def _look_at_daemon(session: Session) -> Iterator[Finding]:
+    ready = session.daemon("doctor").readiness()
+    for part, state in (("daemon's database", ready.database), ("daemon's view of the store", ready.store)):
+        good = state == "ok"
+        advice = "" if good else "The daemon recovers by itself when the cause is gone; docs/operations.md lists them"
+        yield Finding(check=part, verdict="ok" if good else "wrong", found=state, advice=advice)
+    if ready.leaving:
+        yield Finding(check="daemon", verdict="warning", found="it is about to stop")
+
+
+def _compare(session: Session) -> Iterator[Finding]:
+    about = session.daemon("doctor").about()
+    ours = version("ckptd")
+    same = about.version == ours
+    advice = "" if same else "Both work together unless an error says otherwise; upgrade the older one"
+    verdict = "ok" if same else "warning"
+    yield Finding(check="versions", verdict=verdict, found=f"daemon {about.version}, here {ours}", advice=advice)
+    if about.at is not None:
+        skew = about.at - session.clock()
+        good = abs(skew) < _SKEW_S
+        found = f"the daemon's is {skew:+.0f} s from here"
+        advice = "" if good else "Leases and retention go by the clock: run NTP on both"
+        yield Finding(check="clocks", verdict="ok" if good else "wrong", found=found, advice=advice)
+
+
+def _look_at_store(session: Session) -> Iterator[Finding]:
+    found = _probe(session)
+    for check in found.checks:
+        advice = "" if check.ok else "ckptctl probe; docs/decisions/0002 says what a store must do"
+        text = check.detail or human.duration(check.seconds)
+        yield Finding(check=f"store: {check.name}", verdict="ok" if check.ok else "wrong", found=text, advice=advice)
+
+
+def _look_at_runs(session: Session) -> Iterator[Finding]:
+    runs = session.source.runs()
+    yield Finding(check="runs", verdict="ok", found=human.count(len(runs), "run") if runs else "none yet")
+
+
+def _probe(session: Session) -> ProbeBody:
+    if session.target.is_daemon:
+        return session.daemon("probe").probe()
+    from ckptstore.examining import examine
+
+    return examine(session.store("probe"), session.clock)
+
+
+def _probe_blocks(found: ProbeBody) -> Iterator[Block]:
+    columns = (Column("CHECK"), Column("RESULT"), Column("TOOK", right=True), Column("DETAIL"))
+    rows = [
+        Row(
+            (check.name, "ok" if check.ok else "wrong", f"{check.seconds * 1000:.0f} ms", check.detail),
+            "" if check.ok else "red",
+        )
+        for check in found.checks
+    ]
+    yield Table(columns, rows)
+    yield ""
+    skew = "unknown" if found.clock_skew_s is None else f"{found.clock_skew_s:+.0f} s from this machine's"
+    yield f"{found.store}: clock {skew}; presigned URLs {'yes' if found.presigned_urls else 'no'}"
+
+
+def _findings_blocks(findings: list[Finding]) -> Iterator[Block]:
+    columns = (Column("CHECK"), Column("RESULT"), Column("FOUND"), Column("WHAT TO DO"))
+    rows = [
+        Row((f.check, f.verdict, f.found, f.advice), _STYLES[f.verdict] if f.verdict != "ok" else "") for f in findings
+    ]
+    yield Table(columns, rows)

@@ -1,0 +1,107 @@
+"""jobs: long work of a daemon; watched, and ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ckptctl.render import Block, Column, Facts, Row, Table
+from ckptctl.session import Session
+from ckptstore import human
+from ckptstore.errors import InvalidRequest
+from ckptstore.wire import MAX_PAGE, JobBody, JobState
+
+_STYLES = {
+    JobState.QUEUED: "dim",
+    JobState.RUNNING: "",
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "red",
+    JobState.CANCELLED: "dim",
+    JobState.INTERRUPTED: "yellow",
+}
+_LOOK_S = 0.5
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("jobs")(jobs)
+
+
+def jobs(
+    ctx: typer.Context,
+    id: Annotated[str | None, typer.Argument(metavar="[JOB]", help="One, with its log.", show_default=False)] = None,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Ask it to end.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Show it when it has ended.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N.")] = 20,
+) -> None:
+    """Show jobs that a daemon does: verifications, prunes, collections, reindexing.
+
+    Examples: ckptctl jobs; ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel
+    """
+    session: Session = ctx.obj
+    daemon = session.daemon("jobs")
+    if id is None:
+        if cancel or wait:
+            raise InvalidRequest("--cancel and --wait need a job", "ckptctl jobs shows their names")
+        found = daemon.jobs(limit)
+        session.screen.emit(found, [job.id for job in found], _table(found, session.clock()))
+        return
+    job = daemon.cancel_job(id) if cancel else daemon.job(id)
+    while wait and job.state.live:
+        time.sleep(_LOOK_S)
+        job = daemon.job(id)
+    session.screen.emit(job, [job.id], _one(job, session.clock()))
+
+
+def _table(found: list[JobBody], now: float) -> Iterator[Block]:
+    columns = (
+        Column("JOB"),
+        Column("KIND"),
+        Column("STATE"),
+        Column("DONE", right=True, drop=1),
+        Column("AGE", right=True, drop=2),
+        Column("OF"),
+        Column("PROBLEM"),
+    )
+    if found:
+        yield Table(columns, [Row(_cells(job, now), _STYLES[job.state]) for job in found])
+
+
+def _cells(job: JobBody, now: float) -> tuple[str, ...]:
+    return (job.id, job.kind, _state(job), _done(job), human.age(now - job.created_at), _subject(job), job.problem)
+
+
+def _one(job: JobBody, now: float) -> Iterator[Block]:
+    pairs = [("job", job.id), ("kind", job.kind), ("of", _subject(job)), ("state", _state(job))]
+    pairs.append(("begun", f"{human.moment(job.created_at)}, {human.age(now - job.created_at)} ago"))
+    if job.ended_at is not None:
+        pairs.append(("took", human.duration(job.ended_at - (job.started_at or job.ended_at))))
+    pairs.append(("done", _done(job)))
+    if job.problem:
+        pairs.append(("problem", job.problem))
+    if job.result is not None:
+        pairs.append(("result", msgspec.json.encode(job.result).decode()))
+    yield Facts([(name, value) for name, value in pairs if value])
+    if job.log:
+        yield ""
+        yield from job.log.splitlines()
+
+
+def _state(job: JobBody) -> str:
+    return f"{job.state}, to be cancelled" if job.cancelling and job.state.live else job.state
+
+
+def _subject(job: JobBody) -> str:
+    return str(job.request.get("checkpoint") or job.request.get("run") or "all runs")
+
+
+def _done(job: JobBody) -> str:
+    if not job.total:
+        return ""
+    if job.unit == "bytes":
+        return f"{human.size(int(job.done))} of {human.size(int(job.total))}"
+    return f"{job.done:.0f} of {job.total:.0f} {job.unit}"

@@ -1,0 +1,127 @@
+"""watch: what happens to checkpoints, as it happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptctl.session import Session
+from ckptstore import human, wire
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.errors import Unavailable
+from ckptstore.names import check_run
+from ckptstore.source import Source
+from ckptstore.wire import EventBody, EventKind
+
+if TYPE_CHECKING:
+    from ckptstore.daemon import DaemonClient
+
+_PAUSE_S = 1.0
+_LOOK_S = 2.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("watch")(watch)
+
+
+def watch(
+    ctx: typer.Context,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="One run only.", show_default=False)] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=0, metavar="N", help="End after N; 0: never.")] = 0,
+) -> None:
+    """Follow commits, deletions and damage, until interrupted.
+
+    Through a daemon also prunes, restores and jobs, each within moments, and none is missed when the connection
+    breaks; on a store, which is looked at every two seconds.
+
+    Example: ckptctl watch gpt -o jsonl | while read -r event; do ...; done
+    """
+    session: Session = ctx.obj
+    run = check_run(run) if run is not None else None
+    if session.target.is_daemon:
+        events = _from_daemon(session.daemon("watch"), run, session.screen.note)
+    else:
+        events = _from_store(session.source, run, session.clock)
+    for event in islice(events, count or None):
+        session.screen.emit(event, [event.checkpoint] if event.checkpoint else [], [_line(event)])
+
+
+def _from_daemon(daemon: DaemonClient, run: str | None, note: Callable[[str], None]) -> Iterator[EventBody]:
+    """A stream; while there is none, a page from time to time. What cannot be asked at all, is raised at first only."""
+    after: int | None = None
+    while True:
+        try:
+            for event in daemon.event_stream(after, run):
+                after = event.id
+                if event.kind == wire.GAP:
+                    note("some events are not kept any more: ckptctl ls shows what there is")
+                elif event.kind != wire.OPEN:
+                    yield event
+        except Unavailable as error:
+            if after is None:
+                raise
+            note(f"no stream, asking again: {error.message}")
+        time.sleep(_PAUSE_S)
+        try:
+            page = daemon.events(after or 0, run)
+        except Unavailable:
+            continue
+        yield from page.items
+        after = page.last_id
+
+
+def _from_store(source: Source, run: str | None, clock: Callable[[], float]) -> Iterator[EventBody]:
+    known = _look(source, run)
+    while True:
+        time.sleep(_LOOK_S)
+        found = _look(source, run)
+        for id, checkpoint in found.items():
+            before = known.get(id)
+            if checkpoint.state is State.CORRUPT:
+                if before is None or before.state is not State.CORRUPT:
+                    yield _event(EventKind.CORRUPT, checkpoint, clock(), {"problem": checkpoint.problem})
+            elif before is None:
+                yield _event(EventKind.COMMITTED, checkpoint, clock(), _facts(checkpoint))
+        for id in known.keys() - found.keys():
+            yield _event(EventKind.DELETED, known[id], clock(), {})
+        known = found
+
+
+def _look(source: Source, run: str | None) -> dict[str, Checkpoint]:
+    runs = source.runs() if run is None else [run]
+    found = [checkpoint for name in runs for checkpoint in source.checkpoints(name)]
+    return {checkpoint.id: checkpoint for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.committed_at)}
+
+
+def _event(kind: EventKind, checkpoint: Checkpoint, at: float, detail: dict[str, object]) -> EventBody:
+    detail = {"step": checkpoint.step, **detail}
+    return EventBody(id=int(at * 1000), at=at, kind=kind, run=checkpoint.run, checkpoint=checkpoint.id, detail=detail)
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, object]:
+    return {
+        "committed_at": checkpoint.committed_at,
+        "save_seconds": checkpoint.save_seconds,
+        "stored_bytes": checkpoint.stored_bytes,
+        "metrics": checkpoint.metrics,
+    }
+
+
+def _line(event: EventBody) -> str:
+    detail = event.detail
+    parts = [human.moment(event.at), event.kind, event.checkpoint or event.run or ""]
+    if event.kind == EventKind.COMMITTED:
+        parts.append(human.size(int(detail.get("stored_bytes", 0))))
+        parts.append(f"saved in {human.duration(float(detail.get('save_seconds', 0)))}")
+        parts.append(human.metrics(detail.get("metrics", {})))
+    elif event.kind == EventKind.PRUNED:
+        freed = human.size(int(detail.get("freed_bytes", 0)))
+        parts.append(f"{human.count(int(detail.get('removed', 0)), 'checkpoint')}, {freed}")
+    else:
+        parts += [str(detail[name]) for name in ("state", "kind", "problem") if detail.get(name)]
+    return "  ".join(part for part in parts if part)

@@ -1,0 +1,110 @@
+"""jobs, probe and doctor: what they show, and how they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptstore import names, wire
+from ckptstore.clock import system_clock
+from ckptstore.daemon import DaemonClient
+from ckptstore.examining import examine
+from ckptstore.stores import open_store
+from tests.support.command_line import invoke
+from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.stores import Faults, FaultyStore
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[Daemon]:
+    with running_daemon(folder.as_uri()) as running:
+        yield running
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[DaemonClient]:
+    with daemon.client() as made:
+        yield made
+
+
+def test_jobs_are_listed_shown_waited_for_and_ended(daemon: Daemon, client: DaemonClient) -> None:
+    assert invoke("jobs", "--url", daemon.url).stdout == ""
+    job = client.start_job(wire.VerifyJob(run="gpt"))
+    shown = invoke("jobs", job.id, "--wait", "--url", daemon.url)
+    assert shown.code == 0
+    assert "succeeded" in shown.stdout
+    assert "gpt@40" in shown.stdout
+    listed = invoke("jobs", "--url", daemon.url)
+    assert job.id in listed.stdout
+    assert "verify" in listed.stdout
+    assert invoke("jobs", "--url", daemon.url, "-o", "id").stdout.split() == [job.id]
+    assert json.loads(invoke("jobs", job.id, "--url", daemon.url, "-o", "json").stdout)["result"]["num_corrupt"] == 0
+    again = invoke("jobs", job.id, "--cancel", "--url", daemon.url, "-o", "json")
+    assert json.loads(again.stdout)["state"] == "succeeded"
+
+
+def test_what_makes_no_sense_of_jobs(daemon: Daemon, folder: Path) -> None:
+    unknown = "01M7Y6P7WGCXV53EY39EPJ6JT8"
+    for args, code in (((unknown,), 4), (("../x",), 2), (("--cancel",), 2)):
+        assert invoke("jobs", *args, "--url", daemon.url).code == code
+    assert invoke("jobs", "--store", folder).code == 2
+
+
+def test_a_probe_through_the_daemon_and_of_the_store(daemon: Daemon, folder: Path) -> None:
+    for target in (("--url", daemon.url), ("--store", folder)):
+        done = invoke("probe", *target)
+        assert done.code == 0, done.stderr
+        assert "one winner" in done.stdout
+        body = json.loads(invoke("probe", *target, "-o", "json").stdout)
+        assert (body["ok"], body["conditional_writes"], body["presigned_urls"]) == (True, True, False)
+    assert list(open_store(str(folder)).list(names.PROBES_PREFIX)) == []
+
+
+class Overwriting(FaultyStore):
+    """Accepts the condition and overwrites, as some servers do."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:  # type: ignore[override]
+        self.put(key, data)
+        return True
+
+
+def test_a_store_that_lies_about_conditions_is_found_out(folder: Path) -> None:
+    found = examine(Overwriting(open_store(str(folder)), Faults()), system_clock)
+    wrong = [check.name for check in found.checks if not check.ok]
+    assert wrong == ["create once", "one winner"]
+    assert not found.conditional_writes
+    assert not found.ok
+
+
+def test_a_clock_that_is_off_is_found_out(folder: Path) -> None:
+    found = examine(open_store(str(folder)), lambda: system_clock() + 500)
+    assert [check.name for check in found.checks if not check.ok] == ["clock"]
+    assert found.clock_skew_s is not None
+    assert -501 < found.clock_skew_s < -497
+
+
+def test_the_doctor_finds_everything_in_its_place(daemon: Daemon, folder: Path) -> None:
+    through = invoke("doctor", "--url", daemon.url, "-o", "json")
+    assert through.code == 0, through.stdout + through.stderr
+    checks = {finding["check"]: finding["verdict"] for finding in json.loads(through.stdout)}
+    assert set(checks.values()) == {"ok"}
+    assert {"configuration", "daemon's database", "versions", "clocks", "store: one winner", "runs"} <= set(checks)
+    direct = invoke("doctor", "--store", folder)
+    assert direct.code == 0
+    assert "2 runs" in direct.stdout
+
+
+def test_the_doctor_says_what_is_wrong(daemon: Daemon, folder: Path) -> None:
+    folder.rename(folder.with_name("unmounted"))
+    wait_until(lambda: daemon.get("/readyz").status_code == 503, "the daemon's notice")
+    done = invoke("doctor", "--url", daemon.url, "-o", "json")
+    assert done.code == 1
+    wrong = [f["check"] for f in json.loads(done.stdout) if f["verdict"] == "wrong"]
+    assert "daemon's view of the store" in wrong
+    assert json.loads(done.stderr)["code"] == "unhealthy"
+    gone = invoke("doctor", "--url", "http://127.0.0.1:9", "-o", "json")
+    assert gone.code == 1
+    assert "daemon_unavailable" in gone.stdout
