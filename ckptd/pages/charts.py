@@ -9,6 +9,7 @@ from math import floor, isfinite, log10
 _SUFFIXES = ("", "k", "M", "G", "T", "P", "E")
 _MAX_MARKS = 300
 _EDGE = 4.0
+_RIGHT = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Bars:
     width: int
     height: int
     left: int
+    right: int
     bottom: int
     bars: tuple[Bar, ...]
     x_ticks: tuple[Tick, ...]
@@ -157,7 +159,7 @@ def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: i
     group = -(-len(values) // 128) or 1
     spans = [range(at, min(at + group, len(values))) for at in range(0, len(values), group)]
     high = max(values, default=0) or 1
-    room = (width - left - 8) / max(1, len(spans))
+    room = (width - left - _RIGHT) / max(1, len(spans))
     drawn = []
     for i, span in enumerate(spans):
         own = [values[at] for at in span]
@@ -171,7 +173,7 @@ def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: i
     every = -(-len(labels) // 12) or 1
     x_ticks = tuple(Tick(left + (i + 0.43) * room, str(labels[i])) for i in range(0, len(labels), every))
     y_ticks = tuple(Tick(bottom - (bottom - top) * part, write(int(high * part))) for part in (0.0, 0.5, 1.0))
-    return Bars(width, height, left, bottom, tuple(drawn), x_ticks, y_ticks)
+    return Bars(width, height, left, width - _RIGHT, bottom, tuple(drawn), x_ticks, y_ticks)
 
 
 def _thinned(points: list[Point], most: int) -> list[Point]:
@@ -204,7 +206,7 @@ def _round_numbers(low: float, high: float, count: int) -> list[float]:
     first = -(-low // step)
     found: list[float] = []
     while (value := first * step) <= high and len(found) < 3 * count:
-        found.append(value)
+        found.append(value or 0.0)  # not -0.0
         if first + 1 == first:
             break
         first += 1

@@ -19,6 +19,7 @@ SAVE_SECONDS = "save seconds"
 SIZE = "size"
 PAGE_ROWS = 50
 _METRICS_SHOWN = 40
+_METRICS_IN_A_ROW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class CheckpointRow:
     """Why it stays; none: the policy lets it go; None: not known."""
     goes: bool
     """The preview removes it."""
+    metrics: tuple[tuple[str, float], ...]
+    """Some of them, the one that is plotted first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ def run_view(
             max(0.0, now - c.committed_at),
             reasons.get(c.attempt, ()) if reasons is not None else None,
             c.attempt in removed,
+            _some_metrics(c, asked.metric),
         )
         for c in shown
     ]
@@ -180,6 +184,11 @@ def _metrics(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
     counts = Counter(name for c in checkpoints for name in c.metrics)
     names = sorted(name for name, _ in counts.most_common(_METRICS_SHOWN))
     return (*names, SAVE_SECONDS, SIZE)
+
+
+def _some_metrics(checkpoint: Checkpoint, first: str) -> tuple[tuple[str, float], ...]:
+    ordered = sorted(checkpoint.metrics.items(), key=lambda item: (item[0] != first, item[0]))
+    return tuple(ordered[:_METRICS_IN_A_ROW])
 
 
 def _main_metric(checkpoints: Sequence[Checkpoint]) -> str:

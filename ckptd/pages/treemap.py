@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 _PARTS = re.compile(r"[^/.]+")
+_DIGITS = re.compile(r"([0-9]+)")
 _MIN_AREA = 500.0
 """Smaller boxes are folded."""
 _GROUP_AREA = 9_000.0
@@ -20,7 +21,9 @@ _GAP = 1.5
 _MAX_DEPTH = 4
 _MAX_PARTS = 8
 _MAX_BOXES = 400
-_CHARACTER = 6.6
+_CHARACTER = 7.2
+_MIN_CHARACTERS = 6
+"""Of a name that is cut off."""
 _NUM_KINDS = 6
 
 
@@ -151,7 +154,7 @@ def _without_single_children(node: _Node) -> _Node:
 
 def _folded(node: _Node, room: float) -> list[_Node]:
     """The children by falling size; those that would be too small to see are one, which comes last."""
-    children = sorted(node.children.values(), key=lambda child: (-child.bytes, child.name))
+    children = sorted(node.children.values(), key=lambda child: (-child.bytes, _natural(child.name)))
     least = node.bytes * _MIN_AREA / room if room else 0
     large = [child for child in children if child.bytes >= least]
     small = children[len(large) :]
@@ -168,9 +171,14 @@ def _laid_out(nodes: Iterable[_Node], area: Area) -> list[tuple[_Node, Area]]:
     return list(zip(shown, squarified([node.bytes for node in shown], area), strict=True))
 
 
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts blocks.2 before blocks.10."""
+    return [(int(part) if len(part) < 10 and part.isdecimal() else 0, part) for part in _DIGITS.split(name)]
+
+
 def _fitting(name: str, area: Area) -> str:
     """As much of a name as there is room for in a line."""
     most = int((area.width - 8) / _CHARACTER)
-    if area.height < _HEADER or most < 2:
+    if area.height < _HEADER or most < min(len(name), _MIN_CHARACTERS):
         return ""
     return name if len(name) <= most else f"{name[: most - 1]}…"

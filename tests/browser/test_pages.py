@@ -1,0 +1,197 @@
+"""What the pages look like in a real browser: complete, quiet, narrow and wide, light and dark, by keyboard, live."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from ckptstore.names import Attempt, new_ulid
+from tests.browser.conftest import Dashboard
+from tests.support import dashboard
+from tests.support.browser import Browser
+from tests.support.checkpoints import write_rank
+from tests.support.daemons import wait_until
+from tests.support.dashboard import LONG, SCRIPT, SMALL
+
+_TAB, _ENTER = "\ue004", "\ue007"
+PAGES = {
+    "overview": ("/", "60"),
+    "run": ("/runs/gpt", "last-1"),
+    "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
+    "empty": ("/runs/gpt?min_step=999999", "No checkpoint of this run is like that"),
+    "long": (f"/runs/{LONG}", LONG),
+    "checkpoint": ("/checkpoints/fsdp@9000", "48 ranks of 48 wrote 48 shards"),
+    "attempts": ("/attempts", "ranks 1, 3"),
+    "restores": ("/restores", "seen"),
+    "restore": ("/restores/{restore}", "behind"),
+    "jobs": ("/jobs", "verify"),
+    "job": ("/jobs/{job}", "ok"),
+    "store": ("/store", "file://"),
+    "problem": ("/runs/absent", "no_checkpoint"),
+}
+
+
+@pytest.fixture(scope="module")
+def ids(open_to_all: Dashboard) -> dict[str, str]:
+    """Of a restore session under way, and of a job that has ended."""
+    daemon = open_to_all.daemon
+    with daemon.client() as client:
+        restore = dashboard.begin_restore(client, "vit", "seen", [1.0, 0.7, 0.1, 0.8, 0.9, None])
+    job = daemon.post("/v1/jobs", {"kind": "verify", "run": "vit"}).json()["id"]
+    wait_until(lambda: daemon.get(f"/v1/jobs/{job}").json()["state"] == "succeeded", "the job's end")
+    return {"restore": restore, "job": job}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_complete_quiet_and_fits(
+    browser: Browser,
+    open_to_all: Dashboard,
+    ids: dict[str, str],
+    keep_picture: Callable[[str], None],
+    name: str,
+) -> None:
+    path, expected = PAGES[name]
+    for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light")):
+        browser.look(width, scheme)
+        browser.open(open_to_all.daemon.url + path.format(**ids))
+        assert expected in browser.text()
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert _is_dark(browser) == (scheme == "dark")
+        keep_picture(f"{name}-{width}-{scheme}")
+    errors = [message for message in browser.complaints() if "status of 404" not in message or name != "problem"]
+    assert errors == []
+
+
+def test_no_colour_of_text_is_too_close_to_what_lies_behind_it(browser: Browser, open_to_all: Dashboard) -> None:
+    for scheme in ("light", "dark"):
+        browser.look(1280, scheme)
+        browser.open(f"{open_to_all.daemon.url}/runs/gpt?keep=5")
+        assert browser.count("main *") > 100
+        assert browser.run(_CONTRAST, 4.5) == []
+
+
+def test_names_are_text_and_never_markup(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(f"{open_to_all.daemon.url}/runs/gpt")
+    assert SCRIPT in browser.text("select")
+    assert browser.count("script") == 0
+    browser.open(f"{open_to_all.daemon.url}/checkpoints/fsdp@9000")
+    assert "<img src=x" in browser.run("return document.querySelector('svg.treemap').textContent")
+    assert browser.count("img") == 0
+    assert browser.complaints() == []
+
+
+def test_the_content_policy_stops_what_is_not_ours(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(open_to_all.daemon.url)
+    browser.run("""
+        const inline = document.createElement("script");
+        inline.textContent = "window.inline = true";
+        document.body.append(inline);
+        document.body.setAttribute("style", "opacity: 0.5");
+    """)
+    assert browser.run("return window.inline ?? false") is False
+    assert browser.run("return getComputedStyle(document.body).opacity") == "1"
+    assert len([message for message in browser.complaints() if "Content Security Policy" in message]) == 2
+
+
+def test_charts_have_titles_and_follow_the_choice_of_a_metric(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(f"{open_to_all.daemon.url}/runs/gpt")
+    assert browser.text("#chart-title") == "loss by step"
+    browser.run("document.querySelector('select[name=metric]').value = 'size'")
+    browser.follow("form.filter button")
+    assert browser.text("#chart-title") == "size by step"
+    assert browser.count("circle") == dashboard.NUM_STEPS
+    title = browser.run("return document.querySelector('circle title').textContent")
+    assert re.fullmatch(r"step 0: [0-9.]+ KiB \(committed\)", title)
+
+
+def test_pages_work_by_keyboard(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(open_to_all.daemon.url)
+    seen = []
+    for _ in range(9):
+        browser.press(_TAB)
+        seen.append(browser.focused().strip())
+        assert browser.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
+    assert seen[:7] == ["Skip to content", "ckptd", "Runs", "Uploads", "Restores", "Jobs", "Store"]
+    assert seen[8] == "fsdp"
+    browser.press(_ENTER)
+    wait_until(lambda: browser.path == "/runs/fsdp", "the page of the run")
+
+
+def test_a_restore_is_shown_live(browser: Browser, open_to_all: Dashboard) -> None:
+    with open_to_all.daemon.client() as client:
+        id = dashboard.begin_restore(client, "vit", "watched", [0.5, 0.5])
+        browser.open(f"{open_to_all.daemon.url}/restores/{id}")
+        assert browser.text(".headline strong") == "50%"
+        browser.run("window.sameDocument = true")
+        dashboard.report(client, id, 0, 1.0)
+        wait_until(lambda: browser.text(".headline strong") == "75%", "the first rank's progress")
+        assert browser.count(".cell.restored") == 1
+        dashboard.report(client, id, 1, 1.0)
+        wait_until(lambda: browser.text(".headline .state") == "restored", "the end")
+    assert browser.run("return window.sameDocument") is True
+    assert browser.count("[data-part][data-ended]") == 1
+    assert browser.complaints() == []
+
+
+def test_an_upload_appears_and_goes_on_while_one_looks(browser: Browser, open_to_all: Dashboard) -> None:
+    store, attempt = open_to_all.store, Attempt(77, new_ulid(0))
+    browser.open(f"{open_to_all.daemon.url}/attempts?run=gpt")
+    assert "Nothing is being uploaded" in browser.text()
+    write_rank(store, "gpt", attempt, SMALL, 0, 3)
+    wait_until(lambda: "1 of 3" in browser.text(), "the upload")
+    write_rank(store, "gpt", attempt, SMALL, 1, 3)
+    wait_until(lambda: "2 of 3" in browser.text(), "its second rank")
+
+
+def test_without_scripts_pages_are_as_complete_and_load_themselves_again(
+    browser: Browser, open_to_all: Dashboard, ids: dict[str, str]
+) -> None:
+    browser.scripts(False)
+    browser.open(f"{open_to_all.daemon.url}/restores/{ids['restore']}")
+    source = browser.source()
+    assert "behind" in source
+    assert '<meta http-equiv="refresh"' in source.partition("<noscript>")[2].partition("</noscript>")[0]
+
+
+def test_a_probe_of_the_store_is_asked_for_by_a_button(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(f"{open_to_all.daemon.url}/store")
+    assert browser.count("table") == 0
+    browser.follow("main button")
+    assert "passed" in browser.text(".headline")
+    assert browser.count("tbody tr") > 2
+    assert browser.complaints() == []
+
+
+def _is_dark(browser: Browser) -> bool:
+    colour = browser.run("return getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128
+
+
+_CONTRAST = """
+function channels(text) { return text.match(/[\\d.]+/g).map(Number); }
+function light(colour) {
+  const [r, g, b] = colour.slice(0, 3).map((c) => {
+    const part = c / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function behind(element) {
+  for (let at = element; at !== null; at = at.parentElement) {
+    const colour = channels(getComputedStyle(at).backgroundColor);
+    if (colour.length < 4 || colour[3] === 1) { return colour; }
+  }
+  return [255, 255, 255];
+}
+const poor = [];
+for (const element of document.querySelectorAll("body *")) {
+  const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+  if (!own || element.closest("svg, noscript, option")) { continue; }
+  const [a, b] = [light(channels(getComputedStyle(element).color)), light(behind(element))];
+  const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  if (ratio < arguments[0]) { poor.push(`${element.tagName}.${element.className} ${ratio.toFixed(2)}`); }
+}
+return poor;
+"""

@@ -1,0 +1,97 @@
+"""A store with something of everything to look at, names included that are no markup and must not become any."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptstore import wire
+from ckptstore.catalog import Checkpoint, from_outcome
+from ckptstore.clock import Clock, system_clock
+from ckptstore.commit import commit_attempt
+from ckptstore.daemon import DaemonClient
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.pins import pin
+from ckptstore.policies import change_policies
+from ckptstore.records import PolicySet, Rules
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint, write_rank
+
+SCRIPT = "<script>alert(1)</script>"
+IMAGE = "model/<img src=x onerror=alert(1)>.weight"
+LONG = "pretraining-with-a-very-long-name-that-does-not-end-soon_2026-11-20.attempt-17.resumed-from-" + "yesterday" * 4
+NUM_STEPS = 60
+WORLD = 48
+SMALL = {"model/weight": np.arange(500, dtype=np.float32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is in the store."""
+
+    sharded: Checkpoint
+    """Written by many ranks; in it, entries with strange names."""
+    live: Attempt
+    """Of run `vit`: two of its four ranks are done."""
+
+
+def fill(store: Store) -> Shown:
+    """A run with a history, one of many ranks, one with a long name, one that is saving."""
+    now = system_clock()
+    for i in range(NUM_STEPS):
+        at = now - (NUM_STEPS - i) * 900
+        metrics = {"loss": 0.3 + 2.5 * math.exp(-i / 15), "val_loss": 0.4 + 2.6 * math.exp(-i / 16), SCRIPT: float(i)}
+        written = write_checkpoint(store, "gpt", i * 500, SMALL, metrics, _always(at))
+        if i == 10:
+            pin(store, "gpt", written.attempt, "paper", "tests", system_clock)
+    write_checkpoint(store, LONG, 7, SMALL, clock=_always(now - 3 * 86400))
+    change_policies(
+        store, PolicySet(default=Rules(keep_last=5, keep_best=("val_loss:min:3",))), 0, "tests", system_clock
+    )
+    sharded = _sharded(store, _always(now - 4000))
+    write_checkpoint(store, "vit", 1, SMALL, clock=_always(now - 60))
+    live = Attempt(2, new_ulid(now - 12))
+    for rank in (0, 2):
+        write_rank(store, "vit", live, SMALL, rank, 4)
+    return Shown(sharded, live)
+
+
+def begin_restore(client: DaemonClient, run: str, key: str, fractions: list[float | None]) -> str:
+    """A restore session whose ranks have done so much; None: the rank has not joined. Returns its id."""
+    id = ""
+    for rank, fraction in enumerate(fractions):
+        if fraction is None:
+            continue
+        id = client.join_restore(run, key, len(fractions), rank).id
+        report(client, id, rank, fraction)
+    return id
+
+
+def report(client: DaemonClient, id: str, rank: int, fraction: float) -> None:
+    """A rank says how far it is."""
+    phase = wire.Phase.RESTORED if fraction == 1 else wire.Phase.FETCHING
+    client.report_restore(id, rank, phase, int(fraction * 4e9), int(4e9))
+
+
+def _sharded(store: Store, clock: Clock) -> Checkpoint:
+    attempt = Attempt(9000, new_ulid(clock()))
+    receipts = []
+    for rank in range(WORLD):
+        arrays = {f"optim/state.{rank}.exp_avg": np.full(300 + 20 * (rank % 7), rank, dtype=np.float32)}
+        if rank == 0:
+            for block in range(12):
+                for name, count in (("attn.qkv", 900), ("attn.proj", 300), ("mlp.up", 1200), ("mlp.down", 1200)):
+                    arrays[f"model/blocks.{block}.{name}.weight"] = np.zeros(count, dtype=np.float32)
+            arrays[IMAGE] = np.zeros(3000, dtype=np.float32)
+        receipts.append(
+            write_rank(store, "fsdp", attempt, arrays, rank, WORLD, {"loss": 2.5} if not rank else {}, clock)
+        )
+    checkpoint = from_outcome(commit_attempt(store, receipts, _always(clock() + 8)))
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _always(moment: float) -> Clock:
+    return lambda: moment
