@@ -82,12 +82,13 @@ def running_daemon(
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     ready: bool = True,
+    program: Sequence[str] = ("-m", "ckptd", "serve"),
 ) -> Iterator[Daemon]:
     """A daemon for the store, ready when the block begins (ready=False: only listening), gone when it ends.
 
     It asks for no token, unless the environment has CKPTD_TOKEN or the options say otherwise.
     db_url: None for an index that lives as long as the block. options: more arguments of `serve`.
-    environment: instead of this process's own.
+    environment: instead of this process's own. program: another one with the same options, and how Python runs it.
     """
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "log"
@@ -109,7 +110,7 @@ def running_daemon(
         clean = {name: value for name, value in inherited.items() if not name.startswith("CKPTD_")}
         clean |= {name: value for name, value in (environment or {}).items() if name.startswith("CKPTD_")}
         with log_path.open("wb") as log:
-            process = subprocess.Popen([sys.executable, "-m", "ckptd", "serve", *arguments], stderr=log, env=clean)
+            process = subprocess.Popen([sys.executable, *program, *arguments], stderr=log, env=clean)
         try:
             daemon = Daemon(_wait_for_url(process, log_path), process, log_path)
             if ready:
