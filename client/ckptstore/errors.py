@@ -50,9 +50,7 @@ translations, used by the daemon, its client and the command line alike.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -373,31 +371,3 @@ def error_from_code(code: str, message: str, hint: str = "") -> CkptError:
     """The error that crossed a process or HTTP boundary as its code; unknown codes give CkptError."""
     by_code = {cls.code: cls for cls in _tree(CkptError)}
     return by_code.get(code, CkptError)(message, hint)
-
-
-@contextmanager
-def store_errors(what: str, url: str) -> Iterator[None]:
-    """Translate the operating system's and fsspec's errors on object `url` into ours."""
-    try:
-        yield
-    except CkptError:
-        raise
-    except FileNotFoundError as error:
-        raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
-    except Exception as error:
-        raise _translate(error, what, url) from error
-
-
-def _translate(error: Exception, what: str, url: str) -> CkptError:
-    number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFull(
-            f"cannot {what} {url}: no space left",
-            "Free space, or prune old checkpoints at once (ckptctl prune --grace 0s); nothing committed is touched",
-        )
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return StoreReadOnly(f"cannot {what} {url}: {error}", "Check the permissions or credentials of this process")
-    return StoreUnavailable(
-        f"cannot {what} {url}: {type(error).__name__}: {error}",
-        "Check that the store is mounted or reachable, and its credentials",
-    )

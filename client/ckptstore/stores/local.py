@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ckptstore.clock import system_clock
 from ckptstore.codecs import Buffer
-from ckptstore.errors import store_errors
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
+from ckptstore.stores.failures import store_errors
 
 _TEMPORARY = ".tmp-"
 _STALE_TEMPORARY_S = 24 * 3600

@@ -7,8 +7,9 @@ from typing import Any
 
 import fsspec
 
-from ckptstore.errors import UnknownScheme, store_errors
+from ckptstore.errors import UnknownScheme
 from ckptstore.stores.base import Store
+from ckptstore.stores.failures import store_errors
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.remote import FsspecStore
 

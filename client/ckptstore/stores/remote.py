@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import Any
 
 from ckptstore.codecs import Buffer
-from ckptstore.errors import store_errors
 from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
+from ckptstore.stores.failures import store_errors
 
 _MIN_PART_BYTES = 32 << 20
 _MAX_PARTS = 9_000  # S3 takes 10,000

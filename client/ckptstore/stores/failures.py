@@ -1,0 +1,37 @@
+"""From the operating system's and fsspec's errors to ours."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptstore.errors import CkptError, ObjectMissing, StoreFull, StoreReadOnly, StoreUnavailable
+
+
+@contextmanager
+def store_errors(what: str, url: str) -> Iterator[None]:
+    """Translate the operating system's and fsspec's errors on object `url` into ours."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except FileNotFoundError as error:
+        raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
+    except Exception as error:
+        raise _translate(error, what, url) from error
+
+
+def _translate(error: Exception, what: str, url: str) -> CkptError:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFull(
+            f"cannot {what} {url}: no space left",
+            "Free space, or prune old checkpoints at once (ckptctl prune --grace 0s); nothing committed is touched",
+        )
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return StoreReadOnly(f"cannot {what} {url}: {error}", "Check the permissions or credentials of this process")
+    return StoreUnavailable(
+        f"cannot {what} {url}: {type(error).__name__}: {error}",
+        "Check that the store is mounted or reachable, and its credentials",
+    )

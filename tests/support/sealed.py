@@ -1,0 +1,73 @@
+"""A sample of every document that lies on a store, as bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptstore.commit import merge, read_outcome
+from ckptstore.documents import FORMAT, Lease, Outcome, Receipt, Tombstone, manifest_bytes, seal
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.records import Action, AuditRecord, Fate, Finding, Override, Pin, PoliciesVersion, PolicySet, Rules
+from ckptstore.stores import open_store
+from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+
+ATTEMPT = Attempt(7, new_ulid(1_700_000_000.0))
+KEY = "somewhere/document"
+
+
+def _samples() -> dict[str, bytes]:
+    store = open_store("memory://documents")
+    receipt = write_rank(store, "gpt", ATTEMPT, sample_arrays(), metrics={"loss": 1.5})
+    checkpoint = write_checkpoint(store, step=8)
+    outcome = read_outcome(store, "gpt", checkpoint.attempt)
+    assert outcome is not None
+    return {
+        "receipt": receipt.data,
+        "outcome": seal(outcome),
+        "lease": seal(Lease(format=FORMAT, kind="lease", attempt=str(ATTEMPT), holder="me", expires_at=1.5)),
+        "tombstone": seal(
+            Tombstone(
+                format=FORMAT, kind="tombstone", attempt=str(ATTEMPT), by="me", at=1.0, reason="prune", grace_s=0.0
+            )
+        ),
+        "pin": seal(Pin(format=FORMAT, kind="pin", attempt=str(ATTEMPT), name="paper", by="me", at=1.0, reason="")),
+        "fate": seal(
+            Fate(format=FORMAT, kind="fate", attempt=str(ATTEMPT), tombstone=ATTEMPT.ulid, swept=True, by="me", at=1.0)
+        ),
+        "finding": seal(
+            Finding(
+                format=FORMAT,
+                kind="finding",
+                attempt=str(ATTEMPT),
+                at=1.0,
+                by="me",
+                num_chunks=1,
+                stored_bytes=9,
+                problems=["a chunk is damaged"],
+            )
+        ),
+        "audit": seal(
+            AuditRecord(
+                format=FORMAT, kind="audit", action=Action.DELETE, attempts=[str(ATTEMPT)], by="me", at=1.0, reason=""
+            )
+        ),
+        "policies": seal(
+            PoliciesVersion(
+                format=FORMAT,
+                kind="policies",
+                version=1,
+                by="me",
+                at=1.0,
+                reason="",
+                policies=PolicySet(default=Rules(keep_last=3), overrides=(Override(runs="exp-*"),)),
+            )
+        ),
+        "manifest": manifest_bytes(merge([receipt])) + b"\n",
+    }
+
+
+SAMPLES = _samples()
+KINDS: dict[str, Any] = {
+    "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
+    "finding": Finding, "audit": AuditRecord, "policies": PoliciesVersion,
+}  # fmt: skip
