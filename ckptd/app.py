@@ -25,6 +25,7 @@ from ckptd.api import (
     tokens,
 )
 from ckptd.api.access import authorize
+from ckptd.api.bounds import Bounds
 from ckptd.api.context import INDEX_THREADS, STORE_THREADS, Context, Threads
 from ckptd.api.middleware import Authentication, Requests
 from ckptd.api.waiting import Waiting
@@ -60,6 +61,7 @@ from ckptd.services import (
 from ckptd.services.cache import BlockCache, open_folder
 from ckptd.services.collecting import Collecting
 from ckptd.services.deciding import Deciding, Proposals
+from ckptd.services.figures import Figures
 from ckptd.services.gauges import Gauges
 from ckptd.services.keeping import Keeping
 from ckptd.services.leadership import Leadership, LeaderStore
@@ -140,6 +142,8 @@ class _Core:
         self.waiting = Waiting()
         self.restores = RestoreIndex(self.database)
         self.events = Events(self.log, self.restores, self.waiting.wake)
+        self.log.subscribe(Figures(self.metrics).tell)
+        self.metrics.leader.set_function(self.leadership.leads)
 
     def follow(self) -> None:
         """Learn what other daemons on the same database have changed, and only then wake who waits for it."""
@@ -260,5 +264,6 @@ def _assemble(
     known = context.services.tokens if auth else None
     app.add_middleware(Authentication, tokens=known, metrics=context.metrics)
     app.add_middleware(Browsers, tokens=known, metrics=context.metrics, clock=clock)
+    app.add_middleware(Bounds)
     app.add_middleware(Requests, metrics=context.metrics)
     return app

@@ -64,6 +64,7 @@ def serve(app: FastAPI, settings: Settings) -> None:
         app,
         host=settings.host,
         port=settings.port,
+        http="h11",  # limits the bytes of headers; the faster parser does not
         log_config=None,
         access_log=False,
         server_header=False,

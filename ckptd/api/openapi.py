@@ -15,7 +15,7 @@ from ckptd.api.examples import EXAMPLES
 from ckptstore import wire
 
 _REF = "#/components/schemas/{name}"
-_ALWAYS = (401, 403, 422, 429, 500, 503)
+_ALWAYS = (401, 403, 414, 422, 429, 431, 500, 503)
 _ABOUT = "Checkpoint storage and restore. docs/api.md explains what the schemas do not."
 _kinds: dict[str, Any] = {}
 
