@@ -4,12 +4,12 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY client client
 COPY ckptd ckptd
-RUN pip install --no-cache-dir --prefix=/install -c constraints.txt '.[server,s3]'
+RUN pip install --no-cache-dir --prefix=/install -c constraints.txt '.[server,s3,postgresql,otel]'
 
 FROM python:3.11-slim
 COPY --from=build /install /usr/local
 # Writable for any user, because `docker run --user` must match the owner of a mounted store.
-RUN useradd --system --uid 10001 ckptd && install -d -m 1777 /var/lib/ckptd
+RUN useradd --system --uid 10001 ckptd && install -d -m 1777 /var/lib/ckptd /scrape
 USER 10001
 ENV CKPTD_HOST=0.0.0.0 \
     CKPTD_DB=sqlite:////var/lib/ckptd/index.db \

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+_SLOW = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+"""Seconds that saves and restores take."""
+
 
 class Metrics:
     """The counters. Any thread may use them."""
@@ -27,6 +30,21 @@ class Metrics:
         self.cache_evictions = counter("cache_evictions", "Pieces removed from the cache to stay within its limit.")
         self.cache_failures = counter("cache_failures", "Pieces that could not be written to the cache.")
         self.cache_bytes = Gauge("ckptd_cache_bytes", "Bytes that the cache holds on disk.", registry=self.registry)
+        self.commit_seconds = Histogram(
+            "ckptd_commit_seconds",
+            "From the capture of a checkpoint to its commit.",
+            buckets=_SLOW,
+            registry=self.registry,
+        )
+        self.upload_bytes = counter("upload_bytes", "Stored bytes of checkpoints that were committed.")
+        self.verify_failures = counter("verify_failures", "Checkpoints that were found damaged.")
+        self.restore_seconds = Histogram(
+            "ckptd_restore_seconds", "Of restore sessions that ended well.", buckets=_SLOW, registry=self.registry
+        )
+        self.restore_bytes_per_second = Gauge(
+            "ckptd_restore_bytes_per_second", "Of the last restore session that ended well.", registry=self.registry
+        )
+        self.leader = Gauge("ckptd_leader", "1: this daemon does the housekeeping.", registry=self.registry)
         self.store_errors = counter("store_errors", "Failures of the store.", "op", "code")
         self.rolled_forward = counter("rolled_forward", "Attempts committed because their own committer did not.")
         self.orphans_aborted = counter("orphans_aborted", "Unfinished attempts that were given up and deleted.")

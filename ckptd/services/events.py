@@ -104,6 +104,7 @@ class Events:
             "state": restore.state,
             "world_size": restore.world_size,
             "seconds": (restore.ended_at or restore.created_at) - restore.created_at,
+            "bytes": int(restore.done_bytes),
             "problem": restore.problem,
         }
         self._log.add(
