@@ -9,6 +9,7 @@ from itertools import count
 from zlib import crc32
 
 from ckptstore.clock import Clock
+from ckptstore.errors import CkptError
 
 _LOG = logging.getLogger(__name__)
 _ASK_AGAIN_S = 0.5
@@ -48,6 +49,8 @@ class Periodic:
                 continue
             try:
                 self._work()
+            except CkptError as error:
+                _LOG.warning("%s failed: %s", self._thread.name, error)
             except Exception:
                 _LOG.exception("%s failed", self._thread.name)
             self._stop.wait(self._every_s)

@@ -1,0 +1,154 @@
+"""Several daemons on one PostgreSQL: what one learns, all say; and what happens when the database goes away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import httpx
+import pytest
+
+from ckptd.index import Database, Index
+from ckptstore.clock import system_clock
+from ckptstore.daemon import DaemonClient
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.postgresql import PostgresqlServer
+
+# They learn from each other, not from the store.
+_RARELY = ("--poll-seconds", "600")
+_SOON_S = 3.0
+
+
+@pytest.fixture
+def database(postgresql_server: PostgresqlServer) -> str:
+    return postgresql_server.new_database()
+
+
+@contextmanager
+def _two(store: Store, database: str, *options: str) -> Iterator[tuple[Daemon, Daemon]]:
+    def start(_: int) -> Daemon:
+        return stack.enter_context(running_daemon(store.url, database, options=options))
+
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(start, range(2))
+        yield first, second
+
+
+def test_what_one_learns_both_say(store: Store, database: str) -> None:
+    """They also start at the same time, on a database without tables."""
+    write_checkpoint(store, step=1, arrays={})
+    with _two(store, database, *_RARELY) as (first, second), first.client() as client:
+        assert second.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 1
+        told: list[httpx.Response] = []
+        etag = second.get("/v1/checkpoints/latest?run=gpt").headers["etag"]
+        options = {"headers": {"If-None-Match": etag}, "timeout": 60}
+        waiting = threading.Thread(
+            target=lambda: told.append(second.get("/v1/checkpoints/latest?run=gpt&wait=30", **options))
+        )
+        waiting.start()
+        time.sleep(0.3)
+        notified_at = time.monotonic()
+        newest = write_checkpoint(store, step=2, arrays={})
+        client.notify("gpt", newest.attempt)
+        waiting.join()
+        assert time.monotonic() - notified_at < _SOON_S
+        assert told[0].json()["step"] == 2
+        delete_checkpoint(store, newest, "test", system_clock)
+        assert first.post("/v1/reindex").status_code == 200
+        wait_until(lambda: second.get("/checkpoints/latest").json()["step"] == 1, "hearing of a deletion", _SOON_S)
+
+
+def test_ranks_of_one_restore_may_ask_different_daemons(store: Store, database: str) -> None:
+    write_checkpoint(store, step=1, arrays={})
+    with _two(store, database, *_RARELY) as (first, second):
+        ids = set()
+        for rank, daemon in enumerate((first, second)):
+            body = {"run": "gpt", "key": "job-1", "rank": rank, "world_size": 2, "ttl_s": 60.0}
+            answer = daemon.post("/v1/restores", body)
+            assert answer.is_success, answer.text
+            ids.add(answer.json()["id"])
+        (id,) = ids
+        ended: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: ended.append(second.get(f"/v1/restores/{id}?wait=30", timeout=60)))
+        waiting.start()
+        said = {"phase": "restored", "done_bytes": 1, "total_bytes": 1}
+        for rank in range(2):
+            report = httpx.put(f"{first.url}/v1/restores/{id}/ranks/{rank}", json=said, timeout=30)
+            assert report.status_code == 200
+        reported_at = time.monotonic()
+        waiting.join()
+        assert time.monotonic() - reported_at < _SOON_S
+        assert ended[0].json()["state"] == "restored"
+        wait_until(lambda: not list(store.list("gpt/leases/")), "releasing the lease")
+
+
+def test_daemons_of_two_stores_do_not_share_a_database(database: str) -> None:
+    index = Database(database, 2)
+    Index(index).adopt("file:///one", 0.0)
+    with pytest.raises(InvalidRequest, match="database of its own"):
+        Index(index).adopt("file:///another", 0.0)
+    Index(index).adopt("file:///one", 0.0)
+    index.close()
+
+
+def test_a_database_that_restarts_under_load_costs_only_time(
+    store: Store, database: str, postgresql_server: PostgresqlServer
+) -> None:
+    write_checkpoint(store, step=0, arrays={})
+    statuses: set[int] = set()
+    ended = threading.Event()
+
+    def ask(daemon: Daemon) -> None:
+        with httpx.Client(base_url=daemon.url, timeout=30) as client:
+            while not ended.is_set():
+                statuses.add(client.get("/v1/checkpoints?run=gpt").status_code)
+
+    def save(daemon: Daemon) -> int:
+        with daemon.client() as client:
+            step = 0
+            while not ended.is_set():
+                step += 1
+                _notify(client, store, step)
+                time.sleep(0.02)
+        return step
+
+    with _two(store, database, "--leader-lease-seconds", "2") as daemons, ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, daemon) for daemon in daemons]
+        saving = pool.submit(save, daemons[0])
+        try:
+            for _ in range(2):
+                time.sleep(0.5)
+                postgresql_server.stop()
+                time.sleep(0.5)
+                postgresql_server.start()
+                wait_until(lambda: all(d.get("/readyz").status_code == 200 for d in daemons), "recovering")
+        finally:
+            ended.set()
+        last = saving.result()
+        for future in asking:
+            future.result()
+        assert statuses == {200, 503}
+        assert last > 10
+        for daemon in daemons:
+            with daemon.client() as client:
+                wait_until(partial(_knows, client, last + 1), "knowing all commits")
+            assert "Traceback" not in daemon.log()
+
+
+def _knows(client: DaemonClient, count: int) -> bool:
+    return len(client.checkpoints("gpt")) == count
+
+
+def _notify(client: DaemonClient, store: Store, step: int) -> None:
+    try:
+        client.notify("gpt", write_checkpoint(store, step=step, arrays={}).attempt)
+    except CkptError:
+        pass  # the database is away: a listing finds the commit
