@@ -1,0 +1,323 @@
+"""One winner whoever races, on stores that tell who was first and on one that does not; and replies that get lost.
+
+CKPTD_TEST_ROUNDS makes the races longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptstore import names
+from ckptstore.arbitration import ArbitratedStore, DaemonArbiter, arbitrated
+from ckptstore.catalog import list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.commit import commit_attempt, decide, read_outcome, read_receipt
+from ckptstore.documents import Outcome
+from ckptstore.errors import AttemptAborted, StoreUnsafe
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.probing import check_store, creates_once, probe_store
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store, open_store, remote
+from ckptstore.tombstones import hide, list_hidden, sweep, undelete
+from ckptstore.verify import verify
+from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.daemons import running_daemon
+from tests.support.juicefs import running_gateway
+from tests.support.proxies import Fault, LossyProxy, lossy_proxy
+from tests.support.runs import keys
+from tests.support.seaweed import BUCKET, S3Service
+from tests.support.stores import race
+
+RUN = "gpt"
+ROUNDS = int(os.environ.get("CKPTD_TEST_ROUNDS", "8"))
+PROCESSES = 3
+_PART_BYTES = 5 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A store as a saver is told of it: in another process as well."""
+
+    url: str
+    options: dict[str, Any] = field(default_factory=dict)
+    daemon: str | None = None
+    contestants: int = 5
+
+    def open(self, **options: Any) -> ArbitratedStore:
+        return arbitrated(open_store(self.url, {**self.options, **options}), self.daemon, None)
+
+    def truth(self) -> Store:
+        """The store itself."""
+        return open_store(self.url, self.options)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    """An S3 service that overwrites on create."""
+    with running_gateway(tmp_path_factory.mktemp("juicefs")) as service:
+        yield service
+
+
+@pytest.fixture
+def overwriting(gateway: S3Service) -> Store:
+    """A fresh prefix on it."""
+    return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", gateway.options)
+
+
+@pytest.fixture(scope="module")
+def one_daemon(gateway: S3Service) -> Iterator[Place]:
+    """A daemon that decides for a prefix on it."""
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    # It should leave to the tests what they race for.
+    calm = ("--commit-grace-seconds", "600", "--poll-seconds", "600")
+    with running_daemon(url, options=calm, environment={**os.environ, **gateway.environment}) as daemon:
+        yield Place(url, gateway.options, daemon.url)
+
+
+@pytest.fixture
+def arbitrated_place(one_daemon: Place) -> Place:
+    """The same, empty."""
+    store = one_daemon.truth()
+    store.delete_many(keys(store))
+    return one_daemon
+
+
+@pytest.fixture(
+    params=["folder", pytest.param("seaweedfs", marks=pytest.mark.xdist_group("s3")), "juicefs through a daemon"]
+)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "folder":
+        return Place(str(tmp_path / "store"))
+    if request.param == "seaweedfs":
+        location = request.getfixturevalue("s3_store")
+        # It makes the third one wait for a second.
+        return Place(location.url, location.options, contestants=3)
+    arbitrated_place: Place = request.getfixturevalue("arbitrated_place")
+    return arbitrated_place
+
+
+# Races. A contestant's clock is its signature: the outcome says who made it.
+
+
+def write_attempts(store: Store, count: int) -> list[Attempt]:
+    """Attempts that lack nothing but their outcome."""
+    attempts = [Attempt(step, new_ulid(system_clock())) for step in range(count)]
+    for attempt in attempts:
+        write_rank(store, RUN, attempt, {})
+    return attempts
+
+
+def take_part(store: Store, attempt: Attempt, me: int) -> Outcome:
+    """Commit an attempt, or give it up, if I am odd; what I take for the outcome."""
+
+    def signature() -> float:
+        return 1000.0 + me
+
+    if me % 2:
+        return decide(store, RUN, attempt, None, signature)
+    try:
+        return commit_attempt(store, [read_receipt(store, RUN, attempt, 0)], signature)
+    except AttemptAborted:
+        outcome = read_outcome(store, RUN, attempt)
+        assert outcome is not None
+        return outcome
+
+
+def check_round(store: Store, attempt: Attempt, believed: list[Outcome]) -> None:
+    """All of them believe in one outcome, which one of them made, and which the store tells everybody else."""
+    assert {outcome.nonce for outcome in believed} == {believed[0].nonce}, believed
+    winner = int(believed[0].at - 1000)
+    if winner in range(len(believed)):
+        assert (believed[0].committed is None) == bool(winner % 2)
+    else:
+        assert believed[0].committed is not None, "the daemon commits what it finds finished"
+    assert read_outcome(store, RUN, attempt) == believed[0]
+
+
+def test_threads_race(place: Place) -> None:
+    stores = [place.open() for _ in range(place.contestants)]
+    for attempt in write_attempts(stores[0], ROUNDS):
+        results = race(*(partial(take_part, store, attempt, me) for me, store in enumerate(stores)))
+        failures = [result for result in results if isinstance(result, BaseException)]
+        assert not failures
+        check_round(place.truth(), attempt, results)  # type: ignore[arg-type]
+
+
+_start: Barrier
+
+
+def _meet(barrier: Barrier) -> None:
+    global _start
+    _start = barrier
+
+
+def _take_part_in_all(place: Place, attempts: list[Attempt], me: int) -> list[Outcome]:
+    store = place.open()
+    believed = []
+    for attempt in attempts:
+        _start.wait(60)
+        believed.append(take_part(store, attempt, me))
+    return believed
+
+
+def test_processes_race(place: Place) -> None:
+    store = place.truth()
+    attempts = write_attempts(store, ROUNDS)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(PROCESSES, _meet, (context.Barrier(PROCESSES),)) as pool:
+        pending = [pool.apply_async(_take_part_in_all, (place, attempts, me)) for me in range(PROCESSES)]
+        believed = [result.get(timeout=120 + ROUNDS) for result in pending]
+    for attempt, outcomes in zip(attempts, zip(*believed, strict=True), strict=True):
+        check_round(store, attempt, list(outcomes))
+
+
+def test_a_sweep_and_an_undelete_never_both_win(place: Place) -> None:
+    deleter, owner = place.open(), place.open()
+    for step in range(ROUNDS // 2):
+        checkpoint = write_checkpoint(deleter, RUN, step, {})
+        attempt = checkpoint.attempt
+        hide(deleter, RUN, [attempt], "old", "deleter", system_clock)
+        swept, _ = race(
+            partial(sweep, deleter, RUN, system_clock, "deleter", [attempt]),
+            partial(undelete, owner, RUN, attempt, "owner", system_clock),
+        )
+        assert not isinstance(swept, BaseException), swept
+        back = checkpoint in list_checkpoints(owner, RUN)
+        assert back == (read_outcome(owner, RUN, attempt) is not None)
+        assert back == (attempt not in [hidden.attempt for hidden in list_hidden(owner, RUN)])
+        assert back == bool(keys(owner, names.attempt_prefix(RUN, attempt)))
+
+
+# The store that lies.
+
+
+def test_the_gateway_overwrites_and_is_found_out(overwriting: Store) -> None:
+    assert overwriting.put_if_absent("run/a", b"first")
+    assert overwriting.put_if_absent("run/a", b"second"), "if it refuses now, it can be used for no test here"
+    assert overwriting.get("run/a") == b"second"
+    results = race(*(partial(overwriting.put_if_absent, "run/b", b"%d" % me) for me in range(6)))
+    assert results.count(True) > 1
+    assert not probe_store(overwriting, system_clock).creates_once
+    assert not creates_once(overwriting, system_clock)
+    assert keys(overwriting, names.PROBES_PREFIX) == []
+
+
+def test_without_a_daemon_savers_are_warned_and_deleters_refuse(
+    overwriting: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = arbitrated(overwriting, None, None)
+    with caplog.at_level(logging.WARNING):
+        first, second = (write_checkpoint(store, RUN, step, {}) for step in (1, 2))
+    assert [record.message for record in caplog.records if "overwrites" in record.message][1:] == []
+    assert "CKPTD_URL" in caplog.text
+    assert list_checkpoints(store, RUN) == [second, first]
+    outcome = read_outcome(store, RUN, first.attempt)
+    assert decide(store, RUN, first.attempt, None, system_clock) == outcome, "one after the other they still agree"
+    for unsafe in (overwriting, store):
+        with pytest.raises(StoreUnsafe, match="accepts create-only writes and overwrites"):
+            check_store(unsafe, system_clock)
+    check_store(arbitrated(overwriting, "http://127.0.0.1:9", None), system_clock)
+
+
+def test_a_store_is_probed_once(s3_service: S3Service) -> None:
+    with lossy_proxy(s3_service.endpoint) as proxy:
+        options = {**s3_service.options, "endpoint_url": proxy.url}
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+        for step in range(3):
+            write_checkpoint(arbitrated(open_store(url, options), None, None), RUN, step, {})
+            probes = [request for request in proxy.requests if names.PROBES_PREFIX in request]
+            assert bool(probes) == (step == 0)
+            proxy.arm(None)
+
+
+# Lost replies.
+
+
+def check_every_position(proxy: LossyProxy, faults: list[Fault], save: Callable[[int], Outcome], truth: Store) -> None:
+    """Save once for each request of a save, with a fault there. `truth`: the same store, without a proxy between."""
+    save(0)
+    proxy.arm(None)
+    save(1)
+    positions = len(proxy.requests)
+    believed: list[Outcome] = []
+    for fault in faults:
+        for position in range(positions):
+            proxy.arm(fault, position)
+            believed.append(save(2 + len(believed)))
+            assert len(proxy.requests) >= positions, "the fault was met"
+    proxy.arm(None)
+    for outcome in believed:
+        assert read_outcome(truth, RUN, Attempt.parse(outcome.attempt)) == outcome
+    listed = list_checkpoints(truth, RUN)
+    assert len(listed) == 2 + len(believed)
+    for checkpoint in listed:
+        report = verify(StoreSource(truth), checkpoint, threads=1)
+        assert report.ok, report.problems
+
+
+def save_in_parts(store: Store, step: int) -> Outcome:
+    """A checkpoint of one shard, which is uploaded in two parts."""
+    attempt = Attempt(step, new_ulid(system_clock()))
+    noise = np.random.default_rng(step).integers(0, 256, _PART_BYTES + 1000, dtype=np.uint8)
+    receipt = write_rank(store, RUN, attempt, {"model/a": noise})
+    return commit_attempt(store, [receipt], system_clock)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts as small as S3 allows."""
+    monkeypatch.setattr(remote, "_MIN_PART_BYTES", _PART_BYTES)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("fault", ["reset", "twice"])
+def test_replies_of_the_store_get_lost(s3_service: S3Service, fault: Fault) -> None:
+    place = Place(f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_service.options)
+    with lossy_proxy(s3_service.endpoint) as proxy:
+        save = partial(save_in_parts, place.open(endpoint_url=proxy.url))
+        check_every_position(proxy, [fault], save, place.truth())
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_replies_of_a_store_that_overwrites_get_lost(arbitrated_place: Place) -> None:
+    with lossy_proxy(arbitrated_place.options["endpoint_url"]) as proxy:
+        save = partial(save_in_parts, arbitrated_place.open(endpoint_url=proxy.url))
+        check_every_position(proxy, ["reset"], save, arbitrated_place.truth())
+
+
+def test_a_store_that_never_answers_a_commit(s3_service: S3Service) -> None:
+    place = Place(f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_service.options)
+    with lossy_proxy(s3_service.endpoint) as proxy:
+        store = place.open(endpoint_url=proxy.url, config_kwargs={"read_timeout": 0.5})
+        truth = place.truth()
+
+        def commit(step: int) -> Outcome:
+            receipt = write_rank(truth, RUN, Attempt(step, new_ulid(system_clock())), {})
+            return commit_attempt(store, [receipt], system_clock)
+
+        check_every_position(proxy, ["hang"], commit, truth)
+
+
+def test_replies_of_the_daemon_get_lost(arbitrated_place: Place) -> None:
+    truth = arbitrated_place.truth()
+    assert arbitrated_place.daemon is not None
+    with lossy_proxy(arbitrated_place.daemon) as proxy:
+        store = ArbitratedStore(truth, DaemonArbiter(truth, proxy.url, None, answer_s=0.5))
+
+        def save(step: int) -> Outcome:
+            receipt = write_rank(store, RUN, Attempt(step, new_ulid(system_clock())), {})
+            return commit_attempt(store, [receipt], system_clock)
+
+        check_every_position(proxy, ["reset", "hang", "twice"], save, truth)
