@@ -102,14 +102,19 @@ def sweep(store: Store, run: str, clock: Clock, by: str, only: Collection[Attemp
     """Phase 2: delete what was hidden for its grace and is not held, and finish sweeps that crashed.
 
     Gone for good on return. Ages are differences between the store's times and `clock`, which must not be minutes
-    apart (probing.check_store). only: these attempts, and at any age. Raises Unavailable: calling again goes on.
+    apart (probing.check_store). only: these attempts, and at any age. Raises Unavailable: calling again goes on. Or,
+    when all others are done, Damaged: what has a damaged fate stays hidden and whole.
     """
     hidden = [h for h in list_hidden(store, run) if only is None or h.attempt in only]
-    decided = _fates(store, run, hidden)
+    decided, damage = _fates(store, run, hidden)
     for one, fate in decided.items():
         if not fate.swept:  # whoever took it back died before the tombstone was gone
             store.delete_many([names.tombstone_key(run, one.attempt, one.id)])
-    due = [h for h in hidden if h not in decided and (only is not None or _is_due(store, run, h, clock))]
+    due = [
+        h
+        for h in hidden
+        if h not in decided and h not in damage and (only is not None or _is_due(store, run, h, clock))
+    ]
     held = active_holds(store, run, clock) if due else {}
     due = [h for h in due if h.attempt not in held]
     if due:
@@ -117,6 +122,8 @@ def sweep(store: Store, run: str, clock: Clock, by: str, only: Collection[Attemp
     claimed = [h.attempt for h in due if _decide(store, run, h.attempt, h.id, True, by, clock).swept]
     doomed = {*claimed, *(h.attempt for h, fate in decided.items() if fate.swept)}
     freed = sum(_delete(store, run, attempt) for attempt in _present(store, run, doomed))
+    for error in damage.values():
+        raise error
     return Swept(tuple(dict.fromkeys(claimed)), freed)
 
 
@@ -220,11 +227,21 @@ def _read_fate(store: Store, run: str, attempt: Attempt, id: str) -> Fate | None
     return fate
 
 
-def _fates(store: Store, run: str, hidden: Collection[Hidden]) -> dict[Hidden, Fate]:
-    """Those that are decided. A damaged fate leaves its checkpoint hidden and whole, and is reported."""
+def _fates(store: Store, run: str, hidden: Collection[Hidden]) -> tuple[dict[Hidden, Fate], dict[Hidden, Damaged]]:
+    """Those that are decided, and those whose fate cannot be read."""
     listed = {(f.attempt, f.id) for f in _parse(store.list(names.fates_prefix(run)))}
-    found = ((h, _read_fate(store, run, h.attempt, h.id)) for h in hidden if (h.attempt, h.id) in listed)
-    return {h: fate for h, fate in found if fate is not None}
+    decided: dict[Hidden, Fate] = {}
+    damage: dict[Hidden, Damaged] = {}
+    for one in hidden:
+        if (one.attempt, one.id) in listed:
+            try:
+                fate = _read_fate(store, run, one.attempt, one.id)
+            except Damaged as error:
+                damage[one] = error
+                continue
+            if fate is not None:
+                decided[one] = fate
+    return decided, damage
 
 
 def _is_due(store: Store, run: str, hidden: Hidden, clock: Clock) -> bool:
