@@ -53,6 +53,7 @@ from ckptd.services import (
     Protection,
     Pruning,
     Restores,
+    Retention,
     Services,
     Synchronizing,
     Tokens,
@@ -73,6 +74,7 @@ from ckptd.services.scrubbing import Scrubbing
 from ckptd.services.webhooks import Webhooks
 from ckptd.services.works import Works
 from ckptd.settings import AUTH_OFF, Settings
+from ckptd.tracing import Tracer, Tracing, no_span
 from ckptstore.arbitration import ArbitratedStore
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import InvalidRequest
@@ -106,18 +108,22 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     store = store or open_store(settings.store)
     if not store.shared_between_processes:
         raise InvalidRequest(f"{store.url} is visible to one process only", "Use file:// or an object store")
+    tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
     core = _Core(settings, store, clock)
     cache = _open_cache(settings, core.store, core.metrics)
     services = _services(core, cache)
     services.tokens.refresh()
     core.metrics.registry.register(Gauges(core.index, core.restores, core.freshness, clock))
-    return _assemble(
-        Context(services, Threads(), core.metrics, core.waiting),
+    app = _assemble(
+        Context(services, Threads(tracer.span if tracer else no_span), core.metrics, core.waiting),
         settings.auth != AUTH_OFF,
         clock,
         [*_serving(core, services), *_housekeeping(core)],
-        [cache, core.leadership, core.database],
+        [cache, core.leadership, core.database, *([tracer] if tracer else [])],
     )
+    if tracer:
+        app.add_middleware(Tracing, tracer=tracer)
+    return app
 
 
 class _Core:
@@ -174,6 +180,7 @@ def _services(core: _Core, cache: BlockCache) -> Services:
         protection=Protection(store, core.catalogue, clock),
         pruning=pruning,
         restores=Restores(store, core.catalogue, core.restores, leases, clock, core.events.restore_ended),
+        retention=Retention(store, core.catalogue, core.synchronizing, clock),
         synchronizing=core.synchronizing,
         tokens=Tokens(TokenIndex(core.database), core.settings.token, clock),
         uploads=Uploads(store, clock),
@@ -234,7 +241,7 @@ def _assemble(
     auth: bool,
     clock: Clock,
     background: list[_Work],
-    closing: list[BlockCache | Leadership | Database],
+    closing: list[BlockCache | Leadership | Database | Tracer],
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -258,7 +265,7 @@ def _assemble(
     app.state.context = context
     problems.install(app)
     openapi.install(app)
-    for module in (probes, checkpoints, batches, changes, decisions, restores, events, jobs, tokens, pages):
+    for module in (probes, checkpoints, batches, changes, decisions, restores, retention, events, jobs, tokens, pages):
         app.include_router(module.router)
     # The last one added is the outermost.
     known = context.services.tokens if auth else None

@@ -14,6 +14,7 @@ from ckptd.api.sharing import FairTurns, Limits
 from ckptd.api.waiting import Turns, Waiting
 from ckptd.metrics import Metrics
 from ckptd.services import Services
+from ckptd.tracing import Span, no_span
 
 INDEX_THREADS = 16
 STORE_THREADS = 32
@@ -26,17 +27,22 @@ _R = TypeVar("_R")
 class Threads:
     """Two pools, so that a store that hangs cannot keep the index from answering."""
 
-    def __init__(self) -> None:
+    def __init__(self, span: Span = no_span) -> None:
+        """span: around each piece of work."""
+        self._span = span
         self._index = CapacityLimiter(INDEX_THREADS)
         self._store = CapacityLimiter(STORE_THREADS)
 
     async def index(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
         """Run what only asks the index."""
-        return await to_thread.run_sync(partial(work, *args, **options), limiter=self._index)
+        with self._span("index"):
+            return await to_thread.run_sync(partial(work, *args, **options), limiter=self._index)
 
     async def store(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
         """Run what waits for the store; given up by its caller, the thread ends by itself."""
-        return await to_thread.run_sync(partial(work, *args, **options), limiter=self._store, abandon_on_cancel=True)
+        with self._span("store"):
+            call = partial(work, *args, **options)
+            return await to_thread.run_sync(call, limiter=self._store, abandon_on_cancel=True)
 
 
 @dataclass(slots=True)

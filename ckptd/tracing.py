@@ -1,0 +1,90 @@
+"""Traces, where a collector is configured: a span for each request, and one for each look into index or store.
+
+OpenTelemetry comes with the extra `otel` and is loaded only then. A span joins the trace of the caller (traceparent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ckptstore.errors import InvalidRequest
+
+Span = Callable[[str], AbstractContextManager[Any]]
+"""Begins a span that ends with the block."""
+_FLUSH_MS = 2000
+
+
+def no_span(_: str) -> AbstractContextManager[None]:
+    """Where nothing is traced."""
+    return nullcontext()
+
+
+class Tracer:
+    """Sends spans to a collector over HTTP, in the background; lost ones are lost. Any thread may use it."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Raises InvalidRequest without the extra `otel`."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise InvalidRequest("traces need OpenTelemetry", "pip install 'ckptd[otel]'") from error
+        resource = Resource.create({"service.name": "ckptd", "service.version": version("ckptd")})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("ckptd")
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """A span within the current one."""
+        return self._tracer.start_as_current_span(name)
+
+    def request(self, headers: Headers) -> AbstractContextManager[Any]:
+        """A span for a request, within the one of its caller."""
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind
+
+        return self._tracer.start_as_current_span("request", context=extract(headers), kind=SpanKind.SERVER)
+
+    def close(self) -> None:
+        """Send what is left, for a moment."""
+        self._provider.force_flush(_FLUSH_MS)
+        self._provider.shutdown()
+
+
+class Tracing:
+    """The outermost layer, where traces are configured."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with self._tracer.request(Headers(scope=scope)) as span:
+
+            async def observe(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.set_attribute("http.response.status_code", message["status"])
+                    span.set_attribute("ckptd.request_id", MutableHeaders(scope=message).get("x-request-id", ""))
+                await send(message)
+
+            try:
+                await self._app(scope, receive, observe)
+            finally:
+                route = getattr(scope.get("route"), "path", "none")
+                span.update_name(f"{scope['method']} {route}")
+                span.set_attribute("http.request.method", scope["method"])
+                span.set_attribute("http.route", route)
+                span.set_attribute("url.path", scope["path"])
