@@ -1,0 +1,184 @@
+"""How the index follows its store: cheaply, from where it stopped, and past others who change the same run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.index import Database, Filter, Index, Listing, Reading, RunChanged, Sort
+from ckptd.metrics import Metrics
+from ckptd.services import synchronizing as module
+from ckptd.services.freshness import Freshness
+from ckptd.services.periodic import IDLE_AFTER_S, IDLE_ROUNDS, Pace
+from ckptd.services.synchronizing import Synchronizing
+from ckptstore import names
+from ckptstore.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.errors import CkptError, NoCheckpoint
+from ckptstore.stores import Store
+from tests.conftest import DATABASE_KINDS
+from tests.support.checkpoints import write_checkpoint
+from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock
+
+on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+
+
+@pytest.fixture
+def database(db_url: str) -> Iterator[Database]:
+    database = Database(db_url, 20)
+    yield database
+    database.close()
+
+
+def _synchronizing(store: Store, database: Database) -> Synchronizing:
+    return Synchronizing(store, Index(database), Freshness(system_clock, 60), Metrics(), system_clock)
+
+
+def _all(database: Database) -> list[Checkpoint]:
+    return Listing(database).page(Filter(), Sort.RUN, None, 1000).checkpoints
+
+
+def _outcome(store: Store, tmp_path: Path, checkpoint: Checkpoint) -> Path:
+    return tmp_path / "store" / names.outcome_key(checkpoint.run, checkpoint.attempt)
+
+
+def test_a_poll_costs_three_listings_per_run(store: Store, database: Database) -> None:
+    for run in "ab":
+        write_checkpoint(store, run, arrays={})
+    counting = Faults()
+    synchronizing = _synchronizing(FaultyStore(store, counting), database)
+    for _ in range(2):
+        synchronizing.round()
+    counting.calls.clear()
+    synchronizing.round()
+    of_runs = [f"list {run}/{part}/" for run in "ab" for part in ("commits", "quarantine", "tombstones")]
+    assert sorted(counting.calls) == sorted(["list_folders ", *of_runs])
+
+
+def test_runs_in_which_nothing_happens_are_looked_at_less_often() -> None:
+    clock = MovableClock()
+    pace = Pace(clock)
+    runs = {f"run-{number}": 1 for number in range(50)}
+    assert pace.due(runs) == list(runs)
+    clock.advance(IDLE_AFTER_S + 1)
+    rounds = [pace.due(runs) for _ in range(IDLE_ROUNDS)]
+    assert sorted(run for due in rounds for run in due) == sorted(runs)
+    assert all(len(due) < 20 for due in rounds)
+    runs["run-7"] = 2
+    runs["new"] = 1
+    for _ in range(IDLE_ROUNDS):
+        assert {"run-7", "new"} <= set(pace.due(runs))
+
+
+@on_both
+def test_an_outcome_that_is_damaged_after_it_was_read_is_marked(
+    store: Store, database: Database, tmp_path: Path
+) -> None:
+    older, newer = (write_checkpoint(store, step=step, arrays={}) for step in (1, 2))
+    synchronizing = _synchronizing(store, database)
+    for _ in range(2):
+        synchronizing.round()
+    assert Index(database).latest() == newer
+    path = _outcome(store, tmp_path, newer)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    for _ in range(2):
+        synchronizing.round()
+        assert [c.state for c in _all(database)] == [State.CORRUPT, State.COMMITTED]
+    assert Index(database).latest() == older
+    path.write_bytes(whole)
+    synchronizing.round()
+    assert _all(database) == [newer, older]
+
+
+def test_a_first_reading_goes_on_where_it_was_interrupted(
+    store: Store, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BATCH", 4)
+    for step in range(10):
+        write_checkpoint(store, step=step, arrays={})
+    # A run's first three calls are listings; then come four outcomes, and the next batch fails.
+    with pytest.raises(CkptError):
+        _synchronizing(FaultyStore(store, Faults(fail_at=8)), database).sync_run("gpt")
+    assert [c.step for c in _all(database)] == [9, 8, 7, 6]
+    counting = Faults()
+    _synchronizing(FaultyStore(store, counting), database).sync_run("gpt")
+    assert len([call for call in counting.calls if call.startswith("get")]) == 6
+    assert _all(database) == list_checkpoints(store, "gpt")
+
+
+@on_both
+def test_old_news_is_not_written(database: Database) -> None:
+    index = Index(database)
+    version = index.apply("gpt", expected=0)
+    assert index.apply("gpt", expected=version) > version
+    for expected in (0, version):
+        with pytest.raises(RunChanged):
+            index.apply("gpt", Reading(), expected)
+    index.drop_runs({"gpt": version})
+    assert list(index.versions()) == ["gpt"]
+    index.drop_runs(index.versions())
+    assert index.versions() == {}
+    # A run that comes back has no version that anybody has seen before.
+    assert index.apply("gpt", expected=0) > version + 1
+
+
+@pytest.mark.parametrize("how", ["notify", "sync_run", "reindex"])
+def test_what_another_daemon_removes_at_any_moment_does_not_come_back(
+    store: Store, database: Database, how: str
+) -> None:
+    kept = write_checkpoint(store, step=0, arrays={})
+    other = _synchronizing(store, database)
+    hit = True
+    at = 0
+    while hit:
+        doomed = write_checkpoint(store, step=1, arrays={})
+        other.sync_run("gpt")
+
+        def delete(doomed: Checkpoint = doomed) -> None:
+            delete_checkpoint(store, doomed, "test", system_clock)
+            other.sync_run("gpt")
+
+        interleaving = Interleaving(at, delete)
+        one = _synchronizing(FaultyStore(store, interleaving), database)
+        try:
+            if how == "notify":
+                one.notify("gpt", doomed.attempt)
+            elif how == "sync_run":
+                one.sync_run("gpt")
+            else:
+                one.reindex()
+        except NoCheckpoint:
+            assert how == "notify"
+        hit = len(interleaving.calls) > at
+        assert not hit or _all(database) == [kept], at
+        at += 1
+    assert at > 3
+
+
+@on_both
+def test_reindexing_while_commits_arrive_loses_none(store: Store, database: Database) -> None:
+    synchronizing, other = (_synchronizing(store, database) for _ in range(2))
+    ended = threading.Event()
+
+    def commit() -> None:
+        step = 0
+        while not ended.is_set():
+            step += 1
+            run = f"run-{step % 3}"
+            other.notify(run, write_checkpoint(store, run, step, arrays={}).attempt)
+
+    committing = threading.Thread(target=commit)
+    committing.start()
+    try:
+        for _ in range(8):
+            synchronizing.reindex()
+            synchronizing.round()
+    finally:
+        ended.set()
+        committing.join()
+    assert _all(database) == [c for run in ("run-0", "run-1", "run-2") for c in list_checkpoints(store, run)]
