@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check fmt bench clean
+.PHONY: setup browser demo test check fmt bench clean
 
 setup: .venv/.ready
 
@@ -11,10 +11,17 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+# For tests of the pages. Who may not install it has those tests skipped, visibly.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	[ "$$(id -u)" != 0 ] || ! grep -qs '^ID=debian' /etc/os-release || \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq -o Acquire::Retries=3 \
+	--no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null; }
+
 demo: setup
 	$(BIN)/python examples/demo.py
 
-test: check
+test: check browser
 	$(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=term
 
 check: setup
