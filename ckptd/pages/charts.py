@@ -121,11 +121,14 @@ def sparkline(values: Iterable[float], width: int = 120, height: int = 24) -> st
     )
 
 
-def plot(points: Sequence[Point], width: int = 860, height: int = 260) -> Plot:
-    """The finite ones of the points, by rising x; of very many, an even choice that has the first and the last."""
+def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width: int = 860, height: int = 260) -> Plot:
+    """The finite ones of the points, by rising x; of very many, an even choice that has the first and the last.
+
+    write: from a y to the text beside its axis.
+    """
     known = sorted((p for p in points if isfinite(p.x) and isfinite(p.y)), key=lambda p: p.x)
     known = _thinned(known, _MAX_MARKS)
-    left, right, top, bottom = 64, width - 16, 12, height - 30
+    left, right, top, bottom = 74, width - 16, 12, height - 30
     x_low, x_high = _limits([p.x for p in known])
     y_low, y_high = _limits([p.y for p in known])
 
@@ -145,8 +148,8 @@ def plot(points: Sequence[Point], width: int = 860, height: int = 260) -> Plot:
         bottom=bottom,
         line=" ".join(f"{mark.x},{mark.y}" for mark in marks),
         marks=marks,
-        x_ticks=tuple(Tick(across(value), compact(value)) for value in _round_numbers(x_low, x_high, 6)),
-        y_ticks=tuple(Tick(up(value), compact(value)) for value in _round_numbers(y_low, y_high, 4)),
+        x_ticks=tuple(Tick(across(value), compact(value)) for value in _ticks([p.x for p in known], 6)),
+        y_ticks=tuple(Tick(up(value), write(value)) for value in _ticks([p.y for p in known], 4)),
     )
 
 
@@ -194,6 +197,15 @@ def _share(value: float, low: float, high: float) -> float:
     """Where a value lies between two others, from 0 to 1; halved, because a difference can overflow."""
     span = high / 2 - low / 2
     return (value / 2 - low / 2) / span if span > 0 else 0.5
+
+
+def _ticks(values: Sequence[float], count: int) -> list[float]:
+    """What to write at an axis of these values."""
+    if not values or min(values) == max(values):
+        return list(values[:1])
+    found = _round_numbers(min(values), max(values), count)
+    whole = all(value.is_integer() for value in map(float, values))
+    return [value for value in found if not whole or value.is_integer()]
 
 
 def _round_numbers(low: float, high: float, count: int) -> list[float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from urllib.parse import urlencode
 
 from ckptd.index import RunSummary
-from ckptd.pages.charts import Plot, Point, plot, sparkline
+from ckptd.pages.charts import Plot, Point, compact, plot, sparkline
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.names import Attempt
@@ -18,8 +18,12 @@ from ckptstore.retention import Verdict
 SAVE_SECONDS = "save seconds"
 SIZE = "size"
 PAGE_ROWS = 50
+_WRITERS: Mapping[str, Callable[[float], str]] = {
+    SAVE_SECONDS: human.duration,
+    SIZE: lambda value: human.size(int(value)),
+}
 _METRICS_SHOWN = 40
-_METRICS_IN_A_ROW = 3
+_METRICS_IN_A_ROW = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class CheckpointRow:
     goes: bool
     """The preview removes it."""
     metrics: tuple[tuple[str, float], ...]
-    """Some of them, the one that is plotted first."""
+    """Some of them, without the one that is plotted."""
+    num_more: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class RunView:
     age_s: float | None
     states: tuple[tuple[State, int], ...]
     metrics: tuple[str, ...]
+    plots_metric: bool
+    """And not one of our own figures."""
     chart: Plot | None
     rows: tuple[CheckpointRow, ...]
     preview: Preview | None
@@ -136,16 +143,6 @@ def run_view(
     shown = matching[(asked.page - 1) * PAGE_ROWS : asked.page * PAGE_ROWS]
     removed = {v.checkpoint.attempt for v in pruned or () if not v.reasons}
     newest = next((c for c in checkpoints if c.state is State.COMMITTED), None)
-    rows = [
-        CheckpointRow(
-            c,
-            max(0.0, now - c.committed_at),
-            reasons.get(c.attempt, ()) if reasons is not None else None,
-            c.attempt in removed,
-            _some_metrics(c, asked.metric),
-        )
-        for c in shown
-    ]
     states = Counter(c.state for c in checkpoints)
     return RunView(
         run=run,
@@ -158,9 +155,24 @@ def run_view(
         age_s=max(0.0, now - newest.committed_at) if newest else None,
         states=tuple((state, states[state]) for state in State if states[state]),
         metrics=metrics,
+        plots_metric=asked.metric not in _WRITERS,
         chart=_chart(matching, asked.metric),
-        rows=tuple(rows),
+        rows=tuple(_row(c, reasons, c.attempt in removed, asked.metric, now) for c in shown),
         preview=_preview(pruned, asked.keep),
+    )
+
+
+def _row(
+    checkpoint: Checkpoint, reasons: Mapping[Attempt, tuple[str, ...]] | None, goes: bool, plotted: str, now: float
+) -> CheckpointRow:
+    others = sorted(item for item in checkpoint.metrics.items() if item[0] != plotted)
+    return CheckpointRow(
+        checkpoint=checkpoint,
+        age_s=max(0.0, now - checkpoint.committed_at),
+        reasons=reasons.get(checkpoint.attempt, ()) if reasons is not None else None,
+        goes=goes,
+        metrics=tuple(others[:_METRICS_IN_A_ROW]),
+        num_more=max(0, len(others) - _METRICS_IN_A_ROW),
     )
 
 
@@ -181,14 +193,9 @@ def _matches(checkpoint: Checkpoint, asked: Asked) -> bool:
 
 def _metrics(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
     """What can be plotted: the metrics that occur, the most frequent first if there are many, and our own figures."""
-    counts = Counter(name for c in checkpoints for name in c.metrics)
+    counts = Counter(name for c in checkpoints for name in c.metrics if name not in _WRITERS)
     names = sorted(name for name, _ in counts.most_common(_METRICS_SHOWN))
     return (*names, SAVE_SECONDS, SIZE)
-
-
-def _some_metrics(checkpoint: Checkpoint, first: str) -> tuple[tuple[str, float], ...]:
-    ordered = sorted(checkpoint.metrics.items(), key=lambda item: (item[0] != first, item[0]))
-    return tuple(ordered[:_METRICS_IN_A_ROW])
 
 
 def _main_metric(checkpoints: Sequence[Checkpoint]) -> str:
@@ -198,10 +205,8 @@ def _main_metric(checkpoints: Sequence[Checkpoint]) -> str:
 
 
 def _value(checkpoint: Checkpoint, metric: str) -> float:
-    if metric in checkpoint.metrics:
-        return checkpoint.metrics[metric]
     figures = {SAVE_SECONDS: checkpoint.save_seconds, SIZE: float(checkpoint.stored_bytes)}
-    return figures.get(metric, float("nan"))
+    return figures.get(metric, checkpoint.metrics.get(metric, float("nan")))
 
 
 def _chart(checkpoints: Sequence[Checkpoint], metric: str) -> Plot | None:
@@ -210,10 +215,9 @@ def _chart(checkpoints: Sequence[Checkpoint], metric: str) -> Plot | None:
         for c in checkpoints
         if isfinite(value := _value(c, metric))
     ]
-    return plot(points) if points else None
+    return plot(points, _WRITERS.get(metric, compact)) if points else None
 
 
 def _written(value: float, metric: str) -> str:
-    if metric == SIZE:
-        return human.size(int(value))
-    return human.duration(value) if metric == SAVE_SECONDS else f"{metric} {value:.5g}"
+    write = _WRITERS.get(metric)
+    return write(value) if write else f"{metric} {value:.5g}"

@@ -1,0 +1,201 @@
+"""The views of the pages: geometry and choices, without a daemon."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.index import RankProgress, Restore
+from ckptd.pages.charts import Point, bars, compact, plot, sparkline
+from ckptd.pages.contents import contents_view
+from ckptd.pages.restores import session_view
+from ckptd.pages.runs import PAGE_ROWS, SIZE, Asked, run_view
+from ckptd.pages.sessions import LIFETIME_S, Sessions
+from ckptd.pages.treemap import Area, squarified, treemap
+from ckptd.services.restores import RestoreView
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.names import Attempt
+from ckptstore.retention import Policy, judge
+from ckptstore.wire import EntryBody, Phase, ShardBody
+
+_ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
+ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
+NAMES = st.text(st.sampled_from("ab12/.<é "), max_size=12)
+
+
+def _checkpoint(step: int, state: State = State.COMMITTED, **metrics: float) -> Checkpoint:
+    return Checkpoint("gpt", Attempt(step, _ULID), state, committed_at=step, stored_bytes=10, metrics=metrics)
+
+
+@given(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=40))
+def test_whatever_is_plotted_stays_on_the_plane(values: list[tuple[float, float]]) -> None:
+    drawn = plot([Point(x, y, "") for x, y in values])
+    assert len(drawn.marks) == sum(math.isfinite(x) and math.isfinite(y) for x, y in values)
+    for mark in drawn.marks:
+        assert drawn.left <= mark.x <= drawn.right
+        assert drawn.top <= mark.y <= drawn.bottom
+    for tick in drawn.y_ticks:
+        assert drawn.top <= tick.at <= drawn.bottom
+    assert "nan" not in drawn.line
+    assert "inf" not in drawn.line
+
+
+def test_a_long_line_is_thinned_but_keeps_its_ends() -> None:
+    drawn = plot([Point(step, -step, str(step)) for step in range(5000)])
+    assert len(drawn.marks) == 300
+    assert (drawn.marks[0].title, drawn.marks[-1].title) == ("0", "4999")
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [((0, 1000), ["0", "200", "400", "600", "800", "1k"]), ((7,), ["7"]), ((1, 3), ["1", "2", "3"])],
+)
+def test_axes_have_round_numbers(steps: tuple[int, ...], expected: list[str]) -> None:
+    assert [tick.label for tick in plot([Point(step, 0, "") for step in steps]).x_ticks] == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (0.00001, "1e-05"), (0.25, "0.25"), (1500, "1.5k"), (-2e6, "-2M"), (1e30, "1e+30"), (math.inf, "inf")],
+)
+def test_numbers_are_compact(number: float, text: str) -> None:
+    assert compact(number) == text
+
+
+@given(st.lists(ANY_FLOAT, max_size=20))
+def test_a_sparkline_stays_in_its_box(values: list[float]) -> None:
+    points = [tuple(map(float, point.split(","))) for point in sparkline(values).split()]
+    assert len(points) in (0, sum(map(math.isfinite, values)))
+    assert all(2 <= x <= 118 and 2 <= y <= 22 for x, y in points)
+
+
+@pytest.mark.parametrize("world_size", [1, 7, 128, 129, 4096])
+def test_bars_stand_for_all_ranks(world_size: int) -> None:
+    drawn = bars([rank % 5 for rank in range(world_size)], "rank", str)
+    assert len(drawn.bars) <= 128
+    assert drawn.bars[-1].title.split(":")[0].endswith(str(world_size - 1))
+    assert all(0 <= bar.mean <= bar.largest <= drawn.bottom for bar in drawn.bars)
+    assert all(drawn.left <= bar.x and bar.x + bar.width <= drawn.right for bar in drawn.bars)
+
+
+@given(st.lists(st.integers(1, 10**12), min_size=1, max_size=30).map(lambda sizes: sorted(sizes, reverse=True)))
+def test_rectangles_fill_their_area_in_proportion(sizes: list[int]) -> None:
+    found = squarified(sizes, Area(0, 0, 300, 200))
+    assert sum(area.width * area.height for area in found) == pytest.approx(300 * 200)
+    for size, area in zip(sizes, found, strict=True):
+        assert area.width * area.height == pytest.approx(60_000 * size / sum(sizes), rel=1e-6, abs=1e-6)
+        assert area.x >= -1e-6
+        assert area.x + area.width <= 300 + 1e-6
+        assert area.y >= -1e-6
+        assert area.y + area.height <= 200 + 1e-6
+
+
+@given(st.dictionaries(NAMES, st.integers(0, 10**9), max_size=60))
+def test_boxes_lie_within_the_drawing_whatever_entries_are_called(sizes: dict[str, int]) -> None:
+    for box in treemap(sizes, 860, 420):
+        assert box.area.x >= -1e-6
+        assert box.area.x + box.area.width <= 860 + 1e-6
+        assert box.area.y + box.area.height <= 420 + 1e-6
+        assert box.bytes > 0
+
+
+def test_thousands_of_entries_become_hundreds_of_boxes_and_none_is_lost() -> None:
+    sizes = {f"model/layers.{i // 9}.part{i % 9}.weight": 1000 + i for i in range(20_000)}
+    sizes |= {f"optim/state.{i}": 10 for i in range(5000)}
+    boxes = treemap(sizes)
+    assert len(boxes) < 700
+    assert sum(box.bytes for box in boxes if not box.group) == sum(sizes.values())
+    assert any("more" in box.path for box in boxes)
+
+
+def test_blocks_are_sorted_as_people_count() -> None:
+    boxes = treemap({f"model/blocks.{i}": 100 for i in range(12)})
+    assert [box.label for box in boxes if not box.group] == [str(i) for i in range(12)]
+
+
+def test_a_view_of_a_run_filters_pages_and_says_why() -> None:
+    checkpoints = [_checkpoint(step, loss=1 / (step + 1)) for step in range(120, 0, -1)]
+    checkpoints[3] = _checkpoint(117, State.CORRUPT)
+    kept = judge(Policy(keep_last=2), checkpoints, {}, 0.0)
+    reasons = {verdict.checkpoint.attempt: verdict.reasons for verdict in kept}
+    view = run_view("gpt", checkpoints, reasons, kept, Asked(page=99, keep=2), 1000.0)
+    assert (view.num_pages, view.asked.page, len(view.rows)) == (3, 3, 120 - 2 * PAGE_ROWS)
+    assert view.asked.metric == "loss"
+    assert view.preview is not None
+    assert (view.preview.num_kept, view.preview.num_removed, view.preview.removed_bytes) == (3, 117, 1170)
+    only = run_view("gpt", checkpoints, reasons, None, Asked(state=State.CORRUPT, metric=SIZE), 1000.0)
+    assert [(row.checkpoint.step, row.reasons) for row in only.rows] == [(117, ("corrupt",))]
+    assert only.asked.link(page=2) == "?metric=size&state=corrupt&page=2"
+    none = run_view("gpt", checkpoints, None, None, Asked(min_step=500), 1000.0)
+    assert (none.rows, none.chart) == ((), None)
+
+
+def test_contents_of_many_ranks_are_summed_by_rank_and_item() -> None:
+    shards = [
+        ShardBody(name=f"shard-{rank:05d}.ckpt", rank=rank, num_chunks=1, num_entries=1, raw_bytes=2, stored_bytes=rank)
+        for rank in range(1000)
+    ]
+    entries = [
+        EntryBody(name=f"{item}/w{i}", dtype="uint8", shape=[i], num_slices=1, raw_bytes=i)
+        for item in ("model", "optim")
+        for i in range(40)
+    ]
+    view = contents_view(4096, shards, entries)
+    assert (view.num_writers, view.num_shards, len(view.shards)) == (999, 1000, 32)
+    assert view.most is not None
+    assert view.most.rank == 999
+    assert [(item.name, item.num_entries, item.raw_bytes) for item in view.items] == [
+        ("model", 40, 780),
+        ("optim", 40, 780),
+    ]
+    assert view.entries[0].raw_bytes == 39
+
+
+def _session(world_size: int, ranks: list[RankProgress], **of: object) -> RestoreView:
+    restore = Restore(
+        id=_ULID, run="gpt", key="k", checkpoint=_checkpoint(1), world_size=world_size, ttl_s=60, created_at=10,
+        lease=None, lease_until=0, num_joined=len(ranks),
+    )  # fmt: skip
+    return RestoreView(restore=restore, expires_at=70.0, ranks=tuple(ranks), **of)  # type: ignore[arg-type]
+
+
+def test_a_session_shows_first_who_failed_then_who_is_behind() -> None:
+    ranks = [
+        RankProgress(0, Phase.RESTORED, 10, 10, 19),
+        RankProgress(1, Phase.FETCHING, 9, 10, 19),
+        RankProgress(2, Phase.FETCHING, 5, 10, 19),
+        RankProgress(3, Phase.FAILED, 8, 10, 19, "no"),
+    ]
+    view = session_view(_session(5, ranks, progress=0.5, stragglers=(1, 4)), 20.0)
+    assert [row.progress.rank for row in view.rows] == [3, 1, 2, 0]
+    assert [cell.kind for cell in view.cells] == ["restored", "fetching", "fetching", "failed", "absent"]
+    assert view.phases == (("absent", 1), ("failed", 1), ("fetching", 2), ("restored", 1))
+    assert (view.done, view.took_s) == (0.5, 10.0)
+
+
+def test_cells_of_thousands_of_ranks_are_of_the_kind_of_the_least_advanced() -> None:
+    ranks = [RankProgress(rank, Phase.RESTORED, 1, 1, 19) for rank in range(4096) if rank != 70]
+    ranks.append(RankProgress(70, Phase.PLANNING, 0, 1, 19))
+    view = session_view(_session(4096, sorted(ranks, key=lambda p: p.rank)), 20.0)
+    assert (view.joined_cells, len(view.cells)) == (7, 586)
+    assert [i for i, cell in enumerate(view.cells) if cell.kind != "restored"] == [10]
+    assert view.cells[10].kind == "planning"
+    assert view.num_hidden == 4096 - len(view.rows)
+
+
+def test_logins_end_by_themselves() -> None:
+    now = [1000.0]
+    sessions = Sessions(lambda: now[0])
+    id = sessions.begin("token")
+    now[0] += LIFETIME_S - 1
+    assert sessions.secret_of(id) == "token"
+    now[0] += 1
+    assert sessions.secret_of(id) is None
+    now[0] -= 10
+    assert sessions.secret_of(id) is None
+    other = sessions.begin("token")
+    sessions.end(other)
+    assert sessions.secret_of(other) is None
