@@ -22,6 +22,7 @@ from ckptd.api import (
     probes,
     problems,
     restores,
+    retention,
     tokens,
 )
 from ckptd.api.access import authorize

@@ -14,6 +14,7 @@ from ckptd.services.objects import Objects
 from ckptd.services.protection import Protection
 from ckptd.services.pruning import Pruning
 from ckptd.services.restores import Restores
+from ckptd.services.retention import Retention
 from ckptd.services.synchronizing import Synchronizing
 from ckptd.services.tokens import Tokens
 from ckptd.services.uploads import Uploads
@@ -37,6 +38,7 @@ class Services:
     protection: Protection
     pruning: Pruning
     restores: Restores
+    retention: Retention
     synchronizing: Synchronizing
     tokens: Tokens
     uploads: Uploads
@@ -54,6 +56,7 @@ __all__ = [
     "Protection",
     "Pruning",
     "Restores",
+    "Retention",
     "Services",
     "Synchronizing",
     "Tokens",

@@ -13,6 +13,7 @@ PRUNE = "/v1/prune"
 POLICIES = "/v1/policies"
 DELETED = "/v1/deleted"
 AUDIT = "/v1/audit"
+PINS = "/v1/pins"
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=365 * 24 * 3600)]
 Reason = Annotated[str, msgspec.Meta(max_length=1000)]
@@ -122,3 +123,33 @@ class AuditBody(msgspec.Struct, frozen=True, kw_only=True):
         """The body for a record."""
         ids = [f"{run}@{int(step)}.{ulid}" for step, _, ulid in (text.partition("-") for text in record.attempts)]
         return AuditBody(run=run, action=record.action, ids=ids, by=record.by, at=record.at, reason=record.reason)
+
+
+class UndeleteRequest(msgspec.Struct, frozen=True):
+    """Take a deletion back."""
+
+    reason: Reason = ""
+
+
+class PinsBody(msgspec.Struct, frozen=True):
+    """Pins of a run."""
+
+    items: list[PinBody]
+
+
+class DeletedListBody(msgspec.Struct, frozen=True):
+    """Deletions of a run that can be taken back."""
+
+    items: list[DeletedBody]
+
+
+class AuditListBody(msgspec.Struct, frozen=True):
+    """Records of a run, the newest first."""
+
+    items: list[AuditBody]
+
+
+class PoliciesListBody(msgspec.Struct, frozen=True):
+    """Versions of the policies, the newest first."""
+
+    items: list[PoliciesBody]

@@ -1,0 +1,95 @@
+"""Retention: pins, deletions and taking them back, policies, and the audit log."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
+
+from ckptd.api.access import Asking
+from ckptd.api.bodies import json_response, read_body
+from ckptd.api.checkpoints import Id
+from ckptd.api.context import Given
+from ckptd.api.openapi import documented
+from ckptstore import wire
+from ckptstore.names import Reference
+
+router = APIRouter()
+
+_ONE = wire.CHECKPOINTS + "/{id}"
+PinName = Annotated[str, Path(max_length=128)]
+Run = Annotated[str, Query(max_length=128)]
+Reason = Annotated[str, Query(max_length=1000, description="For the audit log")]
+Grace = Annotated[
+    float | None, Query(ge=0, le=365 * 24 * 3600, description="Seconds to take it back; default: a day; 0: none")
+]
+Limit = Annotated[int, Query(ge=1, le=wire.MAX_PAGE)]
+
+
+@router.delete(_ONE, **documented(None, 404, 409, status=204))
+async def delete(given: Given, caller: Asking, id: Id, reason: Reason = "", grace_s: Grace = None) -> Response:
+    """Hide a checkpoint at once, and delete it when the grace is over. What a lease or pin holds stays."""
+    retention = given.services.retention
+    await given.threads.store(retention.delete, Reference.parse(id), caller.name, reason, grace_s)
+    return Response(status_code=204)
+
+
+@router.post(_ONE + "/undelete", **documented(wire.CheckpointBody, 404, 410, body=wire.UndeleteRequest))
+async def undelete(request: Request, given: Given, caller: Asking, id: Id) -> Response:
+    """Take a deletion back; 410 if its data is going or gone."""
+    body = await read_body(request, wire.UndeleteRequest)
+    retention = given.services.retention
+    found = await given.threads.store(retention.undelete, Reference.parse(id), caller.name, body.reason)
+    return json_response(wire.CheckpointBody.of(found))
+
+
+@router.put(_ONE + "/pins/{name}", **documented(wire.PinBody, 404))
+async def pin(given: Given, caller: Asking, id: Id, name: PinName, reason: Reason = "") -> Response:
+    """Keep a checkpoint until the pin is removed. Pinned under that name already is fine."""
+    retention = given.services.retention
+    return json_response(await given.threads.store(retention.pin, Reference.parse(id), name, caller.name, reason))
+
+
+@router.delete(_ONE + "/pins/{name}", **documented(None, 404, status=204))
+async def unpin(given: Given, caller: Asking, id: Id, name: PinName) -> Response:
+    """Remove a pin; one that is gone already is fine."""
+    await given.threads.store(given.services.retention.unpin, Reference.parse(id), name, caller.name)
+    return Response(status_code=204)
+
+
+@router.get(wire.PINS, **documented(wire.PinsBody))
+async def pins(given: Given, run: Run) -> Response:
+    """All pins of a run, by falling step."""
+    return json_response(wire.PinsBody(await given.threads.store(given.services.retention.pins, run)))
+
+
+@router.get(wire.DELETED, **documented(wire.DeletedListBody))
+async def deleted(given: Given, run: Run) -> Response:
+    """Checkpoints of a run that are hidden and can be taken back, by falling step."""
+    return json_response(wire.DeletedListBody(await given.threads.store(given.services.retention.deleted, run)))
+
+
+@router.get(wire.AUDIT, **documented(wire.AuditListBody))
+async def audit(given: Given, run: Run, limit: Limit = 100) -> Response:
+    """Who set out to do what to which checkpoints of a run, when and why; the newest first."""
+    return json_response(wire.AuditListBody(await given.threads.store(given.services.retention.audit, run, limit)))
+
+
+@router.get(wire.POLICIES, **documented(wire.PoliciesBody))
+async def policies(given: Given) -> Response:
+    """The retention policies in force; version 0: none were ever set."""
+    return json_response(await given.threads.store(given.services.retention.policies))
+
+
+@router.get(wire.POLICIES + "/history", **documented(wire.PoliciesListBody))
+async def history(given: Given, limit: Limit = 100) -> Response:
+    """The newest versions of the policies, the newest first."""
+    return json_response(wire.PoliciesListBody(await given.threads.store(given.services.retention.history, limit)))
+
+
+@router.put(wire.POLICIES, **documented(wire.PoliciesBody, 409, body=wire.PoliciesRequest))
+async def change(request: Request, given: Given, caller: Asking) -> Response:
+    """Put policies in force, in the place of the version that `expected` names; 409 if that is not in force."""
+    body = await read_body(request, wire.PoliciesRequest)
+    return json_response(await given.threads.store(given.services.retention.change, body, caller.name))

@@ -1,0 +1,84 @@
+"""What operators decide about checkpoints: pins, deletions that can be taken back, policies; and who did what."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from ckptd.services.catalogue import Catalogue
+from ckptd.services.synchronizing import Synchronizing
+from ckptstore import pins
+from ckptstore.audit import read_log
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import Clock
+from ckptstore.deletion import delete_checkpoint
+from ckptstore.names import Reference, check_run, checkpoint_id
+from ckptstore.policies import change_policies, policies_history, read_policies
+from ckptstore.stores import Store
+from ckptstore.tombstones import SWEEP_GRACE_S, find_hidden, undelete
+from ckptstore.trash import list_deleted
+from ckptstore.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
+
+
+class Retention:
+    """Changes the store, then the index. Any thread may call any method; all raise Unavailable."""
+
+    def __init__(self, store: Store, catalogue: Catalogue, synchronizing: Synchronizing, clock: Clock) -> None:
+        self._store = store
+        self._catalogue = catalogue
+        self._synchronizing = synchronizing
+        self._clock = clock
+
+    def delete(self, reference: Reference, by: str, reason: str, grace_s: float | None) -> None:
+        """Hide a checkpoint, to be deleted after a grace. Raises NoCheckpoint or CheckpointHeld."""
+        found = self._catalogue.find(reference)
+        grace_s = SWEEP_GRACE_S if grace_s is None else grace_s
+        try:
+            delete_checkpoint(self._store, found, reason, self._clock, grace_s, by)
+        finally:
+            self._synchronizing.sync_run(found.run)
+
+    def undelete(self, reference: Reference, by: str, reason: str) -> Checkpoint:
+        """Take a deletion back; the checkpoint is listed again on return. Raises NoCheckpoint or SweepBegun."""
+        attempt = find_hidden(self._store, reference)
+        try:
+            undelete(self._store, reference.run, attempt, by, self._clock, reason)
+        finally:
+            self._synchronizing.sync_run(reference.run)
+        return self._catalogue.find(Reference(reference.run, attempt.step, attempt.ulid))
+
+    def deleted(self, run: str) -> list[DeletedBody]:
+        """What is hidden and can be taken back, by falling step. Raises InvalidName."""
+        return list_deleted(self._store, check_run(run))
+
+    def pin(self, reference: Reference, name: str, by: str, reason: str) -> PinBody:
+        """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
+        found = self._catalogue.find(reference)
+        pins.pin(self._store, found.run, found.attempt, name, by, self._clock, reason)
+        return PinBody(id=found.id, name=name)
+
+    def unpin(self, reference: Reference, name: str, by: str) -> None:
+        """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
+        found = self._catalogue.find(reference)
+        pins.unpin(self._store, found.run, found.attempt, name, by, self._clock)
+
+    def pins(self, run: str) -> list[PinBody]:
+        """All pins of a run, by falling step. Raises InvalidName."""
+        found = sorted(pins.pinned(self._store, check_run(run)).items(), reverse=True)
+        return [PinBody(id=checkpoint_id(run, attempt), name=name) for attempt, names in found for name in names]
+
+    def audit(self, run: str, limit: int) -> list[AuditBody]:
+        """Who set out to do what, the newest first. Raises InvalidName."""
+        return [AuditBody.of(run, record) for record in islice(read_log(self._store, check_run(run), limit), limit)]
+
+    def policies(self) -> PoliciesBody:
+        """The policies in force."""
+        return PoliciesBody.of(read_policies(self._store))
+
+    def history(self, limit: int) -> list[PoliciesBody]:
+        """The newest versions, the newest first."""
+        return [PoliciesBody.of(version) for version in policies_history(self._store, limit)]
+
+    def change(self, request: PoliciesRequest, by: str) -> PoliciesBody:
+        """Put policies in force; durable on return, applied within seconds. Raises InvalidPolicy or PoliciesChanged."""
+        done = change_policies(self._store, request.policies, request.expected, by, self._clock, request.reason)
+        return PoliciesBody.of(done)

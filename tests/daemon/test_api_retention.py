@@ -1,0 +1,80 @@
+"""Pins, deletions that are taken back, policies and the audit log, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ckptstore import wire
+from ckptstore.catalog import list_checkpoints
+from ckptstore.stores import Store, open_store
+from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.daemons import Daemon, running_daemon, wait_until
+
+SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
+    store = open_store(str(tmp_path / "store"))
+    for step in (1, 2, 3):
+        write_checkpoint(store, "gpt", step, SMALL)
+    with running_daemon(store.url) as daemon:
+        yield daemon, store
+
+
+def steps(store: Store) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(store, "gpt")]
+
+
+def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?reason=diverged").status_code == 204
+    assert daemon.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 2
+    (hidden,) = daemon.get("/v1/deleted?run=gpt").json()["items"]
+    assert (hidden["id"].startswith("gpt@3."), hidden["reason"]) == (True, "diverged")
+    assert steps(store) == [2, 1]
+    back = daemon.post("/v1/checkpoints/gpt@3/undelete", {"reason": "it did not"})
+    assert (back.status_code, back.json()["step"]) == (200, 3)
+    assert daemon.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 3
+    assert [record["action"] for record in daemon.get("/v1/audit?run=gpt").json()["items"]] == ["undelete", "delete"]
+    assert daemon.post("/v1/checkpoints/gpt@3/undelete", {}).json()["code"] == "no_checkpoint"
+
+
+def test_without_a_grace_it_is_gone_for_good(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1?grace_s=0").status_code == 204
+    assert steps(store) == [3, 2]
+    assert daemon.post("/v1/checkpoints/gpt@1/undelete", {}).status_code in (404, 410)
+    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1").json()["code"] == "no_checkpoint"
+
+
+def test_a_pin_holds(served: tuple[Daemon, Store]) -> None:
+    daemon, _ = served
+    pinned = httpx.put(daemon.url + "/v1/checkpoints/gpt@1/pins/paper?reason=figure+3")
+    assert pinned.status_code == 200
+    assert daemon.get("/v1/pins?run=gpt").json()["items"] == [pinned.json()]
+    refused = httpx.delete(daemon.url + "/v1/checkpoints/gpt@1")
+    assert (refused.status_code, refused.json()["code"]) == (409, "checkpoint_held")
+    for _ in range(2):
+        assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1/pins/paper").status_code == 204
+    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1").status_code == 204
+    assert httpx.put(daemon.url + "/v1/checkpoints/gpt@1/pins/a%2Fb").status_code in (404, 422)
+
+
+def test_policies_are_versions_and_are_applied(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    assert daemon.get(wire.POLICIES).json()["version"] == 0
+    wanted = {"expected": 0, "policies": {"default": {"keep_last": 2}, "max_delete_fraction": 1.0}, "reason": "disk"}
+    put = httpx.put(daemon.url + wire.POLICIES, json=wanted)
+    assert put.status_code == 200, put.text
+    assert put.json()["version"] == 1
+    wait_until(lambda: steps(store) == [3, 2], "the policies to be applied")
+    again = httpx.put(daemon.url + wire.POLICIES, json=wanted)
+    assert (again.status_code, again.json()["code"]) == (409, "policies_changed")
+    assert [version["version"] for version in daemon.get(wire.POLICIES + "/history").json()["items"]] == [1]
+    pruned = [e for e in daemon.get("/v1/events?limit=500").json()["items"] if e["kind"] == "pruned"]
+    assert [(event["run"], event["detail"]["removed"]) for event in pruned] == [("gpt", 1)]
