@@ -144,7 +144,7 @@ class _Hook:
             if not problem:
                 self._metrics.webhooks.labels("delivered").inc()
                 return
-            if not again or self.stopping.is_set():
+            if not again or number == TRIES - 1 or self.stopping.is_set():
                 break
             pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**number)
             self._pause(self.stopping, pause * random.uniform(0.5, 1.5))
