@@ -1,0 +1,273 @@
+"""The daemon decides where the store overwrites on create: what is decided stays so, whatever dies, whoever asks."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.index import Database, DecisionIndex
+from ckptd.services.deciding import Deciding
+from ckptstore import names, wire
+from ckptstore.arbitration import ArbitratedStore, DaemonArbiter, arbitrated
+from ckptstore.catalog import list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.commit import commit_attempt, decide, read_outcome
+from ckptstore.documents import FORMAT, Outcome, seal
+from ckptstore.errors import (
+    AttemptAborted,
+    DaemonUnavailable,
+    Forbidden,
+    InvalidRequest,
+    ObjectMissing,
+    StoreUnavailable,
+    StoreUnsafe,
+)
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.records import Fate
+from ckptstore.stores import Store, open_store
+from ckptstore.wire import Scope, TokenRequest
+from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.juicefs import running_gateway
+from tests.support.runs import keys
+from tests.support.seaweed import BUCKET, S3Service
+from tests.support.stores import Faults, FaultyStore, MovableClock, race
+
+RUN = "gpt"
+_TOKEN = "correct horse battery staple"
+_ADMIN = {"Authorization": f"Bearer {_TOKEN}"}
+_CALM = ("--commit-grace-seconds", "600", "--poll-seconds", "600")
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    """An S3 service that overwrites on create."""
+    with running_gateway(tmp_path_factory.mktemp("juicefs")) as service:
+        yield service
+
+
+@pytest.fixture
+def overwriting(gateway: S3Service) -> Store:
+    """A fresh prefix on it."""
+    return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", gateway.options)
+
+
+@contextmanager
+def daemon_of(store: Store, gateway: S3Service, db: Path, *options: str) -> Iterator[Daemon]:
+    environment = {**os.environ, **gateway.environment}
+    with running_daemon(store.url, f"sqlite:///{db}", options=options, environment=environment) as daemon:
+        yield daemon
+
+
+@dataclass(frozen=True, slots=True)
+class Honest:
+    """A daemon that asks for tokens, over a folder."""
+
+    daemon: Daemon
+    store: Store
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Honest]:
+    store = open_store(str(tmp_path_factory.mktemp("honest")))
+    with running_daemon(store.url, options=_CALM, environment={**os.environ, "CKPTD_TOKEN": _TOKEN}) as daemon:
+        yield Honest(daemon, store)
+
+
+def new_attempt(step: int = 5) -> Attempt:
+    return Attempt(step, new_ulid(system_clock()))
+
+
+def impatient(store: Store, daemon: str) -> ArbitratedStore:
+    return ArbitratedStore(store, DaemonArbiter(store, daemon, _TOKEN, patience_s=0))
+
+
+# Where decisions are kept.
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[DecisionIndex]:
+    database = Database(f"sqlite:///{tmp_path}/index.db", 8)
+    yield DecisionIndex(database)
+    database.close()
+
+
+def test_the_first_proposal_counts(store: Store, index: DecisionIndex) -> None:
+    deciding = Deciding(store, index, system_clock)
+    for number in range(10):
+        results = race(*(partial(deciding.decide, f"gpt/commits/{number}", b"%d" % me) for me in range(6)))
+        assert len(set(results)) == 1, results
+        assert store.get(f"gpt/commits/{number}") == results[0]
+
+
+def test_a_decision_that_cannot_be_written_is_told_to_nobody_and_finished_later(
+    store: Store, index: DecisionIndex
+) -> None:
+    failing = Deciding(FaultyStore(store, Faults(fail_at=1)), index, system_clock)  # get, then put
+    with pytest.raises(StoreUnavailable):
+        failing.decide("gpt/commits/a", b"first")
+    assert keys(store) == []
+    Deciding(store, index, system_clock).finish()
+    assert store.get("gpt/commits/a") == b"first"
+    assert failing.decide("gpt/commits/a", b"second") == b"first"
+
+
+def test_what_was_swept_is_not_written_again(store: Store, index: DecisionIndex) -> None:
+    clock = MovableClock()
+    deciding = Deciding(store, index, clock)
+    deciding.decide("gpt/commits/a", b"first")
+    store.delete_many(["gpt/commits/a"])
+    assert deciding.decide("gpt/commits/a", b"second") == b"first"
+    deciding.finish()
+    assert keys(store) == []
+    clock.advance(30 * 24 * 3600)
+    deciding.finish()
+    assert index.find("gpt/commits/a") is None
+
+
+def test_what_the_store_says_counts_where_the_index_knows_nothing(store: Store, index: DecisionIndex) -> None:
+    store.put("gpt/commits/a", b"before")
+    assert Deciding(store, index, system_clock).decide("gpt/commits/a", b"after") == b"before"
+
+
+# Over HTTP.
+
+
+def test_a_lost_database_takes_no_decision_with_it(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
+    attempts = [new_attempt(step) for step in range(4)]
+    with daemon_of(overwriting, gateway, tmp_path / "first.db", *_CALM) as daemon:
+        store = arbitrated(overwriting, daemon.url, None)
+        outcomes = [decide(store, RUN, attempt, None, system_clock) for attempt in attempts[:2]]
+        receipts = [write_rank(overwriting, RUN, attempt, {}) for attempt in attempts]
+        outcomes += [commit_attempt(store, [receipt], system_clock) for receipt in receipts[2:]]
+        daemon.kill()
+    with daemon_of(overwriting, gateway, tmp_path / "second.db", *_CALM) as daemon:
+        store = arbitrated(overwriting, daemon.url, None)
+        for receipt in receipts[:2]:
+            with pytest.raises(AttemptAborted):
+                commit_attempt(store, [receipt], system_clock)
+        for attempt in attempts[2:]:
+            assert decide(store, RUN, attempt, None, system_clock).committed is not None
+    assert [read_outcome(overwriting, RUN, attempt) for attempt in attempts] == outcomes
+
+
+def test_a_commit_needs_a_daemon_and_the_next_one_makes_up_for_it(
+    overwriting: Store, gateway: S3Service, tmp_path: Path
+) -> None:
+    receipt = write_rank(overwriting, RUN, new_attempt(), {})
+    with pytest.raises(DaemonUnavailable):
+        commit_attempt(impatient(overwriting, "http://127.0.0.1:9"), [receipt], system_clock)
+    assert list_checkpoints(overwriting, RUN) == []
+    with daemon_of(overwriting, gateway, tmp_path / "index.db") as daemon:
+        wait_until(lambda: list_checkpoints(overwriting, RUN), "a roll-forward by the daemon")
+        outcome = read_outcome(overwriting, RUN, Attempt.parse(receipt.receipt.attempt))
+        assert commit_attempt(arbitrated(overwriting, daemon.url, None), [receipt], system_clock) == outcome
+
+
+def test_pruning_works_through_the_daemon_only(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
+    with daemon_of(overwriting, gateway, tmp_path / "index.db") as daemon, daemon.client() as client:
+        store = arbitrated(overwriting, daemon.url, None)
+        written = [write_checkpoint(store, RUN, step, {}) for step in range(3)]
+        assert not client.prune(keep_last=1, run=RUN, dry_run=False, grace_s=0).held
+        assert list_checkpoints(overwriting, RUN) == written[2:]
+        for gone in written[:2]:
+            assert not keys(overwriting, names.attempt_prefix(RUN, gone.attempt))
+            with pytest.raises(ObjectMissing):
+                client.decide(RUN, gone.attempt, proposal(gone.attempt))
+
+
+def test_a_daemon_of_another_store(overwriting: Store, honest: Honest) -> None:
+    attempt = new_attempt()
+    store = impatient(overwriting, honest.daemon.url)
+    with pytest.raises(InvalidRequest, match="Does the daemon serve the store"):
+        commit_attempt(store, [write_rank(overwriting, RUN, attempt, {})], system_clock)
+    with pytest.raises(StoreUnsafe, match="does not say so"):
+        decide(store, RUN, attempt, None, system_clock)
+    assert read_outcome(overwriting, RUN, attempt) is None
+
+
+def test_an_honest_store_decides_itself(honest: Honest) -> None:
+    store = honest.store
+    with honest.daemon.client(_TOKEN) as client:
+        first, second = (new_attempt(step) for step in (1, 2))
+        mine = decide(store, RUN, first, None, system_clock)
+        assert client.decide(RUN, first, proposal(first, at=1.0)) == seal(mine)
+        assert client.decide(RUN, second, proposal(second, at=1.0)) == proposal(second, at=1.0)
+        assert decide(store, RUN, second, None, system_clock).at == 1.0
+        store.delete_many([names.outcome_key(RUN, second)])
+        assert client.decide(RUN, second, proposal(second, at=2.0)) == proposal(second, at=2.0)
+
+
+# What strangers may propose.
+
+
+def proposal(attempt: Attempt, run: str = RUN, at: float = 1.0, **changes: Any) -> bytes:
+    """An outcome that gives the attempt up."""
+    fields = {"run": run, "step": attempt.step, "attempt": str(attempt), "committed": None, **changes}
+    nonce = "01HF7YAT00ABCDEFGHJKMNPQRS"
+    return seal(Outcome(format=FORMAT, kind="outcome", nonce=nonce, by="test", at=at, **fields))
+
+
+def test_proposals_that_make_no_sense(honest: Honest) -> None:
+    attempt, other = new_attempt(), new_attempt()
+    with honest.daemon.client(_TOKEN) as client:
+        fate = seal(
+            Fate(format=FORMAT, kind="fate", attempt=str(attempt), tombstone=other.ulid, swept=True, by="test", at=1.0)
+        )
+        for tombstone, document in [
+            (None, b"{}"),
+            (None, proposal(attempt)[:-10]),
+            (None, proposal(other)),
+            (None, proposal(attempt, run="bert")),
+            (None, fate),
+            (attempt.ulid, fate),
+            (attempt.ulid, proposal(attempt)),
+        ]:
+            with pytest.raises(InvalidRequest):
+                client.decide(RUN, attempt, document, tombstone)
+        with pytest.raises(InvalidRequest, match="has no bytes"):
+            client.decide(RUN, attempt, committing(attempt)[0])
+        for body in ({}, {"run": RUN, "attempt": "x", "proposal": "y"}, {"run": "../x", "attempt": str(attempt)}):
+            assert honest.daemon.post(wire.DECISIONS, body, headers=_ADMIN).status_code == 422
+        big = {"run": RUN, "attempt": str(attempt), "proposal": "x" * (2 << 20)}
+        assert honest.daemon.post(wire.DECISIONS, big, headers=_ADMIN).status_code == 422
+    assert read_outcome(honest.store, RUN, attempt) is None
+    assert keys(honest.store, names.fates_prefix(RUN)) == []
+
+
+def committing(attempt: Attempt) -> tuple[bytes, bytes]:
+    """An outcome that commits the attempt, and the manifest that it needs; made elsewhere."""
+    elsewhere = open_store(f"memory://{uuid.uuid4().hex}")
+    outcome = commit_attempt(elsewhere, [write_rank(elsewhere, RUN, attempt, {})], system_clock)
+    return seal(outcome), elsewhere.get(names.manifest_key(RUN, attempt))
+
+
+def test_who_may_propose_what(honest: Honest) -> None:
+    attempt = new_attempt()
+    store, daemon, runs = honest.store, honest.daemon, [RUN]
+    with daemon.client(_TOKEN) as admin:
+        reader = admin.create_token(TokenRequest(name="reader", scopes=[Scope.READ], runs=runs)).secret
+        writer = admin.create_token(TokenRequest(name="writer", scopes=[Scope.WRITE], runs=runs)).secret
+        pruner = admin.create_token(TokenRequest(name="pruner", scopes=[Scope.WRITE, Scope.PRUNE], runs=runs)).secret
+    (commit, manifest), abort = committing(attempt), proposal(attempt)
+    store.put(names.manifest_key(RUN, attempt), manifest)
+    with daemon.client(reader) as client, pytest.raises(Forbidden):
+        client.decide(RUN, attempt, commit)
+    with daemon.client(writer) as client:
+        with pytest.raises(Forbidden):
+            client.decide(RUN, attempt, abort)
+        with pytest.raises(Forbidden):
+            client.decide("bert", attempt, proposal(attempt, run="bert"))
+        assert client.decide(RUN, attempt, commit) == commit
+    with daemon.client(pruner) as client:
+        assert client.decide(RUN, attempt, abort) == commit
+        store.delete_many([names.outcome_key(RUN, attempt)])
+        assert client.decide(RUN, attempt, abort) == abort
