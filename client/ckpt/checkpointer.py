@@ -23,6 +23,7 @@ from ckpt.capture.subject import Model, Optimizers, Subject
 from ckpt.config import Config, configure
 from ckpt.distributed import World
 from ckpt.restoring.pipeline import Restored, Restorer
+from ckpt.restoring.resolve import release_lease
 from ckpt.restoring.tensors import load_tensors
 from ckpt.saving.client import SaveClient
 from ckpt.saving.handle import SaveHandle
@@ -30,7 +31,7 @@ from ckpt.saving.messages import Job, Setup
 from ckpt.saving.stage import Layout
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint
+from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Attempt, Reference, check_step, derive_ulid
 from ckptstore.source import Source, open_source
 
@@ -300,10 +301,7 @@ class Checkpointer:
     def _release_lease(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            try:
-                self._source.release_lease(self.config.run, lease)
-            except CkptError as error:
-                logger.warning("lease %s was not released and will expire: %s", lease, error)
+            release_lease(self._source, self.config.run, lease)
 
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -112,7 +112,8 @@ class World:
     def _next_key(self) -> str:
         _Meetings.count += 1
         key = f"ckpt/{_Meetings.count}"
-        _Meetings.answers.append(key)
+        if self.rank == 0:
+            _Meetings.answers.append(key)
         return key
 
     def _forget(self, key: str) -> None:

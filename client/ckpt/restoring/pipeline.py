@@ -18,7 +18,7 @@ from ckpt.distributed import World
 from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit
 from ckpt.restoring.ranks import RankState, share_out
-from ckpt.restoring.resolve import candidates, settle, take_lease
+from ckpt.restoring.resolve import candidates, release_lease, settle, take_lease
 from ckpt.restoring.session import RestoreSession
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.clock import system_clock
@@ -93,8 +93,7 @@ class Restorer:
         Raises what `Checkpointer.restore` says, on every rank.
         """
         started = time.perf_counter()
-        settle(self._config)
-        self._world.gather(None)  # on all hosts
+        self._together(partial(settle, self._config))  # on all hosts
         found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
         while (checkpoint := self._next(found)) is not None:
@@ -154,7 +153,8 @@ class Restorer:
             session.finish()
         except BaseException as error:
             session.fail(error)
-            self._release(checkpoint, leases)
+            for lease in leases:
+                release_lease(self._source, checkpoint.run, lease)
             raise
         return plan, rank_state, leases[0] if leases else None
 
@@ -174,13 +174,6 @@ class Restorer:
         lease = take_lease(self._source, checkpoint) if self._world.rank == 0 else None
         if lease is not None:
             leases.append(lease)
-
-    def _release(self, checkpoint: Checkpoint, leases: list[str]) -> None:
-        for lease in leases:
-            try:
-                self._source.release_lease(checkpoint.run, lease)
-            except CkptError as error:
-                logger.warning("lease %s was not released and will expire: %s", lease, error)
 
     def _rank_state(self, subject: Subject, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> RankState:
         """The items of this rank. Under another world size rank 0 reads all, for everybody."""

@@ -12,7 +12,7 @@ from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.commit import identity
 from ckptstore.deletion import advance, undecided_attempts
-from ckptstore.errors import StoreReadOnly
+from ckptstore.errors import CkptError, StoreReadOnly
 from ckptstore.names import Reference
 from ckptstore.source import Source, StoreSource
 
@@ -65,3 +65,11 @@ def take_lease(source: Source, checkpoint: Checkpoint) -> str | None:
     except StoreReadOnly as error:
         logger.info("restoring %s without a lease: %s", checkpoint.id, error)
         return None
+
+
+def release_lease(source: Source, run: str, lease: str) -> None:
+    """End the protection; a failure is no worse than a lease that expires, and only logged."""
+    try:
+        source.release_lease(run, lease)
+    except CkptError as error:
+        logger.warning("lease %s was not released and will expire: %s", lease, error)

@@ -9,6 +9,8 @@ import logging
 import threading
 import time
 
+import httpx
+
 from ckpt.config import Config
 from ckptstore.catalog import Checkpoint
 from ckptstore.daemon import DaemonClient
@@ -38,7 +40,9 @@ class RestoreSession:
     def join(self, checkpoint: Checkpoint, key: str) -> bool:
         """Join the session `key`; False, with a warning, if the daemon cannot have one."""
         assert self._config.daemon is not None
-        client = DaemonClient(self._config.daemon, self._config.token)
+        # A daemon that hangs must not make this rank seem lost to the others.
+        timeout = httpx.Timeout(min(60.0, self._config.peer_timeout_s / 6), connect=5.0)
+        client = DaemonClient(self._config.daemon, self._config.token, timeout)
         try:
             body = client.join_restore(
                 checkpoint.run, key, self._world_size, self._rank,

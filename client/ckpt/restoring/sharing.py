@@ -216,22 +216,39 @@ class _Exchange:
         return [self._own[stretch.shard, chunk] for chunk in stretch.chunks]
 
     def _pass_on(self, one: Round, stored: Mapping[Stretch, memoryview]) -> list[tuple[Stretch, memoryview]]:
-        """Send what this rank read to those who need it, and receive what it needs."""
+        """Send what this rank read to those who need it, and receive what it needs; a little to each at a time."""
         world = self._world
         outgoing = [[s for s in one if s.reader == world.rank and rank in s.ranks] for rank in range(world.size)]
         incoming = [[s for s in one if s.reader == rank and world.rank in s.ranks] for rank in range(world.size)]
         outgoing[world.rank], incoming[world.rank] = [], []
-        sent = b"".join(stored[s] for to in outgoing for s in to)
-        received = torch.empty(sum(s.bytes for of in incoming for s in of), dtype=torch.uint8)
-        dist.all_to_all_single(
-            received,
-            torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8),
-            [sum(s.bytes for s in of) for of in incoming],
-            [sum(s.bytes for s in to) for to in outgoing],
-            group=world.exchange_group(),
-        )
-        found, at, view = list(stored.items()), 0, received.numpy().data
-        for stretch in (s for of in incoming for s in of):
-            found.append((stretch, view[at : at + stretch.bytes]))
-            at += stretch.bytes
+        # Replicas are sent the same: one copy of it for all.
+        streams = {tuple(to): memoryview(b"".join(stored[s] for s in to)) for to in outgoing}
+        received = [bytearray(sum(s.bytes for s in of)) for of in incoming]
+        longest = max(sum(s.bytes for s in one if s.reader == reader) for reader in {s.reader for s in one})
+        step = max(_STRETCH_BYTES // 16, ROUND_BYTES // world.size)
+        for at in range(0, longest, step):
+            self._exchange([streams[tuple(to)][at : at + step] for to in outgoing], received, at, step)
+        found = list(stored.items())
+        for of, data in zip(incoming, received, strict=True):
+            view, begin = memoryview(data), 0
+            for stretch in of:
+                found.append((stretch, view[begin : begin + stretch.bytes]))
+                begin += stretch.bytes
         return found
+
+    def _exchange(self, parts: Sequence[memoryview], received: Sequence[bytearray], at: int, step: int) -> None:
+        """Give each rank its part, and take the bytes from `at` on of what each rank has for this one."""
+        sent = bytearray().join(parts)
+        sizes = [min(step, max(0, len(data) - at)) for data in received]
+        into = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.all_to_all_single(
+            into,
+            torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8),
+            sizes,
+            [len(part) for part in parts],
+            group=self._world.exchange_group(),
+        )
+        view, begin = into.numpy().data, 0
+        for data, size in zip(received, sizes, strict=True):
+            data[at : at + size] = view[begin : begin + size]
+            begin += size

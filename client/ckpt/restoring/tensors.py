@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from ckpt.restoring.destinations import Destinations
-from ckpt.restoring.resolve import take_lease
+from ckpt.restoring.resolve import release_lease, take_lease
 from ckptstore.catalog import Checkpoint
 from ckptstore.planning import plan_reads
 from ckptstore.reading import fetch
@@ -28,4 +28,4 @@ def load_tensors(source: Source, checkpoint: Checkpoint, pattern: str) -> dict[s
         return {name: tensors[entry] for name, entry in wanted.items()}
     finally:
         if lease is not None:
-            source.release_lease(checkpoint.run, lease)
+            release_lease(source, checkpoint.run, lease)
