@@ -23,7 +23,7 @@ from ckptd.services.keeping import Kept
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, NoCheckpoint, Unavailable
-from ckptstore.names import MAX_STEP, Reference
+from ckptstore.names import MAX_STEP, Reference, check_run
 from ckptstore.retention import Policy
 from ckptstore.wire import AttemptBody, ProbeBody, RestoreState, Scope
 
@@ -281,7 +281,7 @@ async def _contents(given: Context, found: Checkpoint) -> tuple[ContentsView | N
 
 def _newest(given: Context, run: str, limit: int) -> list[Checkpoint]:
     """Of a run, by falling step. Raises InvalidName or NoCheckpoint."""
-    return given.services.catalogue.page(Filter(run=run), Sort.RUN, None, limit).checkpoints
+    return given.services.catalogue.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
 
 
 def _asked(request: Request) -> Asked:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import httpx
 import pytest
@@ -21,7 +21,8 @@ from tests.support.runs import SMALL
 
 ADMIN = "0123456789abcdef-bootstrap"
 HOSTILE = (
-    "/runs/..%2f..%2fetc", "/runs/%00", "/runs/" + "x" * 300, "/checkpoints/gpt@-1", "/checkpoints/..@1",
+    "/runs/..%2f..%2fetc", "/runs/%00", "/runs/*", "/runs/gp%3F", "/runs/" + "x" * 300,
+    "/checkpoints/gpt@-1", "/checkpoints/..@1",
     "/checkpoints/gpt@1%2F..%2F..", "/restores/..", "/restores/'", "/jobs/%27--", "/runs/gpt?page=-1",
     "/runs/gpt?page=99999999999999999", "/runs/gpt?state=%3Cscript%3E", "/runs/gpt?min_step=1e9",
     "/runs/gpt?keep=%F0%9F%98%80", "/attempts?run=../x", "/restores?run=%00", "/?page=x",
@@ -116,6 +117,11 @@ def test_hostile_requests_get_an_answer_that_is_not_an_accident(served: Served, 
     assert answer.status_code in (200, 404, 422)
     assert "<script>" not in answer.text
     assert "Traceback" not in served.daemon.log()
+
+
+@pytest.mark.parametrize("run", ["*", "gp?", "g*"])
+def test_a_pattern_is_no_run(served: Served, run: str) -> None:
+    assert served.daemon.get(f"/runs/{quote(run)}").status_code == 422
 
 
 @pytest.mark.parametrize("path", NEITHER_NOR)
