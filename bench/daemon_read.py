@@ -104,7 +104,16 @@ def _write_shard(folder: Path, num_bytes: int) -> tuple[str, str]:
 def _daemon(folder: Path) -> Iterator[str]:
     port = _free_port()
     command = [sys.executable, "-m", "ckptd", "serve", "--store", f"file://{folder}/store", "--port", str(port)]
-    command += ["--db", f"sqlite:///{folder}/index.db", "--cache", f"{folder}/cache", "--notice-seconds", "0"]
+    command += [
+        "--db",
+        f"sqlite:///{folder}/index.db",
+        "--cache",
+        f"{folder}/cache",
+        "--notice-seconds",
+        "0",
+        "--auth",
+        "off",
+    ]
     with _running(command, f"http://127.0.0.1:{port}/readyz", 200):
         yield f"http://127.0.0.1:{port}"
 
@@ -144,7 +153,7 @@ def _wait_for(process: subprocess.Popen[bytes], url: str, status: int) -> None:
         except httpx.HTTPError:
             pass  # not listening yet
         time.sleep(0.05)
-    raise RuntimeError(f"{process.args} did not come up: {process.poll()}")
+    raise RuntimeError(f"{process.args!r} did not come up: {process.poll()}")
 
 
 def _free_port() -> int:
