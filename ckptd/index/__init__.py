@@ -5,7 +5,7 @@ from ckptd.index.database import Database, Fence
 from ckptd.index.decisions import Decision, DecisionIndex
 from ckptd.index.events import Event, EventLog, News
 from ckptd.index.jobs import Job, JobIndex
-from ckptd.index.leaders import LeaderIndex, LeadershipLost, Tenure
+from ckptd.index.leaders import LeaderIndex, Tenure
 from ckptd.index.listing import Bound, Filter, Found, Listing, Place, Sort, types_of
 from ckptd.index.restores import RankProgress, Restore, RestoreIndex
 from ckptd.index.tokens import Token, TokenIndex
@@ -25,7 +25,6 @@ __all__ = [
     "Job",
     "JobIndex",
     "LeaderIndex",
-    "LeadershipLost",
     "Listing",
     "News",
     "Place",

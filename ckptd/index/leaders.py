@@ -9,13 +9,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import leaders
-from ckptstore.errors import Unavailable
-
-
-class LeadershipLost(Unavailable):
-    """Another daemon leads, or may lead by now: whoever gets this must leave the store alone."""
-
-    code = "leadership_lost"
+from ckptstore.errors import LeadershipLost
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 
-from ckptd.index import LeadershipLost
 from ckptd.metrics import Metrics
 from ckptstore.catalog import list_runs
 from ckptstore.clock import Clock
 from ckptstore.deletion import collect
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.probing import check_store
 from ckptstore.stores import Store
 

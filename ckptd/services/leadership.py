@@ -19,10 +19,10 @@ from math import inf
 
 from sqlalchemy import Connection
 
-from ckptd.index import LeaderIndex, LeadershipLost, Tenure
+from ckptd.index import LeaderIndex, Tenure
 from ckptstore.clock import system_clock
 from ckptstore.codecs import Buffer
-from ckptstore.errors import IndexUnavailable
+from ckptstore.errors import IndexUnavailable, LeadershipLost
 from ckptstore.names import new_ulid
 from ckptstore.stores import ObjectWriter, Store, WrappedStore
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 
-from ckptd.index import Index, LeadershipLost
+from ckptd.index import Index
 from ckptd.metrics import Metrics
 from ckptd.services.pruning import Pruning
 from ckptstore.clock import Clock
 from ckptstore.deletion import plan_prune
-from ckptstore.errors import CkptError, TooMuchToDelete
+from ckptstore.errors import CkptError, LeadershipLost, TooMuchToDelete
 from ckptstore.names import check_run
 from ckptstore.policies import change_policies, policies_history, policy_for, read_policies
 from ckptstore.pruning import PrunePlans

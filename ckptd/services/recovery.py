@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptd.index import Index, LeadershipLost
+from ckptd.index import Index
 from ckptd.metrics import Metrics
 from ckptd.services.periodic import Pace
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commit import receipt_ranks
 from ckptstore.deletion import advance, undecided_attempts
-from ckptstore.errors import CkptError, Unavailable
+from ckptstore.errors import CkptError, LeadershipLost, Unavailable
 from ckptstore.names import Attempt, checkpoint_id
 from ckptstore.stores import Store
 

@@ -6,13 +6,12 @@ import logging
 import time
 from collections import deque
 
-from ckptd.index import LeadershipLost
 from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.catalog import Checkpoint, list_runs
 from ckptstore.clock import Clock
 from ckptstore.commit import identity
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.scrubbing import Pace, due_for_scrub, scrub
 from ckptstore.stores import Store
 

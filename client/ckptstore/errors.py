@@ -38,6 +38,7 @@
     │   ├── StoreUnsafe         store_unsafe
     │   ├── DaemonUnavailable   daemon_unavailable
     │   ├── IndexUnavailable    index_unavailable
+    │   ├── LeadershipLost      leadership_lost
     │   ├── TooManyRestores     too_many_restores
     │   └── TooManyRequests     too_many_requests
     └── SaveFailed          a background save did not become durable
@@ -327,6 +328,12 @@ class IndexUnavailable(Unavailable):
     """The daemon's database did not answer."""
 
     code = "index_unavailable"
+
+
+class LeadershipLost(Unavailable):
+    """Another daemon leads, or may lead by now: whoever gets this must leave the store alone."""
+
+    code = "leadership_lost"
 
 
 class TooManyRestores(Unavailable):

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from ckptd.index import Database, LeaderIndex, LeadershipLost, Tenure
+from ckptd.index import Database, LeaderIndex, Tenure
 from ckptd.services.leadership import Leadership, LeaderStore
-from ckptstore.errors import IndexUnavailable
+from ckptstore.errors import IndexUnavailable, LeadershipLost
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.stores import FaultyStore, Interleaving
