@@ -29,7 +29,12 @@ _LOG = logging.getLogger(__name__)
 _METAVARS = {str: "TEXT", int: "N", float: "SECONDS"}
 
 cli = typer.Typer(
-    name="ckptd", help="The checkpoint daemon.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    name="ckptd",
+    help="The checkpoint daemon.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # they could show what must not be in a log
 )
 tokens = typer.Typer(help="Who may ask the daemon for what.", no_args_is_help=True, rich_markup_mode=None)
 cli.add_typer(tokens, name="token")
@@ -68,6 +73,7 @@ def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], N
 
     def add(work: Callable[..., None]) -> None:
         def run(**given: Any) -> None:
+            redact = Redactor(secrets_of(os.environ))
             try:
                 configuration = load({name: given.pop(name) for name, _ in flags}, os.environ)
                 settings = configuration.settings
@@ -76,7 +82,7 @@ def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], N
                 logs.configure(settings.log_level, settings.log_format, redact)
                 work(configuration, **given)
             except CkptError as error:
-                typer.echo(f"ckptd: {error}", err=True)
+                typer.echo(redact(f"ckptd: {error}"), err=True)
                 raise typer.Exit(error.exit_code) from error
 
         flags = _flags()

@@ -17,7 +17,7 @@ from ckptstore.errors import InvalidRequest
 
 Span = Callable[[str], AbstractContextManager[Any]]
 """Begins a span that ends with the block."""
-_FLUSH_MS = 2000
+_TIMEOUT_S = 2
 
 
 def no_span(_: str) -> AbstractContextManager[None]:
@@ -39,7 +39,7 @@ class Tracer:
             raise InvalidRequest("traces need OpenTelemetry", "pip install 'ckptd[otel]'") from error
         resource = Resource.create({"service.name": "ckptd", "service.version": version("ckptd")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("ckptd")
 
@@ -56,7 +56,7 @@ class Tracer:
 
     def close(self) -> None:
         """Send what is left, for a moment."""
-        self._provider.force_flush(_FLUSH_MS)
+        self._provider.force_flush(_TIMEOUT_S * 1000)
         self._provider.shutdown()
 
 

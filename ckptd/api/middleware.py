@@ -17,6 +17,7 @@ from ckptd.api.problems import error_response, problem_response
 from ckptd.api.throttle import WINDOW_S, Throttle
 from ckptd.logs import FIELDS, REQUEST_ID
 from ckptd.metrics import Metrics
+from ckptd.redaction import mask_passwords
 from ckptd.services.callers import ANYBODY, Caller
 from ckptd.services.tokens import Tokens
 from ckptd.settings import is_loopback
@@ -145,7 +146,7 @@ def _response(error: Exception) -> ASGIApp:
         headers = _HEADERS.get(type(error))
         return problem_response(error.http_status, error.code, error.message, error.hint, headers=headers)
     if isinstance(error, CkptError):
-        return error_response(error)
+        return error_response(type(error)(mask_passwords(error.message), mask_passwords(error.hint)))
     return problem_response(500, "internal", "the daemon made a mistake", "Its log says more, under this request id")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,8 +127,9 @@ def _wait_for_url(process: subprocess.Popen[bytes], log_path: Path) -> str:
         return _LISTENING in log_path.read_text() and log_path.read_text().endswith("\n")
 
     wait_until(said, "the daemon's start")
-    line = next(line for line in log_path.read_text().splitlines() if _LISTENING in line)
-    return line.partition(_LISTENING)[2].strip()
+    found = re.search(_LISTENING + r'(https?://[^\s"]+)', log_path.read_text())
+    assert found is not None, log_path.read_text()
+    return found[1]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

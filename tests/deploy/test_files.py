@@ -1,0 +1,190 @@
+"""The files in deploy/ are what their readers accept, and name only metrics, paths and settings that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import compose_spec
+import crossplane
+import promql_parser
+import pytest
+import yaml
+from kubernetes_validate import validate  # type: ignore[attr-defined]
+
+from ckptd.app import create_app
+from ckptd.configuration import load
+from ckptd.settings import KNOBS, Settings
+from ckptstore.stores import open_store
+from tests.support.checkpoints import write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = sorted((DEPLOY / "k8s").rglob("*.yaml"))
+DASHBOARD = json.loads((DEPLOY / "grafana" / "ckptd.json").read_text())
+ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
+ENVIRONMENT = {f"CKPTD_{knob.name.upper()}": knob for knob in KNOBS}
+_METRIC = re.compile(r"\bckptd_[a-z0-9_]+")
+
+
+MANIFESTS: list[tuple[str, dict[str, Any]]] = [
+    (path.name, found) for path in KUBERNETES for found in yaml.safe_load_all(path.read_text())
+]
+
+
+@pytest.mark.parametrize("manifest", [found for _, found in MANIFESTS], ids=lambda found: found["kind"])
+def test_kubernetes_accepts_each_object(manifest: dict[str, Any]) -> None:
+    validate(manifest, "1.31", strict=True)
+
+
+def test_the_deployment_fits_the_daemon() -> None:
+    objects = {found["kind"]: found for file, found in MANIFESTS if "training" not in file}
+    pod = objects["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {item["name"]: item["value"] for item in container["env"]}
+    assert given.keys() <= ENVIRONMENT.keys()
+    settings = load({name.removeprefix("CKPTD_").lower(): text for name, text in given.items()}, {}).settings
+    assert pod["terminationGracePeriodSeconds"] > settings.notice_seconds + settings.drain_seconds
+    assert pod["enableServiceLinks"] is False  # a Service named ckptd sets CKPTD_PORT=tcp://...
+    assert container["ports"][0]["containerPort"] == settings.port
+    probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
+    assert probes == {"startup": "/livez", "liveness": "/livez", "readiness": "/readyz"}
+    labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        objects["Deployment"]["spec"]["selector"]["matchLabels"],
+        objects["Service"]["spec"]["selector"],
+        objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+    assert objects["PodDisruptionBudget"]["spec"]["minAvailable"] < objects["Deployment"]["spec"]["replicas"]
+    clients = objects["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    (job,) = [found for _, found in MANIFESTS if found["kind"] == "Job"]
+    assert clients.items() <= job["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_compose_accepts_its_file() -> None:
+    text = re.sub(r"\$\{\w+:\?[^}]*\}", "x", (ROOT / "docker-compose.yml").read_text())
+    compose_spec.PyCompose.from_yaml(text).to_spec()
+    services = yaml.safe_load(text)["services"]
+    for name in ("ckptd", "scrape-token"):
+        own = {variable for variable in services[name]["environment"] if variable.startswith("CKPTD_")}
+        assert own <= ENVIRONMENT.keys()
+    mounted = [volume for service in services.values() for volume in service.get("volumes", [])]
+    local = [volume.split(":")[0] for volume in mounted if volume.startswith("./")]
+    assert local
+    assert [path for path in local if not (ROOT / path).exists()] == []
+
+
+def test_the_image_has_no_torch_and_no_root() -> None:
+    lines = (ROOT / "Dockerfile").read_text()
+    assert "torch" not in lines.partition("FROM")[2]
+    user = re.findall(r"^USER (\d+)$", lines, re.MULTILINE)
+    assert [int(number) > 0 for number in user] == [True]
+    assert "HEALTHCHECK" in lines
+    assert set(re.findall(r"CKPTD_\w+", lines)) <= ENVIRONMENT.keys()
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names of all series that a daemon with a checkpoint has."""
+    folder = tmp_path_factory.mktemp("metrics")
+    app = create_app(Settings(store=str(folder / "store"), db=f"sqlite:///{folder}/index.db", auth="off"))
+    context = app.state.context
+    checkpoint = write_checkpoint(open_store(str(folder / "store")), step=1)
+    context.services.synchronizing.notify(checkpoint.run, checkpoint.attempt)
+    names: set[str] = set()
+    for family in context.metrics.registry.collect():
+        names |= {family.name, *(sample.name for sample in family.samples)}
+        if family.type == "counter":
+            names.add(f"{family.name}_total")
+        if family.type == "histogram":
+            names |= {f"{family.name}_{end}" for end in ("bucket", "sum", "count")}
+    return names
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Every PromQL expression of alerts and dashboard, with its place."""
+    for group in ALERTS["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"].replace("$__rate_interval", "1m").replace("$run", ".*")
+
+
+@pytest.mark.parametrize(("place", "expression"), list(expressions()))
+def test_every_expression_parses_and_names_metrics_that_exist(place: str, expression: str, metrics: set[str]) -> None:
+    promql_parser.parse(expression)
+    named = set(_METRIC.findall(expression))
+    assert named or "up{" in expression
+    assert named <= metrics
+
+
+def test_every_metric_is_explained(metrics: set[str]) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    explained = set(_METRIC.findall(page))
+    assert {name for name in explained if name not in metrics} == set()
+    families = {re.sub("_(bucket|sum|count|created|total)$", "", name) for name in metrics}
+    assert {name for name in families if not any(text.startswith(name) for text in explained)} == set()
+
+
+def test_alerts_say_what_is_wrong_and_what_to_do() -> None:
+    for rule in ALERTS["groups"][0]["rules"]:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+
+
+def test_the_dashboard_is_complete_and_nothing_overlaps() -> None:
+    assert {"uid", "title", "schemaVersion", "panels", "templating", "time"} <= DASHBOARD.keys()
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["datasource"]["uid"] == "${datasource}"
+    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    assert source["type"] == DASHBOARD["templating"]["list"][0]["query"]
+
+
+def test_nginx_reads_its_file() -> None:
+    parsed = crossplane.parse(str(DEPLOY / "nginx" / "ckptd.conf"), check_ctx=False, check_args=True)  # type: ignore[no-untyped-call]
+    assert (parsed["status"], parsed["errors"]) == ("ok", [])
+    (server,) = [block for block in parsed["config"][0]["parsed"] if block["directive"] == "server"]
+    (location, _) = [block for block in server["block"] if block["directive"] == "location"]
+    told = [line["args"] for line in location["block"] if line["directive"] == "proxy_set_header"]
+    headers = dict(told)
+    assert headers["X-Forwarded-For"] == "$remote_addr"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+def test_prometheus_accepts_config_and_rules_and_the_rules_pass_their_tests(tmp_path: Path) -> None:
+    folder = tmp_path / "prometheus"
+    shutil.copytree(DEPLOY / "prometheus", folder)
+    config = folder / "prometheus.yml"
+    config.write_text(config.read_text().replace("/etc/scrape/token", str(config)))
+    for arguments in (("check", "config", "prometheus.yml"), ("test", "rules", "alerts.test.yml")):
+        done = subprocess.run(["promtool", *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze: apt-get install systemd")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    unit = (DEPLOY / "systemd" / "ckptd.service").read_text()
+    assert set(re.findall(r"CKPTD_\w+", unit)) <= ENVIRONMENT.keys()
+    file = tmp_path / "ckptd.service"
+    file.write_text(unit.replace("/opt/ckptd/bin/ckptd", "/bin/true"))
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", file], capture_output=True, text=True, timeout=60)
+    assert [line for line in done.stderr.splitlines() if "ckptd.service" in line] == []
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(file)]
+    rated = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert rated.returncode == 0, rated.stdout
