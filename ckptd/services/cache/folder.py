@@ -59,17 +59,17 @@ class Folder:
 
     def read(self, extent: Extent) -> memoryview | None:
         """The bytes of an extent, checked. None: they are not there, or not as they were written."""
-        buffer = memoryview(bytearray(extent.bytes + _DIGEST_BYTES))
+        size = extent.bytes + _DIGEST_BYTES
         try:
             with self._path(extent).open("rb", buffering=0) as file:
-                count = file.readinto(buffer)
+                stored = file.read(size)
         except FileNotFoundError:
             return None
         except OSError as error:
             _LOG.warning("cannot read the cache: %s", error)
             return None
-        data = buffer[: extent.bytes]
-        if count != len(buffer) or _digest(extent, data) != buffer[extent.bytes :]:
+        data = memoryview(stored)[: extent.bytes]
+        if len(stored) != size or _digest(extent, data) != stored[extent.bytes :]:
             _LOG.warning("%s of the cache is damaged and is read from the store again", self._path(extent))
             return None
         return data
