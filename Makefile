@@ -38,6 +38,7 @@ bench: setup
 	$(BIN)/python -m bench stall
 	$(BIN)/python -m bench codec
 	$(BIN)/python -m bench plan
+	$(BIN)/python -m bench index
 
 clean:
 	rm -rf .venv demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
