@@ -153,6 +153,7 @@ def collect(store: Store, run: str, clock: Clock, grace_s: float = ORPHAN_GRACE_
         if attempt not in decided and advance(store, run, attempt, clock):
             rolled.append(attempt)
         elif _abort_if_old(store, run, attempt, clock, grace_s):
+            audit.record(store, run, Action.ABORT, [attempt], by, "an orphan", clock)
             freed += delete_data(store, run, attempt)
             aborted.append(attempt)
     store.abort_uploads(names.attempts_prefix(run), clock() - max(grace_s, ORPHAN_GRACE_S))
