@@ -45,7 +45,6 @@ def settings(given: Mapping[str, str], endpoint: str, database: str) -> dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("stack")
 def test_the_stack_of_the_compose_file_works(tmp_path: Path, postgresql_server: PostgresqlServer) -> None:
     found = services()
     database = postgresql_server.new_database()

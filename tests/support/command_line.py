@@ -17,7 +17,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 PROGRAM = (sys.executable, "-m", "ckptctl")
-_OWN = ("CKPTD_URL", "CKPT_STORE", "CKPT_TOKEN", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+_OWN = ("CKPTD_URL", "CKPT_STORE", "CKPT_TOKEN", "CKPTCTL_PROFILE", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
 _DEADLINE_S = 60.0
 
 
