@@ -104,8 +104,10 @@ class FsspecStore(Store):
             except FileNotFoundError:
                 return
         for path in sorted(found):
-            info = found[path]
-            yield ObjectInfo(self._key(path), int(info["size"]), _modified_at(info))
+            key, info = self._key(path), found[path]
+            # SeaweedFS shows a folder for a moment after its last object is gone.
+            if key.startswith(prefix):
+                yield ObjectInfo(key, int(info["size"]), _modified_at(info))
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         """One level of a listing."""
