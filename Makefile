@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: check browser
-	$(BIN)/pytest -n 2 --dist loadgroup --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term
 
 check: setup
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: stores to write to. Under xdist all S3 tests share one worker and one server."""
+"""Fixtures of all tests: stores to write to."""
 
 from __future__ import annotations
 
@@ -23,22 +23,6 @@ DATABASE_KINDS = ("sqlite", "postgresql")
 # The same examples in every run, and no limit on the time of one: other tests share the cores.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=200)
 settings.load_profile("repeatable")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): tests that share one worker (pytest-xdist)")
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        on_s3 = callspec is not None and callspec.params.get("store") == "s3"
-        on_postgresql = callspec is not None and callspec.params.get("db_url") == "postgresql"
-        if on_postgresql or "postgresql_server" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("postgresql"))
-        if on_s3 or {"s3_service", "s3_store"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("s3"))
 
 
 @dataclass(frozen=True, slots=True)

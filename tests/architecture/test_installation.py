@@ -61,7 +61,6 @@ def served(programs: Path, folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("installation")
 def test_without_extras_there_is_the_format_and_the_command_line(programs: Path) -> None:
     run(programs / "python", "-c", "import ckptstore.reading, ckptstore.daemon, ckptctl.cli, ckpt")
     assert run(programs / "ckptctl", "--version").startswith("ckptctl ")
@@ -70,7 +69,6 @@ def test_without_extras_there_is_the_format_and_the_command_line(programs: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("installation")
 def test_the_server_extra_runs_the_daemon_without_torch(programs: Path, tmp_path: Path) -> None:
     install(programs, f"{ROOT}[server]")
     assert run(programs / "ckptd", "--version").startswith("ckptd ")

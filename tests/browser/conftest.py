@@ -33,13 +33,6 @@ class Dashboard:
     shown: Shown
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("browser"))
-
-
 @pytest.fixture(scope="session")
 def running_browser() -> Iterator[Browser]:
     if absent := browsers.missing():

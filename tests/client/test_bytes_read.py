@@ -24,8 +24,6 @@ from tests.support.counting import CountingStore
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.sharded_reads import RUN, model
 
-pytestmark = pytest.mark.xdist_group("bytes_read")
-
 _MOST = 1.05
 _READERS = 8
 Shapes = dict[str, tuple[int, ...]]

@@ -22,8 +22,6 @@ from tests.support.lost_ranks import RUN, model
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.stores import MovableClock
 
-pytestmark = pytest.mark.xdist_group("lost_ranks")
-
 _TIMEOUT_S = 6.0
 _COMMIT_TIMEOUT_S = 3.0
 _HOW = ("SIGKILL", "SIGSTOP")

@@ -13,8 +13,6 @@ from ckptstore.documents import JSON
 from ckptstore.errors import StateMismatch
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 class Loader:
     """Can share out its position anew."""

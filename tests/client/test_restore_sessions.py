@@ -23,8 +23,6 @@ from tests.support.daemons import Daemon, running_daemon, wait_until
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.replicas import RUN
 
-pytestmark = pytest.mark.xdist_group("restore_sessions")
-
 _STEPS = [1, 2]
 
 

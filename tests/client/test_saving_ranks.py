@@ -13,8 +13,6 @@ from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.saving_ranks import RUN
 
-pytestmark = pytest.mark.xdist_group("saving_ranks")
-
 _LAYOUTS = ("ddp", "fsdp2", "tp_fsdp2", "fsdp1", "zero", "pp")
 _SPREAD = [("ddp", "ddp"), ("ddp", "single"), ("hsdp", "fsdp2"), ("hsdp", "hsdp")]
 

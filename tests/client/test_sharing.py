@@ -25,8 +25,6 @@ from tests.support.counting import CountingStore, serving
 from tests.support.daemons import wait_until
 from tests.support.parallel.runner import Scenario, run_scenarios
 
-pytestmark = pytest.mark.xdist_group("sharing")
-
 _REPLICAS = 4
 _MOST = 1.05
 

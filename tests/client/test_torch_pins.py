@@ -6,8 +6,6 @@ import pytest
 
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 
-pytestmark = pytest.mark.xdist_group("torch_pins")
-
 _PINS = ("dtensor", "fsdp2", "fsdp1", "zero", "store_and_exchange", "store_and_exchange over tcp")
 
 

@@ -9,8 +9,6 @@ import pytest
 from ckpt.distributed import World
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 
-pytestmark = pytest.mark.xdist_group("world")
-
 _TIMEOUT_S = 3.0
 _ROUNDS = 3
 _STORES = ("file", "tcp")

@@ -94,9 +94,7 @@ def arbitrated_place(one_daemon: Place) -> Place:
     return one_daemon
 
 
-@pytest.fixture(
-    params=["folder", pytest.param("seaweedfs", marks=pytest.mark.xdist_group("s3")), "juicefs through a daemon"]
-)
+@pytest.fixture(params=["folder", "seaweedfs", "juicefs through a daemon"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "folder":
         return Place(str(tmp_path / "store"))
