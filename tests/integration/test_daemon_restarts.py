@@ -66,9 +66,12 @@ def restore_often(url: str, stop: threading.Event) -> list[int]:
     return steps
 
 
-def listed(url: str) -> set[int]:
+def check_saves(handles: list[SaveHandle], url: str) -> None:
+    """Every save is committed, and the daemon lists it."""
+    steps = list(range(len(handles)))
+    assert [handle.result().step for handle in handles] == steps
     with closing(DaemonClient(url)) as client:
-        return {found.step for found in client.checkpoints(RUN)}
+        wait_until(lambda: sorted(found.step for found in client.checkpoints(RUN)) == steps, "the daemon's index")
 
 
 def test_training_is_unaffected_and_restores_go_on(tmp_path: Path) -> None:
@@ -91,8 +94,7 @@ def test_training_is_unaffected_and_restores_go_on(tmp_path: Path) -> None:
                     stop.set()
                     handles = training.result(60)
                     restored = [reader.result(60) for reader in readers]
-                    assert [handle.result().step for handle in handles] == list(range(len(handles)))
-                    wait_until(lambda: listed(url) == set(range(len(handles))), "the daemon's index")
+                    check_saves(handles, url)
         finally:
             stop.set()
     for steps_of_one in restored:
