@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
+from ckptd.api.filtering import check_glob
 from ckptd.api.openapi import documented
 from ckptd.services.pruning import Pruned
 from ckptstore import wire
@@ -35,6 +36,8 @@ async def notify(request: Request, given: Given) -> Response:
 async def prune(request: Request, given: Given) -> Response:
     """Delete what the policy does not keep; a dry run, the default, only says what that is."""
     body = await read_body(request, wire.PruneRequest)
+    if body.run is not None:
+        check_glob(body.run)
     wanted = Prune(_policy(body), body.run, body.grace_s, looked_at=body.force)
     done = await given.threads.store(given.services.pruning.prune, wanted, body.dry_run, _BY)
     return json_response(_prune_body(done, body.dry_run))

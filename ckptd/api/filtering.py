@@ -42,10 +42,8 @@ class Listed:
 
     def filter(self, caller: Caller) -> Filter:
         """The conditions, and that a caller sees only what is its business. Raises InvalidName or InvalidRequest."""
-        if self.run is not None and (not _GLOB.fullmatch(self.run) or ".." in self.run):
-            raise InvalidName(f"{self.run!r} names no runs", "Write a run's name; * and ? may stand in it")
         return Filter(
-            run=self.run,
+            run=check_glob(self.run) if self.run is not None else None,
             globs=caller.runs,
             states=frozenset(self.state or ()),
             min_step=self.min_step,
@@ -61,6 +59,13 @@ class Listed:
 
 
 Wanted = Annotated[Listed, Depends()]
+
+
+def check_glob(text: str) -> str:
+    """`text` itself, or InvalidName."""
+    if not _GLOB.fullmatch(text) or ".." in text:
+        raise InvalidName(f"{text[:200]!r} names no runs", "Write a run's name; * and ? may stand in it")
+    return text
 
 
 def _bound(text: str) -> Bound:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import RunQuery
 from ckptd.api.context import Given
+from ckptd.api.filtering import check_glob
 from ckptd.api.openapi import documented
 from ckptd.index import Job
 from ckptd.services.jobs import job_values
@@ -24,6 +25,8 @@ JobId = Annotated[str, Path(max_length=26)]
 async def start(request: Request, given: Given) -> Response:
     """Start a job: verify, reindex, prune or gc. The answer names it; Location leads to it."""
     body = await read_body(request, cast(type[Any], wire.JobRequest))
+    if getattr(body, "run", None) is not None:
+        check_glob(body.run)
     job = await given.threads.index(given.services.jobs.submit, body)
     return json_response(_body(job), 202, {"Location": f"{wire.JOBS}/{job.id}"})
 
