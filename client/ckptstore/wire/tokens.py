@@ -15,9 +15,9 @@ class Scope(StrEnum):
     READ = "read"
     """Look, download, restore, and hold a lease on what is read."""
     WRITE = "write"
-    """What trainers do: announce commits, mark checkpoints."""
+    """What trainers do: announce and decide commits."""
     PRUNE = "prune"
-    """Delete, and take deletions back."""
+    """Delete, take deletions back, pin and unpin."""
     ADMIN = "admin"
     """Everything, tokens included."""
 
