@@ -23,9 +23,9 @@ from ckptstore import names
 from ckptstore.arbitration import ArbitratedStore, DaemonArbiter, arbitrated
 from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.commit import commit_attempt, decide, read_outcome, read_receipt
-from ckptstore.documents import Outcome
-from ckptstore.errors import AttemptAborted, StoreUnsafe
+from ckptstore.commit import commit_attempt, decide, read_outcome
+from ckptstore.documents import Committed, Outcome
+from ckptstore.errors import StoreUnsafe
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.probing import check_store, creates_once, probe_store
 from ckptstore.source import StoreSource
@@ -109,31 +109,33 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 # Races. A contestant's clock is its signature: the outcome says who made it.
 
 
-def write_attempts(store: Store, count: int) -> list[Attempt]:
-    """Attempts that lack nothing but their outcome."""
-    attempts = [Attempt(step, new_ulid(system_clock())) for step in range(count)]
-    for attempt in attempts:
-        write_rank(store, RUN, attempt, {})
-    return attempts
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An attempt that lacks nothing but its outcome, and what that outcome would commit."""
+
+    attempt: Attempt
+    committed: Committed
 
 
-def take_part(store: Store, attempt: Attempt, me: int) -> Outcome:
+def write_attempts(store: Store, count: int) -> list[Finished]:
+    elsewhere = open_store(f"memory://{uuid.uuid4().hex}")
+    finished = []
+    for step in range(count):
+        attempt = Attempt(step, new_ulid(system_clock()))
+        committed = commit_attempt(elsewhere, [write_rank(elsewhere, RUN, attempt, {})], system_clock).committed
+        assert committed is not None
+        for info in elsewhere.list(names.attempt_prefix(RUN, attempt)):
+            store.put(info.key, elsewhere.get(info.key))
+        finished.append(Finished(attempt, committed))
+    return finished
+
+
+def take_part(store: Store, finished: Finished, me: int) -> Outcome:
     """Commit an attempt, or give it up, if I am odd; what I take for the outcome."""
-
-    def signature() -> float:
-        return 1000.0 + me
-
-    if me % 2:
-        return decide(store, RUN, attempt, None, signature)
-    try:
-        return commit_attempt(store, [read_receipt(store, RUN, attempt, 0)], signature)
-    except AttemptAborted:
-        outcome = read_outcome(store, RUN, attempt)
-        assert outcome is not None
-        return outcome
+    return decide(store, RUN, finished.attempt, None if me % 2 else finished.committed, lambda: 1000.0 + me)
 
 
-def check_round(store: Store, attempt: Attempt, believed: list[Outcome]) -> None:
+def check_round(store: Store, finished: Finished, believed: list[Outcome]) -> None:
     """All of them believe in one outcome, which one of them made, and which the store tells everybody else."""
     assert {outcome.nonce for outcome in believed} == {believed[0].nonce}, believed
     winner = int(believed[0].at - 1000)
@@ -141,16 +143,16 @@ def check_round(store: Store, attempt: Attempt, believed: list[Outcome]) -> None
         assert (believed[0].committed is None) == bool(winner % 2)
     else:
         assert believed[0].committed is not None, "the daemon commits what it finds finished"
-    assert read_outcome(store, RUN, attempt) == believed[0]
+    assert read_outcome(store, RUN, finished.attempt) == believed[0]
 
 
 def test_threads_race(place: Place) -> None:
     stores = [place.open() for _ in range(place.contestants)]
-    for attempt in write_attempts(stores[0], ROUNDS):
-        results = race(*(partial(take_part, store, attempt, me) for me, store in enumerate(stores)))
+    for finished in write_attempts(stores[0], ROUNDS):
+        results = race(*(partial(take_part, store, finished, me) for me, store in enumerate(stores)))
         failures = [result for result in results if isinstance(result, BaseException)]
         assert not failures
-        check_round(place.truth(), attempt, results)  # type: ignore[arg-type]
+        check_round(place.truth(), finished, results)  # type: ignore[arg-type]
 
 
 _start: Barrier
@@ -161,12 +163,12 @@ def _meet(barrier: Barrier) -> None:
     _start = barrier
 
 
-def _take_part_in_all(place: Place, attempts: list[Attempt], me: int) -> list[Outcome]:
+def _take_part_in_all(place: Place, attempts: list[Finished], me: int) -> list[Outcome]:
     store = place.open()
     believed = []
-    for attempt in attempts:
+    for finished in attempts:
         _start.wait(60)
-        believed.append(take_part(store, attempt, me))
+        believed.append(take_part(store, finished, me))
     return believed
 
 
@@ -177,8 +179,8 @@ def test_processes_race(place: Place) -> None:
     with context.Pool(PROCESSES, _meet, (context.Barrier(PROCESSES),)) as pool:
         pending = [pool.apply_async(_take_part_in_all, (place, attempts, me)) for me in range(PROCESSES)]
         believed = [result.get(timeout=120 + ROUNDS) for result in pending]
-    for attempt, outcomes in zip(attempts, zip(*believed, strict=True), strict=True):
-        check_round(store, attempt, list(outcomes))
+    for finished, outcomes in zip(attempts, zip(*believed, strict=True), strict=True):
+        check_round(store, finished, list(outcomes))
 
 
 def test_a_sweep_and_an_undelete_never_both_win(place: Place) -> None:
