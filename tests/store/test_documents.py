@@ -230,8 +230,6 @@ def in_chunks(name: str, change: Callable[[list[int]], list[int]]) -> Callable[[
         (set_at("slices", "at", to="u4:AA AA"), "base64"),
         (set_at("slices", "at", to="i4:AAAAAA=="), "a column of 'i4'"),
         (set_at("slices", "at", to=[0, 1]), "not text"),
-        (set_at("aliases", to={"model/other": "model/nothing"}), "names no entry"),
-        (set_at("aliases", to={"model/ids": "model/ids"}), "not allowed"),
     ],
 )
 def test_contents_that_contradict_themselves(change: Callable[[dict[str, Any]], None], message: str) -> None:
@@ -242,6 +240,20 @@ def test_contents_that_contradict_themselves(change: Callable[[dict[str, Any]], 
     if message != "shard of another rank":  # in a manifest, it is some other rank's
         with pytest.raises(CorruptObject, match=message):
             parse_json("manifest", manifest)
+
+
+@pytest.mark.parametrize(
+    ("aliases", "message"),
+    [({"model/other": "model/nothing"}, "names no entry"), ({"model/ids": "model/ids"}, "not allowed")],
+)
+def test_aliases_may_name_entries_of_other_ranks_but_none_that_nobody_has(
+    aliases: dict[str, str], message: str
+) -> None:
+    assert parse_json("receipt", content(set_at("aliases", to=aliases))).content.aliases == aliases
+    manifest = body("manifest")
+    manifest["content"]["aliases"] = aliases
+    with pytest.raises(CorruptObject, match=message):
+        parse_json("manifest", manifest)
 
 
 def test_hostile_shapes_cost_nothing() -> None:
