@@ -1,13 +1,13 @@
 """Named targets in the user's configuration file, so that nobody types URLs, and no token stands in a shell history.
 
-    profile = "lab"
+profile = "lab"
 
-    [profiles.lab]
-    url = "https://ckptd.example.com"
-    token_file = "~/.config/ckptctl-lab.token"
+[profiles.lab]
+url = "https://ckptd.example.com"
+token_file = "~/.config/ckptctl-lab.token"
 
-    [profiles.disk]
-    store = "file:///mnt/checkpoints"
+[profiles.disk]
+store = "file:///mnt/checkpoints"
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ckptd.index import Database, Index, Restore, RestoreIndex
+from ckptd.index.listing import Listing
 from ckptd.metrics import Metrics
 from ckptd.services import restores as module
 from ckptd.services.catalogue import Catalogue
 from ckptd.services.freshness import Freshness
-from ckptd.services.recovery import Recovery
 from ckptd.services.restore_leases import RestoreLeases
 from ckptd.services.restores import Restores
 from ckptd.services.synchronizing import Synchronizing
@@ -45,10 +45,10 @@ class Services:
         self.ended: list[str] = []
         self.index = RestoreIndex(database)
         index, freshness, metrics = Index(database), Freshness(clock, 60), Metrics()
-        Synchronizing(store, index, Recovery(store, clock, 5), freshness, metrics, clock).round()
+        Synchronizing(store, index, freshness, metrics, clock).round()
         restoring = restoring or store
         self.leases = RestoreLeases(restoring, self.index, metrics, clock, self.ended.append)
-        catalogue = Catalogue(index, freshness, store.url)
+        catalogue = Catalogue(index, Listing(database), freshness, store.url)
         self.restores = Restores(restoring, catalogue, self.index, self.leases, clock, self.ended.append)
 
     def open(self, key: str = "k", checkpoint: Checkpoint | None = None, world_size: int = 2) -> Restore:
@@ -315,12 +315,12 @@ def test_live_sessions_are_bounded(
 
 def test_sessions_belong_to_one_store(store: Store, clock: MovableClock, make: Make, database: Database) -> None:
     write(store, 1)
-    Index(database).adopt(store.url)
+    Index(database).adopt(store.url, clock())
     services = make(store)
     id = services.open().id
-    Index(database).adopt(store.url)
+    Index(database).adopt(store.url, clock())
     assert services.restores.find(id).live
-    Index(database).adopt("file:///elsewhere")
+    Index(database).adopt("file:///elsewhere", clock())
     with pytest.raises(NoRestore):
         services.restores.find(id)
 

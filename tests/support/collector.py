@@ -24,9 +24,10 @@ class Collector:
     def take(self, path: str, data: bytes) -> None:
         """Keep what one request brings."""
         self.paths.append(path)
-        request = ExportTraceServiceRequest.FromString(data)
+        request = ExportTraceServiceRequest.FromString(data)  # type: ignore[no-untyped-call]
         for resource in request.resource_spans:
-            service = _plain(MessageToDict(resource.resource)["attributes"])["service.name"]
+            attributes = MessageToDict(resource.resource)["attributes"]  # type: ignore[no-untyped-call]
+            service = _plain(attributes)["service.name"]
             for scope in resource.scope_spans:
                 for span in map(MessageToDict, scope.spans):
                     self.spans.append({**span, "attributes": _plain(span.get("attributes", [])), "service": service})
