@@ -38,7 +38,8 @@ class Browser:
     """One window."""
 
     def __init__(self, url: str, id: str) -> None:
-        self._client = httpx.Client(base_url=f"{url}/session/{id}", timeout=30)
+        self._session = f"{url}/session/{id}"
+        self._client = httpx.Client(base_url=self._session, timeout=30)
 
     def open(self, url: str) -> None:
         """Load a page, and wait until it is there."""
@@ -120,9 +121,9 @@ class Browser:
         path.write_bytes(base64.b64decode(self._get("/screenshot")))
 
     def close(self) -> None:
-        """Close the window."""
-        self._client.delete("")
+        """Close the window; the browser is gone on return."""
         self._client.close()
+        httpx.delete(self._session, timeout=30).raise_for_status()
 
     def _resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
