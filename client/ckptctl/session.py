@@ -58,6 +58,10 @@ class Session:
             raise no_checkpoints(run, self.source.url)
         return {run: found}
 
+    def run_names(self, run: str | None) -> list[str]:
+        """The named run, or all."""
+        return [run] if run is not None else self.source.runs()
+
     def close(self) -> None:
         """Close the connections to a daemon."""
         if "source" in self.__dict__ and self.target.is_daemon:

@@ -47,9 +47,7 @@ class DaemonClient(Operations):
         """The checkpoint that a reference names."""
         if reference.step is None:
             return self.latest(reference.run)
-        suffix = f".{reference.ulid}" if reference.ulid else ""
-        path = self._path(f"{reference.run}@{reference.step}{suffix}")
-        return self._json("GET", path, wire.CheckpointBody).checkpoint()
+        return self._json("GET", self._path(str(reference)), wire.CheckpointBody).checkpoint()
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """The stored manifest, unchecked."""

@@ -113,6 +113,11 @@ class Reference:
     step: int | None
     ulid: str | None = None
 
+    def __str__(self) -> str:
+        """What `parse` takes."""
+        step = LATEST if self.step is None else self.step
+        return f"{self.run}@{step}.{self.ulid}" if self.ulid else f"{self.run}@{step}"
+
     @staticmethod
     def parse(text: str) -> Reference:
         """The reference that `text` spells, or InvalidName."""

@@ -1,4 +1,4 @@
-"""What operators ask a daemon: events, jobs, live uploads, the probe; and reads of many ranges at once."""
+"""What operators ask a daemon: retention, events, jobs, live uploads, the probe; and reads of many ranges at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptstore.catalog import Checkpoint
 from ckptstore.connection import Connection
 from ckptstore.decoding import decode_json
 from ckptstore.errors import CorruptObject, DaemonUnavailable
-from ckptstore.names import check_ulid
+from ckptstore.names import Reference, check_pin, check_ulid
 
 _SILENCE_S = 60.0
 """A stream of events says something every quarter of it."""
@@ -36,6 +36,52 @@ class Fill:
 
 class Operations(Connection):
     """A part of DaemonClient. One method per endpoint."""
+
+    # Retention. Who asks is named in the audit log by his token.
+
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
+        """Hide a checkpoint, for good after the grace; durable on return. Raises NoCheckpoint or CheckpointHeld."""
+        self._request("DELETE", _path(checkpoint), params={"grace_s": str(grace_s), "reason": reason})
+
+    def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
+        """Take a deletion back; listed again on return. Raises NoCheckpoint or SweepBegun."""
+        path = f"{wire.CHECKPOINTS}/{quote(str(reference), safe='@')}/undelete"
+        return self._json("POST", path, wire.CheckpointBody, body=wire.UndeleteRequest(reason)).checkpoint()
+
+    def deleted(self, run: str) -> list[wire.DeletedBody]:
+        """Checkpoints of a run that are hidden and can be taken back, by falling step."""
+        return self._json("GET", wire.DELETED, wire.DeletedListBody, params={"run": run}).items
+
+    def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
+        """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
+        self._request("PUT", f"{_path(checkpoint)}/pins/{check_pin(name)}", params={"reason": reason})
+
+    def unpin(self, checkpoint: Checkpoint, name: str) -> None:
+        """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
+        self._request("DELETE", f"{_path(checkpoint)}/pins/{check_pin(name)}")
+
+    def pins(self, run: str) -> list[wire.PinBody]:
+        """All pins of a run, by falling step."""
+        return self._json("GET", wire.PINS, wire.PinsBody, params={"run": run}).items
+
+    def audit(self, run: str, limit: int = 100) -> list[wire.AuditBody]:
+        """Who set out to do what to checkpoints of a run, the newest first; wire.MAX_PAGE at most."""
+        query: dict[str, str | int] = {"run": run, "limit": limit}
+        return self._json("GET", wire.AUDIT, wire.AuditListBody, params=query).items
+
+    def policies(self) -> wire.PoliciesBody:
+        """The policies in force; version 0: none were ever set."""
+        return self._json("GET", wire.POLICIES, wire.PoliciesBody)
+
+    def policies_history(self, limit: int = 100) -> list[wire.PoliciesBody]:
+        """The newest versions of the policies, the newest first; wire.MAX_PAGE at most."""
+        return self._json("GET", f"{wire.POLICIES}/history", wire.PoliciesListBody, params={"limit": limit}).items
+
+    def change_policies(self, request: wire.PoliciesRequest) -> wire.PoliciesBody:
+        """Put policies in force; durable on return. Raises InvalidPolicy or PoliciesChanged."""
+        return self._json("PUT", wire.POLICIES, wire.PoliciesBody, body=request)
+
+    # What happens, and what is done for long
 
     def events(self, after: int = 0, run: str | None = None, limit: int = 100) -> wire.EventsBody:
         """Events after an id, oldest first."""

@@ -8,10 +8,10 @@ import typer
 
 from ckptctl.commands.arguments import RunOption
 from ckptctl.render import Column, Row, Table
+from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.audit import read_log
-from ckptstore.wire import AuditBody
+from ckptstore.wire import MAX_PAGE
 
 
 def register(app: typer.Typer) -> None:
@@ -22,16 +22,15 @@ def register(app: typer.Typer) -> None:
 def audit(
     ctx: typer.Context,
     run: RunOption = None,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="The newest N of each run.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N of each run.")] = 100,
 ) -> None:
     """Show who deleted, took back, swept or pinned what, newest first.
 
     A record is written before what it names is done. Records are kept for a year.
     """
     session: Session = ctx.obj
-    store = session.store("audit")
-    runs = [run] if run is not None else session.source.runs()
-    found = [AuditBody.of(name, record) for name in runs for record in read_log(store, name, limit)]
+    retention = open_retention(session, "audit")
+    found = [body for name in session.run_names(run) for body in retention.audit(name, limit)]
     found.sort(key=lambda body: body.at, reverse=True)
     if not found:
         session.screen.note("nothing is recorded")

@@ -10,15 +10,14 @@ import typer
 
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.render import Block, Column, Row, Table
+from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.audit import operator
-from ckptstore.deletion import Collected, collect, delete_checkpoint
+from ckptstore.deletion import Collected, collect
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference, checkpoint_id
 from ckptstore.probing import check_store
-from ckptstore.tombstones import find_hidden, undelete
-from ckptstore.trash import list_deleted
 from ckptstore.wire import CheckpointBody, DeletedBody
 
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
@@ -57,12 +56,10 @@ def remove(
     """
     session: Session = ctx.obj
     grace_s = human.parse_duration(grace)
-    store = session.store("rm")
     found = session.source.find(Reference.parse(checkpoint))
     if not yes:
         session.screen.confirm(f"Delete {found.id}, {human.size(found.stored_bytes)}?")
-    check_store(store, session.clock)
-    delete_checkpoint(store, found, reason or "rm", session.clock, grace_s, operator())
+    open_retention(session, "rm").delete(found, grace_s, reason or "rm")
     after = f"; ckptctl undelete takes that back for {human.duration(grace_s)}" if grace_s else ""
     session.screen.emit(CheckpointBody.of(found), [found.id], [f"deleted {found.id}{after}"])
 
@@ -73,20 +70,15 @@ def take_back(ctx: typer.Context, checkpoint: CheckpointArgument, reason: Reason
     The checkpoint is listed again as it was.
     """
     session: Session = ctx.obj
-    store = session.store("undelete")
-    reference = Reference.parse(checkpoint)
-    attempt = find_hidden(store, reference)
-    undelete(store, reference.run, attempt, operator(), session.clock, reason)
-    id = checkpoint_id(reference.run, attempt)
-    session.screen.emit({"id": id}, [id], [f"{id} is back"])
+    found = open_retention(session, "undelete").undelete(Reference.parse(checkpoint), reason)
+    session.screen.emit(CheckpointBody.of(found), [found.id], [f"{found.id} is back"])
 
 
 def show_deleted(ctx: typer.Context, run: RunOption = None) -> None:
     """List what is deleted and can still be taken back."""
     session: Session = ctx.obj
-    store = session.store("deleted")
-    runs = [run] if run is not None else session.source.runs()
-    bodies = [body for name in runs for body in list_deleted(store, name)]
+    retention = open_retention(session, "deleted")
+    bodies = [body for name in session.run_names(run) for body in retention.deleted(name)]
     if not bodies:
         session.screen.note("nothing is waiting to be deleted")
     session.screen.emit(bodies, [body.id for body in bodies], _deleted_blocks(bodies, session.clock()))

@@ -9,10 +9,9 @@ import typer
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.commands.deletion import ReasonOption
 from ckptctl.render import Column, Row, Table
+from ckptctl.retention import open_retention
 from ckptctl.session import Session
-from ckptstore import pins
-from ckptstore.audit import operator
-from ckptstore.names import Reference, checkpoint_id
+from ckptstore.names import Reference
 from ckptstore.wire import PinBody
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The pin's name, for instance: paper.")]
@@ -31,31 +30,24 @@ def pin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument, 
     A checkpoint may have several pins, and a name may pin several checkpoints.
     """
     session: Session = ctx.obj
-    store = session.store("pin")
     found = session.source.find(Reference.parse(checkpoint))
-    pins.pin(store, found.run, found.attempt, name, operator(), session.clock, reason)
+    open_retention(session, "pin").pin(found, name, reason)
     session.screen.emit(PinBody(id=found.id, name=name), [found.id], [f"pinned {found.id} as {name}"])
 
 
 def unpin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument) -> None:
     """Remove a pin; one that is gone already is fine."""
     session: Session = ctx.obj
-    store = session.store("unpin")
     found = session.source.find(Reference.parse(checkpoint))
-    pins.unpin(store, found.run, found.attempt, name, operator(), session.clock)
+    open_retention(session, "unpin").unpin(found, name)
     session.screen.emit(PinBody(id=found.id, name=name), [found.id], [f"unpinned {found.id} from {name}"])
 
 
 def show_pins(ctx: typer.Context, run: RunOption = None) -> None:
     """List pins, by run and step."""
     session: Session = ctx.obj
-    store = session.store("pins")
-    found = [
-        PinBody(id=checkpoint_id(each, attempt), name=name)
-        for each in ([run] if run is not None else session.source.runs())
-        for attempt, names in sorted(pins.pinned(store, each).items(), reverse=True)
-        for name in names
-    ]
+    retention = open_retention(session, "pins")
+    found = [body for name in session.run_names(run) for body in retention.pins(name)]
     if not found:
         session.screen.note("nothing is pinned")
     table = Table((Column("CHECKPOINT"), Column("PIN")), [Row((body.id, body.name)) for body in found])

@@ -10,13 +10,13 @@ import typer
 
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptctl.render import Column, Row, Table
+from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.audit import operator
 from ckptstore.errors import InvalidRequest
-from ckptstore.policies import change_policies, policies_history, policy_for, read_policies, rules_of
+from ckptstore.policies import policy_for, rules_of
 from ckptstore.records import PolicySet, Rules
-from ckptstore.wire import PoliciesBody
+from ckptstore.wire import MAX_PAGE, PoliciesRequest
 
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
 ExpectOption = Annotated[
@@ -44,15 +44,14 @@ def show(
 ) -> None:
     """Show the policies in force, as a file that policy apply takes."""
     session: Session = ctx.obj
-    found = read_policies(session.store("policy show"))
-    body = PoliciesBody.of(found)
+    body = open_retention(session, "policy show").policies()
     if run is not None:
         policy = policy_for(body.policies, run)
         rules = rules_of(policy) if policy is not None else None
         text = write_policies(PolicySet(default=rules)).strip() if rules else f"run {run} is never pruned"
         session.screen.emit(rules, [], text.splitlines())
         return
-    if found is None:
+    if not body.version:
         session.screen.note("no policies were ever set: nothing is pruned by itself")
     text = f"# version {body.version}\n{write_policies(body.policies)}".strip()
     session.screen.emit(body, [str(body.version)], text.splitlines())
@@ -83,22 +82,21 @@ def clear(ctx: typer.Context, expect: ExpectOption = None, reason: ReasonOption 
 
 def history(
     ctx: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="The newest N.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N.")] = 20,
 ) -> None:
     """List the versions of the policies, the newest first."""
     session: Session = ctx.obj
-    found = [PoliciesBody.of(version) for version in policies_history(session.store("policy history"), limit)]
+    found = open_retention(session, "policy history").policies_history(limit)
     columns = (Column("VERSION", right=True), Column("WHEN"), Column("WHO"), Column("DEFAULT"), Column("REASON"))
     rows = [Row((str(b.version), human.moment(b.at), b.by, _words(b.policies.default), b.reason)) for b in found]
     session.screen.emit(found, [str(body.version) for body in found], [Table(columns, rows)] if rows else [])
 
 
 def _change(session: Session, policies: PolicySet, expect: int | None, reason: str) -> None:
-    store = session.store("policy")
-    found = read_policies(store) if expect is None else None
-    expected = expect if expect is not None else found.version if found is not None else 0
-    done = change_policies(store, policies, expected, operator(), session.clock, reason)
-    session.screen.emit(PoliciesBody.of(done), [str(done.version)], [f"policies, version {done.version}, are in force"])
+    retention = open_retention(session, "policy")
+    expected = expect if expect is not None else retention.policies().version
+    done = retention.change_policies(PoliciesRequest(expected=expected, policies=policies, reason=reason))
+    session.screen.emit(done, [str(done.version)], [f"policies, version {done.version}, are in force"])
 
 
 def _words(rules: Rules | None) -> str:

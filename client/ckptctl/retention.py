@@ -1,0 +1,101 @@
+"""One face for what operators decide about checkpoints, on a store and through a daemon."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Protocol
+
+from ckptctl.session import Session
+from ckptstore import catalog, deletion, pins, policies, tombstones
+from ckptstore.audit import operator, read_log
+from ckptstore.catalog import Checkpoint
+from ckptstore.clock import Clock
+from ckptstore.names import Reference, check_run, checkpoint_id
+from ckptstore.probing import check_store
+from ckptstore.stores import Store
+from ckptstore.trash import list_deleted
+from ckptstore.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
+
+
+class Retention(Protocol):
+    """Pins, single deletions, the audit log and policies. DaemonClient is one, and documents what is raised."""
+
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
+        """Hide a checkpoint, for good after the grace."""
+
+    def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
+        """Take a deletion back."""
+
+    def deleted(self, run: str) -> list[DeletedBody]:
+        """What can be taken back, by falling step."""
+
+    def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
+        """Keep a checkpoint until the pin is removed."""
+
+    def unpin(self, checkpoint: Checkpoint, name: str) -> None:
+        """Remove a pin."""
+
+    def pins(self, run: str) -> list[PinBody]:
+        """All pins of a run, by falling step."""
+
+    def audit(self, run: str, limit: int = 100) -> list[AuditBody]:
+        """Who set out to do what, the newest first."""
+
+    def policies(self) -> PoliciesBody:
+        """The policies in force."""
+
+    def policies_history(self, limit: int = 100) -> list[PoliciesBody]:
+        """Their versions, the newest first."""
+
+    def change_policies(self, request: PoliciesRequest) -> PoliciesBody:
+        """Put policies in force."""
+
+
+def open_retention(session: Session, command: str) -> Retention:
+    """The retention of the session's target. command: for what goes wrong with it."""
+    if session.target.is_daemon:
+        return session.daemon(command)
+    return _StoreRetention(session.store(command), session.clock)
+
+
+class _StoreRetention:
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
+        check_store(self._store, self._clock)
+        deletion.delete_checkpoint(self._store, checkpoint, reason, self._clock, grace_s, operator())
+
+    def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
+        attempt = tombstones.find_hidden(self._store, reference)
+        tombstones.undelete(self._store, reference.run, attempt, operator(), self._clock, reason)
+        return catalog.find(self._store, Reference(reference.run, attempt.step, attempt.ulid))
+
+    def deleted(self, run: str) -> list[DeletedBody]:
+        return list_deleted(self._store, check_run(run))
+
+    def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
+        pins.pin(self._store, checkpoint.run, checkpoint.attempt, name, operator(), self._clock, reason)
+
+    def unpin(self, checkpoint: Checkpoint, name: str) -> None:
+        pins.unpin(self._store, checkpoint.run, checkpoint.attempt, name, operator(), self._clock)
+
+    def pins(self, run: str) -> list[PinBody]:
+        found = sorted(pins.pinned(self._store, check_run(run)).items(), reverse=True)
+        return [PinBody(id=checkpoint_id(run, attempt), name=name) for attempt, names in found for name in names]
+
+    def audit(self, run: str, limit: int = 100) -> list[AuditBody]:
+        return [AuditBody.of(run, record) for record in islice(read_log(self._store, check_run(run)), limit)]
+
+    def policies(self) -> PoliciesBody:
+        return PoliciesBody.of(policies.read_policies(self._store))
+
+    def policies_history(self, limit: int = 100) -> list[PoliciesBody]:
+        return [PoliciesBody.of(version) for version in policies.policies_history(self._store, limit)]
+
+    def change_policies(self, request: PoliciesRequest) -> PoliciesBody:
+        done = policies.change_policies(
+            self._store, request.policies, request.expected, operator(), self._clock, request.reason
+        )
+        return PoliciesBody.of(done)
