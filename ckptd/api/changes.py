@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
+from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
 from ckptd.api.filtering import check_glob
@@ -20,7 +21,6 @@ from ckptstore.pruning import Prune
 from ckptstore.retention import Policy
 
 router = APIRouter()
-_BY = "ckptd"
 
 
 @router.post(wire.NOTIFY, **documented(wire.CheckpointBody, 404, 410, body=wire.NotifyRequest))
@@ -33,13 +33,13 @@ async def notify(request: Request, given: Given) -> Response:
 
 
 @router.post(wire.PRUNE, **documented(wire.PruneBody, 404, 409, body=wire.PruneRequest))
-async def prune(request: Request, given: Given) -> Response:
+async def prune(request: Request, given: Given, caller: Asking) -> Response:
     """Delete what the policy does not keep; a dry run, the default, only says what that is."""
     body = await read_body(request, wire.PruneRequest)
     if body.run is not None:
         check_glob(body.run)
     wanted = Prune(_policy(body), body.run, body.grace_s, looked_at=body.force)
-    done = await given.threads.store(given.services.pruning.prune, wanted, body.dry_run, _BY)
+    done = await given.threads.store(given.services.pruning.prune, wanted, body.dry_run, caller.name)
     return json_response(_prune_body(done, body.dry_run))
 
 

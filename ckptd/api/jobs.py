@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
+from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import RunQuery
 from ckptd.api.context import Given
@@ -22,12 +23,12 @@ JobId = Annotated[str, Path(max_length=26)]
 
 
 @router.post(wire.JOBS, **documented(wire.JobBody, 404, status=202, body=wire.JobRequest))
-async def start(request: Request, given: Given) -> Response:
+async def start(request: Request, given: Given, caller: Asking) -> Response:
     """Start a job: verify, reindex, prune or gc. The answer names it; Location leads to it."""
     body = await read_body(request, cast(type[Any], wire.JobRequest))
     if getattr(body, "run", None) is not None:
         check_glob(body.run)
-    job = await given.threads.index(given.services.jobs.submit, body)
+    job = await given.threads.index(given.services.jobs.submit, body, caller.name)
     return json_response(_body(job), 202, {"Location": f"{wire.JOBS}/{job.id}"})
 
 

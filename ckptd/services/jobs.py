@@ -36,7 +36,9 @@ class JobCancelled(Exception):
 class Progress:
     """What a job says while it works. Each call raises JobCancelled if the job is to end; any thread may call."""
 
-    def __init__(self, index: JobIndex, id: str, clock: Clock) -> None:
+    def __init__(self, index: JobIndex, id: str, clock: Clock, by: str) -> None:
+        """by: who wants the job."""
+        self.by = by
         self._index = index
         self._id = id
         self._clock = clock
@@ -104,7 +106,7 @@ class Jobs:
         self._events = events
         self._clock = clock
         self._works = works
-        self._queue: queue.SimpleQueue[tuple[str, JobRequest] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, JobRequest, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: dict[str, Progress] = {}
         self._waiting: set[str] = set()
@@ -126,8 +128,8 @@ class Jobs:
         for thread in self._threads:
             thread.join(timeout_s / WORKERS)
 
-    def submit(self, request: JobRequest) -> Job:
-        """Write a job down; it runs when a worker is free. Raises TooManyRequests."""
+    def submit(self, request: JobRequest, by: str = "ckptd") -> Job:
+        """Write a job down; it runs when a worker is free. by: who wants it. Raises TooManyRequests."""
         if len(self._index.live(MAX_LIVE)) >= MAX_LIVE:
             raise TooManyRequests(f"{MAX_LIVE} jobs wait or run", "Wait, or cancel some: DELETE /v1/jobs/{id}")
         now = self._clock()
@@ -137,7 +139,7 @@ class Jobs:
         with self._lock:
             self._waiting.add(job.id)
         self._index.add(job)
-        self._queue.put((job.id, request))
+        self._queue.put((job.id, request, by))
         return job
 
     def find(self, id: str) -> Job:
@@ -184,8 +186,8 @@ class Jobs:
             except Exception:
                 _LOG.exception("job %s failed", item[0])
 
-    def _run(self, id: str, request: JobRequest) -> None:
-        progress = Progress(self._index, id, self._clock)
+    def _run(self, id: str, request: JobRequest, by: str) -> None:
+        progress = Progress(self._index, id, self._clock, by)
         with self._lock:
             self._running[id] = progress
             self._waiting.discard(id)

@@ -11,7 +11,6 @@ from ckptd.services.synchronizing import Synchronizing
 from ckptstore import catalog
 from ckptstore.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.clock import Clock
-from ckptstore.commit import identity
 from ckptstore.deletion import collect
 from ckptstore.errors import InvalidPolicy, NoCheckpoint
 from ckptstore.names import Reference, check_run
@@ -52,11 +51,11 @@ class Works:
 
     def verify(self, request: VerifyJob, progress: Progress) -> dict[str, Any]:
         """Read checkpoints whole, from the store itself; a damaged one is corrupt from now on."""
-        chosen = [c for c in self._chosen(request) if c.state is not State.CORRUPT]
+        chosen = self._chosen(request)
         progress.expect(sum(c.stored_bytes for c in chosen), "bytes")
         corrupt: list[str] = []
         num_checked = 0
-        for found in scrub(self._store, chosen, identity(), self._clock, progress.advance):
+        for found in scrub(self._store, chosen, progress.by, self._clock, progress.advance):
             num_checked += 1
             progress.say(f"{found.checkpoint.id} {'ok' if found.ok else '; '.join(found.problems[:5])}")
             if not found.ok:
@@ -73,7 +72,7 @@ class Works:
     def prune(self, request: PruneJob, progress: Progress) -> dict[str, Any]:
         """Delete what policies do not keep."""
         progress.say("planning")
-        done = self._pruning.prune(_prune(request), request.dry_run, identity())
+        done = self._pruning.prune(_prune(request), request.dry_run, progress.by)
         freed = sum(checkpoint.stored_bytes for checkpoint in done.removed)
         for checkpoint in done.removed:
             progress.say(f"{'would delete' if request.dry_run else 'deleted'} {checkpoint.id}")
@@ -93,7 +92,7 @@ class Works:
         progress.expect(len(runs), "runs")
         num_aborted = num_rolled_forward = freed = 0
         for run in runs:
-            found = collect(self._store, run, self._clock, self._orphan_grace_s)
+            found = collect(self._store, run, self._clock, self._orphan_grace_s, progress.by)
             num_aborted += len(found.aborted)
             num_rolled_forward += len(found.rolled_forward)
             freed += found.freed_bytes
@@ -103,9 +102,11 @@ class Works:
         return {"aborted": num_aborted, "rolled_forward": num_rolled_forward, "freed_bytes": freed}
 
     def _chosen(self, request: VerifyJob) -> list[Checkpoint]:
+        """What is known to be damaged is read again only if it is named: it may have been repaired."""
         if request.checkpoint is not None:
             return [catalog.find(self._store, Reference.parse(request.checkpoint))]
-        return [checkpoint for run in self._runs(request.run) for checkpoint in list_checkpoints(self._store, run)]
+        listed = (checkpoint for run in self._runs(request.run) for checkpoint in list_checkpoints(self._store, run))
+        return [checkpoint for checkpoint in listed if checkpoint.state is not State.CORRUPT]
 
     def _runs(self, run: str | None) -> list[str]:
         runs = list_runs(self._store)

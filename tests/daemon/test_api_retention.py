@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from ckptstore import wire
 from ckptstore.catalog import list_checkpoints
+from ckptstore.names import Reference
+from ckptstore.records import Action
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
@@ -78,3 +81,25 @@ def test_policies_are_versions_and_are_applied(served: tuple[Daemon, Store]) -> 
     assert [version["version"] for version in daemon.get(wire.POLICIES + "/history").json()["items"]] == [1]
     pruned = [e for e in daemon.get("/v1/events?limit=500").json()["items"] if e["kind"] == "pruned"]
     assert [(event["run"], event["detail"]["removed"]) for event in pruned] == [("gpt", 1)]
+
+
+def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    for step in (1, 2, 3, 4):
+        write_checkpoint(store, "gpt", step, SMALL)
+    with running_daemon(store.url, environment={**os.environ, "CKPTD_TOKEN": "secret of the test"}) as daemon:
+        with daemon.client("secret of the test") as admin:
+            wanted = wire.TokenRequest(name="janitor", scopes=[wire.Scope.READ, wire.Scope.PRUNE])
+            secret = admin.create_token(wanted).secret
+        with daemon.client(secret) as janitor:
+            oldest = janitor.checkpoints("gpt")[-1]
+            janitor.pin(oldest, "paper", "figure 3")
+            janitor.unpin(oldest, "paper")
+            janitor.delete(oldest, 3600, "diverged")
+            assert janitor.undelete(Reference.parse("gpt@1"), "it did not") == oldest
+            janitor.prune(keep_last=3, run="gpt", dry_run=False)
+            job = janitor.start_job(wire.PruneJob(keep_last=2, run="gpt", dry_run=False))
+            wait_until(lambda: not janitor.job(job.id).state.live, "the prune")
+            found = [(record.action, record.by) for record in janitor.audit("gpt")]
+    done = [Action.DELETE, Action.DELETE, Action.UNDELETE, Action.DELETE, Action.UNPIN, Action.PIN]
+    assert found == [(action, "janitor") for action in done]
