@@ -115,9 +115,86 @@ def test_verify_looks_at_the_store_not_into_the_cache(daemon: Daemon, folder: Pa
     assert invoke("verify", newest.id, "--url", daemon.url).code == 5
 
 
-def test_gc_is_for_stores(daemon: Daemon) -> None:
-    done = invoke("gc", "--url", daemon.url)
-    assert (done.code, "--store" in done.stderr) == (2, True)
+def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled: Store) -> None:
+    oldest = list_checkpoints(filled, "gpt")[-1]
+    assert invoke("rm", "gpt@10", "--url", daemon.url).code == 2, "there is nobody to ask"
+    done = invoke("rm", "gpt@10", "--yes", "--grace", "1h", "--reason", "diverged & blown up", "--url", daemon.url)
+    assert (done.code, done.stdout) == (
+        0,
+        f"deleted {oldest.id}; ckptctl undelete takes that back for 1h 00m\n",
+    )
+    through, direct = both(daemon, folder, "deleted", "-o", "json")
+    assert through.json == direct.json
+    assert [(body["id"], body["reason"], body["by"]) for body in through.json] == [
+        (oldest.id, "diverged & blown up", "anybody")
+    ]
+    done = invoke("undelete", "gpt@10", "--reason", "it did not", "--url", daemon.url)
+    assert (done.code, done.stdout) == (0, f"{oldest.id} is back\n")
+    assert invoke("rm", "gpt@10", "--yes", "--grace", "0s", "--url", daemon.url).code == 0
+    for through in both(daemon, folder, "undelete", "gpt@10", "-o", "json"):
+        assert (through.code, through.error["code"]) == (6, "sweep_begun")
+    through, direct = both(daemon, folder, "audit", "--run", "gpt", "-o", "json")
+    assert through.json == direct.json
+    assert [record["action"] for record in through.json[2:]] == ["sweep", "delete", "undelete", "delete"]
+    assert invoke("audit", "--limit", 1, "--url", daemon.url, "-o", "json").json == through.json[:1]
+
+
+def test_what_is_pinned_stays(daemon: Daemon, folder: Path) -> None:
+    for name in ("paper", "v1.0"):
+        through, direct = both(daemon, folder, "pin", "gpt@10", name)
+        assert (through.code, through.stdout) == (0, direct.stdout)
+    through, direct = both(daemon, folder, "pins", "-o", "json")
+    assert (through.json, len(through.json)) == (direct.json, 2)
+    for args in (("rm", "gpt@10", "--yes"), ("pin", "gpt@10", "a/b"), ("pin", "gpt@10", ""), ("pin", "gpt@11", "x")):
+        through, direct = both(daemon, folder, *args, "-o", "json")
+        assert (through.code, through.error["code"]) == (direct.code, direct.error["code"])
+        assert through.code != 0
+    through, direct = both(daemon, folder, "unpin", "gpt@10", "paper")
+    assert (through.code, through.stdout) == (0, direct.stdout)
+    assert [body["name"] for body in invoke("pins", "--url", daemon.url, "-o", "json").json] == ["v1.0"]
+
+
+def test_policies_are_changed(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("default: {keep_last: 500}\n")
+    done = invoke("policy", "apply", file, "--reason", "space", "--url", daemon.url)
+    assert (done.code, done.stdout) == (0, "policies, version 1, are in force\n")
+    done = invoke("policy", "apply", file, "--expect", 0, "--url", daemon.url, "-o", "json")
+    assert (done.code, done.error["code"]) == (6, "policies_changed")
+    assert invoke("policy", "clear", "--url", daemon.url).code == 0
+    for args in (("show",), ("show", "--run", "gpt"), ("history",), ("history", "--limit", 1)):
+        for output in ("table", "json", "id"):
+            through, direct = both(daemon, folder, "policy", *args, "-o", output)
+            assert (through.code, through.stdout) == (direct.code, direct.stdout)
+    history = invoke("policy", "history", "--url", daemon.url, "-o", "json").json
+    assert [(version["version"], version["reason"], version["by"]) for version in history] == [
+        (2, "", "anybody"),
+        (1, "space", "anybody"),
+    ]
+
+
+def test_gc_is_a_job(daemon: Daemon) -> None:
+    done = invoke("gc", "--url", daemon.url, "-o", "json")
+    assert (done.code, done.json["kind"], done.json["state"]) == (0, "gc", "succeeded")
+    assert done.json["result"] == {"aborted": 0, "rolled_forward": 0, "freed_bytes": 0}
+    assert "succeeded" in invoke("gc", "--run", "gpt", "--url", daemon.url).stdout
+    assert invoke("gc", "--grace", "1h", "--url", daemon.url).code == 2
+    failed = invoke("gc", "--run", "typo", "--url", daemon.url, "-o", "json")
+    assert (failed.code, json.loads(failed.stderr.splitlines()[-1])["code"]) == (4, "no_checkpoint")
+
+
+def test_scrub_is_a_job_that_finds_damage_and_its_repair(daemon: Daemon, folder: Path, filled: Store) -> None:
+    newest = list_checkpoints(filled, "gpt")[0]
+    path = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    whole = path.read_bytes()
+    path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    done = invoke("scrub", "--run", "gpt", "--url", daemon.url, "-o", "id")
+    assert (done.code, done.stdout) == (5, f"{newest.id}\n")
+    assert "corrupt" in invoke("ls", "--run", "gpt", "--url", daemon.url).stdout
+    path.write_bytes(whole)
+    assert invoke("scrub", newest.id, "--url", daemon.url).code == 0
+    assert "corrupt" not in invoke("ls", "--run", "gpt", "--url", daemon.url).stdout
+    assert invoke("scrub", "--rate", "1MB", "--url", daemon.url).code == 2
 
 
 def test_the_token_is_sent(folder: Path) -> None:

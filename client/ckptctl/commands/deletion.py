@@ -9,16 +9,17 @@ import msgspec
 import typer
 
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
+from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.audit import operator
-from ckptstore.deletion import Collected, collect
-from ckptstore.errors import NoCheckpoint
+from ckptstore.deletion import ORPHAN_GRACE_S, Collected, collect
+from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, checkpoint_id
 from ckptstore.probing import check_store
-from ckptstore.wire import CheckpointBody, DeletedBody
+from ckptstore.wire import CheckpointBody, CollectJob, DeletedBody
 
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
 
@@ -88,16 +89,27 @@ def collect_garbage(
     ctx: typer.Context,
     run: RunOption = None,
     grace: Annotated[
-        str,
-        typer.Option(metavar="TIME", help="Leave unfinished saves alone that wrote something since: 90s, 30m, 24h."),
-    ] = "24h",
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="On a store: leave unfinished saves alone that wrote something since: 90s, 30m.  [default: 24h]",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Delete for good what is due, and finish what crashes left behind.
 
     Deletes what was hidden for its grace, commits saves that were complete, deletes incomplete ones older than --grace.
+    A daemon does it as a job, with the grace that it was started with.
     """
     session: Session = ctx.obj
-    grace_s = human.parse_duration(grace)
+    if session.target.is_daemon:
+        if grace is not None:
+            raise InvalidRequest("--grace is for stores", "A daemon has a setting of its own: --orphan-grace-seconds")
+        job = follow(session, session.daemon("gc"), CollectJob(run=run))
+        session.screen.emit(job, [], job_blocks(job, session.clock()))
+        return
+    grace_s = human.parse_duration(grace) if grace is not None else ORPHAN_GRACE_S
     store = session.store("gc")
     runs = session.source.runs()
     if run is not None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from ckptctl.exits import PartlyDone
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.errors import InvalidRequest
-from ckptstore.wire import MAX_PAGE, JobBody, JobState
+from ckptstore.errors import InvalidRequest, error_from_code
+from ckptstore.wire import MAX_PAGE, JobBody, JobRequest, JobState
+
+if TYPE_CHECKING:
+    from ckptstore.daemon import DaemonClient
 
 _STYLES = {
     JobState.QUEUED: "dim",
@@ -51,10 +55,31 @@ def jobs(
         session.screen.emit(found, [job.id for job in found], _table(found, session.clock()))
         return
     job = daemon.cancel_job(id) if cancel else daemon.job(id)
-    while wait and job.state.live:
+    if wait:
+        job = _ended(daemon, job)
+    session.screen.emit(job, [job.id], job_blocks(job, session.clock()))
+
+
+def follow(session: Session, daemon: DaemonClient, request: JobRequest) -> JobBody:
+    """Start a job; returns it when it has succeeded. Raises what failed it, or PartlyDone if it was cut short.
+
+    Whoever interrupts this leaves the job running.
+    """
+    job = daemon.start_job(request)
+    session.screen.note(f"job {job.id} goes on if this is interrupted; ckptctl jobs {job.id} --cancel ends it")
+    job = _ended(daemon, job)
+    if job.state is JobState.FAILED:
+        raise error_from_code(job.code, job.problem)
+    if job.state is not JobState.SUCCEEDED:
+        raise PartlyDone(f"job {job.id} was {job.state}", "What it did stays done; start it again for the rest")
+    return job
+
+
+def _ended(daemon: DaemonClient, job: JobBody) -> JobBody:
+    while job.state.live:
         time.sleep(_LOOK_S)
-        job = daemon.job(id)
-    session.screen.emit(job, [job.id], _one(job, session.clock()))
+        job = daemon.job(job.id)
+    return job
 
 
 def _table(found: list[JobBody], now: float) -> Iterator[Block]:
@@ -75,7 +100,8 @@ def _cells(job: JobBody, now: float) -> tuple[str, ...]:
     return (job.id, job.kind, _state(job), _done(job), human.age(now - job.created_at), _subject(job), job.problem)
 
 
-def _one(job: JobBody, now: float) -> Iterator[Block]:
+def job_blocks(job: JobBody, now: float) -> Iterator[Block]:
+    """One job with its log, for people."""
     pairs = [("job", job.id), ("kind", job.kind), ("of", _subject(job)), ("state", _state(job))]
     pairs.append(("begun", f"{human.moment(job.created_at)}, {human.age(now - job.created_at)} ago"))
     if job.ended_at is not None:

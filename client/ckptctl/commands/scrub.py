@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ckptctl.commands.arguments import RunOption
+from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.verify import VerificationBody, verification_blocks
 from ckptctl.render import Screen
 from ckptctl.session import Session
@@ -16,12 +17,13 @@ from ckptstore import human
 from ckptstore.audit import operator
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.errors import CorruptObject
+from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import Reference
 from ckptstore.reading import Progress
 from ckptstore.scrubbing import Pace, due_for_scrub, scrub
 from ckptstore.stores import Store
 from ckptstore.verify import Verification
+from ckptstore.wire import VerifyJob
 
 
 def register(app: typer.Typer) -> None:
@@ -49,10 +51,16 @@ def scrub_checkpoints(
     Begins with those never verified, then the oldest findings; may be stopped at any time, and goes on from there.
     A damaged checkpoint is listed as corrupt from then on, and no restore takes it. One that ckptctl scrub finds whole
     is the last verified, which no policy deletes.
+    A daemon does it as a job: one checkpoint, a run or everything, as fast as it can.
     """
     session: Session = ctx.obj
+    if session.target.is_daemon:
+        if (older, limit, rate) != (None, None, None):
+            raise InvalidRequest("--older, --limit and --rate are for stores", "A daemon has ckptd --scrub-days")
+        _through_daemon(session, VerifyJob(checkpoint=checkpoint, run=None if checkpoint else run))
+        return
     store = session.store("scrub")
-    runs = [run] if run is not None else session.source.runs()
+    runs = session.run_names(run)
     before = session.clock() - human.parse_duration(older) if older else float("inf")
     if checkpoint is not None:
         due = [session.source.find(Reference.parse(checkpoint))]
@@ -65,9 +73,20 @@ def scrub_checkpoints(
         session.screen.note("nothing is due")
     bodies = [VerificationBody.of(result) for result in results]
     session.screen.emit(bodies, [r.checkpoint.id for r in damaged], verification_blocks(results))
-    if damaged:
+    _raise_if_damaged(len(damaged), len(results))
+
+
+def _through_daemon(session: Session, request: VerifyJob) -> None:
+    job = follow(session, session.daemon("scrub"), request)
+    result = job.result or {}
+    session.screen.emit(job, result.get("corrupt", []), job_blocks(job, session.clock()))
+    _raise_if_damaged(result.get("num_corrupt", 0), result.get("checked", 0))
+
+
+def _raise_if_damaged(num_damaged: int, num_checked: int) -> None:
+    if num_damaged:
         raise CorruptObject(
-            f"{len(damaged)} of {human.count(len(results), 'checkpoint')} damaged",
+            f"{num_damaged} of {human.count(num_checked, 'checkpoint')} damaged",
             "They are listed as corrupt now; restore the bytes from a copy and scrub that ID again, or ckptctl rm",
         )
 
