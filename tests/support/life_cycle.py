@@ -1,0 +1,339 @@
+"""The whole life of checkpoints against a model: saves, kills, prunes, undeletes, holds, sweeps, damage, clocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ckptstore import names
+from ckptstore.catalog import Checkpoint, State, list_checkpoints, newest_first
+from ckptstore.deletion import ORPHAN_GRACE_S, apply_prune, collect, delete_checkpoint, plan_prune
+from ckptstore.errors import CheckpointHeld, CkptError, ClockSkew, NoCheckpoint, StoreUnavailable, SweepBegun
+from ckptstore.leases import release_lease, take_lease
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.pins import pin, pinned, unpin
+from ckptstore.probing import check_store
+from ckptstore.retention import Best, Policy
+from ckptstore.scrubbing import scrub
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store
+from ckptstore.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
+from ckptstore.verify import verify
+from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.clocked import DictStore, FakeClock
+from tests.support.stores import Faults, FaultyStore
+
+RUN = "gpt"
+SMALL = {"model/a": np.arange(40, dtype=np.float32)}
+HOUR_S = 3600.0
+
+faults = st.none() | st.builds(Faults, st.integers(0, 60), st.sampled_from(["before", "after"]))
+graces = st.sampled_from([0.0, HOUR_S, 24 * HOUR_S])
+policies = st.builds(
+    Policy,
+    keep_last=st.integers(1, 3),
+    keep_every=st.sampled_from([0, 3]),
+    keep_best=st.sampled_from([(), (Best("loss", False, 1),)]),
+    max_bytes=st.sampled_from([0, 1000]),
+)
+pick = st.integers(0, 1000)
+
+
+@dataclass
+class Life:
+    """What the model knows of one committed attempt."""
+
+    step: int
+    state: Literal["visible", "hidden", "gone"] = "visible"
+    damaged: bool = False
+    quarantined: bool = False
+    pins: set[str] = field(default_factory=set)
+
+
+class LifeCycle(RuleBasedStateMachine):
+    """One run on one store, and everybody who works on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.store: Store = DictStore(self.clock)
+        self.lives: dict[Attempt, Life] = {}
+        self.orphans: dict[Attempt, bool] = {}
+        """Undecided attempts, and whether all of their receipts are there."""
+        self.leases: dict[str, tuple[Attempt, float]] = {}
+
+    # What happened after a call that may have crashed.
+
+    def attempt_to(self, act: Callable[[Store], Any], fault: Faults | None) -> CkptError | None:
+        """Do something, with a crash at one call to the store if there is a fault."""
+        store = FaultyStore(self.store, Faults(fault.fail_at, fault.mode)) if fault else self.store
+        try:
+            act(store)
+        except CkptError as error:
+            return error
+        return None
+
+    def settle(self, may_change: dict[Attempt, set[str]]) -> None:
+        """Learn from the store how far it got; only what may have changed may have."""
+        listed = {c.attempt for c in list_checkpoints(self.store, RUN)}
+        for attempt, life in self.lives.items():
+            found = "visible" if attempt in listed else "hidden" if self.recoverable(attempt) else "gone"
+            if found != life.state:
+                assert found in may_change.get(attempt, ()), f"{attempt} went from {life.state} to {found}"
+                life.state = found  # type: ignore[assignment]
+
+    def recoverable(self, attempt: Attempt) -> bool:
+        fates = {names.attempt_and_name(i.key): i.key for i in self.store.list(names.fates_prefix(RUN))}
+        ids = [h.id for h in list_hidden(self.store, RUN) if h.attempt == attempt]
+        swept = [b'"swept":true' in self.store.get(fates[attempt, id]) for id in ids if (attempt, id) in fates]
+        return bool(ids) and not any(swept)
+
+    def held(self, attempt: Attempt) -> bool:
+        leased = any(a == attempt and until > self.clock() for a, until in self.leases.values())
+        return leased or bool(self.lives[attempt].pins)
+
+    def some(self, number: int, *states: str) -> Attempt | None:
+        found = sorted(a for a, life in self.lives.items() if life.state in states)
+        return found[number % len(found)] if found else None
+
+    def listed(self, attempt: Attempt) -> Checkpoint:
+        (found,) = (c for c in list_checkpoints(self.store, RUN) if c.attempt == attempt)
+        return found
+
+    # Saves.
+
+    @rule(step=st.integers(0, 12), loss=st.floats(0, 1))
+    def save(self, step: int, loss: float) -> None:
+        found = write_checkpoint(self.store, RUN, step, SMALL, {"loss": loss}, self.clock)
+        self.lives[found.attempt] = Life(step)
+        self.clock.now += 1
+
+    @rule(step=st.integers(0, 12), complete=st.booleans())
+    def save_and_die(self, step: int, complete: bool) -> None:
+        attempt = Attempt(step, new_ulid(self.clock()))
+        for rank in range(2 if complete else 1):
+            write_rank(self.store, RUN, attempt, SMALL if rank == 0 else {}, rank, 2, clock=self.clock)
+        self.orphans[attempt] = complete
+
+    # Deletions.
+
+    @rule(policy=policies, grace_s=graces, fault=faults)
+    def prune(self, policy: Policy, grace_s: float, fault: Faults | None) -> None:
+        plan = plan_prune(self.store, RUN, policy, self.clock)
+        for checkpoint in plan.remove:
+            assert not self.held(checkpoint.attempt)
+        newest = next(newest_first(self.store, RUN), None)
+        assert newest not in plan.remove
+        error = self.attempt_to(lambda s: apply_prune(s, plan, self.clock, grace_s=grace_s, by="me"), fault)
+        assert error is None or isinstance(error, StoreUnavailable)
+        going = {"hidden", "gone"} if not grace_s else {"hidden"}
+        self.settle({checkpoint.attempt: going for checkpoint in plan.remove})
+        if error is None:
+            assert not {c.attempt for c in plan.remove} & {a for a, v in self.lives.items() if v.state == "visible"}
+
+    @rule(number=pick, grace_s=graces, fault=faults)
+    def delete(self, number: int, grace_s: float, fault: Faults | None) -> None:
+        attempt = self.some(number, "visible")
+        if attempt is None:
+            return
+        checkpoint = self.listed(attempt)
+        error = self.attempt_to(lambda s: delete_checkpoint(s, checkpoint, "test", self.clock, grace_s), fault)
+        if self.held(attempt):
+            assert isinstance(error, CheckpointHeld | StoreUnavailable)
+            self.settle({})
+        else:
+            assert error is None or isinstance(error, StoreUnavailable)
+            self.settle({attempt: {"hidden", "gone"} if not grace_s else {"hidden"}})
+
+    @rule(number=pick, fault=faults)
+    def undelete(self, number: int, fault: Faults | None) -> None:
+        attempt = self.some(number, "visible", "hidden", "gone")
+        if attempt is None:
+            return
+        before = self.lives[attempt].state
+        error = self.attempt_to(lambda s: undelete(s, RUN, attempt, "me", self.clock), fault)
+        self.settle({attempt: {"visible"}} if before == "hidden" else {})
+        if fault is None:
+            if before == "hidden":
+                assert error is None
+                assert self.lives[attempt].state == "visible"
+            else:
+                assert isinstance(error, NoCheckpoint if before == "visible" else NoCheckpoint | SweepBegun)
+
+    @rule(fault=faults)
+    def collect(self, fault: Faults | None) -> None:
+        error = self.attempt_to(lambda s: collect(s, RUN, self.clock), fault)
+        assert error is None or isinstance(error, StoreUnavailable)
+        # Whoever crashed in taking a deletion back is helped.
+        may = {
+            attempt: {"gone", "visible"}
+            for attempt, life in self.lives.items()
+            if life.state == "hidden" and not self.held(attempt)
+        }
+        self.settle(may)
+        self.settle_orphans()
+
+    def settle_orphans(self) -> None:
+        listed = {c.attempt for c in list_checkpoints(self.store, RUN)}
+        for attempt, complete in list(self.orphans.items()):
+            left = list(self.store.list(names.attempt_prefix(RUN, attempt)))
+            if attempt in listed:
+                assert complete, "an attempt without all receipts was committed"
+                self.lives[attempt] = Life(attempt.step)
+                del self.orphans[attempt]
+            elif not left:
+                age = self.clock() - names_time(attempt)
+                assert age >= ORPHAN_GRACE_S or not complete, "a save was given up too early"
+                del self.orphans[attempt]
+
+    # Holds.
+
+    @rule(number=pick, hours=st.integers(1, 60), fault=faults)
+    def lease(self, number: int, hours: int, fault: Faults | None) -> None:
+        attempt = self.some(number, "visible", "hidden")
+        if attempt is None:
+            return
+        granted: list[str] = []
+        error = self.attempt_to(
+            lambda s: granted.append(take_lease(s, RUN, attempt, "reader", hours * HOUR_S, self.clock)), fault
+        )
+        if granted:
+            assert self.lives[attempt].state == "visible"
+            self.leases[granted[0]] = (attempt, self.clock() + hours * HOUR_S)
+        elif isinstance(error, StoreUnavailable):
+            # A lease that nobody knows of holds all the same, until it expires.
+            for info in self.store.list(names.leases_prefix(RUN)):
+                id = info.key.rsplit("/", 1)[-1].removesuffix(".json")
+                self.leases.setdefault(id, (attempt, self.clock() + hours * HOUR_S))
+
+    @rule(number=pick)
+    def release(self, number: int) -> None:
+        if self.leases:
+            id = sorted(self.leases)[number % len(self.leases)]
+            release_lease(self.store, RUN, id)
+            del self.leases[id]
+
+    @rule(number=pick, name=st.sampled_from(["paper", "demo"]), fault=faults)
+    def pin(self, number: int, name: str, fault: Faults | None) -> None:
+        attempt = self.some(number, "visible", "hidden")
+        if attempt is None:
+            return
+        error = self.attempt_to(lambda s: pin(s, RUN, attempt, name, "me", self.clock), fault)
+        if fault is None:
+            assert (error is None) == (self.lives[attempt].state == "visible")
+        self.lives[attempt].pins = set(pinned(self.store, RUN).get(attempt, ()))
+
+    @rule(number=pick, name=st.sampled_from(["paper", "demo"]))
+    def unpin(self, number: int, name: str) -> None:
+        attempt = self.some(number, "visible", "hidden")
+        if attempt is not None:
+            unpin(self.store, RUN, attempt, name, "me", self.clock)
+            self.lives[attempt].pins.discard(name)
+
+    # Damage, found and repaired.
+
+    @rule(number=pick)
+    def flip(self, number: int) -> None:
+        attempt = self.some(number, "visible")
+        if attempt is not None:
+            key = names.shard_key(RUN, attempt, "shard-00000.ckpt")
+            data = self.store.get(key)
+            self.store.put(key, bytes([data[0] ^ 1]) + data[1:])
+            self.lives[attempt].damaged = not self.lives[attempt].damaged
+
+    @rule(number=pick)
+    def scrub(self, number: int) -> None:
+        attempt = self.some(number, "visible")
+        if attempt is not None:
+            (result,) = scrub(self.store, [self.listed(attempt)], "me", self.clock)
+            assert result.ok == (not self.lives[attempt].damaged)
+            self.lives[attempt].quarantined = not result.ok
+
+    # Time.
+
+    @rule(hours=st.sampled_from([0.1, 2, 25, 24 * 8]))
+    def wait(self, hours: float) -> None:
+        self.clock.now += hours * HOUR_S
+        self.leases = {id: lease for id, lease in self.leases.items() if lease[1] > self.clock()}
+
+    @rule(hours=st.sampled_from([-30, -1, 1, 30, 24 * 30]))
+    def jump(self, hours: float) -> None:
+        """The clock of a collector is wrong: it finds out and deletes nothing."""
+        self.clock.jump_s = hours * HOUR_S
+        try:
+            check_store(self.store, self.clock)
+        except ClockSkew:
+            return
+        finally:
+            self.clock.jump_s = 0.0
+        raise AssertionError("a wrong clock was believed")
+
+    # What must be true after every step.
+
+    @invariant()
+    def what_is_listed_is_whole(self) -> None:
+        listed = list_checkpoints(self.store, RUN)
+        assert {c.attempt for c in listed} == {a for a, life in self.lives.items() if life.state == "visible"}
+        source = StoreSource(self.store, self.clock)
+        for checkpoint in listed:
+            life = self.lives[checkpoint.attempt]
+            assert (checkpoint.state is State.CORRUPT) == life.quarantined
+            if not life.damaged and not life.quarantined:
+                assert verify(source, checkpoint, threads=1).ok, f"{checkpoint.id} is listed and broken"
+
+    @invariant()
+    def the_latest_is_the_highest_step(self) -> None:
+        usable = [life.step for life in self.lives.values() if life.state == "visible" and not life.quarantined]
+        found = next(newest_first(self.store, RUN), None)
+        assert (found.step if found else None) == max(usable, default=None)
+
+    @invariant()
+    def what_is_held_is_there(self) -> None:
+        for attempt, life in self.lives.items():
+            if life.state != "gone" and self.held(attempt):
+                assert list(self.store.list(names.attempt_prefix(RUN, attempt)))
+
+    @precondition(lambda self: self.lives)
+    @invariant()
+    def hidden_is_not_lost(self) -> None:
+        for attempt, life in self.lives.items():
+            if life.state == "hidden":
+                assert len(list(self.store.list(names.attempt_prefix(RUN, attempt)))) >= 3
+
+    def teardown(self) -> None:
+        """In the end, what is not listed has left no byte."""
+        for id in self.leases:
+            release_lease(self.store, RUN, id)
+        for attempt, life in self.lives.items():
+            for name in life.pins:
+                unpin(self.store, RUN, attempt, name, "me", self.clock)
+        for _ in range(3):
+            self.clock.now += TOMBSTONE_KEPT_S + HOUR_S
+            collect(self.store, RUN, self.clock)
+        left = {a.attempt for a in list_checkpoints(self.store, RUN)}
+        assert {Attempt.parse(n) for n in self.store.list_folders(names.attempts_prefix(RUN))} == left
+        for prefix in (names.tombstones_prefix, names.fates_prefix, names.leases_prefix):
+            assert list(self.store.list(prefix(RUN))) == []
+        for prefix in (names.commits_prefix, names.verified_prefix, names.quarantine_prefix):
+            kept = {names.attempt_and_name(info.key)[0] for info in self.store.list(prefix(RUN))}
+            assert kept <= left
+
+
+def names_time(attempt: Attempt) -> float:
+    """When an attempt was named."""
+    from ulid import ULID
+
+    return ULID.from_str(attempt.ulid).timestamp
+
+
+def lives(few: int) -> settings:
+    """How many are tried: as many as CKPTD_LIFE_CYCLES says, or a few."""
+    number = int(os.environ.get("CKPTD_LIFE_CYCLES", few))
+    return settings(max_examples=number, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
