@@ -7,7 +7,7 @@ from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptstore.catalog import list_checkpoints
 from ckptstore.errors import InvalidPolicy
 from ckptstore.policies import read_policies
-from ckptstore.records import PolicySet
+from ckptstore.records import Override, PolicySet, Rules
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 
@@ -66,3 +66,24 @@ def test_a_prune_without_rules_follows_the_policies(folder: Path, filled: Store,
     assert done["grace_s"] == 3600
     assert [c.step for c in list_checkpoints(filled, "gpt")] == [40]
     assert invoke("audit", "--store", folder, "-o", "json").json[0]["reason"] == "policies, version 1"
+
+
+def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
+    def change(*args: object) -> int:
+        return invoke("policy", "set", *args, "--store", folder).code
+
+    assert change() == 2, "no rule"
+    assert change("--keep", 0) == 2, "nothing would stay"
+    assert change("--keep", 5, "--keep-best", "loss:min:3", "--reason", "space") == 0
+    assert change("--run", "w*", "--keep-within", "12h") == 0
+    assert change("--run", "wide", "--keep-every", 1000) == 0
+    assert change("--run", "w*", "--max-bytes", "1GB") == 0
+    found = read_policies(filled)
+    assert found is not None
+    assert found.policies.default == Rules(keep_last=5, keep_best=("loss:min:3",))
+    assert found.policies.overrides == (
+        Override(runs="w*", rules=Rules(max_bytes=10**9)),
+        Override(runs="wide", rules=Rules(keep_every=1000)),
+    )
+    history = invoke("policy", "history", "--store", folder, "-o", "json").json
+    assert [version["reason"] for version in history] == ["", "", "", "space"]

@@ -171,6 +171,8 @@ def test_policies_are_changed(daemon: Daemon, folder: Path, tmp_path: Path) -> N
         (2, "", "anybody"),
         (1, "space", "anybody"),
     ]
+    assert invoke("policy", "set", "--run", "gpt", "--keep", 400, "--url", daemon.url).code == 0
+    assert "keep_last: 400" in invoke("policy", "show", "--run", "gpt", "--store", folder).stdout
 
 
 def test_gc_is_a_job(daemon: Daemon) -> None:

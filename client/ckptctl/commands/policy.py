@@ -6,8 +6,20 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from ckptctl.commands.rules import (
+    KeepBestOption,
+    KeepDailyOption,
+    KeepEveryOption,
+    KeepHourlyOption,
+    KeepOption,
+    KeepWeeklyOption,
+    KeepWithinOption,
+    MaxBytesOption,
+    policy_from,
+)
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptctl.render import Column, Row, Table
 from ckptctl.retention import open_retention
@@ -15,7 +27,7 @@ from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest
 from ckptstore.policies import policy_for, rules_of
-from ckptstore.records import PolicySet, Rules
+from ckptstore.records import Override, PolicySet, Rules
 from ckptstore.wire import MAX_PAGE, PoliciesRequest
 
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
@@ -26,11 +38,18 @@ ExpectOption = Annotated[
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the history.")]
 
 
+_SET_EXAMPLES = """\b
+Examples:
+  ckptctl policy set --keep 5 --keep-every 1000
+  ckptctl policy set --run 'exp-*' --keep 2 --max-bytes 500GB --reason 'the disk is small'"""
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change what is kept of which runs.")
     group.command("show")(show)
     group.command("apply", epilog=_EPILOG)(apply)
+    group.command("set", epilog=_SET_EXAMPLES)(change_rules)
     group.command("clear")(clear)
     group.command("history")(history)
     app.add_typer(group, name="policy")
@@ -73,6 +92,41 @@ def apply(
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read {file}: {error}") from error
     _change(session, parse_policies(text), expect, reason)
+
+
+def change_rules(
+    ctx: typer.Context,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", "-r", metavar="GLOB", help="For these runs, not the default.", show_default=False),
+    ] = None,
+    keep: KeepOption = None,
+    keep_every: KeepEveryOption = 0,
+    keep_hourly: KeepHourlyOption = 0,
+    keep_daily: KeepDailyOption = 0,
+    keep_weekly: KeepWeeklyOption = 0,
+    keep_best: KeepBestOption = None,
+    keep_within: KeepWithinOption = None,
+    max_bytes: MaxBytesOption = None,
+    reason: ReasonOption = "",
+) -> None:
+    """Put other rules in force for some runs, or as the default; all else stays as it is.
+
+    The rules given are all there are for these runs from then on. Of several overrides that match a run, the one set
+    last counts. Refused if somebody else changes the policies in the same moment.
+    """
+    session: Session = ctx.obj
+    policy = policy_from(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
+    if policy is None:
+        raise InvalidRequest("no rule is given", "ckptctl policy set --keep 5; ckptctl policy clear takes all away")
+    body = open_retention(session, "policy set").policies()
+    rules, others = rules_of(policy), body.policies.overrides
+    if run is None:
+        changed = msgspec.structs.replace(body.policies, default=rules)
+    else:
+        overrides = (Override(runs=run, rules=rules), *(override for override in others if override.runs != run))
+        changed = msgspec.structs.replace(body.policies, overrides=overrides)
+    _change(session, changed, body.version, reason)
 
 
 def clear(ctx: typer.Context, expect: ExpectOption = None, reason: ReasonOption = "") -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 
 from ckptctl.commands.listing import STATE_STYLES, short_id
+from ckptctl.commands.rules import (
+    KeepBestOption,
+    KeepDailyOption,
+    KeepEveryOption,
+    KeepHourlyOption,
+    KeepOption,
+    KeepWeeklyOption,
+    KeepWithinOption,
+    MaxBytesOption,
+    policy_from,
+)
 from ckptctl.exits import PartlyDone
 from ckptctl.pruning import open_pruning
 from ckptctl.render import Block, Column, Row, Table
@@ -17,7 +28,6 @@ from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import CheckpointHeld
 from ckptstore.pruning import Prune
-from ckptstore.retention import Best, Policy
 from ckptstore.wire import PruneBody, PruneItem
 
 _EXAMPLES = """\b
@@ -33,27 +43,16 @@ def register(app: typer.Typer) -> None:
     app.command("prune", epilog=_EXAMPLES)(prune)
 
 
-def _count(name: str, text: str) -> Any:
-    return typer.Option(name, metavar="N", help=text, show_default=False)
-
-
 def prune(
     ctx: typer.Context,
-    keep: Annotated[int | None, _count("--keep", "Keep the newest N steps of each run.")] = None,
-    keep_every: Annotated[int, _count("--keep-every", "Keep the first step from each multiple of N on.")] = 0,
-    keep_hourly: Annotated[int, _count("--keep-hourly", "Keep the last of each of the newest N hours.")] = 0,
-    keep_daily: Annotated[int, _count("--keep-daily", "Keep the last of each of the newest N days.")] = 0,
-    keep_weekly: Annotated[int, _count("--keep-weekly", "Keep the last of each of the newest N weeks.")] = 0,
-    keep_best: Annotated[
-        list[str] | None,
-        typer.Option(metavar="METRIC:min|max:N", help="Keep the N best by a metric. Repeatable.", show_default=False),
-    ] = None,
-    keep_within: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Keep what is younger: 90s, 30m, 24h, 7d.", show_default=False)
-    ] = None,
-    max_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Keep no more than this: 500GB, 4GiB.", show_default=False)
-    ] = None,
+    keep: KeepOption = None,
+    keep_every: KeepEveryOption = 0,
+    keep_hourly: KeepHourlyOption = 0,
+    keep_daily: KeepDailyOption = 0,
+    keep_weekly: KeepWeeklyOption = 0,
+    keep_best: KeepBestOption = None,
+    keep_within: KeepWithinOption = None,
+    max_bytes: MaxBytesOption = None,
     run: Annotated[
         str | None, typer.Option("--run", "-r", metavar="GLOB", help="These runs only.", show_default=False)
     ] = None,
@@ -72,19 +71,7 @@ def prune(
     What goes is listed no more at once, and deleted after the grace; until then ckptctl undelete takes it back.
     """
     session: Session = ctx.obj
-    rules = (keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
-    policy = None
-    if any(rule not in (None, 0, []) for rule in rules) or keep is not None:
-        policy = Policy(
-            keep_last=keep or 0,
-            keep_every=keep_every,
-            keep_hourly=keep_hourly,
-            keep_daily=keep_daily,
-            keep_weekly=keep_weekly,
-            keep_best=tuple(map(Best.parse, keep_best or ())),
-            keep_within_s=human.parse_duration(keep_within) if keep_within else 0.0,
-            max_bytes=human.parse_size(max_bytes) if max_bytes else 0,
-        )
+    policy = policy_from(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
     wanted = Prune(policy, run, human.parse_duration(grace) if grace is not None else None)
     _prune(session, wanted, dry_run, yes, force)
 

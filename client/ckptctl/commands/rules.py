@@ -1,0 +1,56 @@
+"""The rules of retention as options, for the commands that take them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ckptstore import human
+from ckptstore.retention import Best, Policy
+
+
+def _count(name: str, text: str) -> Any:
+    return typer.Option(name, metavar="N", help=text, show_default=False)
+
+
+KeepOption = Annotated[int | None, _count("--keep", "Keep the newest N steps of each run.")]
+KeepEveryOption = Annotated[int, _count("--keep-every", "Keep the first step from each multiple of N on.")]
+KeepHourlyOption = Annotated[int, _count("--keep-hourly", "Keep the last of each of the newest N hours.")]
+KeepDailyOption = Annotated[int, _count("--keep-daily", "Keep the last of each of the newest N days.")]
+KeepWeeklyOption = Annotated[int, _count("--keep-weekly", "Keep the last of each of the newest N weeks.")]
+KeepBestOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="METRIC:min|max:N", help="Keep the N best by a metric. Repeatable.", show_default=False),
+]
+KeepWithinOption = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Keep what is younger: 90s, 30m, 24h, 7d.", show_default=False)
+]
+MaxBytesOption = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Keep no more than this: 500GB, 4GiB.", show_default=False)
+]
+
+
+def policy_from(
+    keep: int | None,
+    every: int,
+    hourly: int,
+    daily: int,
+    weekly: int,
+    best: list[str] | None,
+    within: str | None,
+    max_bytes: str | None,
+) -> Policy | None:
+    """The policy that options spell; None without any. Raises InvalidPolicy or InvalidRequest."""
+    if keep is None and not any((every, hourly, daily, weekly, best, within, max_bytes)):
+        return None
+    return Policy(
+        keep_last=keep or 0,
+        keep_every=every,
+        keep_hourly=hourly,
+        keep_daily=daily,
+        keep_weekly=weekly,
+        keep_best=tuple(map(Best.parse, best or ())),
+        keep_within_s=human.parse_duration(within) if within else 0.0,
+        max_bytes=human.parse_size(max_bytes) if max_bytes else 0,
+    )
