@@ -27,6 +27,7 @@ from ckptctl.commands import (
     prune,
     restores,
     scrub,
+    shards,
     show,
     token,
     verify,
@@ -98,6 +99,7 @@ app = typer.Typer(
 for _group in (
     listing,
     show,
+    shards,
     verify,
     scrub,
     prune,

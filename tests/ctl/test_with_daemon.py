@@ -33,7 +33,7 @@ def both(daemon: Daemon, folder: Path, *args: object) -> tuple[Finished, Finishe
 def test_what_there_is(daemon: Daemon, folder: Path) -> None:
     for args in (
         ("ls",), ("ls", "--run", "gpt", "--limit", "3"), ("latest",), ("latest", "--run", "gpt"), ("runs",),
-        ("show", "gpt@30"), ("show", "gpt@latest", "--entries", "model/s*"),
+        ("show", "gpt@30"), ("show", "gpt@latest", "--entries", "model/s*"), ("shards", "gpt@latest"),
         ("verify", "--all"), ("verify", "gpt@20"), ("prune", "--keep", "2", "--dry-run"),
     ):  # fmt: skip
         for output in ("json", "id"):
