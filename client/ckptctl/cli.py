@@ -34,10 +34,9 @@ from ckptctl.commands import (
     watch,
 )
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
-from ckptctl.profiles import load_profiles
 from ckptctl.render import Output, Screen, report_error
 from ckptctl.session import Session
-from ckptctl.target import Target, choose_target
+from ckptctl.target import target_of
 from ckptstore.errors import CkptError, InvalidRequest
 
 _WITH_VALUE = ("--url", "--token", "--store", "--profile", "--output", "-o")
@@ -146,13 +145,8 @@ def _globals(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    names = ("url", "store", "token", "profile")
-    explicit = {name for name in names if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-
-    def choose() -> Target:
-        return choose_target(url, store, token, explicit, lambda: load_profiles().find(profile))
-
-    session = Session(choose, Screen(output, not no_color, quiet))
+    # target_of reads the first four from the context: completion has nothing else.
+    session = Session(lambda: target_of(ctx), Screen(output, not no_color, quiet))
     ctx.obj = session
     ctx.call_on_close(session.close)
 

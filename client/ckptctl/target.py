@@ -8,13 +8,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptctl.profiles import Profile
+import typer
+
+from ckptctl.profiles import Profile, load_profiles
 from ckptstore.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest, StoreReadOnly, StoreUnavailable
 from ckptstore.source import Source, StoreSource, open_source
 from ckptstore.stores.local import LocalStore
 
 _HTTP = ("http://", "https://")
+_OPTIONS = ("url", "store", "token", "profile")
 _LEASE_S = 600.0
 _SLOWEST_BYTES_PER_S = 10 << 20
 
@@ -58,6 +61,16 @@ def choose_target(
     else:
         origin = "--store" if "store" in explicit else "CKPT_STORE"
     return _target(url, store, token, origin)
+
+
+def target_of(ctx: typer.Context) -> Target:
+    """The target that the program's options name. Raises InvalidRequest."""
+    root = ctx.find_root()
+    given = {name: root.params.get(name) for name in _OPTIONS}
+    explicit = {name for name in _OPTIONS if getattr(root.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    return choose_target(
+        given["url"], given["store"], given["token"], explicit, lambda: load_profiles().find(given["profile"])
+    )
 
 
 def _target(url: str | None, store: str | None, token: str | None, origin: str) -> Target:

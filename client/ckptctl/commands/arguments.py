@@ -6,5 +6,13 @@ from typing import Annotated
 
 import typer
 
-RunOption = Annotated[str | None, typer.Option("--run", "-r", metavar="RUN", help="One run only.", show_default=False)]
-CheckpointArgument = Annotated[str, typer.Argument(metavar="ID", help="RUN@STEP, RUN@STEP.ULID or RUN@latest.")]
+from ckptctl.completion import checkpoint_names, run_names
+
+RunOption = Annotated[
+    str | None,
+    typer.Option("--run", "-r", metavar="RUN", help="One run only.", show_default=False, autocompletion=run_names),
+]
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(metavar="ID", help="RUN@STEP, RUN@STEP.ULID or RUN@latest.", autocompletion=checkpoint_names),
+]

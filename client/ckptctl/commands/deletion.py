@@ -65,7 +65,11 @@ def remove(
     session.screen.emit(CheckpointBody.of(found), [found.id], [f"deleted {found.id}{after}"])
 
 
-def take_back(ctx: typer.Context, checkpoint: CheckpointArgument, reason: ReasonOption = "") -> None:
+def take_back(
+    ctx: typer.Context,
+    checkpoint: Annotated[str, typer.Argument(metavar="ID", help="RUN@STEP or RUN@STEP.ULID.")],
+    reason: ReasonOption = "",
+) -> None:
     """Take a deletion back, as long as its grace lasts.
 
     The checkpoint is listed again as it was.

@@ -11,6 +11,7 @@ import typer
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.verify import VerificationBody, verification_blocks
+from ckptctl.completion import checkpoint_names
 from ckptctl.render import Screen
 from ckptctl.session import Session
 from ckptstore import human
@@ -34,7 +35,13 @@ def register(app: typer.Typer) -> None:
 def scrub_checkpoints(
     ctx: typer.Context,
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="This one only, also if it is corrupt.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[ID]",
+            help="This one only, also if it is corrupt.",
+            show_default=False,
+            autocompletion=checkpoint_names,
+        ),
     ] = None,
     run: RunOption = None,
     older: Annotated[

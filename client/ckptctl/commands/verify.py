@@ -10,6 +10,7 @@ import typer
 
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.listing import short_id
+from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
 from ckptctl.target import leased
@@ -52,7 +53,13 @@ def register(app: typer.Typer) -> None:
 def verify(
     ctx: typer.Context,
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="ID", help="RUN@STEP, RUN@STEP.ULID or RUN@latest.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="ID",
+            help="RUN@STEP, RUN@STEP.ULID or RUN@latest.",
+            show_default=False,
+            autocompletion=checkpoint_names,
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints, or all of --run.")] = False,
     run: RunOption = None,

@@ -1,0 +1,40 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import run
+from tests.support.daemons import running_daemon
+
+
+def offered(*words: object) -> list[str]:
+    """What zsh is told when the last word is to be completed, as the script of --install-completion asks for it."""
+    line = " ".join(["ckptctl", *map(str, words)])
+    done = run(env={"_CKPTCTL_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line})
+    assert done.stderr == ""
+    return re.findall('"([^"]*)"', done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("ls", "--run", "g"), ["gpt"]),
+        (("show", "gpt@3"), ["gpt@30"]),
+        (("show", "w"), ["wide@latest", "wide@5"]),
+        (("verify", "gpt@l"), ["gpt@latest"]),
+        (("show", "typo@"), ["typo@latest"]),
+    ],
+)
+def test_names_in_the_store_are_offered(folder: Path, words: tuple[str, ...], names: list[str]) -> None:
+    assert offered("--store", folder, *words) == names
+
+
+def test_names_are_offered_through_a_daemon(folder: Path) -> None:
+    with running_daemon(folder.as_uri()) as daemon:
+        assert offered("--url", daemon.url, "pin", "gpt@1") == ["gpt@10"]
+
+
+def test_nothing_is_offered_when_nobody_answers(tmp_path: Path) -> None:
+    assert offered("--store", tmp_path / "gone", "ls", "--run", "g") == []
+    assert offered("--url", "http://127.0.0.1:1", "show", "gpt@") == []
+    assert offered("show", "gpt@") == []
