@@ -77,6 +77,8 @@ def test_attempts_that_are_refused(text: str) -> None:
 
 def test_references() -> None:
     assert Reference.parse("gpt@latest") == Reference("gpt", None)
+    for text in ("gpt@latest", "gpt@5", names.checkpoint_id("gpt", Attempt(5, new_ulid(0)))):
+        assert str(Reference.parse(text)) == text
     assert Reference.parse("gpt.2@17") == Reference("gpt.2", 17)
     for text in ("gpt", "gpt@", "@1", "gpt@-1", f"gpt@latest.{ULID}", "../x@1", "gpt@1.short", "gpt@1@2", "a/b@1"):
         with pytest.raises(InvalidName):
