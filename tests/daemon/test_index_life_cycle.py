@@ -86,15 +86,19 @@ class IndexLifeCycle(LifeCycle):
     def __init__(self, database: Database) -> None:
         super().__init__()
         self.database = database
+        self.index = Index(database)
         self.other = write_checkpoint(self.store, OTHER, arrays={}, clock=self.clock)
         self.clock.now += 1
         self.lose()
 
     def lose(self) -> None:
         """The index is deleted, and the daemons start."""
-        index = Index(self.database)
-        index.drop_runs(index.versions())
+        self.index.drop_runs(self.index.versions())
         self.daemons = [Daemon(self.store, self.database, self.clock) for _ in range(2)]
+
+    def indexed(self) -> list[Checkpoint]:
+        """What stands in the index, whether or not a daemon would believe it."""
+        return Listing(self.database).page(Filter(run=RUN), Sort.RUN, None, 1000).checkpoints
 
     def act(self, what: str, number: int, grace_s: float) -> None:
         """What others do while a daemon is looking."""
@@ -140,11 +144,14 @@ class IndexLifeCycle(LifeCycle):
         """Something happens, and the other daemon may learn of it, in the middle of a look."""
         daemon, other = self.daemons[which], self.daemons[1 - which]
         attempt = self.some(number, "visible", "hidden", "gone")
+        versions: list[int] = []
 
         def happen() -> None:
             self.act(what, number, grace_s)
             if shared:
+                versions.append(self.index.version(RUN))
                 other.synchronizing.sync_run(RUN)
+                versions.append(self.index.version(RUN))
 
         work: dict[str, Callable[[], Any]] = {
             "round": daemon.round,
@@ -153,6 +160,9 @@ class IndexLifeCycle(LifeCycle):
             "reindex": daemon.synchronizing.reindex,
         }
         daemon.disturbed(at, happen, work[how])
+        if len(set(versions)) == 2:
+            # What the other one wrote is newer than anything that was read before.
+            assert _by_attempt(self.indexed()) == _by_attempt(list_checkpoints(self.store, RUN))
         self.look(number % 2)
 
     @rule(which=st.integers(0, 1), number=pick)
@@ -210,8 +220,7 @@ class IndexLifeCycle(LifeCycle):
     @invariant()
     def nothing_is_made_up(self) -> None:
         """However old an index is."""
-        listed = Listing(self.database).page(Filter(run=RUN), Sort.RUN, None, 1000).checkpoints
-        assert {checkpoint.attempt for checkpoint in listed} <= self.lives.keys()
+        assert {checkpoint.attempt for checkpoint in self.indexed()} <= self.lives.keys()
 
     def teardown(self) -> None:
         """What was swept is gone from the index as well."""
