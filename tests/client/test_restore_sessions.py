@@ -121,9 +121,13 @@ def test_a_corrupt_checkpoint_fails_its_session_and_the_next_one_is_restored(job
 class LyingOnce(CountingStore):
     """Gives wrong bytes of the first stretch of a shard that is read, the first time."""
 
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._lies = iter([True])
+
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         count = super().read_into(key, offset, buffer)
-        if [read[0].endswith(".ckpt") for read in self.reads].count(True) == 1:
+        if key.endswith(".ckpt") and next(self._lies, False):  # several ranks may be reading at once
             buffer[count // 2] ^= 1
         return count
 
