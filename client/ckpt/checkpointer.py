@@ -102,12 +102,11 @@ class Checkpointer:
         """Copy the state to host memory and return; it becomes durable in the background.
 
         model: any module, under any parallelism whose parameters are replicas, DTensors (fully_shard, tensor
-        parallel), FSDP1's, or this rank's alone (pipeline stages, experts) under names of
-        their own; or several chunks of one. optim: an optimizer, or a sequence or mapping of them. Either may
-        be None. grads: also keep the gradients, for a save in the middle of
-        an accumulation window. metrics: numbers for listings and retention; those that are not finite are left
-        out with a warning. extras: further modules (EMA), objects with state_dict/load_state_dict, or plain
-        data; all but modules are kept per rank. RNG state is always kept.
+        parallel), FSDP1's, or this rank's alone (pipeline stages, experts) under names of their own; or several
+        chunks of one. optim: an optimizer, or a sequence or mapping of them. Either may be None. grads: also keep
+        the gradients, for a save in the middle of an accumulation window. metrics: numbers for listings and
+        retention; those that are not finite are left out with a warning. extras: further modules (EMA), objects
+        with state_dict/load_state_dict, or plain data; all but modules are kept per rank. RNG state is always kept.
 
         On return the state may change, and the snapshot is durable soon even if this process is killed
         (writer="process"). Under a process group every rank calls it with the same step; the first call

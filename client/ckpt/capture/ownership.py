@@ -22,8 +22,6 @@ import msgspec
 from ckpt.capture.parts import Part
 from ckptstore.errors import LayoutChanged, UnsupportedObject
 
-_SHOWN = 4
-
 
 class Unit(msgspec.Struct, frozen=True, array_like=True):
     """What one rank says of one parameter or buffer that it holds some of."""
