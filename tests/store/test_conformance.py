@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from functools import partial
 from pathlib import Path
 
@@ -171,6 +172,30 @@ def test_a_listing_tells_sizes_and_times(store: Store) -> None:
 
 
 @every_store
+def test_memory_is_listed_while_others_write_and_delete() -> None:
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    for i in range(300):
+        store.put(f"runs/{i:03}/stays", b"x")
+
+    def write(thread: int) -> None:
+        for i in range(500):
+            key = f"runs/{thread}/{i}"
+            store.put(key, b"x")
+            store.delete_many([key])
+
+    def look() -> None:
+        for _ in range(50):
+            assert sum(info.key.endswith("stays") for info in store.list("runs/")) == 300
+            assert set(store.list_folders("runs/")) >= {f"{i:03}" for i in range(300)}
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        assert race(partial(write, 1000), look, partial(write, 2000), look) == [None] * 4
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_deleting_is_idempotent(store: Store) -> None:
     for key in ("run/a", "run/b", "run/c"):
         store.put(key, b"x")

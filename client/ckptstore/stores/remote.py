@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import Any
 
@@ -18,9 +19,10 @@ from ckptstore.stores.failures import store_errors
 _MIN_PART_BYTES = 32 << 20
 _MAX_PARTS = 9_000  # S3 takes 10,000
 
-# fsspec's memory file system checks and then writes; one lock makes that one step, and its
-# objects are visible to this process only.
-_MEMORY_LOCK = threading.Lock()
+# fsspec's memory file system checks and then writes, and lists a dictionary that others change
+# meanwhile; one lock makes each a single step. Its objects are visible to this process only.
+_MEMORY_LOCK = threading.RLock()
+_NO_LOCK = nullcontext()
 
 
 class FsspecStore(Store):
@@ -37,24 +39,21 @@ class FsspecStore(Store):
         self.url = url.rstrip("/")
         # One URL means another place at another endpoint. The token is a hash of all options.
         self.identity = f"{self.url} {fs._fs_token}"
-        self._in_memory = "memory" in _protocols(fs)
-        self.shared_between_processes = not self._in_memory
-        self.creates_by_itself = self._in_memory
+        in_memory = "memory" in _protocols(fs)
+        self._lock: AbstractContextManager[Any] = _MEMORY_LOCK if in_memory else _NO_LOCK
+        self.shared_between_processes = not in_memory
+        self.creates_by_itself = in_memory
 
     def put(self, key: str, data: Buffer) -> None:
         """One PUT."""
-        with store_errors("write", self.object_url(key)):
+        with self._lock, store_errors("write", self.object_url(key)):
             self._fs.pipe_file(self._path(key), bytes(data))
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         """One conditional PUT."""
-        with store_errors("create", self.object_url(key)):
+        with self._lock, store_errors("create", self.object_url(key)):
             try:
-                if self._in_memory:
-                    with _MEMORY_LOCK:
-                        self._fs.pipe_file(self._path(key), bytes(data), mode="create")
-                else:
-                    self._fs.pipe_file(self._path(key), bytes(data), mode="create")
+                self._fs.pipe_file(self._path(key), bytes(data), mode="create")
             except OSError as error:
                 # 412 and 409 arrive as FileExistsError, EINVAL or EBUSY, depending on what the
                 # server's reply says beside its status.
@@ -67,20 +66,20 @@ class FsspecStore(Store):
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """A multipart upload where the service has them."""
         part_bytes = max(_MIN_PART_BYTES, -(-size_hint // _MAX_PARTS))
-        with store_errors("write", self.object_url(key)):
+        with self._lock, store_errors("write", self.object_url(key)):
             file = self._fs.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
-        return _FsspecWriter(file, self.object_url(key))
+        return _FsspecWriter(file, self.object_url(key), self._lock)
 
     def get(self, key: str) -> bytes:
         """One GET."""
-        with store_errors("read", self.object_url(key)):
+        with self._lock, store_errors("read", self.object_url(key)):
             return bytes(self._fs.cat_file(self._path(key)))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """One ranged GET, copied into the buffer."""
         if not len(buffer):
             return 0
-        with store_errors("read", self.object_url(key)):
+        with self._lock, store_errors("read", self.object_url(key)):
             try:
                 data = self._fs.cat_file(self._path(key), start=offset, end=offset + len(buffer))
             except OSError as error:
@@ -93,12 +92,12 @@ class FsspecStore(Store):
 
     def size(self, key: str) -> int:
         """One HEAD."""
-        with store_errors("look at", self.object_url(key)):
+        with self._lock, store_errors("look at", self.object_url(key)):
             return int(self._fs.size(self._path(key)))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """A recursive listing, page by page underneath."""
-        with store_errors("list", self.object_url(prefix)):
+        with self._lock, store_errors("list", self.object_url(prefix)):
             try:
                 found = self._fs.find(self._path(prefix).rstrip("/"), detail=True)
             except FileNotFoundError:
@@ -111,7 +110,7 @@ class FsspecStore(Store):
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         """One level of a listing."""
-        with store_errors("list", self.object_url(prefix)):
+        with self._lock, store_errors("list", self.object_url(prefix)):
             try:
                 found = self._fs.ls(self._path(prefix).rstrip("/"), detail=True)
             except FileNotFoundError:
@@ -121,7 +120,7 @@ class FsspecStore(Store):
     def delete_many(self, keys: Iterable[str]) -> None:
         """One DELETE per object: bulk deletes hide which key failed, and some servers refuse them."""
         for key in keys:
-            with store_errors("delete", self.object_url(key)):
+            with self._lock, store_errors("delete", self.object_url(key)):
                 try:
                     self._fs.rm_file(self._path(key))
                 except FileNotFoundError:
@@ -132,7 +131,7 @@ class FsspecStore(Store):
         if "s3" not in _protocols(self._fs):
             return 0
         bucket, _, folder = self._path(prefix).partition("/")
-        with store_errors("abort uploads in", self.object_url(prefix)):
+        with self._lock, store_errors("abort uploads in", self.object_url(prefix)):
             aborted = 0
             position: dict[str, str] = {}
             while True:
@@ -155,7 +154,7 @@ class FsspecStore(Store):
         """Signed here, without asking the service; for S3."""
         if "s3" not in _protocols(self._fs):
             return None
-        with store_errors("sign a URL of", self.object_url(key)):
+        with self._lock, store_errors("sign a URL of", self.object_url(key)):
             return str(self._fs.sign(self._path(key), expiration=max(1, round(seconds))))
 
     def _exists(self, key: str) -> bool:
@@ -169,18 +168,19 @@ class FsspecStore(Store):
 
 
 class _FsspecWriter(ObjectWriter):
-    def __init__(self, file: Any, url: str) -> None:
+    def __init__(self, file: Any, url: str, lock: AbstractContextManager[Any]) -> None:
         self._file = file
         self._url = url
+        self._lock = lock
         self._bytes = 0
 
     def write(self, data: Buffer) -> None:
-        with store_errors("write", self._url):
+        with self._lock, store_errors("write", self._url):
             self._file.write(data)
         self._bytes += memoryview(data).nbytes
 
     def commit(self) -> None:
-        with store_errors("write", self._url):
+        with self._lock, store_errors("write", self._url):
             try:
                 self._file.close()
                 self._file.commit()
@@ -204,7 +204,8 @@ class _FsspecWriter(ObjectWriter):
             pass  # the service's life-cycle rule for unfinished uploads has the last word
         try:
             # The memory file system shows objects from the start; a commit whose reply was lost has happened.
-            self._file.fs.rm_file(self._file.path)
+            with self._lock:
+                self._file.fs.rm_file(self._file.path)
         except Exception:
             pass  # an object without a receipt is collected with its attempt
 
