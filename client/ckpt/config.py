@@ -29,8 +29,8 @@ class Config:
     """Whether a saver process or threads of the trainer encode and upload."""
     slots: int = 2
     """Snapshots in host memory at most, each one state size."""
-    compress: Literal["fast", "off"] = "fast"
-    """fast: float-split and zstd, lossless; off: bytes as they are."""
+    compress: Literal["off", "fast", "max"] = "fast"
+    """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless."""
     commit_timeout_s: float = 1800.0
     """How long a committer waits for the receipts of all ranks."""
     settle_timeout_s: float = 120.0
@@ -52,8 +52,8 @@ class Config:
             raise InvalidRequest("no store and no daemon are given", "Pass store= or set CKPT_STORE, or CKPTD_URL")
         if self.writer not in ("process", "thread"):
             raise InvalidRequest(f"writer {self.writer!r} is unknown", "Use 'process' or 'thread'")
-        if self.compress not in ("fast", "off"):
-            raise InvalidRequest(f"compress {self.compress!r} is unknown", "Use 'fast' or 'off'")
+        if self.compress not in ("off", "fast", "max"):
+            raise InvalidRequest(f"compress {self.compress!r} is unknown", "Use 'off', 'fast' or 'max'")
         if self.share not in ("auto", "broadcast", "daemon", "none"):
             raise InvalidRequest(f"share {self.share!r} is unknown", "Use 'auto', 'broadcast', 'daemon' or 'none'")
         if self.share == "daemon" and self.daemon is None:

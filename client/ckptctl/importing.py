@@ -14,6 +14,7 @@ from ckptstore import names
 from ckptstore.boxes import Box
 from ckptstore.catalog import Checkpoint, find, from_outcome
 from ckptstore.clock import Clock
+from ckptstore.codings import fast
 from ckptstore.commit import StoredReceipt, commit_attempt
 from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
 from ckptstore.errors import InvalidRequest, NoCheckpoint
@@ -111,7 +112,7 @@ def _encode(placed: Sequence[Placed], reads: Mapping[tuple[str, Box], Read]) -> 
             if low < high:
                 read = reads[place.slice.entry, place.slice.box]
                 read(low - place.at, raw[low - span.at : high - span.at])
-        return encode_chunk(raw, ChunkSpan(0, span.bytes, span.dtype), compress=True)
+        return encode_chunk(raw, ChunkSpan(0, span.bytes, span.dtype), fast(span.dtype))
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-import") as pool:
         waiting: deque[Future[EncodedChunk]] = deque()

@@ -15,7 +15,8 @@ import numpy as np
 
 from ckptstore import boxes
 from ckptstore.boxes import Box
-from ckptstore.codecs import Buffer, best_codec, encode
+from ckptstore.codecs import Buffer, encode
+from ckptstore.codings import Coding
 from ckptstore.columns import column
 from ckptstore.documents import Chunks, Entries, Slices, digest
 from ckptstore.dtypes import ITEM_BYTES
@@ -135,9 +136,9 @@ def _even_cuts(piece: Slice) -> list[int]:
     return [(row - first) * row_bytes for row in sorted(ends)]
 
 
-def encode_chunk(raw: memoryview, span: ChunkSpan, compress: bool) -> EncodedChunk:
+def encode_chunk(raw: memoryview, span: ChunkSpan, coding: Coding) -> EncodedChunk:
     """Encode and hash one chunk of a raw stream. The result may alias `raw`."""
-    codec, parts = encode(best_codec(span.dtype) if compress else "raw", raw[span.at : span.at + span.bytes])
+    codec, parts = encode(coding.codec, raw[span.at : span.at + span.bytes], coding.level)
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     return EncodedChunk(data, span.bytes, len(data), codec, digest(data))
 

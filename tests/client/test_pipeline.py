@@ -23,7 +23,7 @@ RAW = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32).data.ca
 
 def setup(store: Store, rank: int = 0, world_size: int = 1, timeout: float = 20.0) -> Setup:
     return Setup(
-        store=store.url, options={}, run="r", rank=rank, world_size=world_size, compress=True,
+        store=store.url, options={}, run="r", rank=rank, world_size=world_size, compress="fast",
         commit_timeout_s=timeout, daemon=None, token=None,
     )  # fmt: skip
 

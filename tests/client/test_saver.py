@@ -26,7 +26,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
     store = open_store(str(tmp_path))
     attempt = Attempt(3, new_ulid(system_clock()))
     setup = Setup(
-        store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress=False, commit_timeout_s=60.0,
+        store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress="off", commit_timeout_s=60.0,
         daemon=None, token=None,
     )  # fmt: skip
     job = Job(

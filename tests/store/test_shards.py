@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore.codings import Coding
 from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.shards import CHUNK_BYTES, Slice, encode_chunk, place_slices, plan_chunks, raw_bytes
 
@@ -87,7 +88,7 @@ def test_large_slices_are_cut_where_halves_quarters_and_eighths_end() -> None:
 def test_raw_chunks_are_not_copied() -> None:
     raw = bytearray(b"x" * 64)
     (span,) = plan_chunks(place_slices([Slice.whole("a", "float32", (16,))]))
-    chunk = encode_chunk(memoryview(raw), span, compress=False)
+    chunk = encode_chunk(memoryview(raw), span, Coding("raw"))
     assert (chunk.codec, chunk.raw, chunk.stored) == ("raw", 64, 64)
     raw[0] = 0
     assert bytes(chunk.data)[0] == 0

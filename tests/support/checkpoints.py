@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import Clock, system_clock
+from ckptstore.codings import fast
 from ckptstore.commit import StoredReceipt, commit_attempt
 from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
 from ckptstore.names import Attempt, new_ulid
@@ -47,7 +48,7 @@ def write_rank(
     raw = bytearray(raw_bytes(placed))
     for place in placed:
         raw[place.at : place.at + place.slice.bytes] = np.ascontiguousarray(arrays[place.slice.entry]).tobytes()
-    chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
+    chunks = [encode_chunk(memoryview(raw), span, fast(span.dtype)) for span in plan_chunks(placed)]
     shards = []
     if placed:
         with store.open_writer(names.shard_key(run, attempt, names.shard_name(rank)), len(raw)) as writer:

@@ -10,6 +10,7 @@ import torch
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import system_clock
+from ckptstore.codings import fast
 from ckptstore.commit import StoredReceipt, commit_attempt
 from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
 from ckptstore.names import Attempt, new_ulid
@@ -51,7 +52,7 @@ def write_entries(
     attempt = Attempt(1, new_ulid(system_clock()))
     placed = place_slices(entries)
     raw = np.random.default_rng(1).bytes(sum(entry.bytes for entry in entries))
-    chunks = [encode_chunk(memoryview(raw), span, compress=True) for span in plan_chunks(placed)]
+    chunks = [encode_chunk(memoryview(raw), span, fast(span.dtype)) for span in plan_chunks(placed)]
     with store.open_writer(names.shard_key("r", attempt, "shard-00000.ckpt")) as writer:
         for chunk in chunks:
             writer.write(chunk.data)

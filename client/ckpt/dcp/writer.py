@@ -22,10 +22,11 @@ from torch.futures import Future
 
 from ckpt.dcp.naming import nest, parse_checkpoint_id
 from ckpt.dcp.share import Share
-from ckpt.saving.encode import encode_stream
+from ckpt.saving.encode import encode_by, encode_stream
 from ckpt.saving.upload import upload_shard
 from ckptstore import names
 from ckptstore.clock import system_clock
+from ckptstore.codings import POLICIES
 from ckptstore.commit import StoredReceipt, commit_attempt, read_receipt
 from ckptstore.documents import FORMAT, JSON, Content, Receipt, Shard, seal
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
@@ -49,8 +50,8 @@ class StorageWriter(TorchStorageWriter):
     """Writes what `dcp.save` and `dcp.async_save` save as checkpoints of a run.
 
     store: its URL, or a Store. step: of the checkpoint; DCP's `checkpoint_id` sets it anew for each save: a step, a
-    path that ends in one ("outputs/step-1000"), or RUN@STEP. compress: "fast" or "off". options: of the fsspec file
-    system.
+    path that ends in one ("outputs/step-1000"), or RUN@STEP. compress: "off", "fast" or "max". options: of the fsspec
+    file system.
 
     When dcp.save returns, the checkpoint is durable and committed, and its id is in the `storage_meta` of what dcp.save
     returns; if it raises, on any rank, nothing was committed (unless the store broke down during the commit itself).
@@ -64,16 +65,16 @@ class StorageWriter(TorchStorageWriter):
         run: str,
         step: int | None = None,
         *,
-        compress: Literal["fast", "off"] = "fast",
+        compress: Literal["off", "fast", "max"] = "fast",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if compress not in ("fast", "off"):
-            raise InvalidRequest(f"compress {compress!r} is unknown", "Use 'fast' or 'off'")
+        if compress not in POLICIES:
+            raise InvalidRequest(f"compress {compress!r} is unknown", "Use 'off', 'fast' or 'max'")
         self._location = store
         self._options = options
         self._run = check_run(run)
         self._step = None if step is None else check_step(step)
-        self._compress = compress == "fast"
+        self._encode = encode_by(POLICIES[compress])
         self._is_coordinator = False
         self._plans: dict[int, SavePlan] = {}
         self._share: tuple[Assignment, Content] | None = None
@@ -130,7 +131,7 @@ class StorageWriter(TorchStorageWriter):
                 store,
                 names.shard_key(assignment.run, assignment.attempt, name),
                 raw_bytes(share.placed),
-                encode_stream(share.chunks(), self._compress),
+                encode_stream(share.chunks(), self._encode),
                 lambda _: None,
             )
             shards = [Shard(name=name, rank=assignment.rank, chunks=uploaded.chunks)]

@@ -29,7 +29,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     run: str
     rank: int
     world_size: int
-    compress: bool
+    compress: str
     commit_timeout_s: float
     daemon: str | None
     token: str | None

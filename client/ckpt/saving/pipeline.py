@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.saving.commit import commit, write_receipt
-from ckpt.saving.encode import encode_chunks
+from ckpt.saving.encode import encode_by, encode_chunks
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
 from ckpt.saving.notify import Notifier
 from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.arbitration import arbitrated
 from ckptstore.clock import Clock, system_clock
+from ckptstore.codings import POLICIES
 from ckptstore.commit import StoredReceipt
 from ckptstore.documents import seal
 from ckptstore.errors import CkptError
@@ -108,7 +109,7 @@ class SavePipeline:
             self._store,
             key,
             raw_bytes(placed),
-            encode_chunks(raw, plan_chunks(placed), setup.compress),
+            encode_chunks(raw, plan_chunks(placed), encode_by(POLICIES[setup.compress])),
             lambda done: self._report(Progress(job.number, done)),
         )
 
