@@ -1,42 +1,76 @@
-"""python -m bench NAME [--quick] [--json FILE]: a table, then one line of JSON with the verdict."""
+"""python -m bench NAME [--quick] [--json FILE]: tables, then one line of JSON with the verdict.
+
+`python -m bench all [--quick]` runs every benchmark in a process of its own, keeps the verdicts under bench/results and
+writes the table in bench/README.md anew.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench import codec, daemon_read, index, plan, stall
 from bench.report import Report
 
-BENCHES = {
-    "stall": stall.measure,
-    "codec": codec.measure,
-    "plan": plan.measure,
-    "daemon-read": daemon_read.measure,
-    "index": index.measure,
-}
+BENCHES = (
+    "stall",
+    "slowdown",
+    "durable-disk",
+    "durable-s3",
+    "restore-cold",
+    "restore-warm",
+    "restore-s3",
+    "replicas",
+    "size",
+    "codec",
+    "references",
+    "memory",
+    "plan",
+    "daemon-read",
+    "index",
+)
+"""Each is a module with `measure(quick) -> Report`, imported only when it is run."""
 
 
 def main() -> None:
-    """Run one benchmark."""
+    """Run one benchmark, or all of them."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("name", choices=BENCHES)
+    parser.add_argument("name", choices=[*BENCHES, "all"])
     parser.add_argument("--quick", action="store_true", help="less data: to see that it runs, not to quote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the line of JSON to a file as well")
     args = parser.parse_args()
-    report: Report = BENCHES[args.name](args.quick)
-    table = Table(*report.columns, title=f"{report.bench}: {report.what}", title_justify="left")
-    for row in report.rows:
-        table.add_row(*row)
-    Console().print(table)
-    line = json.dumps(report.verdict())
+    if args.name == "all":
+        from bench.collection import run_all
+
+        sys.exit(run_all(BENCHES, args.quick))
+    module = importlib.import_module("bench." + args.name.replace("-", "_"))
+    report: Report = module.measure(args.quick)
+    show(report)
+    line = json.dumps(report.verdict() | {"quick": args.quick})
     if args.json:
         args.json.write_text(line + "\n")
     print(line)
+
+
+def show(report: Report) -> None:
+    """For people."""
+    console = Console()
+    table = Table(*report.columns, title=f"{report.bench}: {report.what}", title_justify="left")
+    for row in report.rows:
+        table.add_row(*row)
+    console.print(table)
+    goals = Table("", "ratio", "goal", "")
+    for goal in report.goals:
+        name = f"{goal.name} / {goal.vs}" if goal.vs else goal.name
+        goals.add_row(name, f"{goal.ratio:.4g}", f"{goal.direction} {goal.goal:g}", "reached" if goal.ok else "missed")
+    console.print(goals)
+    for peer, problem in report.problems.items():
+        console.print(f"{peer} did not run: {problem}", markup=False)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,93 @@
-"""What a benchmark found."""
+"""What a benchmark found: a table for people, and a verdict for machines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A ratio that was measured, and where it should be."""
+
+    name: str
+    """What is measured, such as "overlap"."""
+    vs: str
+    """What it is measured against, such as "memcpy"."""
+    ratio: float
+    goal: float
+    direction: Literal["at most", "at least"]
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is reached; a ratio that could not be measured is not."""
+        if math.isnan(self.ratio):
+            return False
+        return self.ratio <= self.goal if self.direction == "at most" else self.ratio >= self.goal
+
+    def document(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "vs": self.vs,
+            "ratio": _number(self.ratio),
+            "goal": self.goal,
+            "direction": self.direction,
+            "ok": self.ok,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A table for people, and a verdict for machines: the ratio must not exceed the goal."""
+    """The first goal is the headline. All must be reached."""
 
     bench: str
     what: str
+    """Of what, how often, on what."""
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    ratio: float
-    goal: float
-    also_ok: bool = True
-    """Further conditions, shown in the table or in `facts`."""
-    facts: dict[str, float] = field(default_factory=dict)
+    """Limit, peers, ours."""
+    goals: Sequence[Goal]
+    limit: float | None = None
+    """What the machine can do at best, in the unit of `peers`."""
+    peers: Mapping[str, float] = field(default_factory=dict)
+    """What others need for the same."""
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Peers that do not install or run, and why."""
+    state_bytes: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Further numbers."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all goals are reached."""
+        return all(goal.ok for goal in self.goals)
 
     def verdict(self) -> dict[str, object]:
         """One JSON object."""
-        ok = self.ratio <= self.goal and self.also_ok
-        return {"bench": self.bench, "ratio": round(self.ratio, 4), "goal": self.goal, "ok": ok, **self.facts}
+        headline = self.goals[0]
+        return {
+            "bench": self.bench,
+            "ratio": _number(headline.ratio),
+            "vs": headline.vs,
+            "goal": headline.goal,
+            "direction": headline.direction,
+            "ok": self.ok,
+            "limit": None if self.limit is None else _number(self.limit),
+            "peers": {name: _number(value) for name, value in self.peers.items()},
+            "problems": dict(self.problems),
+            "state_bytes": self.state_bytes,
+            "goals": [goal.document() for goal in self.goals],
+            "facts": {name: _rounded(value) for name, value in self.facts.items()},
+        }
+
+
+def _rounded(value: Any) -> Any:
+    return _number(value) if isinstance(value, float) else value
+
+
+def _number(value: float) -> float | None:
+    """Four significant digits: there are no more in a measurement. JSON knows no infinity."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
