@@ -56,6 +56,7 @@ class Checkpointer:
         writer: Literal["process", "thread"] = "process",
         slots: int = 2,
         compress: Literal["off", "fast", "max"] = "fast",
+        cpu_budget: float | None = None,
         commit_timeout_s: float = 1800.0,
         settle_timeout_s: float = 120.0,
         peer_timeout_s: float = 600.0,
@@ -66,8 +67,8 @@ class Checkpointer:
         """See ckpt.config.Config for each argument. Raises InvalidName, InvalidRequest or UnknownScheme."""
         self.config: Config = configure(
             store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots, compress=compress,
-            commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s, peer_timeout_s=peer_timeout_s,
-            daemon_timeout_s=daemon_timeout_s, spread=spread, share=share,
+            cpu_budget=cpu_budget, commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s,
+            peer_timeout_s=peer_timeout_s, daemon_timeout_s=daemon_timeout_s, spread=spread, share=share,
         )  # fmt: skip
         self._source: Source = open_source(
             self.config.source, self.config.token, self.config.options, patience_s=self.config.daemon_timeout_s
@@ -242,6 +243,7 @@ class Checkpointer:
                 commit_timeout_s=self.config.commit_timeout_s,
                 daemon=self.config.daemon,
                 token=self.config.token,
+                cpu_budget=self.config.cpu_budget,
             )
             self._client = SaveClient(setup, self.config.in_process, self.config.slots)
         return self._client

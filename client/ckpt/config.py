@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ class Config:
     """Snapshots in host memory at most, each one state size."""
     compress: Literal["off", "fast", "max"] = "fast"
     """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless."""
+    cpu_budget: float | None = None
+    """Share of one core that the saver process keeps to, 0.5 for half of one; None: what is left by others. It does not
+    apply to writer="thread"."""
     commit_timeout_s: float = 1800.0
     """How long a committer waits for the receipts of all ranks."""
     settle_timeout_s: float = 120.0
@@ -60,6 +64,8 @@ class Config:
             raise InvalidRequest("share='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
         if self.peer_timeout_s <= 0:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
+        if self.cpu_budget is not None and not 0 < self.cpu_budget < math.inf:
+            raise InvalidRequest(f"cpu_budget {self.cpu_budget} is not positive", "Give cores, such as 0.5")
         if self.slots < 1:
             raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
 

@@ -165,6 +165,7 @@ def _tell(handle: SaveHandle, report: Report) -> None:
             queue_s=report.queue_s,
             encode_s=report.encode_s,
             upload_s=report.upload_s,
+            cpu_s=report.cpu_s,
             stored_bytes=report.stored_bytes,
         )
     elif isinstance(report, Done):

@@ -26,6 +26,8 @@ class Timings:
     upload_s: float = 0.0
     commit_s: float = 0.0
     """From this rank's receipt to the commit of all ranks."""
+    cpu_s: float = 0.0
+    """CPU time of the saver process from the end of the queue until the shard was durable; 0 with writer="thread"."""
     raw_bytes: int = 0
     stored_bytes: int = 0
 

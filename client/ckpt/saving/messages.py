@@ -33,6 +33,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     commit_timeout_s: float
     daemon: str | None
     token: str | None
+    cpu_budget: float | None = None
+    """Of one core, for a saver process."""
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +96,7 @@ class Released(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     encode_s: float
     upload_s: float
     queue_s: float
+    cpu_s: float
     stored_bytes: int
 
 

@@ -1,7 +1,7 @@
 """The stages behind the training thread, joined: encode, upload, receipt, commit. No torch.
 
-Jobs are encoded and uploaded one after the other, in order; waiting for other ranks happens in a
-second thread, so that it never delays the next upload.
+Jobs are uploaded one after the other, in order, and encoding runs ahead of that. Waiting for other ranks happens in a
+thread of its own, so that it never delays the next upload.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.saving.commit import commit, write_receipt
-from ckpt.saving.encode import encode_by, encode_chunks
+from ckpt.saving.encode import Encoder, Encoding, encode_by
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
 from ckpt.saving.notify import Notifier
+from ckpt.saving.pace import Pace
 from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.arbitration import arbitrated
@@ -34,10 +35,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A job and the bytes it is about."""
+    """A job, and its chunks on their way."""
 
     job: Job
-    raw: memoryview
+    placed: list[Placed]
+    encoding: Encoding
     received_at: float
 
 
@@ -48,8 +50,14 @@ class SavePipeline:
     """
 
     def __init__(
-        self, store: Store, setup: Setup, report: Callable[[Report], None], clock: Clock = system_clock
+        self,
+        store: Store,
+        setup: Setup,
+        report: Callable[[Report], None],
+        clock: Clock = system_clock,
+        own_process: bool = False,
     ) -> None:
+        """own_process: nothing else runs in this process, so that its CPU time is that of the saves."""
         # Where the store lets several committers win, the daemon decides.
         self._store = arbitrated(store, setup.daemon, setup.token)
         self._setup = setup
@@ -58,12 +66,18 @@ class SavePipeline:
         # Rank 0 commits for all, so it tells for all.
         tells = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(tells, setup.token) if tells is not None else None
+        self._own_process = own_process
+        self._encoder = Encoder(Pace(setup.cpu_budget if own_process else None))
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
     def submit(self, job: Job, raw: memoryview) -> None:
         """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
-        self._uploads.submit(self._upload, _Snapshot(job, raw, time.perf_counter()))
+        received_at = time.perf_counter()
+        placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
+        chunks = ((raw, span) for span in plan_chunks(placed))
+        encoding = self._encoder.begin(chunks, encode_by(POLICIES[self._setup.compress]))
+        self._uploads.submit(self._upload, _Snapshot(job, placed, encoding, received_at))
 
     def finish_uploads(self) -> None:
         """Return when this rank has done its part of every job: nothing is read from the slots any more."""
@@ -72,6 +86,7 @@ class SavePipeline:
     def close(self) -> None:
         """Return when every submitted job is committed or has failed."""
         self.finish_uploads()
+        self._encoder.close()
         self._commits.shutdown(wait=True)
         if self._notifier is not None:
             self._notifier.close()
@@ -79,7 +94,8 @@ class SavePipeline:
     def _upload(self, snapshot: _Snapshot) -> None:
         job = snapshot.job
         try:
-            receipt, released = self._make_durable(snapshot)
+            with snapshot.encoding:
+                receipt, released = self._make_durable(snapshot)
             self._report(released)
         except BaseException as error:
             self._fail(job, job.slot, error)
@@ -87,9 +103,9 @@ class SavePipeline:
         self._commits.submit(self._commit, job, receipt)
 
     def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
-        job, started = snapshot.job, time.perf_counter()
-        placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
-        uploaded = self._upload_shard(job, snapshot.raw, placed) if placed else None
+        job, placed = snapshot.job, snapshot.placed
+        started, cpu = time.perf_counter(), time.process_time()
+        uploaded = self._upload_shard(snapshot) if placed else None
         receipt = write_receipt(self._store, self._setup, job, placed, uploaded)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
@@ -98,18 +114,18 @@ class SavePipeline:
             queue_s=started - snapshot.received_at,
             encode_s=max(0.0, total - upload_s),
             upload_s=upload_s,
+            cpu_s=time.process_time() - cpu if self._own_process else 0.0,
             stored_bytes=uploaded.stored_bytes if uploaded else 0,
         )
         return receipt, released
 
-    def _upload_shard(self, job: Job, raw: memoryview, placed: list[Placed]) -> Uploaded:
-        setup = self._setup
-        key = names.shard_key(setup.run, Attempt.parse(job.attempt), names.shard_name(setup.rank))
+    def _upload_shard(self, snapshot: _Snapshot) -> Uploaded:
+        setup, job = self._setup, snapshot.job
         return upload_shard(
             self._store,
-            key,
-            raw_bytes(placed),
-            encode_chunks(raw, plan_chunks(placed), encode_by(POLICIES[setup.compress])),
+            names.shard_key(setup.run, Attempt.parse(job.attempt), names.shard_name(setup.rank)),
+            raw_bytes(snapshot.placed),
+            snapshot.encoding,
             lambda done: self._report(Progress(job.number, done)),
         )
 

@@ -14,12 +14,11 @@ import sys
 import threading
 
 from ckpt.saving.messages import Channel, Command, Forget, Job, Report, Setup, Slot
+from ckpt.saving.pace import step_back
 from ckpt.saving.pipeline import SavePipeline
 from ckpt.saving.segment import Segment
 from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
-
-NICENESS = 5
 
 
 class _Reporter:
@@ -43,12 +42,12 @@ def main(sock: int, lock: int) -> int:
     lock: the descriptor that says a saver is at work (presence.py).
     """
     logging.basicConfig(format="%(asctime)s ckpt saver %(process)d: %(message)s", stream=sys.stderr)
-    os.nice(NICENESS)
+    step_back()
     channel = Channel(socket.socket(fileno=sock))
     setup = channel.receive(Command)
     if not isinstance(setup, Setup):
         return 1
-    pipeline = SavePipeline(open_store(setup.store, setup.options), setup, _Reporter(channel))
+    pipeline = SavePipeline(open_store(setup.store, setup.options), setup, _Reporter(channel), own_process=True)
     segments: dict[int, Segment] = {}
     _serve(channel, pipeline, segments)
     pipeline.finish_uploads()

@@ -1,0 +1,72 @@
+"""Pace: how the saver keeps out of the way of the training step. No torch.
+
+Its threads run behind those of the trainer (SCHED_BATCH and niceness, the lowest priority of best-effort I/O), and
+where a CPU budget is given, they sleep as soon as the process has used more than that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+NICENESS = 10
+_BURST_S = 1.0
+"""The budget is kept over about this time."""
+
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
+_IOPRIO_WHO_PROCESS = 1
+_LOWEST_BEST_EFFORT = (2 << 13) | 7
+
+
+class Pace:
+    """Keeps this process to a share of one core. keep() may be called from any thread."""
+
+    def __init__(
+        self,
+        cpu_budget: float | None,
+        cpu: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """cpu_budget: of one core, 0.5 for half of it; None for no limit."""
+        self._budget = cpu_budget
+        self._cpu, self._clock, self._sleep = cpu, clock, sleep
+        self._lock = threading.Lock()
+        self._at = clock()
+        self._used = cpu()
+        self._left_s = 0.0
+
+    def keep(self) -> None:
+        """Return when the process may use more CPU time; call it before each piece of work."""
+        if self._budget is None:
+            return
+        while (behind := self._behind()) > 0:
+            self._sleep(behind)
+
+    def _behind(self) -> float:
+        """How long to sleep until no more is used than the budget gave."""
+        assert self._budget is not None
+        with self._lock:
+            now, used = self._clock(), self._cpu()
+            self._left_s += self._budget * (now - self._at) - (used - self._used)
+            self._left_s = min(self._left_s, self._budget * _BURST_S)
+            self._at, self._used = now, used
+            return -self._left_s / self._budget
+
+
+def step_back() -> None:
+    """Have this process, and threads it starts from now on, give way to others. Does what the system allows."""
+    if hasattr(os, "SCHED_BATCH"):
+        try:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        except OSError:
+            pass  # niceness alone, then
+    os.nice(NICENESS)
+    number = _IOPRIO_SET.get(platform.machine())
+    if sys.platform == "linux" and number is not None:
+        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _LOWEST_BEST_EFFORT)
