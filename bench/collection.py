@@ -76,8 +76,8 @@ def describe_machine() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
     return (
-        f"{cores} cores {models[0] if models else platform.machine()}, {memory / 2**30:.0f} GiB, Linux {platform.release()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
+        f"{cores} cores {models[0] if models else platform.machine()}, {memory / 2**30:.0f} GiB, "
+        f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
     )
 
 
@@ -115,7 +115,8 @@ def _cell(verdict: Mapping[str, Any] | None, name: str) -> str:
     if verdict is None:
         return "not run"
     if "error" in verdict:
-        return "did not run: " + verdict["error"].replace("|", "\\|")
+        problem: str = verdict["error"]
+        return "did not run: " + problem.replace("|", "\\|")
     for goal in verdict["goals"]:
         if goal["name"] == name:
             ratio = "not measured" if goal["ratio"] is None else f"{goal['ratio']:.3g}"
