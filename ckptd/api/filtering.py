@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Query
 
 from ckptd.api.cursors import read_cursor
-from ckptd.index import Bound, Filter, Place, Sort
+from ckptd.index import Bound, Filter, Place, Sort, Tagged
 from ckptd.services.callers import Caller
 from ckptstore.catalog import State
 from ckptstore.errors import InvalidName, InvalidRequest
@@ -37,6 +37,7 @@ class Listed:
     metric: Annotated[
         list[str] | None, Query(max_length=_MAX_BOUNDS, description="Such as val_loss<=2.5 or accuracy>=0.9")
     ] = None
+    tag: Annotated[list[str] | None, Query(max_length=_MAX_BOUNDS, description="Such as paper or owner=ann")] = None
     sort: Sort = Sort.RUN
     cursor: Annotated[str | None, Query(max_length=1024, description="next_cursor of the page before")] = None
 
@@ -51,6 +52,7 @@ class Listed:
             since=self.since,
             until=self.until,
             bounds=tuple(_bound(text) for text in self.metric or ()),
+            tags=tuple(_tagged(text) for text in self.tag or ()),
         )
 
     def place(self) -> Place | None:
@@ -74,3 +76,10 @@ def _bound(text: str) -> Bound:
         raise InvalidRequest(f"{text[:80]!r} is no condition on a metric", "Write NAME<=NUMBER or NAME>=NUMBER")
     number = float(match[3])
     return Bound(match[1], least=number) if match[2] == ">=" else Bound(match[1], most=number)
+
+
+def _tagged(text: str) -> Tagged:
+    name, equals, value = text.partition("=")
+    if not 0 < len(name) <= 64 or len(value) > 256:
+        raise InvalidRequest(f"{text[:80]!r} is no condition on a tag", "Write NAME or NAME=VALUE")
+    return Tagged(name, value if equals else None)

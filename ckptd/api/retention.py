@@ -13,6 +13,7 @@ from ckptd.api.checkpoints import Id
 from ckptd.api.context import Given
 from ckptd.api.openapi import documented
 from ckptstore import wire
+from ckptstore.labels import LabelChange
 from ckptstore.names import Reference
 
 router = APIRouter()
@@ -56,6 +57,16 @@ async def unpin(given: Given, caller: Asking, id: Id, name: PinName) -> Response
     """Remove a pin; one that is gone already is fine."""
     await given.threads.store(given.services.retention.unpin, Reference.parse(id), name, caller.name)
     return Response(status_code=204)
+
+
+@router.patch(_ONE, **documented(wire.CheckpointBody, 404, body=wire.LabelsRequest))
+async def label(request: Request, given: Given, caller: Asking, id: Id) -> Response:
+    """Set tags and metrics; those that are null are removed. What is not named stays."""
+    body = await read_body(request, wire.LabelsRequest)
+    change = LabelChange(body.tags, body.metrics)
+    retention = given.services.retention
+    found = await given.threads.store(retention.label, Reference.parse(id), change, caller.name, body.reason)
+    return json_response(wire.CheckpointBody.of(found))
 
 
 @router.get(wire.PINS, **documented(wire.PinsBody))

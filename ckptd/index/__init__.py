@@ -6,7 +6,7 @@ from ckptd.index.decisions import Decision, DecisionIndex
 from ckptd.index.events import Event, EventLog, News
 from ckptd.index.jobs import Job, JobIndex
 from ckptd.index.leaders import LeaderIndex, Tenure
-from ckptd.index.listing import Bound, Filter, Found, Listing, Place, Sort, types_of
+from ckptd.index.listing import Bound, Filter, Found, Listing, Place, Sort, Tagged, types_of
 from ckptd.index.restores import RankProgress, Restore, RestoreIndex
 from ckptd.index.tokens import Token, TokenIndex
 
@@ -36,6 +36,7 @@ __all__ = [
     "RunSummary",
     "Sort",
     "Stamp",
+    "Tagged",
     "Tenure",
     "Token",
     "TokenIndex",

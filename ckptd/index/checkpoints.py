@@ -34,8 +34,9 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.names import Attempt, Reference
 
 _ORDER = (checkpoints.c.run, checkpoints.c.step.desc(), checkpoints.c.committed_at.desc(), checkpoints.c.ulid.desc())
-_KNOWN = tuple(checkpoints.c[name] for name in ("step", "ulid", "outcome_bytes", "outcome_modified_at"))
-_GIVEN_UP = tuple(aborted.c[name] for name in ("step", "ulid", "outcome_bytes", "outcome_modified_at"))
+_STAMPED = ("step", "ulid", "outcome_bytes", "outcome_modified_at")
+_KNOWN = tuple(checkpoints.c[name] for name in (*_STAMPED, "labels_version", "state"))
+_GIVEN_UP = tuple(aborted.c[name] for name in _STAMPED)
 
 
 class RunChanged(Exception):
@@ -43,10 +44,11 @@ class RunChanged(Exception):
 
 
 class Stamp(NamedTuple):
-    """What a listing says of an outcome. Outcomes are never rewritten: if it changes, something is wrong."""
+    """What listings say of an outcome, which is never rewritten (if it changes, something is wrong), and its labels."""
 
     bytes: int
     modified_at: float
+    labels_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Index:
         """The attempts of a run whose outcome is indexed."""
         with self._database.read() as connection:
             version = connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
-            known = connection.execute(select(*_KNOWN, checkpoints.c.state).where(checkpoints.c.run == run)).all()
+            known = connection.execute(select(*_KNOWN).where(checkpoints.c.run == run)).all()
             given_up = connection.execute(select(*_GIVEN_UP).where(aborted.c.run == run)).all()
         return IndexedAttempts(
             version=version,
@@ -263,7 +265,10 @@ def _write(connection: Connection, run: str, reading: Reading) -> None:
     for table in (checkpoints, aborted):
         _delete(connection, table, run, touched)
     if reading.found:
-        rows = [_row(checkpoint) | _stamp(reading, checkpoint.attempt) for checkpoint in reading.found]
+        rows = [
+            _row(checkpoint) | _stamp(reading, checkpoint.attempt) | _labels(reading, checkpoint)
+            for checkpoint in reading.found
+        ]
         connection.execute(insert(checkpoints), rows)
     if reading.given_up:
         given_up = [{"run": run, "step": a.step, "ulid": a.ulid} | _stamp(reading, a) for a in reading.given_up]
@@ -325,14 +330,19 @@ _PLAIN = (
 
 def _stamps(rows: Iterable[Any]) -> dict[Attempt, Stamp | None]:
     return {
-        Attempt(step, ulid): Stamp(size, modified_at) if size is not None else None
-        for step, ulid, size, modified_at, *_ in rows
+        Attempt(step, ulid): Stamp(size, modified_at, *labels_and_state[:1]) if size is not None else None
+        for step, ulid, size, modified_at, *labels_and_state in rows
     }
 
 
 def _stamp(reading: Reading, attempt: Attempt) -> dict[str, Any]:
-    size, modified_at = reading.stamps.get(attempt, (None, None))
+    size, modified_at, _ = reading.stamps.get(attempt, (None, None, 0))
     return {"outcome_bytes": size, "outcome_modified_at": modified_at}
+
+
+def _labels(reading: Reading, checkpoint: Checkpoint) -> dict[str, Any]:
+    stamp = reading.stamps.get(checkpoint.attempt)
+    return {"labels_version": stamp.labels_version if stamp else 0, "tags": json.dumps(checkpoint.tags)}
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -354,5 +364,6 @@ def read_checkpoint(row: Row[Any]) -> Checkpoint:
         "attempt": Attempt(row.step, row.ulid),
         "state": State(row.state),
         "metrics": json.loads(row.metrics),
+        "tags": json.loads(row.tags),
     }
     return Checkpoint(**values)

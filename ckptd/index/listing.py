@@ -48,6 +48,19 @@ class Bound:
         return isfinite(value) and self.least <= value <= self.most
 
 
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """A tag that a checkpoint must have, and its value; None: any."""
+
+    name: str
+    value: str | None = None
+
+    def admits(self, checkpoint: Checkpoint) -> bool:
+        """Whether the checkpoint is tagged so."""
+        found = checkpoint.tags.get(self.name)
+        return found is not None and self.value in (None, found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
     """Conditions, all of which must hold; one that is left out holds."""
@@ -63,6 +76,7 @@ class Filter:
     until: float | None = None
     """Seconds since the epoch, of the commit."""
     bounds: tuple[Bound, ...] = ()
+    tags: tuple[Tagged, ...] = ()
 
     @property
     def one_run(self) -> str | None:
@@ -72,13 +86,14 @@ class Filter:
     @property
     def exact(self) -> bool:
         """The database looks at all conditions."""
-        return not (self.globs or self.bounds) and self.run == self.one_run
+        return not (self.globs or self.bounds or self.tags) and self.run == self.one_run
 
     def admits(self, checkpoint: Checkpoint) -> bool:
         """Whether the conditions hold that the database does not look at, or not exactly."""
         named = self.run is None or fnmatchcase(checkpoint.run, self.run)
         allowed = not self.globs or any(fnmatchcase(checkpoint.run, glob) for glob in self.globs)
-        return named and allowed and all(bound.admits(checkpoint) for bound in self.bounds)
+        wanted: tuple[Bound | Tagged, ...] = (*self.bounds, *self.tags)
+        return named and allowed and all(condition.admits(checkpoint) for condition in wanted)
 
 
 Place = tuple[Any, ...]

@@ -78,8 +78,10 @@ checkpoints = Table(
     Column("manifest_digest", String(32), nullable=False),
     Column("manifest_bytes", BigInteger, nullable=False),
     Column("metrics", Text, nullable=False, comment="JSON"),
+    Column("tags", Text, nullable=False, server_default="{}", comment="JSON"),
     Column("problem", Text, nullable=False),
     *_stamp(),
+    Column("labels_version", BigInteger, nullable=False, server_default="0", comment="0: it has none"),
 )
 Index(
     "checkpoints_newest_first",

@@ -11,6 +11,7 @@ from ckptstore.audit import read_log
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
 from ckptstore.deletion import delete_checkpoint
+from ckptstore.labels import LabelChange, change_labels
 from ckptstore.names import Reference, check_run, checkpoint_id
 from ckptstore.policies import change_policies, policies_history, read_policies
 from ckptstore.stores import Store
@@ -60,6 +61,13 @@ class Retention:
         """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
         found = self._catalogue.find(reference)
         pins.unpin(self._store, found.run, found.attempt, name, by, self._clock)
+
+    def label(self, reference: Reference, change: LabelChange, by: str, reason: str) -> Checkpoint:
+        """Change tags and metrics; durable and indexed on return. Raises InvalidRequest or NoCheckpoint."""
+        found = self._catalogue.find(reference)
+        change_labels(self._store, found.run, found.attempt, change, by, self._clock, reason)
+        self._synchronizing.sync_run(found.run)
+        return self._catalogue.find(Reference(found.run, found.step, found.attempt.ulid))
 
     def pins(self, run: str) -> list[PinBody]:
         """All pins of a run, by falling step. Raises InvalidName."""

@@ -39,6 +39,7 @@ from ckptstore.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from ckptstore.labels import label_versions, labelled, newest_labels, with_labels
 from ckptstore.names import Attempt, check_run, checkpoint_id
 from ckptstore.stores import Store
 
@@ -57,6 +58,8 @@ class _Listing:
     outcomes: Mapping[Attempt, Stamp]
     """Those that are not hidden, by falling step."""
     damaged: frozenset[Attempt]
+    labels: Mapping[Attempt, int]
+    """The newest version of the labels of those that have some."""
     fingerprint: int
 
 
@@ -122,6 +125,7 @@ class Synchronizing:
                     f"{checkpoint_id(run, attempt)} is not committed in {self._store.url}",
                     "Notify after the commit; does the daemon serve the store that the trainer writes to?",
                 )
+            [found] = with_labels(self._store, run, [found])
             try:
                 self._index.apply(run, Reading([found]), version)
             except RunChanged:
@@ -180,15 +184,18 @@ class Synchronizing:
         outcomes = list(self._store.list(names.commits_prefix(run)))
         hidden = hidden_attempts(self._store, run)
         damaged = quarantined_attempts(self._store, run)
+        labels = {attempt: versions[-1] for attempt, versions in label_versions(self._store, run).items()}
         stamps: dict[Attempt, Stamp] = {}
         for info in reversed(outcomes):
             try:
-                stamps[names.attempt_and_name(info.key)[0]] = Stamp(info.bytes, info.modified_at)
+                attempt = names.attempt_and_name(info.key)[0]
             except InvalidName:
                 continue  # not ours
+            stamps[attempt] = Stamp(info.bytes, info.modified_at, labels.get(attempt, 0))
         for attempt in hidden:
             stamps.pop(attempt, None)
-        return _Listing(stamps, frozenset(damaged), hash((*outcomes, *hidden, None, *damaged)))
+        fingerprint = hash((*outcomes, *hidden, None, *damaged, None, *labels.items()))
+        return _Listing(stamps, frozenset(damaged), labels, fingerprint)
 
     def _update(self, run: str, known: IndexedAttempts, listing: _Listing, reread: bool, done: set[Attempt]) -> None:
         """Read what is new and write it, batch by batch. done: those that were written, in earlier tries as well."""
@@ -224,7 +231,7 @@ class Synchronizing:
 
     def _read_all(self, run: str, attempts: Collection[Attempt], gone: list[Attempt], listing: _Listing) -> Reading:
         with ThreadPoolExecutor(_READERS) as pool:
-            results = list(pool.map(lambda attempt: self._read(run, attempt, listing.damaged), attempts))
+            results = list(pool.map(lambda attempt: self._read_labelled(run, attempt, listing), attempts))
         vanished = [attempt for attempt, result in zip(attempts, results, strict=True) if result is None]
         return Reading(
             found=[result for result in results if isinstance(result, Checkpoint)],
@@ -232,6 +239,12 @@ class Synchronizing:
             gone=[*gone, *vanished],
             stamps=listing.outcomes,
         )
+
+    def _read_labelled(self, run: str, attempt: Attempt, listing: _Listing) -> Checkpoint | Attempt | None:
+        found = self._read(run, attempt, listing.damaged)
+        if not isinstance(found, Checkpoint) or attempt not in listing.labels:
+            return found
+        return labelled(found, newest_labels(self._store, run, attempt, listing.labels[attempt]))
 
     def _read(self, run: str, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | Attempt | None:
         """A checkpoint; the attempt itself if it was aborted; None if it has no outcome."""

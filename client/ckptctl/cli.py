@@ -24,11 +24,13 @@ from ckptctl.commands import (
     listing,
     pins,
     policy,
+    program,
     prune,
     restores,
     scrub,
     shards,
     show,
+    tag,
     token,
     verify,
     watch,
@@ -104,6 +106,7 @@ for _group in (
     prune,
     deletion,
     pins,
+    tag,
     policy,
     audit,
     export,
@@ -115,6 +118,7 @@ for _group in (
     index,
     token,
     config,
+    program,
 ):
     _group.register(app)
 

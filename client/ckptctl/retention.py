@@ -10,6 +10,7 @@ from ckptstore import catalog, deletion, pins, policies, tombstones
 from ckptstore.audit import operator, read_log
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
+from ckptstore.labels import LabelChange, change_labels, with_labels
 from ckptstore.names import Reference, check_run, checkpoint_id
 from ckptstore.probing import check_store
 from ckptstore.stores import Store
@@ -34,6 +35,9 @@ class Retention(Protocol):
 
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
         """Remove a pin."""
+
+    def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
+        """Change tags and metrics."""
 
     def pins(self, run: str) -> list[PinBody]:
         """All pins of a run, by falling step."""
@@ -80,6 +84,11 @@ class _StoreRetention:
 
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
         pins.unpin(self._store, checkpoint.run, checkpoint.attempt, name, operator(), self._clock)
+
+    def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
+        run, attempt = checkpoint.run, checkpoint.attempt
+        change_labels(self._store, run, attempt, change, operator(), self._clock, reason)
+        return with_labels(self._store, run, [catalog.find(self._store, Reference(run, attempt.step, attempt.ulid))])[0]
 
     def pins(self, run: str) -> list[PinBody]:
         found = sorted(pins.pinned(self._store, check_run(run)).items(), reverse=True)

@@ -51,6 +51,7 @@ class Checkpoint:
     manifest_digest: str = ""
     manifest_bytes: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
     problem: str = ""
     """Why it is corrupt."""
 

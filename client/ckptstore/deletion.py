@@ -24,6 +24,7 @@ from ckptstore.errors import (
 )
 from ckptstore.findings import last_verified
 from ckptstore.holds import active_holds
+from ckptstore.labels import with_labels
 from ckptstore.leases import expired_leases
 from ckptstore.names import Attempt
 from ckptstore.records import Action
@@ -84,7 +85,7 @@ class Collected:
 
 def plan_prune(store: Store, run: str, policy: Policy, clock: Clock) -> PrunePlan:
     """What would go and what would stay, and why. Deletes nothing."""
-    checkpoints = list_checkpoints(store, run)
+    checkpoints = with_labels(store, run, list_checkpoints(store, run))
     verified = last_verified(store, run, checkpoints)
     # Holds last: what is taken while we look at the rest is seen.
     verdicts = judge(policy, checkpoints, active_holds(store, run, clock), clock(), verified)

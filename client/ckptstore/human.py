@@ -70,6 +70,11 @@ def metrics(values: Mapping[str, float]) -> str:
     return " ".join(f"{name}={value:.4g}" for name, value in sorted(values.items()))
 
 
+def tags(values: Mapping[str, str]) -> str:
+    """name=value, or the name alone where the value is empty."""
+    return " ".join(f"{name}={value}" if value else name for name, value in sorted(values.items()))
+
+
 def parse_duration(text: str) -> float:
     """Seconds in "90s", "30m", "24h" or "7d". Raises InvalidRequest."""
     number, unit = text[:-1], text[-1:]

@@ -172,6 +172,11 @@ def pins_prefix(run: str) -> str:
     return f"{check_run(run)}/pins/"
 
 
+def labels_prefix(run: str) -> str:
+    """Prefix of all labels of a run."""
+    return f"{check_run(run)}/labels/"
+
+
 def verified_prefix(run: str) -> str:
     """Prefix of the records of checkpoints that were read and found whole."""
     return f"{check_run(run)}/verified/"
@@ -205,6 +210,11 @@ def fate_key(run: str, attempt: Attempt, tombstone: str) -> str:
 def pin_key(run: str, attempt: Attempt, name: str) -> str:
     """A named hold of a checkpoint."""
     return f"{pins_prefix(run)}{attempt}.{check_pin(name)}.json"
+
+
+def labels_key(run: str, attempt: Attempt, version: int) -> str:
+    """One version of the labels of a checkpoint."""
+    return f"{labels_prefix(run)}{attempt}.{version:08d}.json"
 
 
 def verified_key(run: str, attempt: Attempt) -> str:

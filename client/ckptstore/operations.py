@@ -17,6 +17,7 @@ from ckptstore.catalog import Checkpoint
 from ckptstore.connection import Connection
 from ckptstore.decoding import decode_json
 from ckptstore.errors import CorruptObject, DaemonUnavailable
+from ckptstore.labels import LabelChange
 from ckptstore.names import Reference, check_pin, check_ulid
 
 _SILENCE_S = 60.0
@@ -59,6 +60,11 @@ class Operations(Connection):
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
         """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
         self._request("DELETE", f"{_path(checkpoint)}/pins/{check_pin(name)}")
+
+    def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
+        """Change tags and metrics; durable on return. Raises InvalidRequest or NoCheckpoint."""
+        body = wire.LabelsRequest(tags=dict(change.tags), metrics=dict(change.metrics), reason=reason)
+        return self._json("PATCH", _path(checkpoint), wire.CheckpointBody, body=body).checkpoint()
 
     def pins(self, run: str) -> list[wire.PinBody]:
         """All pins of a run, by falling step."""

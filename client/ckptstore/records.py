@@ -35,6 +35,19 @@ class Fate(Document, frozen=True):
     at: float
 
 
+class Labels(Document, frozen=True):
+    """One version of the tags of a checkpoint, and of metrics that were added or corrected after its commit."""
+
+    format: int
+    kind: Literal["labels"]
+    attempt: str
+    version: int
+    tags: dict[str, str]
+    metrics: dict[str, float]
+    by: str
+    at: float
+
+
 class Finding(Document, frozen=True):
     """What reading all of a checkpoint came to."""
 
@@ -58,6 +71,7 @@ class Action(StrEnum):
     ABORT = "abort"
     PIN = "pin"
     UNPIN = "unpin"
+    LABEL = "label"
 
 
 class AuditRecord(Document, frozen=True):

@@ -13,6 +13,7 @@ from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock, system_clock
 from ckptstore.documents import Manifest, Receipt, digest, parse_manifest, parse_sealed
 from ckptstore.errors import CorruptObject, NoCheckpoint
+from ckptstore.labels import with_labels
 from ckptstore.names import Reference
 from ckptstore.stores import Store, open_store
 
@@ -72,7 +73,7 @@ class StoreSource:
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Reads all outcomes of the run."""
-        return catalog.list_checkpoints(self.store, run)
+        return with_labels(self.store, run, catalog.list_checkpoints(self.store, run))
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
         """Reads outcomes from the top."""
@@ -81,16 +82,16 @@ class StoreSource:
     def latest(self, run: str | None = None) -> Checkpoint:
         """Reads outcomes from the top of one run, or of each."""
         if run is not None:
-            return catalog.latest(self.store, run)
+            return self._labelled(catalog.latest(self.store, run))
         newest = chain.from_iterable(_first(catalog.newest_first(self.store, name)) for name in self.runs())
         found = max(newest, key=lambda checkpoint: checkpoint.committed_at, default=None)
         if found is None:
             raise NoCheckpoint(f"no run has a checkpoint in {self.url}", "Is this the right store?")
-        return found
+        return self._labelled(found)
 
     def find(self, reference: Reference) -> Checkpoint:
         """Reads the outcomes of one step, or from the top."""
-        return catalog.find(self.store, reference)
+        return self._labelled(catalog.find(self.store, reference))
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """One read."""
@@ -111,6 +112,9 @@ class StoreSource:
     def release_lease(self, run: str, lease: str) -> None:
         """Deletes the lease object."""
         leases.release_lease(self.store, run, lease)
+
+    def _labelled(self, checkpoint: Checkpoint) -> Checkpoint:
+        return with_labels(self.store, checkpoint.run, [checkpoint])[0]
 
     def close(self) -> None:
         """A store holds no connections of its own: fsspec shares them within the process."""

@@ -25,6 +25,7 @@ from ckptstore.errors import (
     SweepBegun,
 )
 from ckptstore.holds import Holds, active_holds
+from ckptstore.labels import label_versions
 from ckptstore.names import Attempt, Reference, checkpoint_id, new_ulid
 from ckptstore.records import Action, Fate
 from ckptstore.stores import ObjectInfo, Store
@@ -262,7 +263,12 @@ def _present(store: Store, run: str, attempts: Collection[Attempt]) -> list[Atte
 def _delete(store: Store, run: str, attempt: Attempt) -> int:
     """Delete the findings, the outcome, then the data, of an attempt that is given up. Returns bytes freed."""
     store.delete_many(
-        [names.verified_key(run, attempt), names.quarantine_key(run, attempt), names.outcome_key(run, attempt)]
+        [
+            *(names.labels_key(run, attempt, version) for version in label_versions(store, run).get(attempt, ())),
+            names.verified_key(run, attempt),
+            names.quarantine_key(run, attempt),
+            names.outcome_key(run, attempt),
+        ]
     )
     return delete_data(store, run, attempt)
 

@@ -38,3 +38,18 @@ def test_nothing_is_offered_when_nobody_answers(tmp_path: Path) -> None:
     assert offered("--store", tmp_path / "gone", "ls", "--run", "g") == []
     assert offered("--url", "http://127.0.0.1:1", "show", "gpt@") == []
     assert offered("show", "gpt@") == []
+
+
+def test_the_script_of_a_shell_is_printed() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        done = run("completion", shell)
+        assert (done.code, "_CKPTCTL_COMPLETE" in done.stdout, done.stderr) == (0, True, "")
+    assert run("completion", "tcsh").code == 2
+
+
+def test_versions_of_the_program_and_the_daemon(folder: Path) -> None:
+    alone = run("version", "-o", "json")
+    assert (alone.code, alone.json["daemon"]) == (0, None)
+    with running_daemon(folder.as_uri()) as daemon:
+        both = run("version", "--url", daemon.url, "-o", "json")
+    assert both.json == {"ckptctl": alone.json["ckptctl"], "daemon": alone.json["ckptctl"]}

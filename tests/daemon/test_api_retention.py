@@ -11,6 +11,8 @@ import pytest
 
 from ckptstore import wire
 from ckptstore.catalog import list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.labels import LabelChange, change_labels
 from ckptstore.names import Reference
 from ckptstore.records import Action
 from ckptstore.stores import Store, open_store
@@ -103,3 +105,27 @@ def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None
             found = [(record.action, record.by) for record in janitor.audit("gpt")]
     done = [Action.DELETE, Action.DELETE, Action.UNDELETE, Action.DELETE, Action.UNPIN, Action.PIN]
     assert found == [(action, "janitor") for action in done]
+
+
+def test_labels_are_patched_listed_and_found_in_the_store(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    url = daemon.url + "/v1/checkpoints/gpt@2"
+    body = {"tags": {"paper": "", "owner": "ann"}, "metrics": {"val_loss": 2.5}, "reason": "camera ready"}
+    patched = httpx.patch(url, json=body)
+    assert (patched.status_code, patched.json()["tags"]) == (200, {"owner": "ann", "paper": ""})
+    patched = httpx.patch(url, json={"tags": {"paper": None}})
+    assert patched.json()["metrics"]["val_loss"] == 2.5
+    assert daemon.get("/v1/checkpoints/gpt@2").json()["tags"] == {"owner": "ann"}
+    found = {tag: daemon.get(f"/v1/checkpoints?tag={tag}").json()["items"] for tag in ("owner", "owner=bob", "paper")}
+    assert {tag: [item["step"] for item in items] for tag, items in found.items()} == {
+        "owner": [2], "owner=bob": [], "paper": []
+    }  # fmt: skip
+    assert [item["step"] for item in daemon.get("/v1/checkpoints?metric=val_loss<=3").json()["items"]] == [2]
+    assert daemon.get("/v1/audit?run=gpt").json()["items"][1]["reason"] == "camera ready"
+    # Somebody without the daemon changes them: found at the next round.
+    (first,) = [checkpoint for checkpoint in list_checkpoints(store, "gpt") if checkpoint.step == 1]
+    change_labels(store, "gpt", first.attempt, LabelChange({"by": "hand"}), "ann", system_clock)
+    wait_until(lambda: daemon.get("/v1/checkpoints/gpt@1").json()["tags"] == {"by": "hand"}, "its tags")
+    assert httpx.patch(url, json={"tags": {"a b": "x"}}).json()["code"] == "invalid_request"
+    assert httpx.patch(url, json={"metrics": {"loss": "much"}}).status_code == 422
+    assert httpx.patch(daemon.url + "/v1/checkpoints/gpt@9", json={"tags": {"a": "x"}}).status_code == 404

@@ -46,7 +46,7 @@ def _outcome(store: Store, tmp_path: Path, checkpoint: Checkpoint) -> Path:
     return tmp_path / "store" / names.outcome_key(checkpoint.run, checkpoint.attempt)
 
 
-def test_a_poll_costs_three_listings_per_run(store: Store, database: Database) -> None:
+def test_a_poll_costs_four_listings_per_run(store: Store, database: Database) -> None:
     for run in "ab":
         write_checkpoint(store, run, arrays={})
     counting = Faults()
@@ -55,7 +55,7 @@ def test_a_poll_costs_three_listings_per_run(store: Store, database: Database) -
         synchronizing.round()
     counting.calls.clear()
     synchronizing.round()
-    of_runs = [f"list {run}/{part}/" for run in "ab" for part in ("commits", "quarantine", "tombstones")]
+    of_runs = [f"list {run}/{part}/" for run in "ab" for part in ("commits", "labels", "quarantine", "tombstones")]
     assert sorted(counting.calls) == sorted(["list_folders ", *of_runs])
 
 

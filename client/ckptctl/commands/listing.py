@@ -30,11 +30,15 @@ def list_checkpoints(
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="The newest N of each run.", show_default=False)
     ] = None,
+    tag: Annotated[
+        str | None, typer.Option(metavar="NAME[=VALUE]", help="Only those with this tag.", show_default=False)
+    ] = None,
 ) -> None:
     """List checkpoints, by run and falling step."""
     session: Session = ctx.obj
     shown: list[Checkpoint] = []
-    for name, found in session.checkpoints(run).items():
+    for name, listed in session.checkpoints(run).items():
+        found = [c for c in listed if tag is None or _is_tagged(c, tag)]
         shown += found[:limit]
         if len(found) > len(found[:limit]):
             session.screen.note(f"{len(found[:limit])} of {human.count(len(found), 'checkpoint')} of run {name} shown")
@@ -96,8 +100,12 @@ def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
         Column("SAVED IN", right=True, drop=3),
         Column("RANKS", right=True, drop=4),
         Column("METRICS", drop=1),
+        Column("TAGS", drop=1),
     )
-    return Table(columns, [Row(_cells(c, now), STATE_STYLES[c.state]) for c in checkpoints])
+    found = list(checkpoints)
+    # Where nothing is tagged there is no column for it.
+    shown = len(columns) - (not any(c.tags for c in found))
+    return Table(columns[:shown], [Row(_cells(c, now)[:shown], STATE_STYLES[c.state]) for c in found])
 
 
 def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
@@ -113,13 +121,20 @@ def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
         ("size", f"{human.size(c.raw_bytes)}, {stored}"),
         ("holds", f"{entries} in {shards}, written by {human.count(c.world_size, 'rank')}"),
         ("metrics", human.metrics(c.metrics) or "none"),
+        ("tags", human.tags(c.tags) or "none"),
     ]
     return Facts(pairs)
 
 
+def _is_tagged(checkpoint: Checkpoint, tag: str) -> bool:
+    name, equals, value = tag.partition("=")
+    found = checkpoint.tags.get(name)
+    return found is not None and (found == value or not equals)
+
+
 def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:
     if c.state is State.CORRUPT:
-        return (short_id(c), c.state, "?", "?", "?", "?", "?", c.problem)
+        return (short_id(c), c.state, "?", "?", "?", "?", "?", c.problem, "")
     return (
         short_id(c),
         c.state,
@@ -129,6 +144,7 @@ def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:
         human.duration(c.save_seconds),
         str(c.world_size),
         human.metrics(c.metrics),
+        human.tags(c.tags),
     )
 
 

@@ -32,6 +32,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     manifest_digest: str
     manifest_bytes: int
     metrics: dict[str, float]
+    tags: dict[str, str] = {}
     problem: str = ""
 
     @staticmethod
@@ -54,6 +55,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             manifest_digest=checkpoint.manifest_digest,
             manifest_bytes=checkpoint.manifest_bytes,
             metrics=checkpoint.metrics,
+            tags=checkpoint.tags,
             problem=checkpoint.problem,
         )
 
@@ -73,6 +75,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             manifest_digest=self.manifest_digest,
             manifest_bytes=self.manifest_bytes,
             metrics=self.metrics,
+            tags=self.tags,
             problem=self.problem,
         )
 

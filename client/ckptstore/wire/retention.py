@@ -98,6 +98,14 @@ class PinRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
+class LabelsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to set, and with null what to remove. A metric that is removed is again as it was saved."""
+
+    tags: dict[str, str | None] = {}
+    metrics: dict[str, float | None] = {}
+    reason: Reason = ""
+
+
 class DeletedBody(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that is hidden and can be taken back until `until`."""
 

@@ -1,0 +1,66 @@
+"""version, completion: about this program itself."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from importlib.metadata import version as installed_version
+from typing import Annotated
+
+import msgspec
+import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+from ckptctl.render import Facts
+from ckptctl.session import Session
+from ckptstore.errors import CkptError, InvalidRequest
+
+PROGRAM = "ckptctl"
+
+
+class Shell(StrEnum):
+    """Shells that can complete names."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+class VersionBody(msgspec.Struct, frozen=True):
+    """The versions of this program and of the daemon; None: there is none, or it does not answer."""
+
+    ckptctl: str
+    daemon: str | None
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("version")(version)
+    app.command("completion")(completion)
+
+
+def version(ctx: typer.Context) -> None:
+    """Show the version of this program, and of the daemon if one is named."""
+    session: Session = ctx.obj
+    body = VersionBody(installed_version("ckptd"), _daemon_version(session))
+    facts = [("ckptctl", body.ckptctl), *([("ckptd", body.daemon)] if body.daemon else [])]
+    session.screen.emit(body, [body.ckptctl], [Facts(facts)])
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")]) -> None:
+    """Print the script that makes a shell complete commands, runs and checkpoints.
+
+    For example: ckptctl completion bash > /etc/bash_completion.d/ckptctl
+    """
+    print(get_completion_script(prog_name=PROGRAM, complete_var="_CKPTCTL_COMPLETE", shell=shell.value))
+
+
+def _daemon_version(session: Session) -> str | None:
+    try:
+        if not session.target.is_daemon:
+            return None
+        return session.daemon("version").about().version
+    except InvalidRequest:
+        return None  # no target is named
+    except CkptError as error:
+        session.screen.note(f"no daemon answers: {error}")
+        return None

@@ -1,0 +1,72 @@
+"""tag: what people want to know of a checkpoint, and metrics that were computed after its save."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptctl.commands.arguments import CheckpointArgument
+from ckptctl.commands.deletion import ReasonOption
+from ckptctl.commands.listing import checkpoint_facts
+from ckptctl.retention import open_retention
+from ckptctl.session import Session
+from ckptstore.errors import InvalidRequest
+from ckptstore.labels import LabelChange
+from ckptstore.names import Reference
+from ckptstore.wire import CheckpointBody
+
+LabelsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME=VALUE|NAME|NAME-]...", help="Set a tag, or with a '-' remove it.", show_default=False
+    ),
+]
+MetricOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metric", "-m", metavar="NAME=NUMBER|NAME-", help="Set a metric, or remove what was set.", show_default=False
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("tag")(tag)
+
+
+def tag(
+    ctx: typer.Context,
+    checkpoint: CheckpointArgument,
+    labels: LabelsArgument = None,
+    metric: MetricOption = None,
+    reason: ReasonOption = "",
+) -> None:
+    """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) goes by them.
+
+    For example: ckptctl tag gpt@1000 paper owner=ann draft- --metric val_loss=2.31
+    """
+    session: Session = ctx.obj
+    change = LabelChange(dict(map(_tag, labels or ())), dict(map(_metric, metric or ())))
+    if not change.tags and not change.metrics:
+        raise InvalidRequest("nothing to set or remove is given", "Name a tag, or --metric NAME=NUMBER")
+    found = session.source.find(Reference.parse(checkpoint))
+    after = open_retention(session, "tag").label(found, change, reason)
+    session.screen.emit(CheckpointBody.of(after), [after.id], [checkpoint_facts(after, session.clock())])
+
+
+def _tag(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not equals and name.endswith("-"):
+        return name[:-1], None
+    return name, value
+
+
+def _metric(text: str) -> tuple[str, float | None]:
+    name, equals, value = text.partition("=")
+    if not equals and name.endswith("-"):
+        return name[:-1], None
+    try:
+        return name, float(value)
+    except ValueError:
+        raise InvalidRequest(f"{text!r} sets no metric", "Write NAME=NUMBER, or NAME- to remove it") from None

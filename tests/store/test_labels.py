@@ -1,0 +1,134 @@
+"""Tags, and metrics that are set after the save: nobody's change is lost, and a checkpoint's labels go with it."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.audit import read_log
+from ckptstore.catalog import Checkpoint, list_checkpoints
+from ckptstore.clock import system_clock
+from ckptstore.deletion import delete_checkpoint, plan_prune
+from ckptstore.errors import InvalidRequest, NoCheckpoint, StoreUnavailable
+from ckptstore.labels import MAX_LABELS, LabelChange, change_labels, label_versions, read_labels, with_labels
+from ckptstore.records import Action
+from ckptstore.retention import Best, Policy
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store, WrappedStore, open_store
+from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.stores import race
+
+SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
+
+
+@pytest.fixture
+def folder_store(tmp_path: Path) -> Store:
+    store = open_store(str(tmp_path))
+    for step in (1, 2, 3):
+        write_checkpoint(store, "gpt", step, SMALL)
+    return store
+
+
+def change(store: Store, checkpoint: Checkpoint, **parts: Any) -> None:
+    change_labels(store, "gpt", checkpoint.attempt, LabelChange(**parts), "ann", system_clock)
+
+
+def only(store: Store, step: int) -> Checkpoint:
+    return next(c for c in StoreSource(store).checkpoints("gpt") if c.step == step)
+
+
+def test_tags_and_metrics_are_set_changed_and_removed(folder_store: Store) -> None:
+    first = only(folder_store, 1)
+    change(folder_store, first, tags={"paper": "", "owner": "ann"}, metrics={"val_loss": 2.5, "loss": 9.0})
+    change(folder_store, first, tags={"owner": "bob", "paper": None}, metrics={"val_loss": 2.25, "loss": None})
+    assert only(folder_store, 1).tags == {"owner": "bob"}
+    assert only(folder_store, 1).metrics == {**first.metrics, "val_loss": 2.25}
+    assert StoreSource(folder_store).latest("gpt").tags == {}
+    assert [len(versions) for versions in label_versions(folder_store, "gpt").values()] == [1]
+    said = [(record.action, record.by, record.reason) for record in read_log(folder_store, "gpt")]
+    assert said == [
+        (Action.LABEL, "ann", "owner=bob, paper-, val_loss=2.25, loss-"),
+        (Action.LABEL, "ann", "paper=, owner=ann, val_loss=2.5, loss=9.0"),
+    ]
+
+
+def test_retention_goes_by_metrics_that_were_set_later(folder_store: Store) -> None:
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
+        change(folder_store, only(folder_store, step), metrics={"val_loss": loss})
+    policy = Policy(keep_best=(Best.parse("val_loss:min:1"),))
+    plan = plan_prune(folder_store, "gpt", policy, system_clock)
+    assert sorted(verdict.checkpoint.step for verdict in plan.keep) == [2, 3]
+
+
+def test_changes_at_the_same_time_all_count(folder_store: Store) -> None:
+    first = only(folder_store, 1)
+    names = [f"tag{i}" for i in range(8)]
+    results = race(*(partial(change, folder_store, first, tags={name: "x"}) for name in names))
+    assert results == [None] * len(names)
+    assert only(folder_store, 1).tags == dict.fromkeys(names, "x")
+
+
+class _LosesReplies(WrappedStore):
+    """Creates what it is asked to create, and says that somebody else did."""
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
+        super().put_if_absent(key, data)
+        return False
+
+
+def test_a_lost_reply_is_no_failure(folder_store: Store) -> None:
+    change(_LosesReplies(folder_store), only(folder_store, 1), tags={"paper": "1"})
+    assert only(folder_store, 1).tags == {"paper": "1"}
+
+
+def test_what_is_being_deleted_takes_no_labels_and_leaves_none(folder_store: Store) -> None:
+    first, second, _ = reversed(list_checkpoints(folder_store, "gpt"))
+    change(folder_store, first, tags={"paper": "1"})
+    delete_checkpoint(folder_store, first, "test", system_clock)
+    assert label_versions(folder_store, "gpt") == {}
+    delete_checkpoint(folder_store, second, "test", system_clock, grace_s=1000.0)
+    for gone in (first, second):
+        with pytest.raises(NoCheckpoint):
+            change(folder_store, gone, tags={"late": ""})
+    assert first.attempt not in label_versions(folder_store, "gpt")
+
+
+def test_damaged_labels_hide_nothing_else(folder_store: Store, tmp_path: Path) -> None:
+    change(folder_store, only(folder_store, 1), tags={"paper": "1"})
+    change(folder_store, only(folder_store, 2), tags={"paper": "2"})
+    (damaged,) = (tmp_path / "gpt" / "labels").glob("000000000001-*.json")
+    damaged.write_bytes(damaged.read_bytes().replace(b"paper", b"pap3r"))
+    (tmp_path / "gpt" / "labels" / "note.txt").write_text("not ours")
+    assert [c.tags for c in StoreSource(folder_store).checkpoints("gpt")] == [{}, {"paper": "2"}, {}]
+
+
+def test_labels_that_make_no_sense_change_nothing(folder_store: Store) -> None:
+    first = only(folder_store, 1)
+    wrong: list[dict[str, Any]] = [
+        {"tags": {"": "x"}}, {"tags": {"-a": "x"}}, {"tags": {"a" * 65: "x"}}, {"tags": {"a": "x\n"}},
+        {"tags": {"a": "x" * 257}}, {"metrics": {"a": math.nan}}, {"metrics": {"a b": 1.0}},
+        {"tags": {f"t{i}": "" for i in range(MAX_LABELS + 1)}},
+    ]  # fmt: skip
+    for parts in wrong:
+        with pytest.raises(InvalidRequest):
+            change(folder_store, first, **parts)
+    assert read_labels(folder_store, "gpt") == {}
+
+
+def test_a_listing_reads_only_what_is_labelled(folder_store: Store) -> None:
+    change(folder_store, only(folder_store, 2), tags={"paper": ""})
+
+    class OnlyLabels(WrappedStore):
+        def get(self, key: str) -> bytes:
+            if "/labels/" not in key:
+                raise StoreUnavailable(key)
+            reads.append(key)
+            return super().get(key)
+
+    reads: list[str] = []
+    found = with_labels(OnlyLabels(folder_store), "gpt", list_checkpoints(folder_store, "gpt"))
+    assert ([c.tags for c in found], len(reads)) == ([{}, {"paper": ""}, {}], 1)
