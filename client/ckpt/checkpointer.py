@@ -17,6 +17,7 @@ import torch
 
 from ckpt.agreement import Agreement, meet
 from ckpt.capture.describe import describe
+from ckpt.capture.forecast import forecast_bytes
 from ckpt.capture.leaves import Captured
 from ckpt.capture.state import capture
 from ckpt.capture.subject import Model, Optimizers, Subject
@@ -31,7 +32,7 @@ from ckpt.saving.messages import Job, Setup
 from ckpt.saving.stage import Layout
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
-from ckptstore.errors import InvalidRequest, NoCheckpoint
+from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint
 from ckptstore.names import Attempt, Reference, check_step, derive_ulid
 from ckptstore.source import Source, open_source
 
@@ -55,7 +56,7 @@ class Checkpointer:
         options: Mapping[str, Any] | None = None,
         writer: Literal["process", "thread"] = "process",
         slots: int = 2,
-        compress: Literal["off", "fast", "max"] = "fast",
+        compress: Literal["auto", "off", "fast", "max"] = "auto",
         cpu_budget: float | None = None,
         commit_timeout_s: float = 1800.0,
         settle_timeout_s: float = 120.0,
@@ -82,13 +83,16 @@ class Checkpointer:
         _close_at_exit(self)
 
     def prepare(self, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
-        """Agree with the other ranks on who writes what, and start the saver. A collective of all ranks.
+        """Agree with the other ranks on who writes what, start the saver and have its memory made, in the background, so
+        that the first save is like the others. A collective of all ranks.
 
-        The first save does it by itself. Call it again when the layout of the state has changed: other parameters,
+        The first save does it by itself, waiting for that memory. Call it again when the layout of the state has changed: other parameters,
         or other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
         """
-        self._saving_client().start()
-        self._agree(Subject.of(model, optim, extras))
+        client = self._saving_client()
+        client.start()
+        subject = Subject.of(model, optim, extras)
+        client.expect(forecast_bytes(subject, self._agree(subject).ownership))
 
     def save_async(
         self,
@@ -164,7 +168,7 @@ class Checkpointer:
         if restored is not None:
             self._lease = restored.lease
         if subject.optimizers and not self.config.read_only:
-            self._saving_client().start()  # a training run will save: its first save need not wait for the saver
+            self._make_ready(subject)
         return restored
 
     def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:
@@ -248,10 +252,26 @@ class Checkpointer:
             self._client = SaveClient(setup, self.config.in_process, self.config.slots)
         return self._client
 
-    def _agree(self, subject: Subject) -> Agreement:
+    def _make_ready(self, subject: Subject) -> None:
+        """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
+        client = self._saving_client()
+        client.start()
+        if self._agreement is not None:
+            return
+        try:
+            # Saves may be given other objects than the restore, so this is not yet what ranks agree on for them.
+            agreement = self._meet(subject)
+            client.expect(forecast_bytes(subject, agreement.ownership))
+        except BadInput as error:
+            logger.warning("the first save will wait for its memory: %s", error)
+
+    def _meet(self, subject: Subject) -> Agreement:
         world = self._world()
-        agreement = meet(world, lambda: describe(subject, sampled=world.size > 1), self.config.spread)
-        if agreement.different_buffers and world.rank == 0:
+        return meet(world, lambda: describe(subject, sampled=world.size > 1), self.config.spread)
+
+    def _agree(self, subject: Subject) -> Agreement:
+        agreement = self._meet(subject)
+        if agreement.different_buffers and self._world().rank == 0:
             logger.warning(
                 "buffers differ between ranks, and those of the lowest rank are kept: %s",
                 ", ".join(agreement.different_buffers[:8]),

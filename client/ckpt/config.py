@@ -30,8 +30,10 @@ class Config:
     """Whether a saver process or threads of the trainer encode and upload."""
     slots: int = 2
     """Snapshots in host memory at most, each one state size."""
-    compress: Literal["off", "fast", "max"] = "fast"
-    """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless."""
+    compress: Literal["auto", "off", "fast", "max"] = "auto"
+    """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless. auto: of
+    these, by element type and as measured, the smallest that is durable well inside the interval between saves, and
+    the soonest durable if saves come back to back."""
     cpu_budget: float | None = None
     """Share of one core that the saver process keeps to, 0.5 for half of one; None: what is left by others. It does not
     apply to writer="thread"."""
@@ -56,8 +58,8 @@ class Config:
             raise InvalidRequest("no store and no daemon are given", "Pass store= or set CKPT_STORE, or CKPTD_URL")
         if self.writer not in ("process", "thread"):
             raise InvalidRequest(f"writer {self.writer!r} is unknown", "Use 'process' or 'thread'")
-        if self.compress not in ("off", "fast", "max"):
-            raise InvalidRequest(f"compress {self.compress!r} is unknown", "Use 'off', 'fast' or 'max'")
+        if self.compress not in ("auto", "off", "fast", "max"):
+            raise InvalidRequest(f"compress {self.compress!r} is unknown", "Use 'auto', 'off', 'fast' or 'max'")
         if self.share not in ("auto", "broadcast", "daemon", "none"):
             raise InvalidRequest(f"share {self.share!r} is unknown", "Use 'auto', 'broadcast', 'daemon' or 'none'")
         if self.share == "daemon" and self.daemon is None:

@@ -98,6 +98,8 @@ class Released(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     queue_s: float
     cpu_s: float
     stored_bytes: int
+    coding: str
+    """What the chunks were encoded with, and why."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):

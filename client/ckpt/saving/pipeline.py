@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.saving.commit import commit, write_receipt
-from ckpt.saving.encode import Encoder, Encoding, encode_by
+from ckpt.saving.encode import THREADS, Encoder, Encoding
+from ckpt.saving.measuring import SaveCodings, codings_for
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
 from ckpt.saving.notify import Notifier
 from ckpt.saving.pace import Pace
@@ -21,7 +22,6 @@ from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.arbitration import arbitrated
 from ckptstore.clock import Clock, system_clock
-from ckptstore.codings import POLICIES
 from ckptstore.commit import StoredReceipt
 from ckptstore.documents import seal
 from ckptstore.errors import CkptError
@@ -39,6 +39,7 @@ class _Snapshot:
 
     job: Job
     placed: list[Placed]
+    codings: SaveCodings
     encoding: Encoding
     received_at: float
 
@@ -67,7 +68,9 @@ class SavePipeline:
         tells = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(tells, setup.token) if tells is not None else None
         self._own_process = own_process
-        self._encoder = Encoder(Pace(setup.cpu_budget if own_process else None))
+        cpu_budget = setup.cpu_budget if own_process else None
+        self._encoder = Encoder(Pace(cpu_budget))
+        self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
@@ -75,9 +78,10 @@ class SavePipeline:
         """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
         received_at = time.perf_counter()
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
-        chunks = ((raw, span) for span in plan_chunks(placed))
-        encoding = self._encoder.begin(chunks, encode_by(POLICIES[self._setup.compress]))
-        self._uploads.submit(self._upload, _Snapshot(job, placed, encoding, received_at))
+        spans = plan_chunks(placed)
+        codings = self._codings.begin(spans, received_at)
+        encoding = self._encoder.begin(((raw, span) for span in spans), codings.encode)
+        self._uploads.submit(self._upload, _Snapshot(job, placed, codings, encoding, received_at))
 
     def finish_uploads(self) -> None:
         """Return when this rank has done its part of every job: nothing is read from the slots any more."""
@@ -106,6 +110,8 @@ class SavePipeline:
         job, placed = snapshot.job, snapshot.placed
         started, cpu = time.perf_counter(), time.process_time()
         uploaded = self._upload_shard(snapshot) if placed else None
+        if uploaded is not None:
+            snapshot.codings.learn(uploaded.stored_bytes, uploaded.upload_s)
         receipt = write_receipt(self._store, self._setup, job, placed, uploaded)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
@@ -116,6 +122,7 @@ class SavePipeline:
             upload_s=upload_s,
             cpu_s=time.process_time() - cpu if self._own_process else 0.0,
             stored_bytes=uploaded.stored_bytes if uploaded else 0,
+            coding=snapshot.codings.reason,
         )
         return receipt, released
 

@@ -1,0 +1,118 @@
+"""Which coding each element type gets in one save: a pure function of what was measured. No torch.
+
+A save is durable when its chunks are encoded and uploaded. The two go on side by side, so the slower one counts.
+From what is encoded soonest, codings are changed for smaller ones, in the order of what that saves per second of
+encoding. This makes one sequence of choices, ever slower to encode and ever smaller; which of them it is to be depends
+on the time there is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ckptstore.codings import Coding
+
+INTERVAL_SHARE = 0.5
+"""A save is to be durable within this share of the interval between saves."""
+WORTH_SAVING = 0.01
+"""A coding that saves less than this share of the bytes is not worth its seconds."""
+
+
+class Figure(NamedTuple):
+    """What a byte of one element type costs in one coding."""
+
+    seconds: float
+    """Of one thread that encodes and hashes it."""
+    stored: float
+    """Bytes."""
+
+
+Figures = Mapping[str, Mapping[Coding, Figure]]
+"""By element type; all that may be chosen is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The coding of each element type, and what is expected of the save."""
+
+    codings: Mapping[str, Coding]
+    encode_s: float
+    upload_s: float
+    stored_bytes: float
+
+    @property
+    def durable_s(self) -> float:
+        """Until everything is encoded and uploaded."""
+        return max(self.encode_s, self.upload_s)
+
+
+class _Step(NamedTuple):
+    """From one coding to a smaller one, for all bytes of an element type."""
+
+    gain: float
+    """Bytes saved per second."""
+    dtype: str
+    coding: Coding
+    seconds: float
+    saved: float
+
+
+def choose(
+    raw_bytes: Mapping[str, int], figures: Figures, upload_s: float, threads: float, interval_s: float | None
+) -> Choice:
+    """The smallest choice that is durable well inside the interval, or without one, that which is durable soonest.
+
+    raw_bytes: by element type. upload_s: seconds per stored byte. threads: how many encode at a time. interval_s:
+    from save to save; None if nothing is known of it. Then soonest counts too: it may be the only save, at the end
+    of a run, which somebody waits for.
+    """
+    choices = list(_sequence(raw_bytes, figures, upload_s, threads))
+    if interval_s is not None:
+        in_time = [choice for choice in choices if choice.durable_s <= INTERVAL_SHARE * interval_s]
+        if in_time:
+            return in_time[-1]
+    return min(choices, key=lambda choice: (choice.durable_s, choice.stored_bytes))
+
+
+def _sequence(raw_bytes: Mapping[str, int], figures: Figures, upload_s: float, threads: float) -> Iterable[Choice]:
+    codings: dict[str, Coding] = {}
+    seconds = stored = 0.0
+    steps: list[list[_Step]] = []
+    for dtype, count in raw_bytes.items():
+        points = _worthwhile(figures[dtype])
+        codings[dtype], (each, left) = points[0]
+        seconds += count * each
+        stored += count * left
+        steps.append([_step(dtype, count, before, after) for before, after in pairwise(points)])
+    yield Choice(dict(codings), seconds / threads, stored * upload_s, stored)
+    # Merged rather than sorted: the steps of one element type stay in their order.
+    for step in heapq.merge(*steps, key=lambda step: -step.gain):
+        codings[step.dtype] = step.coding
+        seconds += step.seconds
+        stored -= step.saved
+        yield Choice(dict(codings), seconds / threads, stored * upload_s, stored)
+
+
+def _worthwhile(figures: Mapping[Coding, Figure]) -> list[tuple[Coding, Figure]]:
+    """From the soonest encoded to the smallest, each saving less per second than the one before: a convex hull."""
+    hull: list[tuple[Coding, Figure]] = []
+    for coding, figure in sorted(figures.items(), key=lambda item: item[1]):
+        if hull and hull[-1][1].stored - figure.stored < WORTH_SAVING:
+            continue
+        while len(hull) > 1 and _gain(hull[-2][1], figure) >= _gain(hull[-2][1], hull[-1][1]):
+            hull.pop()
+        hull.append((coding, figure))
+    return hull
+
+
+def _gain(before: Figure, after: Figure) -> float:
+    return (before.stored - after.stored) / (after.seconds - before.seconds)
+
+
+def _step(dtype: str, count: int, before: tuple[Coding, Figure], after: tuple[Coding, Figure]) -> _Step:
+    (_, old), (coding, new) = before, after
+    return _Step(_gain(old, new), dtype, coding, count * (new.seconds - old.seconds), count * (old.stored - new.stored))
