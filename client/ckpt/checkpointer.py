@@ -83,11 +83,11 @@ class Checkpointer:
         _close_at_exit(self)
 
     def prepare(self, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
-        """Agree with the other ranks on who writes what, start the saver and have its memory made, in the background, so
-        that the first save is like the others. A collective of all ranks.
+        """Agree with the other ranks on who writes what, start the saver, and have the memory for snapshots made in the
+        background, so that the first save is like the others. A collective of all ranks.
 
-        The first save does it by itself, waiting for that memory. Call it again when the layout of the state has changed: other parameters,
-        or other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
+        The first save does it by itself, and waits for it. Call it again when the layout of the state has changed:
+        other parameters, or other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
         """
         client = self._saving_client()
         client.start()

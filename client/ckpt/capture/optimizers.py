@@ -23,10 +23,10 @@ _NOT_OPTIONS = ("params", "param_names")
 
 def parameters_by_name(optimizer: Optimizer, known: Parameters) -> dict[str, torch.Tensor]:
     """Every parameter of the optimizer. One that belongs to no module is named by its place."""
-    return {name: p for group in _named_groups(optimizer, known) for held in group for name, p in held.items()}
+    return {name: p for group in named_groups(optimizer, known) for held in group for name, p in held.items()}
 
 
-def _named_groups(optimizer: Optimizer, known: Parameters) -> list[list[dict[str, torch.Tensor]]]:
+def named_groups(optimizer: Optimizer, known: Parameters) -> list[list[dict[str, torch.Tensor]]]:
     """By group and by parameter: the names, and live parameters, that it stands for."""
     named = []
     for g, group in enumerate(optimizer.param_groups):
@@ -63,7 +63,7 @@ def live_state(optimizer: Optimizer, parameter: torch.Tensor, known: Parameters)
 
 def optimizer_state(optimizer: Optimizer, known: Parameters) -> dict[str, Any]:
     """The named state; tensors alias the live ones. No collective."""
-    groups = _named_groups(optimizer, known)
+    groups = named_groups(optimizer, known)
     names = [[name for held in group for name in held] for group in groups]
     if state_holder(optimizer) is not optimizer:
         # Its state_dict is gathered from all ranks first.
@@ -92,7 +92,7 @@ def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], known: Par
     Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
     An optimizer that overrides it gets the indexed state_dict it expects.
     """
-    names = [[name for held in group for name in held] for group in _named_groups(optimizer, known)]
+    names = [[name for held in group for name in held] for group in named_groups(optimizer, known)]
     groups = [
         _group_options(members, group, named["groups"])
         for members, group in zip(names, optimizer.param_groups, strict=True)

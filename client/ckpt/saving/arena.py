@@ -35,9 +35,10 @@ class Listener(Protocol):
 
 
 class Arena:
-    """At most `num_slots` slots. Made when first needed, all pages provided, then reused by every save.
+    """At most `num_slots` slots, all pages provided, reused by every save.
 
-    acquire and close belong to the training thread; release may be called from any thread.
+    They are made in the background as soon as their size is known, or by the save that needs one. expect, acquire and
+    close belong to the training thread; release may be called from any thread.
     """
 
     def __init__(self, num_slots: int, listener: Listener) -> None:
@@ -57,8 +58,19 @@ class Arena:
         with self._changed:
             return {number: slot.segment for number, slot in self._slots.items()}
 
+    def expect(self, num_bytes: int) -> None:
+        """Snapshots will have this size: make all slots in the background, so that no save waits for that."""
+        with self._changed:
+            self._wanted_bytes = num_bytes
+            self._drop_small()
+        if num_bytes:
+            self.prepare_rest()
+
     def acquire(self, num_bytes: int, timeout_s: float) -> ArenaSlot | None:
-        """An idle slot of at least `num_bytes`, now in use; made if there may be more. None if none is idle in time."""
+        """An idle slot of at least `num_bytes`, now in use. None if all are in use for so long.
+
+        A slot that is being made is waited for in any case; where none is and there may be more, this makes one.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._wanted_bytes = num_bytes
@@ -71,15 +83,19 @@ class Arena:
                 if len(self._slots) + self._making < self._num_slots:
                     self._making += 1
                     break
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                left = None if self._making else max(0.0, deadline - time.monotonic())
+                if not self._changed.wait(left):
                     return None
         return self._make(num_bytes, idle=False)
 
     def prepare_rest(self) -> None:
-        """Make the remaining slots in the background, if memory allows, so that no later save waits for it."""
-        if self._background is None and self._num_slots > 1:
-            self._background = threading.Thread(target=self._make_rest, name="ckpt-arena", daemon=True)
-            self._background.start()
+        """Make the slots that are missing in the background, if memory allows."""
+        with self._changed:
+            missing = len(self._slots) + self._making < self._num_slots
+            making = self._background is not None and self._background.is_alive()
+            if missing and not making:
+                self._background = threading.Thread(target=self._make_rest, name="ckpt-arena", daemon=True)
+                self._background.start()
 
     def release(self, number: int) -> None:
         """The slot may be staged into again."""
@@ -106,12 +122,16 @@ class Arena:
                 if len(self._slots) + self._making >= self._num_slots:
                     return
                 available = available_bytes()
-                if available is not None and available < 2 * num_bytes:
+                if self._slots and available is not None and available < 2 * num_bytes:
                     logger.warning("memory for one snapshot only: a save waits until the one before is uploaded")
                     self._num_slots = 1
                     return
                 self._making += 1
-            self._make(num_bytes, idle=True)
+            try:
+                self._make(num_bytes, idle=True)
+            except OSError as error:
+                logger.warning("no slot was made in advance: %s", error)
+                return  # the save that needs one says so
 
     def _make(self, num_bytes: int, idle: bool) -> ArenaSlot:
         try:
@@ -120,6 +140,7 @@ class Arena:
         except BaseException:
             with self._changed:
                 self._making -= 1
+                self._changed.notify_all()
             raise
         with self._changed:
             self._making -= 1

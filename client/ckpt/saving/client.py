@@ -73,6 +73,10 @@ class SaveClient:
         if errors:
             raise errors[0]
 
+    def expect(self, num_bytes: int) -> None:
+        """Have slots of this size made in the background."""
+        self._arena.expect(num_bytes)
+
     def acquire(self, num_bytes: int) -> ArenaSlot:
         """An idle slot, waiting for one if all are in use."""
         while (slot := self._arena.acquire(num_bytes, _PATIENCE_S)) is None:
@@ -161,6 +165,7 @@ def _tell(handle: SaveHandle, report: Report) -> None:
     if isinstance(report, Progress):
         handle._advance(report.done_bytes)
     elif isinstance(report, Released):
+        logger.debug("step %d: %s", handle.step, report.coding)
         handle._measure(
             queue_s=report.queue_s,
             encode_s=report.encode_s,
