@@ -6,7 +6,8 @@ Nothing is copied here: leaves alias live tensors until they are staged.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +26,25 @@ _INLINE_BYTES = 64 << 10
 """Rank-local tensors up to this size lie in the receipt, so that a rank without other state writes no shard."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Change(Enum):
+    """When the memory of a leaf may change, as far as its place in the training loop tells."""
+
+    ANY_TIME = 0
+    """Buffers, gradients, averages, whatever a caller passed."""
+    STEP = 1
+    """Parameters that an optimizer updates, and its state: they change in `optim.step()`."""
+    NEVER = 2
+    """Frozen parameters, unless the caller changes them by other means."""
+
+
+class Leaf(NamedTuple):
     """A tensor to be staged, and what of which entry it is."""
 
     slice: Slice
     tensor: torch.Tensor
+    origin: torch.Tensor
+    """The live tensor of the training loop, of which `tensor` is all or a part."""
+    change: Change = Change.ANY_TIME
 
 
 @dataclass(slots=True)
@@ -53,14 +67,21 @@ class Collector:
         self._names: set[str] = set()
         self._seen: dict[tuple[object, ...], str] = {}
 
-    def shared(self, unit: str, path: str, value: Any, flat: Flat | None = None) -> JSON:
+    def beside(self, captured: Captured) -> Collector:
+        """Another one that goes on with what this one has found so far, for the memory it lies in is the same."""
+        other = Collector(self._ownership)
+        other.captured, other._names, other._seen = captured, self._names.copy(), self._seen.copy()
+        return other
+
+    def shared(self, unit: str, path: str, value: Any, change: Change, flat: Flat | None = None) -> JSON:
         """The tree of state that belongs to no single rank. Of its tensors the shard gets what this rank writes."""
 
         def leaf(at: str, found: Any) -> JSON:
             if isinstance(found, torch.Tensor):
-                return {TAG: "tensor", "name": self._store_part(unit, at, found, flat), **_device(found)}
+                return {TAG: "tensor", "name": self._store_part(unit, at, found, change, flat), **_device(found)}
             if isinstance(found, np.ndarray):
-                return {TAG: "array", "name": self._store_part(unit, at, _from_array(at, found))}
+                array = _from_array(at, found)
+                return {TAG: "array", "name": self._store_part(unit, at, array, Change.ANY_TIME)}
             return small_leaf(at, found)
 
         return encode_tree(value, path, leaf)
@@ -92,10 +113,10 @@ class Collector:
         if name != first:
             self.captured.aliases[name] = first
         else:
-            self._add(first, dtype, part_of(path, tensor))
+            self._add(first, dtype, part_of(path, tensor), tensor, Change.ANY_TIME)
         return first
 
-    def _store_part(self, unit: str, path: str, tensor: torch.Tensor, flat: Flat | None = None) -> str:
+    def _store_part(self, unit: str, path: str, tensor: torch.Tensor, change: Change, flat: Flat | None = None) -> str:
         """Add what this rank writes of a shared tensor to the shard; returns the name of its entry."""
         dtype, part = dtype_name(path, tensor), part_of(path, tensor, flat)
         name, first = self._name(path, dtype, part, self._ownership.owner.get(unit))
@@ -103,12 +124,12 @@ class Collector:
             if self._ownership.owns(unit):
                 self.captured.aliases[name] = first
         elif self._ownership.writes(unit, part):
-            self._add(first, dtype, part)
+            self._add(first, dtype, part, tensor, change)
         return first
 
-    def _add(self, name: str, dtype: str, part: Part) -> None:
+    def _add(self, name: str, dtype: str, part: Part, origin: torch.Tensor, change: Change) -> None:
         for piece in part.pieces:
-            self.captured.leaves.append(Leaf(Slice(name, dtype, part.shape, piece.box), piece.tensor))
+            self.captured.leaves.append(Leaf(Slice(name, dtype, part.shape, piece.box), piece.tensor, origin, change))
 
     def _name(self, path: str, dtype: str, part: Part, owner: int | None) -> tuple[str, str]:
         """A name that is not in use, and the name under which the same memory was seen first.

@@ -51,10 +51,10 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def raw_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
-    """state_dict under the names that the unwrapped module gives; tensors alias the live ones. No collective."""
+    """state_dict under the names that the unwrapped module gives, of the live tensors. No collective."""
     inner = unwrap(module)
     if not any(isinstance(child, FullyShardedDataParallel) for child in inner.modules()):
-        return dict(inner.state_dict())
+        return dict(inner.state_dict(keep_vars=True))
     # state_dict of FSDP1 gathers every parameter from all ranks.
     state: dict[str, Any] = dict(_unpacked(inner.named_parameters(remove_duplicate=False), known))
     for prefix, child in inner.named_modules():
@@ -67,7 +67,7 @@ def raw_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
 
 
 def module_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
-    """state_dict by canonical names; tensors alias the live ones."""
+    """state_dict by canonical names, of the live tensors."""
     return {canonical(name): value for name, value in raw_state(module, known).items()}
 
 

@@ -9,7 +9,7 @@ between save and restore changes nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -68,8 +68,8 @@ def optimizer_state(optimizer: Optimizer, known: Parameters) -> dict[str, Any]:
     if state_holder(optimizer) is not optimizer:
         # Its state_dict is gathered from all ranks first.
         live = {name: live_state(optimizer, p, known) for group in groups for held in group for name, p in held.items()}
-        frame = [{"params": n, **_options(group)} for n, group in zip(names, optimizer.param_groups, strict=True)]
-        return {"state": {name: state for name, state in live.items() if state}, "groups": frame}
+        state_here = {name: state for name, state in live.items() if state}
+        return {"state": state_here, "groups": describe_groups(optimizer, names)}
     state = optimizer.state_dict()
     named: dict[str, Any] = {}
     ordered = [held for group in groups for held in group]
@@ -84,6 +84,11 @@ def optimizer_state(optimizer: Optimizer, known: Parameters) -> dict[str, Any]:
     frame = [{"params": n, **_options(group)} for n, group in zip(names, state["param_groups"], strict=True)]
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {"state": named, "groups": frame, **extra}
+
+
+def describe_groups(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The options of each group, and the names of what it holds."""
+    return [{"params": n, **_options(group)} for n, group in zip(names, optimizer.param_groups, strict=True)]
 
 
 def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], known: Parameters) -> None:

@@ -11,8 +11,10 @@ import torch
 
 def rng_state() -> dict[str, Any]:
     """Python's, numpy's and torch's global generators, and that of the current CUDA device if CUDA is in use."""
+    version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": random.getstate(),
+        # 625 numbers, which as an array are written in a fraction of the time.
+        "python": (version, np.array(internal, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
@@ -23,7 +25,8 @@ def rng_state() -> dict[str, Any]:
 
 def load_rng_state(state: dict[str, Any]) -> None:
     """Set them all. Do it last: whatever else a restore does may draw numbers."""
-    random.setstate(state["python"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
