@@ -112,7 +112,7 @@ def _encode(placed: Sequence[Placed], reads: Mapping[tuple[str, Box], Read]) -> 
             if low < high:
                 read = reads[place.slice.entry, place.slice.box]
                 read(low - place.at, raw[low - span.at : high - span.at])
-        return encode_chunk(raw, ChunkSpan(0, span.bytes, span.dtype), fast(span.dtype))
+        return encode_chunk(raw, fast(span.dtype))
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-import") as pool:
         waiting: deque[Future[EncodedChunk]] = deque()

@@ -73,6 +73,10 @@ class ChunkSpan:
     shared: bool = False
     """It holds small slices, and may take more of them."""
 
+    def of(self, raw: memoryview) -> memoryview:
+        """Its bytes of the raw stream."""
+        return raw[self.at : self.at + self.bytes]
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
@@ -136,11 +140,11 @@ def _even_cuts(piece: Slice) -> list[int]:
     return [(row - first) * row_bytes for row in sorted(ends)]
 
 
-def encode_chunk(raw: memoryview, span: ChunkSpan, coding: Coding) -> EncodedChunk:
-    """Encode and hash one chunk of a raw stream. The result may alias `raw`."""
-    codec, parts = encode(coding.codec, raw[span.at : span.at + span.bytes], coding.level)
+def encode_chunk(raw: memoryview, coding: Coding) -> EncodedChunk:
+    """Encode and hash the bytes of one chunk. The result may alias them."""
+    codec, parts = encode(coding.codec, raw, coding.level)
     data = parts[0] if len(parts) == 1 else b"".join(parts)
-    return EncodedChunk(data, span.bytes, len(data), codec, digest(data))
+    return EncodedChunk(data, len(raw), len(data), codec, digest(data))
 
 
 def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:

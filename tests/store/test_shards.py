@@ -88,7 +88,7 @@ def test_large_slices_are_cut_where_halves_quarters_and_eighths_end() -> None:
 def test_raw_chunks_are_not_copied() -> None:
     raw = bytearray(b"x" * 64)
     (span,) = plan_chunks(place_slices([Slice.whole("a", "float32", (16,))]))
-    chunk = encode_chunk(memoryview(raw), span, Coding("raw"))
+    chunk = encode_chunk(span.of(memoryview(raw)), Coding("raw"))
     assert (chunk.codec, chunk.raw, chunk.stored) == ("raw", 64, 64)
     raw[0] = 0
     assert bytes(chunk.data)[0] == 0

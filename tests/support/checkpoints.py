@@ -48,7 +48,7 @@ def write_rank(
     raw = bytearray(raw_bytes(placed))
     for place in placed:
         raw[place.at : place.at + place.slice.bytes] = np.ascontiguousarray(arrays[place.slice.entry]).tobytes()
-    chunks = [encode_chunk(memoryview(raw), span, fast(span.dtype)) for span in plan_chunks(placed)]
+    chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
     shards = []
     if placed:
         with store.open_writer(names.shard_key(run, attempt, names.shard_name(rank)), len(raw)) as writer:

@@ -52,7 +52,7 @@ def write_entries(
     attempt = Attempt(1, new_ulid(system_clock()))
     placed = place_slices(entries)
     raw = np.random.default_rng(1).bytes(sum(entry.bytes for entry in entries))
-    chunks = [encode_chunk(memoryview(raw), span, fast(span.dtype)) for span in plan_chunks(placed)]
+    chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
     with store.open_writer(names.shard_key("r", attempt, "shard-00000.ckpt")) as writer:
         for chunk in chunks:
             writer.write(chunk.data)

@@ -87,7 +87,7 @@ def _write_rank(store: Store, rank: int) -> StoredReceipt:
     placed = place_slices(parts)
     raw = b"".join(parts[place.slice] for place in placed)
     assert len(raw) == raw_bytes(placed)
-    chunks = [encode_chunk(memoryview(raw), span, fast(span.dtype)) for span in plan_chunks(placed)]
+    chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
     shard = names.shard_name(rank)
     with store.open_writer(names.shard_key(RUN, ATTEMPT, shard)) as writer:
         for chunk in chunks:

@@ -64,7 +64,7 @@ class Share:
                 parts.append(left[:missing])
                 left, missing = left[missing:], missing - len(parts[-1])
             raw = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-            yield raw, ChunkSpan(0, span.bytes, span.dtype)
+            yield raw, span
 
 
 def _add(tensors: _Tensors, piece: Slice, resolve: Callable[[], torch.Tensor]) -> None:

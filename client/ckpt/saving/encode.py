@@ -23,16 +23,16 @@ BUDGET_BYTES = 64 << 20
 """Raw bytes at most of chunks that are encoded, or being encoded, and not yet written; but one chunk always may be."""
 
 Encode = Callable[[memoryview, ChunkSpan], EncodedChunk]
-"""Encodes one chunk of a raw stream; called in several threads."""
+"""Encodes the bytes of one chunk, which is this stretch of the raw stream; called in several threads."""
 Chunks = Iterable[tuple[memoryview, ChunkSpan]]
-"""Chunks to be encoded, each with the memory it lies in."""
+"""The bytes of the chunks to be encoded, in order, and their places in the raw stream."""
 
 _Encoded = tuple[Future[EncodedChunk], int]
 
 
 def encode_by(policy: Policy) -> Encode:
     """Every chunk as its element type asks for."""
-    return lambda raw, span: encode_chunk(raw, span, policy(span.dtype))
+    return lambda raw, span: encode_chunk(raw, policy(span.dtype))
 
 
 def encode_stream(chunks: Chunks, encode: Encode) -> Iterator[EncodedChunk]:

@@ -80,7 +80,7 @@ class SavePipeline:
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         spans = plan_chunks(placed)
         codings = self._codings.begin(spans, received_at)
-        encoding = self._encoder.begin(((raw, span) for span in spans), codings.encode)
+        encoding = self._encoder.begin(((span.of(raw), span) for span in spans), codings.encode)
         self._uploads.submit(self._upload, _Snapshot(job, placed, codings, encoding, received_at))
 
     def finish_uploads(self) -> None:
