@@ -29,7 +29,7 @@ from ckptstore.errors import StoreUnsafe
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.probing import check_store, creates_once, probe_store
 from ckptstore.source import StoreSource
-from ckptstore.stores import Store, open_store, remote
+from ckptstore.stores import Store, multipart, open_store
 from ckptstore.tombstones import hide, list_hidden, sweep, undelete
 from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint, write_rank
@@ -278,7 +278,7 @@ def save_in_parts(store: Store, step: int) -> Outcome:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts as small as S3 allows."""
-    monkeypatch.setattr(remote, "_MIN_PART_BYTES", _PART_BYTES)
+    monkeypatch.setattr(multipart, "PART_BYTES", _PART_BYTES)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -15,7 +15,8 @@ from ckptstore.stores.remote import FsspecStore
 
 # Listings that lie about what was just committed are worse than slow ones.
 _FRESH = {"use_listings_cache": False}
-_S3 = {"default_cache_type": "none", "config_kwargs": {"max_pool_connections": 64}}
+# Version 4 is what services of today take, from URLs too.
+_S3_CONFIG = {"max_pool_connections": 64, "signature_version": "s3v4"}
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
@@ -32,9 +33,6 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
         if not scheme or not path:
             raise UnknownScheme(f"store URL {url!r} names no folder", "Write file:///folder or a path")
         return LocalStore(path)
-    defaults: dict[str, Any] = dict(_FRESH)
-    if scheme in ("s3", "s3a"):
-        defaults |= _S3
     try:
         implementation: Any = fsspec.get_filesystem_class(scheme)  # type: ignore[no-untyped-call]
     except (ImportError, ValueError) as error:
@@ -42,8 +40,16 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
             f"store URL {url!r} has scheme {scheme!r}, which is not available: {error}",
             "Use file://, or install the scheme's fsspec package (for s3: pip install 'ckptd[s3]')",
         ) from error
-    if scheme == "memory":
-        defaults = {}
+    options = dict(options or {})
+    if scheme != "memory":
+        options = {**_FRESH, **options}
     with store_errors("open", url):
-        fs = implementation(**{**defaults, **(options or {})})
+        if scheme in ("s3", "s3a"):
+            options["config_kwargs"] = {**_S3_CONFIG, **(options.get("config_kwargs") or {})}
+            # What it needs comes with s3fs, which only users of S3 have.
+            from ckptstore.stores.s3 import S3Store
+
+            fs = implementation(**options)
+            return S3Store(fs, fs._strip_protocol(url), url)
+        fs = implementation(**options)
         return FsspecStore(fs, fs._strip_protocol(url), url)

@@ -1,4 +1,4 @@
-"""Any other fsspec file system: memory, S3, GCS, Azure and the rest.
+"""Any other fsspec file system: memory, GCS, Azure and the rest; S3 builds on it.
 
 What is durable on return is what the service promises for a finished PUT or upload.
 """
@@ -125,37 +125,6 @@ class FsspecStore(Store):
                     self._fs.rm_file(self._path(key))
                 except FileNotFoundError:
                     pass  # deleted is what was asked for
-
-    def abort_uploads(self, prefix: str, begun_before: float) -> int:
-        """Only S3 keeps parts of unfinished uploads, which no listing of objects shows."""
-        if "s3" not in _protocols(self._fs):
-            return 0
-        bucket, _, folder = self._path(prefix).partition("/")
-        with self._lock, store_errors("abort uploads in", self.object_url(prefix)):
-            aborted = 0
-            position: dict[str, str] = {}
-            while True:
-                page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=folder, **position)
-                for upload in page.get("Uploads", []):
-                    if upload["Initiated"].timestamp() < begun_before:
-                        self._abort_upload(bucket, upload["Key"], upload["UploadId"])
-                        aborted += 1
-                if not page.get("IsTruncated"):
-                    return aborted
-                position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    def _abort_upload(self, bucket: str, key: str, upload: str) -> None:
-        try:
-            self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
-        except FileNotFoundError:
-            pass  # finished or aborted meanwhile
-
-    def presign(self, key: str, seconds: float) -> str | None:
-        """Signed here, without asking the service; for S3."""
-        if "s3" not in _protocols(self._fs):
-            return None
-        with self._lock, store_errors("sign a URL of", self.object_url(key)):
-            return str(self._fs.sign(self._path(key), expiration=max(1, round(seconds))))
 
     def _exists(self, key: str) -> bool:
         return bool(self._fs.exists(self._path(key)))
