@@ -15,6 +15,7 @@ from ckptstore.clock import system_clock
 from ckptstore.codecs import Buffer
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
+from ckptstore.stores.direct import DirectFile
 from ckptstore.stores.failures import store_errors
 
 _TEMPORARY = ".tmp-"
@@ -56,7 +57,7 @@ class LocalStore(Store):
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """Write in place: the name is unique to an attempt and means nothing before its receipt."""
         with store_errors("write", self.object_url(key)):
-            return _LocalWriter(self._path(key), self.object_url(key))
+            return _LocalWriter(self._path(key), self.object_url(key), size_hint)
 
     def get(self, key: str) -> bytes:
         """The whole file."""
@@ -177,26 +178,23 @@ class _Temporary:
 
 
 class _LocalWriter(ObjectWriter):
-    def __init__(self, path: Path, url: str) -> None:
+    def __init__(self, path: Path, url: str, size_hint: int) -> None:
         self._path = path
         self._url = url
-        self._fd = _create(path)
+        self._file = DirectFile(_create(path), size_hint)
 
     def write(self, data: Buffer) -> None:
         with store_errors("write", self._url):
-            _write_all(self._fd, memoryview(data))
+            self._file.write(data)
 
     def commit(self) -> None:
         with store_errors("write", self._url):
-            os.fsync(self._fd)
+            self._file.finish()
             sync_folder(self._path.parent)
-        os.close(self._fd)
-        self._fd = -1
 
     def abort(self) -> None:
         try:
-            if self._fd >= 0:
-                os.close(self._fd)
+            self._file.close()
             self._path.unlink(missing_ok=True)
             self._path.parent.rmdir()
         except OSError:

@@ -1,0 +1,234 @@
+"""Large local files: what was written is what is there, whether or not the file system takes direct I/O."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.catalog import list_checkpoints
+from ckptstore.errors import StoreFull, StoreUnavailable
+from ckptstore.stores import Store, direct, open_store
+from tests.support.disks import small_file_system
+from tests.support.stores import race
+
+PACK = 64 << 10
+SIZES = (0, 1, 4095, 4096, PACK - 1, PACK, PACK + 1, 5 * PACK, 5 * PACK + 4097)
+CHUNK_SIZES = (1000, 4096, PACK, 3 * PACK + 17)
+DIRECT = getattr(os, "O_DIRECT", 0)
+
+Write = Callable[[int, Any, int], int]
+
+
+@pytest.fixture(autouse=True)
+def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "PACK_BYTES", PACK)
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder of a tmpfs."""
+    with small_file_system(Path("/dev/shm") / f"ckpt-test-{os.getpid()}", "16m") as folder:
+        yield folder
+    folder.rmdir()
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & DIRECT)
+
+
+def instead_of_writes(monkeypatch: pytest.MonkeyPatch, write: Callable[[Write, int, Any, int], int]) -> None:
+    """Have `write` called, with the real os.pwrite as its first argument."""
+    monkeypatch.setattr(os, "pwrite", partial(write, os.pwrite))
+
+
+def round_trip(store: Store, size: int, chunk: int, hint: int) -> None:
+    data = random.Random(size).randbytes(size)
+    with store.open_writer("run/shard", hint) as writer:
+        for at in range(0, size, chunk):
+            buffer = bytearray(data[at : at + chunk])
+            writer.write(buffer)
+            buffer[:] = bytes(len(buffer))
+    assert store.get("run/shard") == data
+    store.delete_many(["run/shard"])
+
+
+def all_round_trips(store: Store) -> None:
+    for size in SIZES:
+        for chunk in CHUNK_SIZES:
+            round_trip(store, size, chunk, hint=(0, size, 2 * size, 1)[chunk % 4])
+
+
+def test_every_size_comes_back(store: Store) -> None:
+    all_round_trips(store)
+
+
+def test_every_size_comes_back_from_memory(memory_folder: Path) -> None:
+    all_round_trips(open_store(str(memory_folder)))
+
+
+def test_large_files_go_past_the_page_cache(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def watch(write: Write, fd: int, data: Any, offset: int) -> int:
+        seen.append((is_direct(fd), offset % 4096, len(data) % 4096))
+        return write(fd, data, offset)
+
+    instead_of_writes(monkeypatch, watch)
+    round_trip(store, 3 * PACK + 5, 1000, 0)
+    if not all(was_direct for was_direct, _, _ in seen):
+        pytest.skip("this file system takes no direct I/O")
+    assert set(seen) == {(True, 0, 0)}
+
+
+@pytest.mark.parametrize("refuse", ["when asked", "at the first write", "later"])
+def test_file_systems_that_refuse(store: Store, monkeypatch: pytest.MonkeyPatch, refuse: str) -> None:
+    control: Any = fcntl.fcntl
+    seen = []
+
+    def set_flags(fd: int, command: int, argument: int = 0) -> int:
+        if refuse == "when asked" and command == fcntl.F_SETFL and argument & DIRECT:
+            raise OSError(errno.EINVAL, "injected")
+        return int(control(fd, command, argument))
+
+    def write_at(write: Write, fd: int, data: Any, offset: int) -> int:
+        seen.append(is_direct(fd))
+        if seen[-1] and (refuse == "at the first write" or offset):
+            raise OSError(errno.EINVAL, "injected")
+        return write(fd, data, offset)
+
+    monkeypatch.setattr(fcntl, "fcntl", set_flags)
+    instead_of_writes(monkeypatch, write_at)
+    all_round_trips(store)
+    assert False in seen
+
+
+def test_invalid_is_an_error_where_direct_is_not_the_reason(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(write: Write, fd: int, data: Any, offset: int) -> int:
+        raise OSError(errno.EINVAL, "injected")
+
+    instead_of_writes(monkeypatch, refuse)
+    with pytest.raises(StoreUnavailable, match="injected"):
+        round_trip(store, 3 * PACK, PACK, 0)
+    assert list(store.list("")) == []
+
+
+def test_short_writes_are_continued(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(7)
+
+    def write_some(write: Write, fd: int, data: Any, offset: int) -> int:
+        if is_direct(fd) and len(data) > 4096:
+            count = chance.randrange(1, len(data) // 4096) * 4096
+        else:
+            count = chance.randrange(1, len(data) + 1)
+        return write(fd, data[:count], offset)
+
+    instead_of_writes(monkeypatch, write_some)
+    all_round_trips(store)
+
+
+@pytest.mark.parametrize("full_after", [0, PACK, 2 * PACK])
+def test_a_full_disk_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, full_after: int) -> None:
+    def fill(write: Write, fd: int, data: Any, offset: int) -> int:
+        if offset + len(data) > full_after:
+            raise OSError(errno.ENOSPC, "injected")
+        return write(fd, data, offset)
+
+    instead_of_writes(monkeypatch, fill)
+    with pytest.raises(StoreFull, match="no space left"):
+        round_trip(store, 3 * PACK, 1000, 3 * PACK)
+    assert list(store.list("")) == []
+
+
+def test_a_really_full_disk_leaves_nothing(memory_folder: Path) -> None:
+    store = open_store(str(memory_folder))
+    with pytest.raises(StoreFull, match="no space left"):
+        round_trip(store, 17 << 20, 1 << 20, 17 << 20)
+    assert list(store.list("")) == []
+    round_trip(store, 12 << 20, 1 << 20, 12 << 20)
+
+
+def test_too_much_that_was_reserved_is_given_back(store: Store, tmp_path: Path) -> None:
+    with store.open_writer("run/shard", 64 << 20) as writer:
+        writer.write(bytes(PACK + 1))
+    status = (tmp_path / "store" / "run" / "shard").stat()
+    assert status.st_size == PACK + 1
+    assert status.st_blocks * 512 < 4 * PACK
+
+
+def test_a_reservation_larger_than_the_disk_is_no_error(store: Store) -> None:
+    round_trip(store, PACK, PACK, 1 << 60)
+
+
+def test_giving_up_waits_for_what_is_being_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def hold(write: Write, fd: int, data: Any, offset: int) -> int:
+        writing.set()
+        assert go_on.wait(30)
+        return write(fd, data, offset)
+
+    instead_of_writes(monkeypatch, hold)
+
+    def give_up() -> None:
+        with store.open_writer("run/shard") as writer:
+            writer.write(bytes(PACK))
+            assert writing.wait(30)
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        give_up()
+    assert go_on.is_set(), "the descriptor was closed under a write"
+    assert list(store.list("")) == []
+
+
+def test_several_writers_at_once(store: Store) -> None:
+    contents = [bytes([i]) * (3 * PACK + i) for i in range(6)]
+
+    def write(number: int) -> None:
+        with store.open_writer(f"run/{number}", 4 * PACK) as writer:
+            for at in range(0, len(contents[number]), 5000):
+                writer.write(contents[number][at : at + 5000])
+
+    assert race(*(partial(write, i) for i in range(6))) == [None] * 6
+    assert [store.get(f"run/{i}") for i in range(6)] == contents
+
+
+_WRITE_FOR_EVER = """
+import sys
+from ckptstore import names
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.clock import system_clock
+from ckptstore.stores import open_store, direct
+direct.PACK_BYTES = 65536
+key = names.shard_key("gpt", Attempt(1, new_ulid(system_clock())), names.shard_name(0))
+writer = open_store(sys.argv[1]).open_writer(key, 1 << 20)
+while True:
+    for _ in range(16):
+        writer.write(bytes(10000))
+    print("written", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_killed_writer_leaves_no_checkpoint(store: Store) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _WRITE_FOR_EVER, store.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        process.send_signal(signal.SIGKILL)
+    assert list_checkpoints(store, "gpt") == []
+    assert len(list(store.list("gpt/"))) == 1, "an orphan, for the collector"
