@@ -2,7 +2,8 @@
 
 Random numbers would not do: what a codec makes of a state depends on how training has left it. The training takes
 less than a minute of one core and is kept in the user's cache folder. A tiled model repeats the trained blocks, with
-their moments; the blocks of one period are larger than the window of any codec that is measured here.
+their moments, each copy turned around a little so that no two tensors are equal; one period is larger than the window
+of any codec that is measured here.
 """
 
 from __future__ import annotations
@@ -124,22 +125,27 @@ def _tiled(kind: Kind, blocks: int, period: dict[str, Tensor]) -> State:
     elif kind == "mixed":
         optim = MasterAdamW(model.parameters())
     for name, weight in model.named_parameters():
-        source = _in_period(name, size.blocks)
+        numbers = _numbers_of(name, size.blocks, period)
         with torch.no_grad():
-            weight.copy_(period[f"weight/{source}"])
+            weight.copy_(numbers["weight"])
         if optim is not None:
-            state = {"step": torch.tensor(float(size.steps))}
-            state |= {"master": period[f"weight/{source}"].clone()} if kind == "mixed" else {}
-            optim.state[weight] = state | {moment: period[f"{moment}/{source}"].clone() for moment in MOMENTS}
+            state = {"step": torch.tensor(float(size.steps)), **{moment: numbers[moment] for moment in MOMENTS}}
+            optim.state[weight] = state | ({"master": numbers["weight"]} if kind == "mixed" else {})
     return State(kind, model, optim)
 
 
-def _in_period(name: str, blocks: int) -> str:
-    """The parameter that was trained: blocks.7.x of two blocks is blocks.1.x."""
+def _numbers_of(name: str, blocks: int, period: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weight and moments of one parameter: blocks.7.x of two blocks is blocks.1.x, turned around a little.
+
+    Turned, because what stores equal tensors once would else store almost nothing.
+    """
     head, *rest = name.split(".")
-    if head != "blocks":
-        return name
-    return ".".join([head, str(int(rest[0]) % blocks), *rest[1:]])
+    copy = 0
+    if head == "blocks":
+        copy, number = divmod(int(rest[0]), blocks)
+        name = ".".join([head, str(number), *rest[1:]])
+    found = {key: period[f"{key}/{name}"] for key in ("weight", *MOMENTS)}
+    return {key: tensor.flatten().roll(copy * 7919).view_as(tensor) for key, tensor in found.items()}
 
 
 def _trained(size: Shape) -> dict[str, Tensor]:

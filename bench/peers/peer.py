@@ -1,0 +1,91 @@
+"""What every peer can be asked for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from bench.state import State
+
+
+class Peer(ABC):
+    """One library that saves and loads states. Made and used by one thread; what start_save returns may go anywhere."""
+
+    distribution: ClassVar[str]
+    """As the package index calls it."""
+    stores_optimizer: ClassVar[bool] = True
+    saves: ClassVar[bool] = True
+    loads: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = False
+    """Whether start_save returns before the state is durable."""
+    alone: ClassVar[bool] = False
+    """Whether it changes what others in the same process do, and should have one of its own."""
+
+    @property
+    def version(self) -> str:
+        """Of the distribution."""
+        return importlib.metadata.version(self.distribution)
+
+    @abstractmethod
+    def save(self, state: State, folder: Path) -> None:
+        """Into a folder that does not exist yet; durable on return: files and folders are fsynced."""
+
+    def start_save(self, state: State, folder: Path) -> Callable[[], None]:
+        """As save, but return as soon as training may go on; call what is returned to wait until it is durable."""
+        raise NotImplementedError(f"{type(self).__name__} has no asynchronous save")
+
+    def before_step(self) -> AbstractContextManager[object]:
+        """To be held around each optimizer step, where a library wants that."""
+        return nullcontext()
+
+    def load(self, folder: Path, state: State) -> None:
+        """Give the live tensors of a state the saved values, all of them in memory on return."""
+        raise NotImplementedError(f"{type(self).__name__} does not load")
+
+    def close(self) -> None:  # noqa: B027
+        """End threads and processes."""
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Codec(Protocol):
+    """One library that makes bytes of tensors smaller, with one thread."""
+
+    def encode(self, raw: memoryview, dtype: str) -> bytes:
+        """dtype as torch spells it: float32, bfloat16, float16."""
+        ...
+
+    def decode(self, stored: bytes, dtype: str) -> bytes | bytearray | memoryview:
+        """The bytes that were encoded."""
+        ...
+
+
+def give_back(tree: dict[str, Any], state: State) -> None:
+    """Load state dicts as users do. Masters are copied: an optimizer would cast them to the dtype of the weights."""
+    state.model.load_state_dict(tree["model"])
+    if state.kind == "fp32" and state.optim is not None:
+        state.optim.load_state_dict(tree["optim"])
+    elif state.optim is not None:
+        copy_moments(tree["optim"], state.optim)
+
+
+@torch.no_grad()
+def copy_moments(loaded: dict[str, Any], optim: torch.optim.Optimizer) -> None:
+    """Into the live tensors."""
+    live = optim.state_dict()["state"]
+    for number, moments in loaded["state"].items():
+        for key, tensor in moments.items():
+            live[number][key].copy_(tensor)
