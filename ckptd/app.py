@@ -222,6 +222,8 @@ def _housekeeping(core: _Core) -> list[_Work]:
     led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))
     keeping = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
     led = core.leadership.leads
+    metrics.orphan_bytes.set_function(lambda: collecting.waste().orphans if led() else 0)
+    metrics.tombstoned_bytes.set_function(lambda: collecting.waste().tombstoned if led() else 0)
     return [
         Periodic("recovering", recovering.round, settings.poll_seconds, when=led),
         Periodic("applying policies", policies.round, min(_POLICIES_S, settings.poll_seconds), when=led),

@@ -49,6 +49,16 @@ class Metrics:
         self.rolled_forward = counter("rolled_forward", "Attempts committed because their own committer did not.")
         self.orphans_aborted = counter("orphans_aborted", "Unfinished attempts that were given up and deleted.")
         self.orphan_freed_bytes = counter("orphan_freed_bytes", "Bytes freed by deleting orphans.")
+        self.orphan_bytes = Gauge(
+            "ckptd_orphan_bytes",
+            "Of unfinished attempts idle for an hour, at the last collection; 0: this daemon does not collect.",
+            registry=self.registry,
+        )
+        self.tombstoned_bytes = Gauge(
+            "ckptd_tombstoned_bytes",
+            "Of deleted checkpoints that wait for their sweep, at the last collection.",
+            registry=self.registry,
+        )
         self.policies_failed = counter("policies_failed", "Runs to which the policies could not be applied.", "code")
         self.scrubbed = counter("scrubbed", "Checkpoints read whole by the scrub.")
         self.scrubbed_bytes = counter("scrubbed_bytes", "Bytes of them.")

@@ -14,6 +14,7 @@ from ckptstore.deletion import collect
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.probing import check_store
 from ckptstore.stores import Store
+from ckptstore.trash import Waste, measure_waste
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,12 +27,20 @@ class Collecting:
         self._metrics = metrics
         self._clock = clock
         self._grace_s = grace_s
+        self._waste: dict[str, Waste] = {}
+
+    def waste(self) -> Waste:
+        """What the last round left in all runs. Any thread may ask."""
+        found = list(self._waste.values())
+        return Waste(sum(waste.orphans for waste in found), sum(waste.tombstoned for waste in found))
 
     def round(self) -> None:
         """Collect in every run; one that fails is tried again next time. Never raises CkptError."""
         try:
             check_store(self._store, self._clock)
-            for run in list_runs(self._store):
+            runs = list_runs(self._store)
+            self._waste = {run: waste for run, waste in self._waste.items() if run in runs}
+            for run in runs:
                 self._collect(run)
         except LeadershipLost as error:
             _LOG.warning("leaves the collection to another daemon: %s", error)
@@ -41,6 +50,7 @@ class Collecting:
     def _collect(self, run: str) -> None:
         try:
             collected = collect(self._store, run, self._clock, self._grace_s)
+            self._waste = {**self._waste, run: measure_waste(self._store, run, self._clock)}
         except LeadershipLost:
             raise
         except CkptError as error:

@@ -21,7 +21,7 @@ from ckptstore.commit import read_outcome
 from ckptstore.daemon import DaemonClient
 from ckptstore.deletion import delete_checkpoint
 from ckptstore.errors import NoCheckpoint
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, attempt_prefix, new_ulid
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon, wait_until
@@ -112,6 +112,29 @@ def test_it_collects_orphans(store: Store) -> None:
         assert not list(store.list("gpt/attempts/"))
         wait_until(lambda: client.runs() == ["gpt"], "listing")
         assert client.checkpoints("gpt") == []
+
+
+def test_it_tells_what_waits_to_be_freed(store: Store) -> None:
+    hidden = write_checkpoint(store, step=1)
+    write_checkpoint(store, step=2)
+    delete_checkpoint(store, hidden, "test", system_clock, grace_s=3600.0)
+    orphan, fresh = (Attempt(step, new_ulid(system_clock())) for step in (3, 4))
+    for attempt in (orphan, fresh):
+        write_rank(store, "gpt", attempt, sample_arrays(), rank=0, world_size=2)
+    sizes = {
+        attempt: sum(info.bytes for info in store.list(attempt_prefix("gpt", attempt)))
+        for attempt in (hidden.attempt, orphan)
+    }
+    for path in Path(store.url.removeprefix("file://"), "gpt", "attempts", str(orphan)).iterdir():
+        os.utime(path, (system_clock() - 7200,) * 2)
+    with running_daemon(store.url, options=("--collect-seconds", "0.2")) as daemon:
+        expected = {"ckptd_tombstoned_bytes": sizes[hidden.attempt], "ckptd_orphan_bytes": sizes[orphan]}
+
+        def told() -> dict[str, float]:
+            lines = daemon.get("/metrics").text.splitlines()
+            return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith(tuple(expected))}
+
+        wait_until(lambda: told() == expected, "measuring")
 
 
 def test_sigterm_is_announced_then_ends_with_0(store: Store) -> None:

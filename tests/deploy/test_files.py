@@ -12,9 +12,12 @@ from typing import Any
 
 import compose_spec
 import crossplane
+import grafana_foundation_sdk.cog.plugins as grafana_plugins
 import promql_parser
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 from kubernetes_validate import validate  # type: ignore[attr-defined]
 
 from ckptd.app import create_app
@@ -188,3 +191,22 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(file)]
     rated = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert rated.returncode == 0, rated.stdout
+
+
+def test_grafana_knows_every_field_of_the_dashboard() -> None:
+    grafana_plugins.register_default_plugins()
+    understood = json.loads(JSONEncoder(sort_keys=True).encode(GrafanaDashboard.from_json(DASHBOARD)))
+    assert _lost(DASHBOARD, understood) == []
+    misspelt = {**DASHBOARD, "panels": [{**panel, "gridpos": 1} for panel in DASHBOARD["panels"]]}
+    lost = _lost(misspelt, json.loads(JSONEncoder().encode(GrafanaDashboard.from_json(misspelt))))
+    assert len(lost) == len(DASHBOARD["panels"])
+
+
+def _lost(given: Any, understood: Any, path: str = "") -> list[str]:
+    """Where Grafana's own model of a dashboard, written out again, has not what was given."""
+    if isinstance(given, dict) and isinstance(understood, dict):
+        return [lost for name in given for lost in _lost(given[name], understood.get(name), f"{path}/{name}")]
+    if isinstance(given, list) and isinstance(understood, list) and len(given) == len(understood):
+        pairs = enumerate(zip(given, understood, strict=True))
+        return [lost for i, (ours, theirs) in pairs for lost in _lost(ours, theirs, f"{path}/{i}")]
+    return [] if given == understood else [path]
