@@ -323,8 +323,8 @@ def _as_read(checkpoint: Checkpoint) -> Checkpoint:
 
 
 _PLAIN = (
-    "run", "state", "committed_at", "created_at", "world_size", "raw_bytes", "stored_bytes", "num_entries",
-    "num_shards", "manifest_digest", "manifest_bytes", "problem",
+    "run", "state", "committed_at", "created_at", "world_size", "raw_bytes", "stored_bytes", "referenced_bytes",
+    "num_entries", "num_shards", "manifest_digest", "manifest_bytes", "problem",
 )  # fmt: skip
 
 

@@ -73,6 +73,7 @@ checkpoints = Table(
     Column("world_size", BigInteger, nullable=False),
     Column("raw_bytes", BigInteger, nullable=False),
     Column("stored_bytes", BigInteger, nullable=False),
+    Column("referenced_bytes", BigInteger, nullable=False, server_default="0"),
     Column("num_entries", BigInteger, nullable=False),
     Column("num_shards", BigInteger, nullable=False),
     Column("manifest_digest", String(32), nullable=False),

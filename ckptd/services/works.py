@@ -52,7 +52,7 @@ class Works:
     def verify(self, request: VerifyJob, progress: Progress) -> dict[str, Any]:
         """Read checkpoints whole, from the store itself; a damaged one is corrupt from now on."""
         chosen = self._chosen(request)
-        progress.expect(sum(c.stored_bytes for c in chosen), "bytes")
+        progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
         corrupt: list[str] = []
         num_checked = 0
         for found in scrub(self._store, chosen, progress.by, self._clock, progress.advance):

@@ -107,7 +107,7 @@ def open_target(target: Target) -> Source:
 @contextmanager
 def leased(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
     """Keep a checkpoint from being deleted while it is read whole. Raises NoCheckpoint if that has begun."""
-    ttl_s = _LEASE_S + checkpoint.stored_bytes / _SLOWEST_BYTES_PER_S
+    ttl_s = _LEASE_S + checkpoint.needed_bytes / _SLOWEST_BYTES_PER_S
     holder = f"ckptctl on {socket.gethostname()} (process {os.getpid()})"
     try:
         lease = source.take_lease(checkpoint, holder, ttl_s)

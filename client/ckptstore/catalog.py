@@ -46,6 +46,9 @@ class Checkpoint:
     world_size: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
+    """Of its own."""
+    referenced_bytes: int = 0
+    """Stored bytes of earlier checkpoints that it needs as well."""
     num_entries: int = 0
     num_shards: int = 0
     manifest_digest: str = ""
@@ -64,6 +67,15 @@ class Checkpoint:
     def step(self) -> int:
         """The optimizer step it was captured at."""
         return self.attempt.step
+
+    @property
+    def needed_bytes(self) -> int:
+        """Stored bytes that a reader of all of it reads."""
+        return self.stored_bytes + self.referenced_bytes
+
+    def holder(self, attempt: str | None) -> Checkpoint:
+        """The checkpoint of the same run that holds chunks for this one; None: itself. Raises InvalidName."""
+        return self if attempt is None else replace(self, attempt=Attempt.parse(attempt))
 
     @property
     def save_seconds(self) -> float:
@@ -170,6 +182,7 @@ def from_outcome(outcome: Outcome) -> Checkpoint | None:
         world_size=summary.world_size,
         raw_bytes=summary.raw_bytes,
         stored_bytes=summary.stored_bytes,
+        referenced_bytes=summary.referenced_bytes,
         num_entries=summary.num_entries,
         num_shards=summary.num_shards,
         manifest_digest=outcome.committed.digest,

@@ -54,12 +54,14 @@ def check_receipt(receipt: Receipt) -> None:
     owners = {shard.rank for shard in receipt.content.shards}
     _require(owners <= {receipt.rank}, "a receipt names the shard of another rank")
     check_content(receipt.content)
+    check_references(receipt.attempt, receipt.content)
 
 
 def check_committed(committed: Committed) -> None:
     """Counts that a listing may show. Raises Wrong or BadInput."""
     summary = committed.summary
-    counts = (committed.bytes, summary.raw_bytes, summary.stored_bytes, summary.num_entries, summary.num_shards)
+    sizes = (committed.bytes, summary.raw_bytes, summary.stored_bytes, summary.referenced_bytes)
+    counts = (*sizes, summary.num_entries, summary.num_shards)
     _require(min(*counts, summary.world_size - 1) >= 0, "a count is out of bounds")
     _require(max(*counts, summary.world_size) <= _MAX_BYTES, "a count is out of bounds")
     _require(_is_digest(committed.digest), "the manifest's digest is not 32 digits")
@@ -83,12 +85,31 @@ def check_aliases(content: Content) -> None:
         _require(name in known, f"alias {alias[:80]!r} names no entry")
 
 
+def check_references(attempt: str, content: Content) -> None:
+    """References are to chunks of other attempts, each chunk to one. Raises Wrong or BadInput."""
+    for shard in content.shards:
+        found = shard.references
+        if found is None:
+            continue
+        _same_length("references", found.chunk, found.attempt, found.offset)
+        for other in found.attempts:
+            names.Attempt.parse(other)
+        _require(len({*found.attempts, attempt}) == len(found.attempts) + 1, "a reference to itself, or twice to one")
+        _require(bool((np.diff(found.chunk) > 0).all()), "references are not in order")
+        _require(int(found.chunk.max(initial=-1)) < len(shard.chunks.raw), "a reference is to no chunk")
+        used = np.unique(found.attempt)
+        _require(bool(len(used)) and used.tolist() == list(range(len(found.attempts))), "an attempt is not referenced")
+        _require(int(found.offset.max(initial=0)) <= _MAX_BYTES, "a reference is out of bounds")
+
+
 def _check_chunks(shards: Sequence[Shard]) -> None:
     for shard in shards:
         chunks = shard.chunks
         names.check_shard(shard.name)
         _same_length("chunks", chunks.raw, chunks.stored, chunks.codec)
         _require(len(chunks.digest) == _DIGEST_BYTES * len(chunks.raw), "a chunk has no digest")
+        known = chunks.raw_digest
+        _require(known is None or len(known) == len(chunks.digest), "raw digests and chunks differ in number")
         _require(len(set(chunks.codecs)) == len(chunks.codecs) <= len(CODECS), "codecs are named twice")
         _require(set(chunks.codecs) <= set(CODECS), "a chunk's codec is unknown")
         _require(int(chunks.codec.max(initial=-1)) < len(chunks.codecs), "a chunk names no codec")

@@ -3,7 +3,7 @@
 Order of events for one attempt (docs/decisions/0001):
 
     1. every rank makes its shard durable, then writes its receipt
-    2. a committer sees all receipts, merges them, creates manifest.json.zst
+    2. a committer sees all receipts, merges them, creates manifest.json.zst, and holds what they reference
     3. it creates the outcome as committed        <- from here on the checkpoint exists
 
 A collector of orphans creates the same outcome as aborted instead of 3. Create-only means that one
@@ -45,6 +45,7 @@ from ckptstore.documents import (
 from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.planning import check_cover
+from ckptstore.references import lost, mark, referenced_attempts
 from ckptstore.stores import Store
 from ckptstore.trees import leaves, merge_trees
 
@@ -97,12 +98,13 @@ def commit_attempt(store: Store, receipts: Sequence[StoredReceipt], clock: Clock
     """Merge all receipts of an attempt and commit it; the checkpoint is durable on return.
 
     receipts: those of all ranks, in rank order. Safe to call twice, and from several processes.
-    Raises AttemptAborted if the collector decided otherwise, StoreUnavailable if the decision
-    could not be learned: then nothing may be concluded, and calling again settles it.
+    Raises AttemptAborted if the collector decided otherwise, ReferenceLost if what it references is deleted,
+    StoreUnavailable if the decision could not be learned: then nothing may be concluded, and calling again settles it.
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
     data = _create_manifest(store, manifest, attempt)
+    _hold_referenced(store, manifest, attempt, clock)
     committed = Committed(digest=digest(data), bytes=len(data), summary=_summarize(manifest))
     outcome = decide(store, manifest.run, attempt, committed, clock)
     if outcome.committed is None:
@@ -113,7 +115,21 @@ def commit_attempt(store: Store, receipts: Sequence[StoredReceipt], clock: Clock
     return outcome
 
 
-def decide(store: Store, run: str, attempt: Attempt, committed: Committed | None, clock: Clock) -> Outcome:
+def _hold_referenced(store: Store, manifest: Manifest, attempt: Attempt, clock: Clock) -> None:
+    """Keep what the attempt references from being deleted, from here on until the attempt itself is."""
+    needed = referenced_attempts(manifest.content)
+    if not needed:
+        return
+    mark(store, manifest.run, attempt, needed, clock)
+    for other in needed:
+        outcome = read_outcome(store, manifest.run, other)
+        if outcome is None or outcome.committed is None:
+            raise lost(manifest.run, attempt, other)
+
+
+def decide(
+    store: Store, run: str, attempt: Attempt, committed: Committed | None, clock: Clock, by: str | None = None
+) -> Outcome:
     """Create the outcome of an attempt, or obey the one that is there. Durable on return.
 
     The nonce tells a lost reply from a lost race: after a refusal or an error the object is read back.
@@ -121,7 +137,7 @@ def decide(store: Store, run: str, attempt: Attempt, committed: Committed | None
     now = clock()
     proposal = Outcome(
         format=FORMAT, kind="outcome", run=run, step=attempt.step, attempt=str(attempt),
-        committed=committed, nonce=new_ulid(now), by=identity(), at=now,
+        committed=committed, nonce=new_ulid(now), by=by or identity(), at=now,
     )  # fmt: skip
     failure: StoreUnavailable | None = None
     for _ in range(_TRIES):
@@ -234,7 +250,8 @@ def _summarize(manifest: Manifest) -> Summary:
         world_size=manifest.world_size,
         created_at=manifest.created_at,
         raw_bytes=sum(int(shard.chunks.raw.sum()) for shard in content.shards),
-        stored_bytes=sum(int(shard.chunks.stored.sum()) for shard in content.shards),
+        stored_bytes=sum(shard.stored_bytes for shard in content.shards),
+        referenced_bytes=sum(shard.referenced_bytes for shard in content.shards),
         num_entries=len(content.entries.name),
         num_shards=len(content.shards),
         metrics=manifest.metrics,

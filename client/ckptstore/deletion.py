@@ -20,6 +20,7 @@ from ckptstore.errors import (
     Damaged,
     InvalidName,
     ObjectMissing,
+    ReferenceLost,
     TooMuchToDelete,
 )
 from ckptstore.findings import last_verified
@@ -28,6 +29,7 @@ from ckptstore.labels import with_labels
 from ckptstore.leases import expired_leases
 from ckptstore.names import Attempt
 from ckptstore.records import Action
+from ckptstore.references import marks, unmark
 from ckptstore.retention import Policy, Verdict, judge
 from ckptstore.stores import Store
 from ckptstore.tombstones import (
@@ -130,7 +132,8 @@ def delete_checkpoint(
     held = hide(store, run, [attempt], reason, by, clock, grace_s)
     if held:
         raise CheckpointHeld(
-            f"{checkpoint.id} is held by {', '.join(held[attempt])}", "Try again when it is released, or unpin it"
+            f"{checkpoint.id} is held by {', '.join(held[attempt])}",
+            "Try again when it is released; unpin it; delete first what references its chunks",
         )
     if not grace_s:
         sweep(store, run, clock, by, only=[attempt])
@@ -166,7 +169,7 @@ def advance(store: Store, run: str, attempt: Attempt, clock: Clock) -> bool:
     """Commit an undecided attempt if all of its receipts are there. True if it is now committed."""
     try:
         return roll_forward(store, run, attempt, clock) is not None
-    except (AttemptAborted, Damaged, ObjectMissing):  # missing: another collector was faster
+    except (AttemptAborted, ReferenceLost, Damaged, ObjectMissing):  # missing: another collector was faster
         return False
 
 
@@ -206,10 +209,20 @@ def _forget(store: Store, run: str, clock: Clock) -> None:
     store.delete_many(expired_leases(store, run, clock))
     forget_tombstones(store, run, clock)
     audit.forget_old(store, run, clock)
+    _forget_marks(store, run)
     cutoff = clock() - TOMBSTONE_KEPT_S
     for info in list(store.list(names.commits_prefix(run))):
         if info.modified_at < cutoff:
             _forget_aborted(store, run, info.key)
+
+
+def _forget_marks(store: Store, run: str) -> None:
+    """Remove marks of attempts that are gone: given up, or swept by somebody who crashed."""
+    # Marks first: an attempt that marks something has written its receipts before.
+    listed = marks(store, run)
+    if listed:
+        present = set(_attempts_with_data(store, run))
+        unmark(store, run, [found for found in listed if found.by not in present])
 
 
 def _forget_aborted(store: Store, run: str, key: str) -> None:

@@ -45,8 +45,9 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Base of everything that is stored as JSON."""
 
 
-class Chunks(Document, frozen=True, eq=False):
-    """The chunks of one shard, as columns. They lie back to back, in this order, from byte 0 to the end."""
+class Chunks(Document, frozen=True, eq=False, omit_defaults=True):
+    """The chunks of one shard, as columns. Those that are not referenced lie back to back, in this order, from byte 0
+    to the end."""
 
     raw: Column
     """Bytes before encoding."""
@@ -57,6 +58,8 @@ class Chunks(Document, frozen=True, eq=False):
     codecs: list[str]
     digest: bytes
     """xxh3-128 of the stored bytes, 16 bytes for each chunk."""
+    raw_digest: bytes | None = None
+    """xxh3-128 of the bytes before encoding, for whoever saves next; 16 zeros for a chunk of which it is not known."""
 
     def codec_of(self, chunk: int) -> str:
         """Name of a chunk's codec."""
@@ -67,12 +70,36 @@ class Chunks(Document, frozen=True, eq=False):
         return self.digest[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)].hex()
 
 
-class Shard(Document, frozen=True):
-    """One file that one rank wrote."""
+class References(Document, frozen=True, eq=False):
+    """Chunks of a shard that lie in the shard of the same name of earlier checkpoints of the run, as columns."""
+
+    attempts: list[str]
+    """Who holds them. They hold them themselves: a reference is never to a reference."""
+    chunk: Column
+    """Index into the chunks of the shard, rising."""
+    attempt: Column
+    """Index into attempts."""
+    offset: Column
+    """Where the stored bytes begin, in the shard of that attempt."""
+
+
+class Shard(Document, frozen=True, omit_defaults=True):
+    """What one rank stored: a file of chunks, and references to chunks of earlier ones."""
 
     name: str
     rank: int
     chunks: Chunks
+    references: References | None = None
+
+    @property
+    def referenced_bytes(self) -> int:
+        """Stored bytes that lie in earlier checkpoints."""
+        return int(self.chunks.stored[self.references.chunk].sum()) if self.references is not None else 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the shard's own file; 0: there is none."""
+        return int(self.chunks.stored.sum()) - self.referenced_bytes
 
 
 class Entries(Document, frozen=True):
@@ -151,7 +178,7 @@ class Manifest(Document, frozen=True):
     metrics: dict[str, float]
 
 
-class Summary(Document, frozen=True):
+class Summary(Document, frozen=True, omit_defaults=True):
     """What listings show without opening a manifest."""
 
     world_size: int
@@ -161,6 +188,8 @@ class Summary(Document, frozen=True):
     num_entries: int
     num_shards: int
     metrics: dict[str, float]
+    referenced_bytes: int = 0
+    """Stored bytes that lie in earlier checkpoints, in addition to stored_bytes."""
 
 
 class Committed(Document, frozen=True):
@@ -281,6 +310,7 @@ def check_manifest(manifest: Manifest, key: str) -> None:
     _checked(key, checks.check_receipts, manifest)
     _checked(key, checks.check_content, manifest.content)
     _checked(key, checks.check_aliases, manifest.content)
+    _checked(key, checks.check_references, manifest.attempt, manifest.content)
 
 
 def _trailer(body: bytes) -> bytes:

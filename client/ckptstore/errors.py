@@ -20,6 +20,7 @@
     ├── Conflict            somebody else decided otherwise, or still needs the object
     │   ├── AttemptAborted      attempt_aborted
     │   ├── CheckpointHeld      checkpoint_held
+    │   ├── ReferenceLost       reference_lost
     │   ├── SweepBegun          sweep_begun
     │   ├── TooMuchToDelete     too_much_to_delete
     │   ├── PoliciesChanged     policies_changed
@@ -43,6 +44,8 @@
     │   └── TooManyRequests     too_many_requests
     └── SaveFailed          a background save did not become durable
         ├── SaverDied           saver_died
+        ├── SaveSkipped         save_skipped
+        ├── SnapshotTorn        snapshot_torn
         └── ReceiptsMissing     receipts_missing
 
 The groups say what a handler would do. `http_status` and `exit_code` are the only
@@ -200,6 +203,12 @@ class CheckpointHeld(Conflict):
     """A lease or a pin protects this checkpoint from deletion."""
 
     code = "checkpoint_held"
+
+
+class ReferenceLost(Conflict):
+    """A checkpoint that an attempt references was deleted before the attempt was committed."""
+
+    code = "reference_lost"
 
 
 class SweepBegun(Conflict):
@@ -360,6 +369,18 @@ class SaverDied(SaveFailed):
     """The saver process ended while saves were under way."""
 
     code = "saver_died"
+
+
+class SaveSkipped(SaveFailed):
+    """A save was given up as `on_busy` asks for, by this rank or another one; that is no failure."""
+
+    code = "save_skipped"
+
+
+class SnapshotTorn(SaveFailed):
+    """The state was changed while its snapshot was taken, and not by an optimizer."""
+
+    code = "snapshot_torn"
 
 
 class ReceiptsMissing(SaveFailed):

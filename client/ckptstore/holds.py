@@ -1,4 +1,4 @@
-"""What keeps checkpoints from being deleted, whatever a policy says: leases and pins.
+"""What keeps checkpoints from being deleted, whatever a policy says: leases, pins, and references of others.
 
 Whoever takes a hold writes it and then looks for a tombstone; whoever deletes writes a tombstone and then looks for
 holds, and looks again before the sweep. With a store that shows every finished write to every later read, at
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from ckptstore import leases, pins
+from ckptstore import leases, pins, references
 from ckptstore.clock import Clock
 from ckptstore.names import Attempt
 from ckptstore.stores import Store
 
 Holds = Mapping[Attempt, list[str]]
-"""Why attempts must stay: `lease:HOLDER`, `pin:NAME`."""
+"""Why attempts must stay: `lease:HOLDER`, `pin:NAME`, `referenced:ID`."""
 
 
 def active_holds(store: Store, run: str, clock: Clock) -> Holds:
@@ -26,4 +26,7 @@ def active_holds(store: Store, run: str, clock: Clock) -> Holds:
         held[attempt] += [f"pin:{name}" for name in names]
     for attempt, holders in leases.active_leases(store, run, clock).items():
         held[attempt] += [f"lease:{holder}" for holder in holders]
+    # Last: a saver holds what it references by a lease until the references are marked.
+    for attempt, found in references.reasons(store, run).items():
+        held[attempt] += found
     return dict(held)

@@ -177,6 +177,11 @@ def labels_prefix(run: str) -> str:
     return f"{check_run(run)}/labels/"
 
 
+def references_prefix(run: str) -> str:
+    """Prefix of all marks of who references whom in a run."""
+    return f"{check_run(run)}/references/"
+
+
 def verified_prefix(run: str) -> str:
     """Prefix of the records of checkpoints that were read and found whole."""
     return f"{check_run(run)}/verified/"
@@ -215,6 +220,11 @@ def pin_key(run: str, attempt: Attempt, name: str) -> str:
 def labels_key(run: str, attempt: Attempt, version: int) -> str:
     """One version of the labels of a checkpoint."""
     return f"{labels_prefix(run)}{attempt}.{version:08d}.json"
+
+
+def reference_key(run: str, attempt: Attempt, by: Attempt) -> str:
+    """That attempt `by` references chunks of `attempt`."""
+    return f"{references_prefix(run)}{attempt}.{by}.json"
 
 
 def verified_key(run: str, attempt: Attempt) -> str:

@@ -17,6 +17,7 @@ from ckptstore.columns import Column
 from ckptstore.documents import Content, Shard
 from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject
+from ckptstore.places import Places
 
 READ_BYTES = 16 << 20
 """Stored bytes of neighbouring chunks that are fetched at once, at most; a larger chunk is fetched alone."""
@@ -68,7 +69,10 @@ class ChunkRead:
     """One chunk to fetch, and where its decoded bytes go."""
 
     shard: str
+    attempt: str | None
+    """Whose shard of that name it lies in; None: the checkpoint's own."""
     index: int
+    """In the checkpoint's own shard."""
     offset: int
     """Of the stored bytes in the shard."""
     stored: int
@@ -93,6 +97,11 @@ class ShardRead:
     def shard(self) -> str:
         """Name of the shard."""
         return self.chunks[0].shard
+
+    @property
+    def attempt(self) -> str | None:
+        """Whose shard it is; None: the checkpoint's own."""
+        return self.chunks[0].attempt
 
     @property
     def offset(self) -> int:
@@ -121,29 +130,29 @@ def entry_bytes(content: Content) -> dict[str, int]:
 
 
 def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
-    """The reads that bring all wanted boxes, every chunk once, in shard order. Pure.
+    """The reads that bring all wanted boxes, every chunk once, by shard and by where it lies. Pure.
 
     Raises CorruptObject if the slices of a wanted box do not cover it exactly.
     """
-    layouts: dict[int, _ShardLayout] = {}
+    places: dict[int, Places] = {}
     pieces: dict[tuple[int, int], list[Piece]] = {}
     for overlap in _overlaps(content, wants):
-        if overlap.shard not in layouts:
-            layouts[overlap.shard] = _ShardLayout.of(content.shards[overlap.shard])
-        for chunk, piece in _pieces(overlap, layouts[overlap.shard]):
+        if overlap.shard not in places:
+            places[overlap.shard] = Places.of(content.shards[overlap.shard])
+        for chunk, piece in _pieces(overlap, places[overlap.shard]):
             pieces.setdefault((overlap.shard, chunk), []).append(piece)
+    order = sorted(pieces, key=lambda piece: (piece[0], *places[piece[0]].order(piece[1])))
     return coalesce(
-        _chunk_read(content.shards[shard], layouts[shard], chunk, found)
-        for (shard, chunk), found in sorted(pieces.items(), key=lambda item: item[0])
+        _chunk_read(content.shards[shard], places[shard], chunk, pieces[shard, chunk]) for shard, chunk in order
     )
 
 
 def plan_all(content: Content) -> list[ChunkRead]:
     """Every chunk of a checkpoint, for verification. Pure."""
     return [
-        _chunk_read(shard, layout, chunk, ())
+        _chunk_read(shard, places, chunk, ())
         for shard in content.shards
-        for layout in [_ShardLayout.of(shard)]
+        for places in [Places.of(shard)]
         for chunk in range(len(shard.chunks.raw))
     ]
 
@@ -246,33 +255,12 @@ def _gap(want: Want) -> CorruptObject:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardLayout:
-    """Where each chunk of a shard begins, raw and stored; one more element marks the end."""
-
-    raw: Column
-    stored: Column
-
-    @staticmethod
-    def of(shard: Shard) -> _ShardLayout:
-        chunks = shard.chunks
-        return _ShardLayout(np.append(0, np.cumsum(chunks.raw)), np.append(0, np.cumsum(chunks.stored)))
-
-    def split(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """The bytes [at, end) of the raw stream by chunk: (chunk, where it begins, first byte, end)."""
-        chunk = int(np.searchsorted(self.raw, at, side="right")) - 1
-        while at < end:
-            begin, stop = int(self.raw[chunk]), min(end, int(self.raw[chunk + 1]))
-            yield chunk, begin, at, stop
-            at, chunk = stop, chunk + 1
-
-
-def _pieces(overlap: _Overlap, layout: _ShardLayout) -> Iterator[tuple[int, Piece]]:
+def _pieces(overlap: _Overlap, places: Places) -> Iterator[tuple[int, Piece]]:
     """What each chunk gives to an overlap."""
     item, at, want = overlap.item, overlap.at, overlap.want
     shape, target = boxes.sizes(overlap.slice_box), boxes.sizes(overlap.want_box)
     if overlap.slice_box == overlap.want_box:
-        for chunk, start, low, high in layout.split(at, at + prod(shape) * item):
+        for chunk, start, low, high in places.split(at, at + prod(shape) * item):
             _check_whole(chunk, low - at, high - at, overlap)
             to = want.at + low - at
             yield chunk, Piece(want.buffer, low - start, to, item, ((high - low) // item,), (item,), (item,))
@@ -283,7 +271,7 @@ def _pieces(overlap: _Overlap, layout: _ShardLayout) -> Iterator[tuple[int, Piec
     shift = _minus(overlap.slice_box, overlap.want_box)
     first = _dot(begin, steps)
     last = first + _dot([size - 1 for size in length], steps)
-    for chunk, start, low, high in layout.split(at + first * item, at + (last + 1) * item):
+    for chunk, start, low, high in places.split(at + first * item, at + (last + 1) * item):
         _check_whole(chunk, low - at, high - at, overlap)
         for part in boxes.flat_boxes(shape, (low - at) // item, (high - at) // item):
             corner = [max(a, b) for a, b in zip(boxes.offsets(part), begin, strict=True)]
@@ -328,12 +316,14 @@ def _dot(index: Sequence[int], steps: Sequence[int]) -> int:
     return sum(i * step for i, step in zip(index, steps, strict=True))
 
 
-def _chunk_read(shard: Shard, layout: _ShardLayout, chunk: int, pieces: Sequence[Piece]) -> ChunkRead:
+def _chunk_read(shard: Shard, places: Places, chunk: int, pieces: Sequence[Piece]) -> ChunkRead:
     chunks = shard.chunks
+    holder, offset = places.order(chunk)
     return ChunkRead(
         shard=shard.name,
+        attempt=shard.references.attempts[holder - 1] if holder and shard.references is not None else None,
         index=chunk,
-        offset=int(layout.stored[chunk]),
+        offset=offset,
         stored=int(chunks.stored[chunk]),
         raw=int(chunks.raw[chunk]),
         codec=chunks.codec_of(chunk),
@@ -343,16 +333,17 @@ def _chunk_read(shard: Shard, layout: _ShardLayout, chunk: int, pieces: Sequence
 
 
 def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
-    """Chunks in shard order, neighbours joined. Pure."""
+    """Chunks in the order they lie in, neighbours joined. Pure."""
     reads: list[ShardRead] = []
     current: list[ChunkRead] = []
     useful = 0
     for chunk in chunks:
         if current:
             last = current[-1]
+            together = (last.shard, last.attempt) == (chunk.shard, chunk.attempt)
             span = chunk.offset + chunk.stored - current[0].offset
             gaps = span - useful - chunk.stored
-            if last.shard == chunk.shard and span <= READ_BYTES and gaps * _GAP_SHARE <= span:
+            if together and span <= READ_BYTES and 0 <= gaps * _GAP_SHARE <= span:
                 current.append(chunk)
                 useful += chunk.stored
                 continue

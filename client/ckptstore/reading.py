@@ -67,7 +67,7 @@ def fetch(
 def fetch_stored(source: Source, checkpoint: Checkpoint, read: ShardRead) -> memoryview:
     """The stored bytes of a stretch, unchecked. Raises CorruptObject, ObjectMissing or Unavailable."""
     stored = memoryview(bytearray(read.bytes))
-    source.read_shard(checkpoint, read.shard, read.offset, stored)
+    source.read_shard(checkpoint.holder(read.attempt), read.shard, read.offset, stored)
     return stored
 
 

@@ -48,6 +48,16 @@ class Labels(Document, frozen=True):
     at: float
 
 
+class ReferenceMark(Document, frozen=True):
+    """That attempt `by` references chunks of `attempt`. What holds is the object's key."""
+
+    format: int
+    kind: Literal["reference"]
+    attempt: str
+    by: str
+    at: float
+
+
 class Finding(Document, frozen=True):
     """What reading all of a checkpoint came to."""
 

@@ -28,6 +28,7 @@ from ckptstore.holds import Holds, active_holds
 from ckptstore.labels import label_versions
 from ckptstore.names import Attempt, Reference, checkpoint_id, new_ulid
 from ckptstore.records import Action, Fate
+from ckptstore.references import marks, unmark
 from ckptstore.stores import ObjectInfo, Store
 
 SWEEP_GRACE_S = 24 * 3600.0
@@ -123,6 +124,8 @@ def sweep(store: Store, run: str, clock: Clock, by: str, only: Collection[Attemp
     claimed = [h.attempt for h in due if _decide(store, run, h.attempt, h.id, True, by, clock).swept]
     doomed = {*claimed, *(h.attempt for h, fate in decided.items() if fate.swept)}
     freed = sum(_delete(store, run, attempt) for attempt in _present(store, run, doomed))
+    if doomed:
+        unmark(store, run, [found for found in marks(store, run) if found.by in doomed])
     for error in damage.values():
         raise error
     return Swept(tuple(dict.fromkeys(claimed)), freed)

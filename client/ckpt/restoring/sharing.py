@@ -20,6 +20,7 @@ from ckpt.distributed import World
 from ckptstore.catalog import Checkpoint
 from ckptstore.documents import Content
 from ckptstore.errors import CorruptObject
+from ckptstore.places import Places
 from ckptstore.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
 from ckptstore.reading import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk
 from ckptstore.source import Source
@@ -98,12 +99,14 @@ def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tup
     most = max((len(ranks) for ranks in ranks_of.values()), default=1)
     total = sum(int(content.shards[shard].chunks.stored[chunk]) for shard, chunk in ranks_of)
     limit = min(READ_BYTES, max(_STRETCH_BYTES, min(ROUND_BYTES, total) // most))
+    places = {shard: Places.of(content.shards[shard]) for shard in {shard for shard, _ in ranks_of}}
     found: list[tuple[int, list[int], Ranks]] = []
     size = 0
     for (shard, chunk), ranks in sorted(ranks_of.items(), key=lambda item: item[0]):
         stored = int(content.shards[shard].chunks.stored[chunk])
         last = found[-1] if found else None
-        if last and (last[0], last[1][-1] + 1, last[2]) == (shard, chunk, ranks) and size + stored <= limit:
+        follows = last is not None and (last[0], last[1][-1] + 1, last[2]) == (shard, chunk, ranks)
+        if last and follows and places[shard].adjoins(chunk) and size + stored <= limit:
             last[1].append(chunk)
             size += stored
         else:
@@ -131,7 +134,11 @@ def fetch_shared(
     needs = {ranks: _unpack(data) for data, ranks in world.gather_alike(_pack(own)).items()}
     rounds = divide(content, needs, world.size)
     shared = {(stretch.shard, chunk) for one in rounds for stretch in one for chunk in stretch.chunks}
-    alone = coalesce(chunk for key, chunk in sorted(own.items()) if key not in shared)
+    alone = coalesce(
+        chunk
+        for key, chunk in sorted(own.items(), key=lambda item: (item[0][0], item[1].attempt or "", item[1].offset))
+        if key not in shared
+    )
     if rounds:
         _Exchange(world, source, checkpoint, content, own, buffers, progress).run(rounds)
     fetch(source, checkpoint, alone, buffers, progress)

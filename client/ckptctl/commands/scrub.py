@@ -99,7 +99,7 @@ def _raise_if_damaged(num_damaged: int, num_checked: int) -> None:
 
 
 def _scrub(store: Store, due: list[Checkpoint], clock: Clock, screen: Screen, pace: Pace) -> Iterator[Verification]:
-    with screen.progress("scrubbing", sum(checkpoint.stored_bytes for checkpoint in due)) as progress:
+    with screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
         yield from scrub(store, due, operator(), clock, _both(progress, pace))
 
 

@@ -92,7 +92,7 @@ def _choose(session: Session, checkpoint: str | None, everything: bool, run: str
 
 
 def _verify_each(session: Session, checkpoints: Sequence[Checkpoint]) -> Iterator[Verification]:
-    with session.screen.progress("verifying", sum(c.stored_bytes for c in checkpoints)) as progress:
+    with session.screen.progress("verifying", sum(c.needed_bytes for c in checkpoints)) as progress:
         for checkpoint in checkpoints:
             try:
                 yield _verify_leased(session.source, checkpoint, progress)

@@ -27,6 +27,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     raw_bytes: int
     stored_bytes: int
+    referenced_bytes: int = 0
     num_entries: int
     num_shards: int
     manifest_digest: str
@@ -50,6 +51,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             world_size=checkpoint.world_size,
             raw_bytes=checkpoint.raw_bytes,
             stored_bytes=checkpoint.stored_bytes,
+            referenced_bytes=checkpoint.referenced_bytes,
             num_entries=checkpoint.num_entries,
             num_shards=checkpoint.num_shards,
             manifest_digest=checkpoint.manifest_digest,
@@ -70,6 +72,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             world_size=self.world_size,
             raw_bytes=self.raw_bytes,
             stored_bytes=self.stored_bytes,
+            referenced_bytes=self.referenced_bytes,
             num_entries=self.num_entries,
             num_shards=self.num_shards,
             manifest_digest=self.manifest_digest,
