@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -87,20 +88,21 @@ class DcpThread(Dcp):
 
 
 class DcpProcess(DcpThread):
-    """async_save in a process, which wants a process group in this one, if only of one rank."""
+    """async_save in a process. For its first save it wants a process group in this one, if only of one rank."""
 
-    alone = True
     kind = AsyncCheckpointerType.PROCESS
 
-    def __init__(self) -> None:
-        super().__init__()
+    def start_save(self, state: State, folder: Path) -> Callable[[], None]:
+        """The first call starts the process, and returns when that save is durable."""
+        if _async_process_executor._CHECKPOINT_PROCESS is not None:
+            return super().start_save(state, folder)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-
-    def close(self) -> None:
-        """The process ends with this one."""
-        super().close()
-        dist.destroy_process_group()
+        try:
+            super().start_save(state, folder)()
+        finally:
+            dist.destroy_process_group()
+        return lambda: None
 
 
 def _writer(folder: Path) -> FileSystemWriter:

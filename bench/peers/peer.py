@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from bench.measuring import tree_bytes
 from bench.state import State
 
 
@@ -25,8 +27,6 @@ class Peer(ABC):
     loads: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = False
     """Whether start_save returns before the state is durable."""
-    alone: ClassVar[bool] = False
-    """Whether it changes what others in the same process do, and should have one of its own."""
 
     @property
     def version(self) -> str:
@@ -48,6 +48,14 @@ class Peer(ABC):
     def load(self, folder: Path, state: State) -> None:
         """Give the live tensors of a state the saved values, all of them in memory on return."""
         raise NotImplementedError(f"{type(self).__name__} does not load")
+
+    def discard(self, folder: Path) -> None:
+        """Delete what was saved there."""
+        shutil.rmtree(folder)
+
+    def stored_bytes(self, folder: Path) -> int:
+        """What a save takes on the disk."""
+        return tree_bytes(folder)
 
     def close(self) -> None:  # noqa: B027
         """End threads and processes."""
