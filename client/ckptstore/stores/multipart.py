@@ -9,12 +9,12 @@ from typing import Any
 from ckptstore.codecs import Buffer
 from ckptstore.stores.base import ObjectWriter
 from ckptstore.stores.failures import store_errors
-from ckptstore.stores.transfers import Transfers
+from ckptstore.stores.transfers import Part, Transfers
 
 PART_BYTES = 8 << 20
 """The least: S3 gives a single request some 90 MB/s whatever its size, and takes no parts below 5 MiB."""
 BUFFERED_BYTES = 96 << 20
-"""Memory of one writer: the part being filled and those on their way. Two parts, if these are larger."""
+"""Of one writer: in the part being filled and in those on their way. One part of each, if these are larger."""
 _MAX_PARTS = 9_000  # S3 takes 10,000; encoded bytes may be a little more than was expected
 _PARTS_OF_ONE_SIZE = 1_000
 
@@ -31,7 +31,7 @@ def part_bytes(number: int, size_hint: int) -> int:
 
 
 class MultipartWriter(ObjectWriter):
-    """A multipart upload, or a single PUT if all fits into one part."""
+    """A multipart upload, or a single PUT if all fits into one part. Only buffers that may change are copied."""
 
     def __init__(self, fs: Any, transfers: Transfers, path: str, url: str, size_hint: int) -> None:
         """Nothing is sent before the first part is full. path: in the file system `fs`; url: for messages."""
@@ -41,39 +41,31 @@ class MultipartWriter(ObjectWriter):
         self._url = url
         self._size_hint = size_hint
         self._bytes = 0
-        self._number = 1
-        self._part = bytearray(part_bytes(1, size_hint))
-        self._filled = 0
+        self._part = Part(1, part_bytes(1, size_hint))
         self._upload: str | None = None
-        self._on_their_way: dict[Future[dict[str, Any]], bytearray] = {}
+        self._on_their_way: dict[Future[dict[str, Any]], Part] = {}
         self._sent: list[dict[str, Any]] = []
         self._committing = False
         self._stop = threading.Event()
-        self._threads = ThreadPoolExecutor(
-            max(1, BUFFERED_BYTES // len(self._part) - 1), thread_name_prefix="ckpt-upload-part"
-        )
+        threads = max(1, BUFFERED_BYTES // self._part.room - 1)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-upload-part")
 
     def write(self, data: Buffer) -> None:
-        """Copy into parts; waits while all memory is on its way."""
-        rest = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        """Add to parts, and send them; waits while as much as may be is on its way."""
+        rest = memoryview(data if isinstance(data, bytes) else bytes(data))
         self._bytes += len(rest)
         with store_errors("write", self._url):
             while len(rest):
-                if self._filled == len(self._part):
+                if not self._part.room:
                     self._send()
-                    self._part = self._next_part()
-                    self._filled = 0
-                taken = rest[: len(self._part) - self._filled]
-                self._part[self._filled : self._filled + len(taken)] = taken
-                self._filled += len(taken)
-                rest = rest[len(taken) :]
+                rest = self._part.take(rest)
 
     def commit(self) -> None:
         """Wait for all parts, then complete the upload."""
         with store_errors("write", self._url):
-            self._committing = self._upload is None
             if self._upload is None:
-                self._fs.pipe_file(self._path, bytes(memoryview(self._part)[: self._filled]))
+                self._committing = True
+                self._fs.pipe_file(self._path, b"".join(self._part.pieces))
             else:
                 self._send()
                 while self._on_their_way:
@@ -98,25 +90,21 @@ class MultipartWriter(ObjectWriter):
             pass  # an object without a receipt is collected with its attempt
 
     def _send(self) -> None:
+        """Send the part, once there is memory for the next one; begin that."""
         if self._upload is None:
             self._upload = self._transfers.begin(self._path)
-        data = memoryview(self._part)[: self._filled]
-        sent = self._threads.submit(self._transfers.put_part, self._path, self._upload, self._number, data, self._stop)
-        self._on_their_way[sent] = self._part
-        self._number += 1
+        part, number = self._part, self._part.number + 1
+        self._part = Part(number, part_bytes(number, self._size_hint))
+        sent = self._threads.submit(self._transfers.put_part, self._path, self._upload, part, self._stop)
+        self._on_their_way[sent] = part
+        while self._on_their_way and sum(map(len, self._on_their_way.values())) + self._part.room > BUFFERED_BYTES:
+            self._reap()
 
-    def _next_part(self) -> bytearray:
-        """Memory for the next part, which is that of a part that has arrived, where possible."""
-        size, idle = part_bytes(self._number, self._size_hint), None
-        while self._on_their_way and sum(map(len, self._on_their_way.values())) + size > BUFFERED_BYTES:
-            idle = self._reap()
-        return idle if idle is not None and len(idle) == size else bytearray(size)
-
-    def _reap(self) -> bytearray:
-        """Wait for a part; the memory it took."""
-        arrived = wait(self._on_their_way, return_when=FIRST_COMPLETED).done.pop()
-        self._sent.append(arrived.result())
-        return self._on_their_way.pop(arrived)
+    def _reap(self) -> None:
+        """Wait until one of the parts has arrived."""
+        for arrived in wait(self._on_their_way, return_when=FIRST_COMPLETED).done:
+            del self._on_their_way[arrived]
+            self._sent.append(arrived.result())
 
     def _complete(self, upload: str) -> None:
         self._committing = True

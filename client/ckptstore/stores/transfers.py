@@ -51,6 +51,33 @@ class _Unsuitable(OSError):
     """The service does not take a signed URL for this."""
 
 
+class Part:
+    """A part of an upload, which is filled, sent and forgotten. It refers to the bytes it is made of."""
+
+    def __init__(self, number: int, room: int) -> None:
+        self.number = number
+        self.room = room
+        """Bytes it still takes."""
+        self.pieces: list[memoryview] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def take(self, data: memoryview) -> memoryview:
+        """Take what there is room for, and return the rest."""
+        piece = data[: self.room]
+        self.pieces.append(piece)
+        self.room -= len(piece)
+        return data[len(piece) :]
+
+    def crc32(self) -> str:
+        """As S3 spells it."""
+        crc = 0
+        for piece in self.pieces:
+            crc = zlib.crc32(piece, crc)
+        return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
 class Transfers:
     """Ranged reads, and parts of uploads, which are sent with a checksum that the service compares, if it knows how.
 
@@ -95,19 +122,19 @@ class Transfers:
         checksum = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
         return str(self._call("create_multipart_upload", path, **checksum)["UploadId"])
 
-    def put_part(self, path: str, upload: str, number: int, data: memoryview, stop: threading.Event) -> dict[str, Any]:
+    def put_part(self, path: str, upload: str, part: Part, stop: threading.Event) -> dict[str, Any]:
         """Upload a part; returns what `complete` needs to know of it. stop: try no more once it is set."""
-        parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": number}
+        parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
         if self._checksums:
-            parameters["ChecksumCRC32"] = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+            parameters["ChecksumCRC32"] = part.crc32()
         if self._suitable:
             try:
-                return _try(lambda: self._put_part(path, parameters, data), stop)
+                return _try(lambda: self._put_part(path, parameters, part), stop)
             except (_Unsuitable, SSLError) as error:
-                part = self._put_part_by_s3fs(path, parameters, data)
+                done = self._put_part_by_s3fs(path, parameters, part)
                 self._sign_no_more(error)
-                return part
-        return self._put_part_by_s3fs(path, parameters, data)
+                return done
+        return self._put_part_by_s3fs(path, parameters, part)
 
     def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
         """Make one object of all parts."""
@@ -145,16 +172,19 @@ class Transfers:
         finally:
             reply.release_conn()
 
-    def _put_part(self, path: str, parameters: dict[str, Any], data: memoryview) -> dict[str, Any]:
+    def _put_part(self, path: str, parameters: dict[str, Any], part: Part) -> dict[str, Any]:
         url = self._fs.url(path, expires=_SIGNED_FOR_S, client_method="upload_part", **parameters)
+        headers = {"Content-Length": str(len(part))}
         crc = parameters.get("ChecksumCRC32")
-        body: Any = data  # sent as it is; urllib3's annotation knows of bytes only
-        reply = self._connections.request("PUT", url, body=body, headers={_CHECKSUM: crc} if crc else {})
+        if crc is not None:
+            headers[_CHECKSUM] = crc
+        pieces: Any = part.pieces  # sent one by one, as they are; urllib3's annotation knows of bytes only
+        reply = self._connections.request("PUT", url, body=pieces, headers=headers)
         if reply.status != _OK:
             raise _refusal(reply.status, reply.data)
-        part = {"PartNumber": parameters["PartNumber"], "ETag": reply.headers["ETag"]}
+        done = {"PartNumber": parameters["PartNumber"], "ETag": reply.headers["ETag"]}
         # A service that repeats the checksum has compared it, and wants to hear it again.
-        return {**part, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else part
+        return {**done, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else done
 
     def _read_by_s3fs(self, path: str, offset: int, buffer: memoryview) -> int:
         try:
@@ -167,10 +197,10 @@ class Transfers:
         buffer[: len(data)] = data
         return len(data)
 
-    def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], data: memoryview) -> dict[str, Any]:
-        reply = self._call("upload_part", path, Body=bytes(data), **parameters)
+    def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], part: Part) -> dict[str, Any]:
+        reply = self._call("upload_part", path, Body=b"".join(part.pieces), **parameters)
         told = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
-        return {"PartNumber": parameters["PartNumber"], **told}
+        return {"PartNumber": part.number, **told}
 
     def _sign_no_more(self, error: Exception) -> None:
         """What failed with a signed URL has just succeeded without."""
