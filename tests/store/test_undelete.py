@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -25,11 +27,13 @@ from ckptstore.retention import Policy
 from ckptstore.stores import Store
 from ckptstore.tombstones import SWEEP_GRACE_S, hide, list_hidden, sweep, undelete
 from ckptstore.trash import list_deleted
-from tests.support.runs import RUN, clear, count_calls, intact, keys, steps, write
+from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
 in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+on_a_folder = pytest.mark.parametrize("store", ["local"], indirect=True)
 here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
+ROOT = Path(__file__).parents[2]
 LATER = MovableClock(SWEEP_GRACE_S + 60)
 
 
@@ -184,38 +188,58 @@ def _scene(store: Store) -> tuple[Checkpoint, ...]:
     return tuple(written)
 
 
-def _everything(store: Store, written: tuple[Checkpoint, ...]) -> None:
-    apply_prune(store, plan_prune(store, RUN, Policy(1), LATER), LATER, grace_s=3600)
-    take_back(store, written[2])
-    collect(store, RUN, LATER)
-
-
 @in_memory
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_a_crash_at_every_call_of_prune_undelete_and_sweep(store: Store, mode: Literal["before", "after"]) -> None:
     written = _scene(store)
-    calls = count_calls(store, partial(_everything, written=written))
+    calls = count_calls(store, partial(prune_undelete_and_collect, taken_back=written[2].attempt))
     assert calls > 40
     for k in range(calls):
         clear(store)
         written = _scene(store)
         try:
-            _everything(FaultyStore(store, Faults(k, mode)), written)
+            prune_undelete_and_collect(FaultyStore(store, Faults(k, mode)), written[2].attempt)
         except StoreUnavailable:
             pass
-        listed = list_checkpoints(store, RUN)
-        assert listed[0] == written[-1], "the newest is never touched"
-        for checkpoint in listed:
-            assert intact(store, checkpoint), f"call {k} left {checkpoint.id} listed and broken"
-        for waiting in list_deleted(store, RUN):
-            (hidden,) = (c for c in written if c.id == waiting.id)
-            assert intact(store, hidden), f"call {k} broke {hidden.id}, which can be taken back"
-        end = MovableClock(3 * SWEEP_GRACE_S)
-        for _ in range(2):  # the first helps whoever died in taking a deletion back
-            collect(store, RUN, end)
-            apply_prune(store, plan_prune(store, RUN, Policy(1), end), end)
-        assert steps(store) == [5]
-        assert list(store.list_folders(names.attempts_prefix(RUN))) == [str(written[-1].attempt)]
+        _is_legal_and_can_be_finished(store, written, f"call {k}")
+
+
+@on_a_folder
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_sigkill_at_every_call_of_prune_undelete_and_sweep(store: Store, mode: str) -> None:
+    command = [sys.executable, "-m", "tests.support.killed_prune", store.url]
+    killed = 0
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for k in itertools.count():
+            written = _scene(store)
+            process.stdin.write(f"{k} {mode} {written[2].attempt}\n")
+            process.stdin.flush()
+            ended = int(process.stdout.readline())
+            if ended == 0:
+                break
+            assert ended == signal.SIGKILL
+            killed += 1
+            _is_legal_and_can_be_finished(store, written, f"SIGKILL at call {k}")
+            clear(store)
+    assert killed > 40
+
+
+def _is_legal_and_can_be_finished(store: Store, written: tuple[Checkpoint, ...], cause: str) -> None:
+    listed = list_checkpoints(store, RUN)
+    assert listed[0] == written[-1], "the newest is never touched"
+    for checkpoint in listed:
+        assert intact(store, checkpoint), f"{cause} left {checkpoint.id} listed and broken"
+    for waiting in list_deleted(store, RUN):
+        (hidden,) = (c for c in written if c.id == waiting.id)
+        assert intact(store, hidden), f"{cause} broke {hidden.id}, which can be taken back"
+    end = MovableClock(3 * SWEEP_GRACE_S)
+    for _ in range(2):  # the first helps whoever died in taking a deletion back
+        collect(store, RUN, end)
+        apply_prune(store, plan_prune(store, RUN, Policy(1), end), end)
+    assert steps(store) == [5]
+    assert list(store.list_folders(names.attempts_prefix(RUN))) == [str(written[-1].attempt)]
 
 
 def test_a_damaged_fate_deletes_nothing_and_is_reported(store: Store) -> None:

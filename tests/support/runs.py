@@ -8,13 +8,16 @@ import numpy as np
 
 from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.deletion import apply_prune, plan_prune
+from ckptstore.deletion import apply_prune, collect, plan_prune
+from ckptstore.errors import NoCheckpoint, SweepBegun
+from ckptstore.names import Attempt
 from ckptstore.retention import Policy
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store
+from ckptstore.tombstones import SWEEP_GRACE_S, undelete
 from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint
-from tests.support.stores import Faults, FaultyStore
+from tests.support.stores import Faults, FaultyStore, MovableClock
 
 RUN = "gpt"
 SMALL = {"model/a": np.arange(3000, dtype=np.float32)}
@@ -33,6 +36,17 @@ def steps(store: Store) -> list[int]:
 def prune(store: Store, keep: int) -> list[Checkpoint]:
     """Prune to the newest; returns those spared."""
     return apply_prune(store, plan_prune(store, RUN, Policy(keep), system_clock), system_clock)
+
+
+def prune_undelete_and_collect(store: Store, taken_back: Attempt) -> None:
+    """All that deletes, a grace after the first prunes: keep the newest, take one back, sweep the rest."""
+    later = MovableClock(SWEEP_GRACE_S + 60)
+    apply_prune(store, plan_prune(store, RUN, Policy(1), later), later, grace_s=3600)
+    try:
+        undelete(store, RUN, taken_back, "me", system_clock)
+    except (SweepBegun, NoCheckpoint):
+        pass
+    collect(store, RUN, later)
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:

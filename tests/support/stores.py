@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -34,11 +36,12 @@ class MovableClock:
 class Faults:
     """Makes one call of a store fail: the one numbered `fail_at`, counted from 0 over all its methods.
 
-    before: nothing happened. after: it happened, and the reply was lost.
+    before: nothing happened. after: it happened, and the reply was lost. killed: this process, before or after.
     """
 
     fail_at: int = -1
     mode: Literal["before", "after"] = "before"
+    killed: bool = False
     calls: list[str] = field(default_factory=list)
 
     def around(self, what: str, call: Callable[[], _T]) -> _T:
@@ -46,11 +49,17 @@ class Faults:
         failing = len(self.calls) == self.fail_at
         self.calls.append(what)
         if failing and self.mode == "before":
+            self._kill()
             raise StoreUnavailable(f"{what}: injected, nothing happened")
         result = call()
         if failing:
+            self._kill()
             raise StoreUnavailable(f"{what}: injected, the reply was lost")
         return result
+
+    def _kill(self) -> None:
+        if self.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
