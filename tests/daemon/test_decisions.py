@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from ckpt.dcp import StorageWriter
 from ckptd.index import Database, DecisionIndex
 from ckptd.services.deciding import Deciding
 from ckptstore import names, wire
@@ -35,6 +38,7 @@ from ckptstore.records import Fate
 from ckptstore.stores import Store, open_store
 from ckptstore.wire import Scope, TokenRequest
 from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.command_line import run
 from tests.support.daemons import Daemon, running_daemon, wait_until
 from tests.support.juicefs import running_gateway
 from tests.support.runs import keys
@@ -182,6 +186,24 @@ def test_pruning_works_through_the_daemon_only(overwriting: Store, gateway: S3Se
             assert not keys(overwriting, names.attempt_prefix(RUN, gone.attempt))
             with pytest.raises(ObjectMissing):
                 client.decide(RUN, gone.attempt, proposal(gone.attempt))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_other_doors_ask_the_daemon_too(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
+    state = {"weight": torch.arange(8.0)}
+    torch.save(state, tmp_path / "state.pt")
+    with daemon_of(overwriting, gateway, tmp_path / "index.db", *_CALM) as daemon, daemon.client() as client:
+        writer = StorageWriter(overwriting.url, RUN, 1, options=gateway.options, daemon=daemon.url)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        environment = {**gateway.environment, "CKPTD_URL": daemon.url}
+        imported = run("import", tmp_path / "state.pt", f"{RUN}@2", "--store", overwriting.url, env=environment)
+        assert imported.code == 0, imported.stderr
+        written = list_checkpoints(overwriting, RUN)
+        assert [checkpoint.step for checkpoint in written] == [2, 1]
+        for checkpoint in written:
+            overwriting.delete_many([names.outcome_key(RUN, checkpoint.attempt)])
+            with pytest.raises(ObjectMissing):  # it has been decided otherwise
+                client.decide(RUN, checkpoint.attempt, proposal(checkpoint.attempt))
 
 
 def test_a_daemon_of_another_store(overwriting: Store, honest: Honest) -> None:

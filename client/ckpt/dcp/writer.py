@@ -25,6 +25,7 @@ from ckpt.dcp.share import Share
 from ckpt.saving.encode import encode_by, encode_stream
 from ckpt.saving.upload import upload_shard
 from ckptstore import names
+from ckptstore.arbitration import arbitrated
 from ckptstore.clock import system_clock
 from ckptstore.codings import POLICIES
 from ckptstore.commit import StoredReceipt, commit_attempt, read_receipt
@@ -51,7 +52,8 @@ class StorageWriter(TorchStorageWriter):
 
     store: its URL, or a Store. step: of the checkpoint; DCP's `checkpoint_id` sets it anew for each save: a step, a
     path that ends in one ("outputs/step-1000"), or RUN@STEP. compress: "off", "fast" or "max". options: of the fsspec
-    file system.
+    file system. daemon and token: the ckptd that decides where the store lets several committers win; CKPTD_URL and
+    CKPT_TOKEN by default.
 
     When dcp.save returns, the checkpoint is durable and committed, and its id is in the `storage_meta` of what dcp.save
     returns; if it raises, on any rank, nothing was committed (unless the store broke down during the commit itself).
@@ -67,11 +69,15 @@ class StorageWriter(TorchStorageWriter):
         *,
         compress: Literal["off", "fast", "max"] = "fast",
         options: Mapping[str, Any] | None = None,
+        daemon: str | None = None,
+        token: str | None = None,
     ) -> None:
         if compress not in POLICIES:
             raise InvalidRequest(f"compress {compress!r} is unknown", "Use 'off', 'fast' or 'max'")
         self._location = store
         self._options = options
+        self._daemon = daemon or os.environ.get("CKPTD_URL")
+        self._token = token or os.environ.get("CKPT_TOKEN")
         self._run = check_run(run)
         self._step = None if step is None else check_step(step)
         self._encode = encode_by(POLICIES[compress])
@@ -188,7 +194,9 @@ class StorageWriter(TorchStorageWriter):
             )
 
     def _open(self) -> Store:
-        return open_store(self._location, self._options) if isinstance(self._location, str) else self._location
+        if not isinstance(self._location, str):
+            return self._location
+        return arbitrated(open_store(self._location, self._options), self._daemon, self._token)
 
 
 def _new_checkpoint(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:
