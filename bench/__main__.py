@@ -59,7 +59,7 @@ def main() -> None:
 
 def show(report: Report) -> None:
     """For people."""
-    console = Console()
+    console = Console(width=120)
     table = Table(*report.columns, title=f"{report.bench}: {report.what}", title_justify="left")
     for row in report.rows:
         table.add_row(*row)

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 REPETITIONS = 5
-SAMPLE_S = 0.01
+SAMPLE_S = 0.02
 """Between two looks at memory."""
 IO_BYTES = 8 << 20
 """Written or read at once by the bare limits."""
@@ -112,10 +112,11 @@ def usage() -> Iterator[Usage]:
 def core_seconds() -> float:
     """Of this process, its children that have ended, and its descendants that run. Monotonic while none is orphaned."""
     own = os.times()
-    return own.user + own.system + own.children_user + own.children_system + sum(map(_core_seconds, descendants()))
+    return own.user + own.system + own.children_user + own.children_system + sum(map(processor_seconds, descendants()))
 
 
-def _core_seconds(process: int) -> float:
+def processor_seconds(process: int) -> float:
+    """Of a process and its children that have ended; 0 of one that is gone."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,0 +1,199 @@
+"""What a save costs a training: the time in the call, and what the steps after it take longer until it is durable.
+
+One process trains with one thread on a model of the size of the state. Windows without a save and windows with one take
+turns, and so do the contestants: steps with a save in flight are compared with the steps right before and after.
+Everyone is durable in the same way, fsynced, and has saved once before, so that memory and processes are there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from bench.measuring import REPETITIONS, Spread, core_seconds, in_turns, problem, seconds
+from bench.ours import Ours
+from bench.peers import open_peers
+from bench.peers.peer import Peer
+from bench.report import Goal, Report
+from bench.state import State, batch, sources, trained, wanted_bytes
+
+GOAL = 1 / 3
+STEPS_AROUND = 2
+"""Without a save, before and again after each."""
+TOKENS = 16
+PEERS = ("dcp-thread", "dcp-process", "torch_checkpointing", "torchsnapshot", "moonclip")
+OURS: dict[str, dict[str, Any]] = {
+    "ckptd": {},
+    "ckptd, off": {"compress": "off"},
+    "ckptd, fast": {"compress": "fast"},
+}
+"""The first is the default, and the headline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one save."""
+
+    stall_s: float
+    lost_s: float
+    """Stall, and the sum of what the steps took longer until the save was durable."""
+    step_ratio: float
+    """Mean of those steps over the ones without a save."""
+    durable_s: float
+    core_s: float
+    """Processor time of all processes, less what as many steps take without a save."""
+
+
+class Trainer:
+    """Steps of one thread on a live state."""
+
+    def __init__(self, state: State) -> None:
+        assert state.optim is not None
+        self.state, self.optim = state, state.optim
+        self.text = sources()
+        for group in self.optim.param_groups:
+            group["lr"] = 0.0  # a tiled model does not train; the work is the same
+
+    def steps(self, number: int) -> list[float]:
+        """Seconds of each, without a save in flight."""
+        return [self.step(None) for _ in range(number)]
+
+    def step(self, peer: Peer | None) -> float:
+        """Seconds of one."""
+        return seconds(lambda: self._step(peer))
+
+    def _step(self, peer: Peer | None) -> None:
+        self.state.model.loss(batch(self.text, 1, TOKENS)).backward()  # type: ignore[no-untyped-call]
+        if peer is None:
+            self.optim.step()
+        else:
+            with peer.before_step():
+                self.optim.step()
+        self.optim.zero_grad()
+
+
+class Saving:
+    """A save that is waited for in a thread, while training goes on."""
+
+    def __init__(self, peer: Peer, state: State, folder: Path) -> None:
+        self.error: BaseException | None = None
+        self.stall_s = seconds(lambda: self._start(peer, state, folder))
+        self.thread = threading.Thread(target=self._wait)
+        self.durable_s = self.stall_s
+        self.thread.start()
+
+    def _start(self, peer: Peer, state: State, folder: Path) -> None:
+        self.wait = peer.start_save(state, folder)
+
+    def _wait(self) -> None:
+        try:
+            self.durable_s += seconds(self.wait)
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it is neither durable nor failed."""
+        return self.thread.is_alive()
+
+    def end(self) -> None:
+        """Raise what it failed with."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+def measure(quick: bool) -> Report:
+    """Measure over a folder of the default temporary file system."""
+    torch.set_num_threads(1)
+    state = trained("fp32", wanted_bytes(quick))
+    trainer = Trainer(state)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        peers, problems = open_peers(PEERS, stack)
+        contestants: dict[str, Peer] = {
+            ours: stack.enter_context(Ours(Path(name), **options)) for ours, options in OURS.items()
+        }
+        contestants |= peers
+        folders = (Path(name, str(number)) for number in count())
+        trainer.steps(1)
+        for contestant, peer in list(contestants.items()):
+            try:
+                cost(trainer, peer, next(folders))
+            except Exception as error:  # a peer may raise anything
+                problems[contestant] = problem(error)
+                del contestants[contestant]
+        found, more = in_turns(
+            {contestant: partial(_next_cost, trainer, peer, folders) for contestant, peer in contestants.items()}
+        )
+    return report(state, found, problems | more)
+
+
+def _next_cost(trainer: Trainer, peer: Peer, folders: Any) -> Cost:
+    return cost(trainer, peer, next(folders))
+
+
+def cost(trainer: Trainer, peer: Peer, folder: Path) -> Cost:
+    """Of one save, with steps before, meanwhile and after."""
+    at = core_seconds()
+    usual = trainer.steps(STEPS_AROUND)
+    usual_core_s = (core_seconds() - at) / STEPS_AROUND
+    at = core_seconds()
+    saving = Saving(peer, trainer.state, folder)
+    slow = [trainer.step(peer)]  # one at least: it waits for a copy that is under way
+    while saving.in_flight:
+        slow.append(trainer.step(peer))
+    saving.end()
+    core_s = core_seconds() - at - usual_core_s * len(slow)
+    usual += trainer.steps(STEPS_AROUND)
+    peer.discard(folder)
+    step_s = median(usual)
+    return Cost(
+        stall_s=saving.stall_s,
+        lost_s=saving.stall_s + sum(slow) - step_s * len(slow),
+        step_ratio=fmean(slow) / step_s,
+        durable_s=saving.durable_s,
+        core_s=core_s,
+    )
+
+
+def report(state: State, found: dict[str, list[Cost]], problems: dict[str, str]) -> Report:
+    """Seconds lost per GB."""
+    gigabytes = state.num_bytes / 1e9
+    lost = {name: Spread.of([cost.lost_s / gigabytes for cost in costs]) for name, costs in found.items()}
+    peers = {name: spread.median for name, spread in lost.items() if name not in OURS}
+    best = min(peers.values(), default=float("nan"))
+    ours = next(iter(OURS))
+    ratio = lost[ours].median / best if ours in lost and best > 0 else float("nan")
+    return Report(
+        bench="slowdown",
+        what=f"{gigabytes:.2f} GB, one thread trains, median (quartiles) of {REPETITIONS} in turns",
+        columns=("", "lost s/GB", "stall s", "step ratio", "durable s", "core-s"),
+        rows=[_row(name, lost[name], costs) for name, costs in found.items()],
+        goals=[Goal("lost time per save", "best asynchronous peer", ratio, GOAL, "at most")],
+        limit=0.0,
+        peers=peers,
+        problems=problems,
+        state_bytes=state.num_bytes,
+        facts={name: lost[name].median for name in OURS if name in lost}
+        | {f"{name}, step ratio": median(cost.step_ratio for cost in costs) for name, costs in found.items()},
+    )
+
+
+def _row(name: str, lost: Spread, costs: list[Cost]) -> tuple[str, ...]:
+    return (
+        name,
+        str(lost),
+        f"{median(cost.stall_s for cost in costs):.4f}",
+        f"{median(cost.step_ratio for cost in costs):.3f}",
+        f"{median(cost.durable_s for cost in costs):.2f}",
+        f"{median(cost.core_s for cost in costs):.2f}",
+    )
