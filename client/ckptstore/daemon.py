@@ -14,6 +14,7 @@ from ckptstore.errors import CorruptObject
 from ckptstore.names import Attempt, Reference, check_ulid
 from ckptstore.operations import Operations
 from ckptstore.records import Rules
+from ckptstore.stores import ObjectReader, RangeReader
 
 _ANSWER_S = 60.0
 
@@ -57,12 +58,14 @@ class DaemonClient(Operations):
         """The stored receipt of a rank, unchecked."""
         return self._request("GET", self._path(checkpoint.id, "receipts", str(rank))).content
 
-    def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer with stored bytes of a shard, unchecked."""
-        if len(buffer):
-            self._patiently(partial(self._read_shard, self._path(checkpoint.id, "shards", shard), offset, buffer))
+    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
+        """Read stored bytes of a shard, unchecked: a request for each read."""
+        path = self._path(checkpoint.id, "shards", shard)
+        return RangeReader(lambda offset, buffer: self._patiently(partial(self._read_shard, path, offset, buffer)))
 
     def _read_shard(self, path: str, offset: int, buffer: memoryview) -> None:
+        if not len(buffer):
+            return
         headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
         done = 0
         try:

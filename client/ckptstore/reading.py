@@ -1,6 +1,7 @@
 """Reading: fetch what was planned, verify, decode, place.
 
-Every chunk is checked against its checksum before a byte of it reaches a destination.
+Every chunk is checked against its checksum before it counts. Uncompressed ones are read from local disks straight
+into their destination and checked there; all others before a byte of them reaches it.
 """
 
 from __future__ import annotations
@@ -12,21 +13,39 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from ckptstore.catalog import Checkpoint
 from ckptstore.codecs import RAW, decode
+from ckptstore.dividing import Stretches
 from ckptstore.documents import digest
 from ckptstore.errors import CkptError, CorruptObject
 from ckptstore.planning import ChunkRead, Piece, ShardRead
 from ckptstore.source import Source
+from ckptstore.stores import ObjectReader
 
 Progress = Callable[[int], None]
 """Called with the number of raw bytes just done; from any thread."""
 Buffers = Mapping[str, memoryview]
 """Writable bytes by the names that pieces give."""
 
+_CACHED_BYTES = 512 << 10
+"""Stays in a core's own cache from the read to the checksum."""
 DEFAULT_THREADS = min(8, max(2, os.cpu_count() or 2))
 _ELEMENTS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+class Scratch:
+    """Memory for the bytes of one chunk or stretch at a time, used again and again by one thread."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Writable, of this size; what was taken before is given up."""
+        if len(self._memory) < num_bytes:
+            self._memory = np.empty(num_bytes, np.uint8).data
+        return self._memory[:num_bytes]
 
 
 def fetch(
@@ -39,57 +58,133 @@ def fetch(
 ) -> None:
     """Fetch, verify and decode the chunks, and place their pieces.
 
-    Returns when all bytes are placed. On the first error the rest is given up, and buffers hold a mixture.
+    Returns when all bytes are checked and placed. On the first error the rest is given up, and buffers hold a
+    mixture, damaged bytes among it.
     """
+    threads = max(1, min(threads, len(reads)))
+    stretches = Stretches(reads, threads)
     stop = threading.Event()
 
-    def work(read: ShardRead) -> None:
-        if stop.is_set():
-            return
+    def work(thread: int) -> None:
         try:
-            stored = fetch_stored(source, checkpoint, read)
-            for chunk in read.chunks:
-                place_chunk(checkpoint, chunk, stored[chunk.offset - read.offset :][: chunk.stored], buffers)
-                progress(chunk.raw)
+            with _Fetch(source, checkpoint, buffers, progress) as one:
+                while not stop.is_set() and (read := stretches.take(thread)) is not None:
+                    one.fetch(read)
         except BaseException:
             stop.set()
             raise
 
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="ckpt-fetch") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-fetch") as pool:
         try:
-            for future in [pool.submit(work, read) for read in reads]:
+            for future in [pool.submit(work, thread) for thread in range(threads)]:
                 future.result()
-        except BaseException:  # an interrupt as well: the pool waits for all that is queued
+        except BaseException:  # an interrupt as well: the pool waits for all that is begun
             stop.set()
             raise
 
 
+class _Fetch:
+    """What one thread has open."""
+
+    def __init__(self, source: Source, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
+        self._source = source
+        self._checkpoint = checkpoint
+        self._buffers = buffers
+        self._progress = progress
+        self._stored, self._raw = Scratch(), Scratch()
+        self._shard: ObjectReader | None = None
+        self._opened: tuple[str, str | None] | None = None
+
+    def __enter__(self) -> _Fetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def fetch(self, read: ShardRead) -> None:
+        """All chunks of a stretch, to where they go."""
+        shard = self._open(read)
+        if not shard.small_reads:
+            stored = self._stored.take(read.bytes)
+            shard.read(read.offset, stored)
+        for chunk in read.chunks:
+            if not shard.small_reads:
+                self._place(chunk, stored[chunk.offset - read.offset :][: chunk.stored])
+            elif chunk.codec == RAW and (target := _own_memory(chunk, self._buffers)) is not None:
+                self._read_into(shard, chunk, target)
+            else:
+                stored = self._stored.take(chunk.stored)
+                shard.read(chunk.offset, stored)
+                self._place(chunk, stored)
+            self._progress(chunk.raw)
+
+    def _open(self, read: ShardRead) -> ObjectReader:
+        if self._shard is None or self._opened != (read.shard, read.attempt):
+            self._close()
+            self._shard = self._source.open_shard(self._checkpoint.holder(read.attempt), read.shard)
+            self._opened = read.shard, read.attempt
+        return self._shard
+
+    def _close(self) -> None:
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            shard.close()
+
+    def _read_into(self, shard: ObjectReader, chunk: ChunkRead, target: memoryview) -> None:
+        """Read a raw chunk where it belongs, hashing what just came while it is in the processor's cache."""
+        seen = xxhash.xxh3_128()
+        for at in range(0, chunk.stored, _CACHED_BYTES):
+            part = target[at : at + _CACHED_BYTES]
+            shard.read(chunk.offset + at, part)
+            seen.update(part)
+        if seen.hexdigest() != chunk.digest:
+            raise _wrong(self._checkpoint, chunk)
+
+    def _place(self, chunk: ChunkRead, stored: memoryview) -> None:
+        place_chunk(self._checkpoint, chunk, stored, self._buffers, self._raw)
+
+
 def fetch_stored(source: Source, checkpoint: Checkpoint, read: ShardRead) -> memoryview:
     """The stored bytes of a stretch, unchecked. Raises CorruptObject, ObjectMissing or Unavailable."""
-    stored = memoryview(bytearray(read.bytes))
-    source.read_shard(checkpoint.holder(read.attempt), read.shard, read.offset, stored)
+    stored = np.empty(read.bytes, np.uint8).data
+    with source.open_shard(checkpoint.holder(read.attempt), read.shard) as shard:
+        shard.read(read.offset, stored)
     return stored
 
 
 def check_chunk(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) -> None:
     """CorruptObject unless the stored bytes are those that were written."""
     if digest(stored) != chunk.digest:
-        raise CorruptObject(f"{chunk.name} of {checkpoint.id} does not match its checksum")
+        raise _wrong(checkpoint, chunk)
 
 
-def place_chunk(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, buffers: Buffers) -> None:
-    """Check and decode one chunk, and place its pieces. Raises CorruptObject."""
+def place_chunk(
+    checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, buffers: Buffers, scratch: Scratch | None = None
+) -> None:
+    """Check and decode one chunk, and place its pieces. Raises CorruptObject, before anything is placed."""
     check_chunk(checkpoint, chunk, stored)
-    first = chunk.pieces[0]
-    if len(chunk.pieces) == 1 and first.is_flat and first.bytes == chunk.raw:
-        _decode(checkpoint, chunk, stored, buffers[first.buffer][first.to : first.to + first.bytes])
+    target = _own_memory(chunk, buffers)
+    if target is not None:
+        _decode(checkpoint, chunk, stored, target)
         return
     raw = stored
     if chunk.codec != RAW:
-        raw = memoryview(bytearray(chunk.raw))
+        raw = (scratch or Scratch()).take(chunk.raw)
         _decode(checkpoint, chunk, stored, raw)
     for piece in chunk.pieces:
         _place(piece, raw, buffers[piece.buffer])
+
+
+def _own_memory(chunk: ChunkRead, buffers: Buffers) -> memoryview | None:
+    """Where the decoded bytes of the chunk lie in the end, if it is one place."""
+    first = chunk.pieces[0]
+    if len(chunk.pieces) == 1 and first.is_flat and first.bytes == chunk.raw:
+        return buffers[first.buffer][first.to : first.to + first.bytes]
+    return None
+
+
+def _wrong(checkpoint: Checkpoint, chunk: ChunkRead) -> CorruptObject:
+    return CorruptObject(f"{chunk.name} of {checkpoint.id} does not match its checksum")
 
 
 def _place(piece: Piece, raw: memoryview, buffer: memoryview) -> None:

@@ -15,7 +15,7 @@ from ckptstore.documents import Manifest, Receipt, digest, parse_manifest, parse
 from ckptstore.errors import CorruptObject, NoCheckpoint
 from ckptstore.labels import with_labels
 from ckptstore.names import Reference
-from ckptstore.stores import Store, open_store
+from ckptstore.stores import ObjectReader, Store, open_store
 
 _RECEIPT_THREADS = 16
 
@@ -46,8 +46,8 @@ class Source(Protocol):
     def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
         """The stored receipt of a rank, unchecked."""
 
-    def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer with stored bytes of a shard, unchecked."""
+    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
+        """Read stored bytes of a shard, unchecked."""
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Protect a checkpoint from deletion for `ttl_s` seconds; returns the lease's id. Raises NoCheckpoint."""
@@ -101,9 +101,9 @@ class StoreSource:
         """One read."""
         return self.store.get(names.receipt_key(checkpoint.run, checkpoint.attempt, rank))
 
-    def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
-        """One ranged read."""
-        self.store.get_range(names.shard_key(checkpoint.run, checkpoint.attempt, shard), offset, buffer)
+    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
+        """As the store reads."""
+        return self.store.open_reader(names.shard_key(checkpoint.run, checkpoint.attempt, shard))
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Writes a lease object, then looks for a tombstone."""

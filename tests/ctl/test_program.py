@@ -18,7 +18,7 @@ from ckptstore.leases import release_lease, take_lease
 from ckptstore.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.reading import fetch
 from ckptstore.source import StoreSource, read_manifest
-from ckptstore.stores import Store, open_store
+from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from ckptstore.verify import verify
 from tests.conftest import S3Location
 from tests.support.checkpoints import write_checkpoint
@@ -156,12 +156,18 @@ class InterruptedSource(StoreSource):
 
     reads = 0
 
-    def read_shard(self, checkpoint: Checkpoint, shard: str, offset: int, buffer: memoryview) -> None:
-        InterruptedSource.reads += 1
-        if InterruptedSource.reads == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.02)
-        super().read_shard(checkpoint, shard, offset, buffer)
+    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
+        open_shard = super().open_shard
+
+        def read(offset: int, buffer: memoryview) -> None:
+            InterruptedSource.reads += 1
+            if InterruptedSource.reads == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.02)
+            with open_shard(checkpoint, shard) as opened:
+                opened.read(offset, buffer)
+
+        return RangeReader(read)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from ckptstore import names, planning
 from ckptstore.catalog import Checkpoint, latest
 from ckptstore.clock import system_clock
+from ckptstore.codings import Policy, fast, off
 from ckptstore.commit import commit_attempt
 from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, ObjectMissing
@@ -51,10 +53,12 @@ def special_arrays() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("store", ["local", "memory", "s3"], indirect=True)
-def test_arrays_come_back_bit_by_bit(store: Store) -> None:
+@pytest.mark.parametrize("coding", [off, fast])
+def test_arrays_come_back_bit_by_bit(store: Store, coding: Policy) -> None:
     arrays = special_arrays()
-    checkpoint = write_checkpoint(store, arrays=arrays)
-    assert load(store, checkpoint) == {name: array.tobytes() for name, array in arrays.items()}
+    checkpoint = write_checkpoint(store, arrays=arrays, coding=coding)
+    expected = {name: array.tobytes() for name, array in arrays.items()}
+    assert load(store, checkpoint) == load(store, checkpoint, threads=1) == expected
 
 
 def test_several_ranks_and_a_subset(store: Store) -> None:
@@ -76,16 +80,24 @@ def test_several_ranks_and_a_subset(store: Store) -> None:
     assert all(ITEM_BYTES[dtype] for dtype in content.entries.dtype)
 
 
-def test_damage_is_found_before_a_byte_is_placed(store: Store) -> None:
-    checkpoint = write_checkpoint(store)
+@pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
+@pytest.mark.parametrize("coding", [off, fast])
+def test_damage_is_found(store: Store, coding: Policy) -> None:
+    arrays = special_arrays()
+    checkpoint = write_checkpoint(store, arrays=arrays, coding=coding)
     key = names.shard_key("gpt", checkpoint.attempt, "shard-00000.ckpt")
     good = store.get(key)
-    damaged = bytearray(good)
-    damaged[len(damaged) // 2] ^= 4
-    for data, message in ((bytes(damaged), "checksum"), (good[:-1], "ends after")):
-        store.put(key, data)
-        with pytest.raises(CorruptObject, match=message):
+    chance = random.Random(1)
+    places = [0, len(good) - 1, *(chance.randrange(len(good)) for _ in range(6))]
+    for at in places:
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << chance.randrange(8)
+        store.put(key, bytes(damaged))
+        with pytest.raises(CorruptObject, match="checksum"):
             load(store, checkpoint)
+    store.put(key, good[:-1])
+    with pytest.raises(CorruptObject, match=f"ends after {len(good) - 1} bytes"):
+        load(store, checkpoint)
     store.delete_many([key])
     with pytest.raises(ObjectMissing, match="shard-00000"):
         load(store, checkpoint)

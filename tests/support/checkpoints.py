@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import Clock, system_clock
-from ckptstore.codings import fast
+from ckptstore.codings import Policy, fast
 from ckptstore.commit import StoredReceipt, commit_attempt
 from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
 from ckptstore.names import Attempt, new_ulid
@@ -42,13 +42,14 @@ def write_rank(
     world_size: int = 1,
     metrics: Mapping[str, float] | None = None,
     clock: Clock = system_clock,
+    coding: Policy = fast,
 ) -> StoredReceipt:
     """What one rank's saver writes: its shard (if it has arrays), then its receipt."""
     placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
     for place in placed:
         raw[place.at : place.at + place.slice.bytes] = np.ascontiguousarray(arrays[place.slice.entry]).tobytes()
-    chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
+    chunks = [encode_chunk(span.of(memoryview(raw)), coding(span.dtype)) for span in plan_chunks(placed)]
     shards = []
     if placed:
         with store.open_writer(names.shard_key(run, attempt, names.shard_name(rank)), len(raw)) as writer:
@@ -84,12 +85,12 @@ def write_checkpoint(
     arrays: Arrays | None = None,
     metrics: Mapping[str, float] | None = None,
     clock: Clock = system_clock,
+    coding: Policy = fast,
 ) -> Checkpoint:
     """A committed checkpoint of a single process."""
     attempt = Attempt(step, new_ulid(clock()))
-    receipt = write_rank(
-        store, run, attempt, sample_arrays(step) if arrays is None else arrays, metrics=metrics, clock=clock
-    )
+    arrays = sample_arrays(step) if arrays is None else arrays
+    receipt = write_rank(store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding)
     checkpoint = from_outcome(commit_attempt(store, [receipt], clock))
     assert checkpoint is not None
     return checkpoint

@@ -1,7 +1,7 @@
 """Bytes by key, on any fsspec file system."""
 
-from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
+from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, RangeReader, Store
 from ckptstore.stores.opening import open_store
 from ckptstore.stores.wrapping import WrappedStore
 
-__all__ = ["ObjectInfo", "ObjectWriter", "Store", "WrappedStore", "open_store"]
+__all__ = ["ObjectInfo", "ObjectReader", "ObjectWriter", "RangeReader", "Store", "WrappedStore", "open_store"]

@@ -13,8 +13,9 @@ from any thread. Errors are StoreUnavailable, StoreFull, StoreReadOnly and Objec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 from ckptstore.codecs import Buffer
@@ -63,6 +64,41 @@ class ObjectWriter(ABC):
         except BaseException:
             self.abort()
             raise
+
+
+class ObjectReader(ABC):
+    """One object being read by one thread, until the `with` block is left."""
+
+    small_reads = False
+    """Whether reads of some hundred KiB cost no more per byte than large ones."""
+
+    @abstractmethod
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what is held of the object."""
+
+    def __enter__(self) -> ObjectReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RangeReader(ObjectReader):
+    """Every read is a request of its own."""
+
+    def __init__(self, get_range: Callable[[int, memoryview], None]) -> None:
+        self._get_range = get_range
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """One request."""
+        self._get_range(offset, buffer)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Store(ABC):
@@ -133,10 +169,17 @@ class Store(ABC):
         """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
         count = self.read_into(key, offset, buffer)
         if count != len(buffer):
-            raise CorruptObject(
-                f"{self.object_url(key)} ends after {offset + count} bytes, {offset + len(buffer)} were expected"
-            )
+            raise too_short(self.object_url(key), offset, count, len(buffer))
+
+    def open_reader(self, key: str) -> ObjectReader:
+        """Read an object in several parts. Raises ObjectMissing here or at the first read."""
+        return RangeReader(partial(self.get_range, key))
 
     def object_url(self, key: str) -> str:
         """The URL of one object, for messages."""
         return f"{self.url}/{key}"
+
+
+def too_short(url: str, offset: int, count: int, expected: int) -> CorruptObject:
+    """What a reader says who got `count` of `expected` bytes."""
+    return CorruptObject(f"{url} ends after {offset + count} bytes, {offset + expected} were expected")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ckptstore.codecs import Buffer
-from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
+from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store
 
 
 class WrappedStore(Store):
@@ -62,3 +62,7 @@ class WrappedStore(Store):
     def presign(self, key: str, seconds: float) -> str | None:
         """As the other store."""
         return self._store.presign(key, seconds)
+
+    def open_reader(self, key: str) -> ObjectReader:
+        """As the other store."""
+        return self._store.open_reader(key)
