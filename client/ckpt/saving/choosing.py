@@ -9,6 +9,7 @@ on the time there is.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -62,11 +63,11 @@ class _Step(NamedTuple):
 
 
 def choose(
-    raw_bytes: Mapping[str, int], figures: Figures, upload_s: float, threads: float, interval_s: float | None
+    raw_bytes: Mapping[str, float], figures: Figures, upload_s: float, threads: float, interval_s: float | None
 ) -> Choice:
     """The smallest choice that is durable well inside the interval, or without one, that which is durable soonest.
 
-    raw_bytes: by element type. upload_s: seconds per stored byte. threads: how many encode at a time. interval_s:
+    raw_bytes: of each element type. upload_s: seconds per stored byte. threads: how many encode at a time. interval_s:
     from save to save; None if nothing is known of it. Then soonest counts too: it may be the only save, at the end
     of a run, which somebody waits for.
     """
@@ -78,7 +79,7 @@ def choose(
     return min(choices, key=lambda choice: (choice.durable_s, choice.stored_bytes))
 
 
-def _sequence(raw_bytes: Mapping[str, int], figures: Figures, upload_s: float, threads: float) -> Iterable[Choice]:
+def _sequence(raw_bytes: Mapping[str, float], figures: Figures, upload_s: float, threads: float) -> Iterable[Choice]:
     codings: dict[str, Coding] = {}
     seconds = stored = 0.0
     steps: list[list[_Step]] = []
@@ -98,21 +99,15 @@ def _sequence(raw_bytes: Mapping[str, int], figures: Figures, upload_s: float, t
 
 
 def _worthwhile(figures: Mapping[Coding, Figure]) -> list[tuple[Coding, Figure]]:
-    """From the soonest encoded to the smallest, each saving less per second than the one before: a convex hull."""
-    hull: list[tuple[Coding, Figure]] = []
+    """From the soonest encoded to the smallest; those that cost more without saving much are left out."""
+    left: list[tuple[Coding, Figure]] = []
     for coding, figure in sorted(figures.items(), key=lambda item: item[1]):
-        if hull and hull[-1][1].stored - figure.stored < WORTH_SAVING:
-            continue
-        while len(hull) > 1 and _gain(hull[-2][1], figure) >= _gain(hull[-2][1], hull[-1][1]):
-            hull.pop()
-        hull.append((coding, figure))
-    return hull
+        if not left or left[-1][1].stored - figure.stored >= WORTH_SAVING:
+            left.append((coding, figure))
+    return left
 
 
-def _gain(before: Figure, after: Figure) -> float:
-    return (before.stored - after.stored) / (after.seconds - before.seconds)
-
-
-def _step(dtype: str, count: int, before: tuple[Coding, Figure], after: tuple[Coding, Figure]) -> _Step:
+def _step(dtype: str, count: float, before: tuple[Coding, Figure], after: tuple[Coding, Figure]) -> _Step:
     (_, old), (coding, new) = before, after
-    return _Step(_gain(old, new), dtype, coding, count * (new.seconds - old.seconds), count * (old.stored - new.stored))
+    seconds, saved = new.seconds - old.seconds, old.stored - new.stored
+    return _Step(saved / seconds if seconds else math.inf, dtype, coding, count * seconds, count * saved)

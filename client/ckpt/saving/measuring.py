@@ -6,6 +6,7 @@ one chunk of a save is encoded by one of them, and stored so, since any mixture 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -29,10 +30,10 @@ _PRIORS = {
     Coding("zstd"): Figure(1 / 0.6e9, 0.9),
 }
 _PRIOR_OF_OTHERS = Figure(1 / 0.2e9, 0.88)
-_PRIOR_BYTES = 1 << 20  # a prior weighs as much as so many bytes measured
 
 _NEWEST_WEIGHS = 0.5
 _LEAST_BYTES = 64 << 10  # fewer tell more about latencies than about speed
+_LEAST_S = 1e-9
 _PROBE_SHARE = 0.01  # of the time of all saves goes into probing a coding, at most
 _PROBE_EVERY = 4
 
@@ -41,7 +42,7 @@ def codings_for(compress: str, url: str, threads: float) -> Codings:
     """As the user's word for it says. url: of the store. threads: how many cores encode."""
     if compress != "auto":
         return FixedCodings(POLICIES[compress])
-    return MeasuredCodings(threads, LOCAL_UPLOAD_S if url.startswith("file:") else REMOTE_UPLOAD_S)
+    return MeasuredCodings(threads, LOCAL_UPLOAD_S if url.startswith(("file:", "memory:")) else REMOTE_UPLOAD_S)
 
 
 class SaveCodings(Protocol):
@@ -60,8 +61,8 @@ class SaveCodings(Protocol):
 class Codings(Protocol):
     """Says for each save how its chunks are encoded."""
 
-    def begin(self, spans: Sequence[ChunkSpan], received_at: float) -> SaveCodings:
-        """For a save that was asked for at this time; later calls get later times."""
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> SaveCodings:
+        """For a save that was asked for at this time."""
 
 
 class FixedCodings:
@@ -71,13 +72,13 @@ class FixedCodings:
         self.reason = f"compress={policy.__name__!r}"
         self._policy = policy
 
-    def begin(self, spans: Sequence[ChunkSpan], received_at: float) -> FixedCodings:
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> FixedCodings:
         """Itself."""
         return self
 
     def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
         """By element type alone."""
-        return encode_chunk(raw, span, self._policy(span.dtype))
+        return encode_chunk(raw, self._policy(span.dtype))
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
         """Nothing to learn."""
@@ -94,23 +95,28 @@ class MeasuredCodings:
         self._encoding: dict[tuple[str, Coding], _Smoothed] = {}
         self._measured_in: dict[tuple[str, Coding], int] = defaultdict(lambda: -_PROBE_EVERY)
         self._saves = 0
+        self._changed: dict[str, float] = {}
+        """The share of bytes that had to be stored anew."""
         self._last_at: float | None = None
         self._interval_s: float | None = None
 
-    def begin(self, spans: Sequence[ChunkSpan], received_at: float) -> MeasuredSave:
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> MeasuredSave:
         """The best choice by now, but for one chunk, which may be a probe."""
         with self._lock:
             self._saves += 1
-            interval_s = self._pass(received_at)
+            interval_s = self._pass(created_at)
             raw_bytes: Counter[str] = Counter()
             for span in spans:
                 raw_bytes[span.dtype] += span.bytes
+            changing = {dtype: count * self._changed.get(dtype, 1.0) for dtype, count in raw_bytes.items()}
             figures = self._figures(raw_bytes)
-            choice = choose(raw_bytes, figures, self._upload.figure.seconds, self._threads, interval_s)
-            return MeasuredSave(self, choice, interval_s, self._probe(spans, figures, choice))
+            choice = choose(changing, figures, self._upload.figure.seconds, self._threads, interval_s)
+            return MeasuredSave(self, raw_bytes, choice, interval_s, self._probe(spans, figures, choice))
 
-    def learn(self, samples: Iterable[Sample], stored_bytes: int, upload_s: float) -> None:
-        """Take up what one save took."""
+    def learn(
+        self, raw_bytes: Mapping[str, int], samples: Iterable[Sample], stored_bytes: int, upload_s: float
+    ) -> None:
+        """Take up what one save took. raw_bytes: by element type, also of chunks that had not changed."""
         totals: dict[tuple[str, Coding], Sample] = {}
         for sample in samples:
             key = sample.dtype, sample.coding
@@ -118,6 +124,9 @@ class MeasuredCodings:
         with self._lock:
             if stored_bytes >= _LEAST_BYTES:
                 self._upload.add(upload_s, stored_bytes, stored_bytes)
+            for dtype, count in raw_bytes.items():
+                encoded = sum(total.raw for total in totals.values() if total.dtype == dtype)
+                self._changed[dtype] = encoded / count
             for key, total in totals.items():
                 if total.raw >= _LEAST_BYTES:
                     self._measured_in[key] = self._saves
@@ -126,9 +135,8 @@ class MeasuredCodings:
     def _pass(self, now: float) -> float | None:
         """The interval between saves by now; rather too short than too long."""
         if self._last_at is not None:
-            last = now - self._last_at
-            smoothed = last if self._interval_s is None else _smooth(self._interval_s, last)
-            self._interval_s = min(last, smoothed)
+            last = max(_LEAST_S, now - self._last_at)
+            self._interval_s = min(last, _smooth(self._interval_s or last, last))
         self._last_at = now
         return self._interval_s
 
@@ -160,26 +168,32 @@ class MeasuredSave:
     """One save by MeasuredCodings."""
 
     def __init__(
-        self, codings: MeasuredCodings, choice: Choice, interval_s: float | None, probe: Mapping[int, Coding]
+        self,
+        codings: MeasuredCodings,
+        raw_bytes: Mapping[str, int],
+        choice: Choice,
+        interval_s: float | None,
+        probe: Mapping[int, Coding],
     ) -> None:
         self._codings = codings
-        self._choice = choice
+        self._raw_bytes = raw_bytes
+        self.choice = choice
         self._probe = probe
         self._samples: list[Sample] = []
         self.reason = _explain(choice, interval_s)
 
     def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
         """As chosen."""
-        coding = self._probe.get(span.at, self._choice.codings[span.dtype])
+        coding = self._probe.get(span.at, self.choice.codings[span.dtype])
         # Not the CPU time of this thread: it is behind the trainer's, and what counts is how far it gets.
         started = time.perf_counter()
-        chunk = encode_chunk(raw, span, coding)
+        chunk = encode_chunk(raw, coding)
         self._samples.append(Sample(span.dtype, coding, time.perf_counter() - started, chunk.raw, chunk.stored))
         return chunk
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
         """For the saves to come."""
-        self._codings.learn(self._samples, stored_bytes, upload_s)
+        self._codings.learn(self._raw_bytes, self._samples, stored_bytes, upload_s)
 
 
 class Sample(NamedTuple):
@@ -199,25 +213,22 @@ class Sample(NamedTuple):
 
 
 class _Smoothed:
-    """A figure as the quotient of sums over saves, in which the newest counts most."""
+    """A figure over saves. The first one measured takes the place of the prior."""
 
     def __init__(self, prior: Figure) -> None:
-        self._seconds, self._bytes, self._stored = (part * _PRIOR_BYTES for part in (prior.seconds, 1.0, prior.stored))
+        self.figure = prior
+        self._measured = False
 
     def add(self, seconds: float, count: int, stored: int) -> None:
         """What `count` bytes took in one save."""
-        self._seconds = _smooth(self._seconds, seconds)
-        self._bytes = _smooth(self._bytes, count)
-        self._stored = _smooth(self._stored, stored)
-
-    @property
-    def figure(self) -> Figure:
-        """By now."""
-        return Figure(self._seconds / self._bytes, self._stored / self._bytes)
+        new = Figure(max(seconds, _LEAST_S) / count, stored / count)
+        old, self._measured = self.figure if self._measured else new, True
+        self.figure = Figure(_smooth(old.seconds, new.seconds), _smooth(old.stored, new.stored))
 
 
 def _smooth(old: float, new: float) -> float:
-    return (1 - _NEWEST_WEIGHS) * old + _NEWEST_WEIGHS * new
+    """By ratios rather than differences: a store that became ten times faster is as soon noticed as a slower one."""
+    return math.exp((1 - _NEWEST_WEIGHS) * math.log(old) + _NEWEST_WEIGHS * math.log(new))
 
 
 def _explain(choice: Choice, interval_s: float | None) -> str:
