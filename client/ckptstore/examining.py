@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.errors import CkptError, ObjectMissing
+from ckptstore.errors import CkptError, ObjectMissing, StoreUnavailable
 from ckptstore.names import new_ulid
+from ckptstore.probing import Probe, probe_store
 from ckptstore.stores import Store
 from ckptstore.wire import ProbeBody, ProbeCheck
 
-RACERS = 4
-ROUNDS = 3
 _SKEW_ALLOWED_S = 60.0
 _DATA = bytes(range(256)) * 256
 
@@ -40,6 +38,7 @@ class _Examination:
         self.skew_s: float | None = None
         self._store = store
         self._clock = clock
+        self._probe: Probe | None = None
         self._folder = f"{names.PROBES_PREFIX}{new_ulid(clock())}/"
 
     def run(self) -> Iterator[ProbeCheck]:
@@ -48,9 +47,9 @@ class _Examination:
             "read": self._read,
             "read a range": self._read_range,
             "list": self._list,
-            "clock": self._look_at_clock,
             "create once": self._create_twice,
             "one winner": self._race,
+            "clock": self._look_at_clock,
             "delete": self._delete,
         }
         try:
@@ -69,9 +68,7 @@ class _Examination:
         return ProbeCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem)
 
     def _write(self) -> str:
-        self._before = self._clock()
         self._store.put(self._folder + "object", _DATA)
-        self._after = self._clock()
         return ""
 
     def _read(self) -> str:
@@ -86,30 +83,22 @@ class _Examination:
         listed = {info.key: info.bytes for info in self._store.list(self._folder)}
         return "" if listed == {self._folder + "object": len(_DATA)} else f"a listing shows {listed}"
 
+    def _create_twice(self) -> str:
+        self._probe = probe_store(self._store, self._clock)
+        return "" if self._probe.refuses_second else "a second create of the same object was accepted"
+
+    def _race(self) -> str:
+        return "" if self._probed().one_wins else "not one of several concurrent creators of an object won"
+
     def _look_at_clock(self) -> str:
-        written_at = next(info.modified_at for info in self._store.list(self._folder))
-        # File systems and S3 tell whole seconds.
-        self.skew_s = min(0.0, written_at + 1 - self._before) + max(0.0, written_at - self._after)
+        self.skew_s = self._probed().skew_s
         far = abs(self.skew_s) > _SKEW_ALLOWED_S
         return f"the store's clock is {self.skew_s:+.0f} s from this machine's" if far else ""
 
-    def _create_twice(self) -> str:
-        key = self._folder + "once"
-        first, second = self._store.put_if_absent(key, b"first"), self._store.put_if_absent(key, b"second")
-        kept = self._store.get(key)
-        refused = first and not second and kept == b"first"
-        return "" if refused else "a second create of the same object was accepted"
-
-    def _race(self) -> str:
-        with ThreadPoolExecutor(RACERS) as pool:
-            for number in range(ROUNDS):
-                key = f"{self._folder}race-{number}"
-                wins = sum(
-                    pool.map(lambda racer, key=key: self._store.put_if_absent(key, bytes([racer])), range(RACERS))
-                )
-                if wins != 1:
-                    return f"{wins} of {RACERS} concurrent creators of one object won"
-        return ""
+    def _probed(self) -> Probe:
+        if self._probe is None:
+            raise StoreUnavailable("this could not be tried", "See the check before it")
+        return self._probe
 
     def _delete(self) -> str:
         self._store.delete_many([self._folder + "object"])

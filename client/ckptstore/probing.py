@@ -31,10 +31,17 @@ _probing = threading.Lock()
 class Probe:
     """What a store did with some small objects."""
 
-    creates_once: bool
-    """A second create of the same key was refused and changed nothing, and of two at once one won."""
+    refuses_second: bool
+    """A second create of the same key was refused and changed nothing."""
+    one_wins: bool
+    """Of two at once one won."""
     skew_s: float
     """How far the store's clock is ahead of ours, at least; 0 if it may be the same."""
+
+    @property
+    def creates_once(self) -> bool:
+        """A create can decide something."""
+        return self.refuses_second and self.one_wins
 
 
 def probe_store(store: Store, clock: Clock) -> Probe:
@@ -48,7 +55,8 @@ def probe_store(store: Store, clock: Clock) -> Probe:
         written_at = next(info.modified_at for info in store.list(names.PROBES_PREFIX) if info.key == key)
     # File systems and S3 tell whole seconds.
     skew_s = min(0.0, written_at + 1 - before) + max(0.0, written_at - after)
-    return Probe(created and not again and kept and all(_one_wins(store, clock) for _ in range(_RACES)), skew_s)
+    refuses_second = created and not again and kept
+    return Probe(refuses_second, all(_one_wins(store, clock) for _ in range(_RACES)), skew_s)
 
 
 def creates_once(store: Store, clock: Clock) -> bool:
