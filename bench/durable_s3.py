@@ -1,0 +1,100 @@
+"""How long until a state is committed on S3, against bare uploads of the bytes that are stored.
+
+The limit is obstore, a client in Rust, which uploads one shard of ours from memory, in parts, with as many requests
+at a time as are fastest here. The peers' objects are durable when their uploads are completed, as ours are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from bench.bucket import (
+    COLUMNS,
+    Service,
+    Timed,
+    best_concurrency,
+    check_restored,
+    goal,
+    median_s,
+    read_shard,
+    row,
+    running_bucket,
+)
+from bench.measuring import in_turns
+from bench.peers.s3 import RawObstore, open_s3_peers
+from bench.report import Report
+from bench.state import State, trained, wanted_bytes
+from ckpt import Checkpointer
+from ckptstore.catalog import Checkpoint
+
+GOAL = 0.9
+PROBED_BYTES = 100_000_000
+PEERS = ("s3torchconnector", "s3torchconnector, DCP", "torch over s3fs")
+RAW, OURS = "raw PUT", "ckptd"
+FOLDER = "saved"
+
+Save = Callable[[], object]
+"""Into FOLDER; durable on return."""
+
+
+def measure(quick: bool) -> Report:
+    """SeaweedFS on this machine takes several times the processor time of its clients."""
+    state = trained("fp32", wanted_bytes(quick))
+    with ExitStack() as stack:
+        service = stack.enter_context(running_bucket())
+        save = ours(service, state, stack)
+        shard = stored_bytes(service, state, save)
+        raw = RawObstore(service.bucket)
+        concurrency = best_concurrency(lambda at: raw.put(f"{FOLDER}/x", shard[:PROBED_BYTES], at), service)
+        peers, missing = open_s3_peers(PEERS, service.bucket)
+        savers: dict[str, Save] = {RAW: lambda: raw.put(f"{FOLDER}/x", shard, concurrency), OURS: save}
+        for name, peer in peers.items():
+            savers[name] = lambda peer=peer: peer.save(state, f"{FOLDER}/state")  # type: ignore[misc]
+        found, problems = in_turns({name: measured(service, saver) for name, saver in savers.items()})
+    sizes = {RAW: len(shard), OURS: len(shard)}
+    return Report(
+        bench="durable-s3",
+        what=f"{state.num_bytes / 1e9:.2f} GB to SeaweedFS on the same cores, {len(shard) / 1e9:.2f} GB stored; raw: "
+        f"obstore, {concurrency} parts at a time; MB/s and core-s/GB of what each sends",
+        columns=COLUMNS,
+        rows=[row(name, timed, sizes.get(name, state.num_bytes)) for name, timed in found.items()],
+        goals=[goal("raw PUT of the stored bytes", "ckptd, until committed", found[RAW], found[OURS], GOAL)],
+        limit=median_s(found[RAW]),
+        peers={name: median_s(timed) for name, timed in found.items() if name not in sizes},
+        problems=missing | problems,
+        state_bytes=state.num_bytes,
+        facts={"seconds": median_s(found[OURS]), "stored_bytes": len(shard)},
+    )
+
+
+def measured(service: Service, save: Save) -> Callable[[], Timed]:
+    """A call that measures a save, which leaves nothing behind."""
+
+    def call() -> Timed:
+        try:
+            return service.timed(save)
+        finally:
+            service.clear(FOLDER)
+
+    return call
+
+
+def ours(service: Service, state: State, stack: ExitStack) -> Save:
+    """Saver and memory are there from the first save on."""
+    options: Any = {"run": "bench", "options": service.options, "slots": 1}
+    checkpointer = stack.enter_context(Checkpointer(service.url(FOLDER), **options))
+    steps = iter(range(1, 1000))
+    return lambda: checkpointer.save_async(state.model, state.optim, next(steps)).result()
+
+
+def stored_bytes(service: Service, state: State, save: Save) -> memoryview:
+    """Our shard, after the state was restored from it bit by bit."""
+    checkpoint = save()
+    assert isinstance(checkpoint, Checkpoint)
+    with Checkpointer(service.url(FOLDER), run="bench", options=service.options) as checkpointer:
+        check_restored(state, lambda: checkpointer.restore(state.model, state.optim))
+    shard = read_shard(service.store(FOLDER), checkpoint)
+    service.clear(FOLDER)
+    return shard

@@ -1,0 +1,112 @@
+"""How long until a state on S3 is back in the live tensors, against bare ranged reads of the bytes that are stored.
+
+The limit is obstore, a client in Rust, which reads our shard into memory that was touched before, with as many requests
+at a time as are fastest here. Every bit is compared after every restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from bench.bucket import (
+    COLUMNS,
+    Service,
+    Timed,
+    best_concurrency,
+    check_restored,
+    goal,
+    median_s,
+    row,
+    running_bucket,
+    shard_of,
+)
+from bench.measuring import in_turns, problem, touched
+from bench.peers.s3 import RawObstore, open_s3_peers
+from bench.report import Report
+from bench.state import State, trained, wanted_bytes
+from ckpt import Checkpointer
+
+GOAL = 0.9
+PROBED_BYTES = 200_000_000
+PEERS = ("s3torchconnector", "s3torchconnector, DCP", "torch over s3fs", "runai-model-streamer")
+OURS = {"ckptd, off": "off", "ckptd, fast": "fast"}
+"""What they are called, and `compress`."""
+RAW = {name: f"raw GET of {name}" for name in OURS}
+FOLDER = "saved"
+
+Load = Callable[[], object]
+
+
+def measure(quick: bool) -> Report:
+    """SeaweedFS on this machine takes as much of its processor as its clients do."""
+    state = trained("fp32", wanted_bytes(quick))
+    with ExitStack() as stack:
+        service = stack.enter_context(running_bucket())
+        ours, shards = saved_by_us(service, state, stack)
+        theirs, missing = saved_by_peers(service, state)
+        raw = RawObstore(service.bucket)
+        memory = memoryview(touched(max(size for _, size in shards.values())))
+        probed = min(PROBED_BYTES, min(size for _, size in shards.values()))
+        key = shards["ckptd, off"][0]
+        concurrency = best_concurrency(lambda at: raw.get(key, memory[:probed], at), service)
+        loads: dict[str, Load] = {}
+        for name, (key, size) in shards.items():
+            loads[RAW[name]] = lambda key=key, size=size: raw.get(key, memory[:size], concurrency)  # type: ignore[misc]
+        contestants = {name: timed(service, load) for name, load in loads.items()}
+        contestants |= {name: checked(service, state, load) for name, load in (ours | theirs).items()}
+        found, problems = in_turns(contestants)
+    sizes = {RAW[name]: size for name, (_, size) in shards.items()}
+    return Report(
+        bench="restore-s3",
+        what=f"{state.num_bytes / 1e9:.2f} GB from SeaweedFS on the same cores; raw: obstore, {concurrency} ranges "
+        "at a time; MB/s and core-s/GB of the state, or of the stored bytes",
+        columns=COLUMNS,
+        rows=[row(name, times, sizes.get(name, state.num_bytes)) for name, times in found.items()],
+        goals=[goal("raw GET of the stored bytes", name, found[RAW[name]], found[name], GOAL) for name in OURS],
+        limit=median_s(found[RAW["ckptd, off"]]),
+        peers={name: median_s(times) for name, times in found.items() if name in theirs},
+        problems=missing | problems,
+        state_bytes=state.num_bytes,
+        facts={"seconds": median_s(found["ckptd, off"])},
+    )
+
+
+def timed(service: Service, load: Load) -> Callable[[], Timed]:
+    """A call that measures a load."""
+    return lambda: service.timed(load)
+
+
+def checked(service: Service, state: State, load: Load) -> Callable[[], Timed]:
+    """The same; it must bring back every bit."""
+    return lambda: check_restored(state, timed(service, load))
+
+
+def saved_by_us(service: Service, state: State, stack: ExitStack) -> tuple[dict[str, Load], dict[str, tuple[str, int]]]:
+    """How each of ours restores; key and size of its shard."""
+    loads: dict[str, Load] = {}
+    shards: dict[str, tuple[str, int]] = {}
+    for name, compress in OURS.items():
+        options: Any = {"run": compress, "compress": compress, "options": service.options, "slots": 1}
+        with Checkpointer(service.url(FOLDER), **options) as saver:
+            checkpoint = saver.save(state.model, state.optim, 1)
+        checkpointer = stack.enter_context(Checkpointer(service.url(FOLDER), **options))
+        loads[name] = lambda checkpointer=checkpointer: checkpointer.restore(state.model, state.optim)  # type: ignore[misc]
+        shards[name] = f"{FOLDER}/{shard_of(checkpoint)}", checkpoint.stored_bytes
+    return loads, shards
+
+
+def saved_by_peers(service: Service, state: State) -> tuple[dict[str, Load], dict[str, str]]:
+    """How each of them loads; and why the others cannot."""
+    peers, problems = open_s3_peers(PEERS, service.bucket)
+    loads: dict[str, Load] = {}
+    for name, peer in peers.items():
+        key = f"peers/{name.replace(', ', '-').replace(' ', '-')}"
+        try:
+            peer.save(state, key)
+        except Exception as error:  # a peer may raise anything
+            problems[name] = problem(error)
+            continue
+        loads[name] = lambda peer=peer, key=key: peer.load(key, state)  # type: ignore[misc]
+    return loads, problems
