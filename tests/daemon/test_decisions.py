@@ -37,6 +37,7 @@ from ckptstore.names import Attempt, new_ulid
 from ckptstore.records import Fate
 from ckptstore.stores import Store, open_store
 from ckptstore.wire import Scope, TokenRequest
+from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.command_line import run
 from tests.support.daemons import Daemon, running_daemon, wait_until
@@ -96,14 +97,17 @@ def impatient(store: Store, daemon: str) -> ArbitratedStore:
 
 # Where decisions are kept.
 
+on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[DecisionIndex]:
-    database = Database(f"sqlite:///{tmp_path}/index.db", 8)
+def index(db_url: str) -> Iterator[DecisionIndex]:
+    database = Database(db_url, 8)
     yield DecisionIndex(database)
     database.close()
 
 
+@on_both
 def test_the_first_proposal_counts(store: Store, index: DecisionIndex) -> None:
     deciding = Deciding(store, index, system_clock)
     for number in range(10):
@@ -112,6 +116,7 @@ def test_the_first_proposal_counts(store: Store, index: DecisionIndex) -> None:
         assert store.get(f"gpt/commits/{number}") == results[0]
 
 
+@on_both
 def test_a_decision_that_cannot_be_written_is_told_to_nobody_and_finished_later(
     store: Store, index: DecisionIndex
 ) -> None:
@@ -124,6 +129,7 @@ def test_a_decision_that_cannot_be_written_is_told_to_nobody_and_finished_later(
     assert failing.decide("gpt/commits/a", b"second") == b"first"
 
 
+@on_both
 def test_what_was_swept_is_not_written_again(store: Store, index: DecisionIndex) -> None:
     clock = MovableClock()
     deciding = Deciding(store, index, clock)
@@ -137,6 +143,7 @@ def test_what_was_swept_is_not_written_again(store: Store, index: DecisionIndex)
     assert index.find("gpt/commits/a") is None
 
 
+@on_both
 def test_what_the_store_says_counts_where_the_index_knows_nothing(store: Store, index: DecisionIndex) -> None:
     store.put("gpt/commits/a", b"before")
     assert Deciding(store, index, system_clock).decide("gpt/commits/a", b"after") == b"before"

@@ -22,6 +22,7 @@ from ckptstore.deletion import delete_checkpoint
 from ckptstore.names import new_ulid
 from ckptstore.stores import Store, open_store
 from ckptstore.wire import EventKind
+from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
 
@@ -221,8 +222,12 @@ def test_the_end_of_a_restore_is_told_once(watched: tuple[Daemon, Store]) -> Non
     assert events[0].detail["restore"] == session.id
 
 
-def test_other_daemons_on_the_database_are_heard(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/index.db", 4)
+on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+
+
+@on_both
+def test_other_daemons_on_the_database_are_heard(db_url: str) -> None:
+    database = Database(db_url, 4)
     Index(database).adopt("file:///store", 0.0)
     woken: list[str] = []
     ours, theirs = EventLog(database, system_clock), EventLog(database, system_clock)
@@ -235,8 +240,9 @@ def test_other_daemons_on_the_database_are_heard(tmp_path: Path) -> None:
     database.close()
 
 
-def test_old_events_are_forgotten_and_the_gap_is_told(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/index.db", 4)
+@on_both
+def test_old_events_are_forgotten_and_the_gap_is_told(db_url: str) -> None:
+    database = Database(db_url, 4)
     Index(database).adopt("file:///store", 0.0)
     now = [1000.0]
     log = EventLog(database, lambda: now[0])

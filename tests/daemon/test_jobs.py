@@ -19,6 +19,7 @@ from ckptstore.errors import CkptError, InvalidPolicy, NoCheckpoint, NoJob, TooM
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store, open_store
 from ckptstore.wire import EventKind, JobState
+from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon, wait_until
 
@@ -134,11 +135,14 @@ def test_a_probe_of_a_good_store_is_good(served: tuple[Daemon, Store]) -> None:
     assert list(store.list(names.PROBES_PREFIX)) == []
 
 
+on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+
+
 class Bench:
     """Jobs over an index, whose work the test holds."""
 
-    def __init__(self, tmp_path: Path, work: Callable[[Any, Progress], dict[str, Any] | None]) -> None:
-        self.database = Database(f"sqlite:///{tmp_path}/index.db", 8)
+    def __init__(self, db_url: str, work: Callable[[Any, Progress], dict[str, Any] | None]) -> None:
+        self.database = Database(db_url, 8)
         self.now = 1000.0
         Index(self.database).adopt("file:///store", 0.0)
         self.index = JobIndex(self.database)
@@ -156,11 +160,11 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Callable[[Callable[[Any, Progress], dict[str, Any] | None]], Bench]]:
+def bench(db_url: str) -> Iterator[Callable[[Callable[[Any, Progress], dict[str, Any] | None]], Bench]]:
     benches: list[Bench] = []
 
     def make(work: Callable[[Any, Progress], dict[str, Any] | None]) -> Bench:
-        benches.append(Bench(tmp_path, work))
+        benches.append(Bench(db_url, work))
         benches[-1].jobs.start()
         return benches[-1]
 
@@ -170,6 +174,7 @@ def bench(tmp_path: Path) -> Iterator[Callable[[Callable[[Any, Progress], dict[s
         made.database.close()
 
 
+@on_both
 def test_a_running_job_ends_at_its_next_step_after_a_cancel(bench: Any) -> None:
     began, go_on = threading.Event(), threading.Event()
 
@@ -192,6 +197,7 @@ def test_a_running_job_ends_at_its_next_step_after_a_cancel(bench: Any) -> None:
     assert made.jobs.cancel(job.id) == ended
 
 
+@on_both
 def test_a_waiting_job_never_begins_after_a_cancel(bench: Any) -> None:
     go_on = threading.Event()
     ran = []
@@ -209,6 +215,7 @@ def test_a_waiting_job_never_begins_after_a_cancel(bench: Any) -> None:
     assert len(ran) == 2
 
 
+@on_both
 def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
     def work(_: object, progress: Progress) -> dict[str, Any]:
         if not made.jobs.find(first.id).state.live:
@@ -221,6 +228,7 @@ def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
     assert made.ended(made.jobs.submit(wire.ReindexJob())).result == {"fine": True}
 
 
+@on_both
 def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
     made = bench(lambda _request, _progress: None)
     left = Job(
@@ -236,6 +244,7 @@ def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
     assert [event.news.detail["state"] for event in made.log.after(0, 10)] == ["interrupted"]
 
 
+@on_both
 def test_a_job_that_works_for_long_is_not_taken_for_gone(bench: Any) -> None:
     go_on = threading.Event()
     made = bench(lambda _request, _progress: {"done": go_on.wait(30)})
@@ -248,6 +257,7 @@ def test_a_job_that_works_for_long_is_not_taken_for_gone(bench: Any) -> None:
     assert made.ended(job).state is JobState.SUCCEEDED
 
 
+@on_both
 def test_no_more_jobs_than_anybody_could_want(bench: Any) -> None:
     go_on = threading.Event()
     made = bench(lambda _request, _progress: {"done": go_on.wait(60)})
@@ -258,6 +268,7 @@ def test_no_more_jobs_than_anybody_could_want(bench: Any) -> None:
     go_on.set()
 
 
+@on_both
 def test_a_log_keeps_its_newest_lines(bench: Any) -> None:
     def work(_: object, progress: Progress) -> None:
         for number in range(20_000):
