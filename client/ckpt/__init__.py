@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer
     from ckpt.default import close, init, latest, load, prepare, restore, save, save_async, wait
     from ckpt.restoring.pipeline import Restored
+    from ckpt.saving.counters import Counters
     from ckpt.saving.handle import SaveHandle, Timings
     from ckptstore.catalog import Checkpoint
     from ckptstore.errors import CkptError
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "CkptError",
+    "Counters",
     "Restored",
     "SaveHandle",
     "Timings",
@@ -48,6 +50,7 @@ _HOME = {
     "Checkpoint": "ckptstore.catalog",
     "Checkpointer": "ckpt.checkpointer",
     "CkptError": "ckptstore.errors",
+    "Counters": "ckpt.saving.counters",
     "Restored": "ckpt.restoring.pipeline",
     "SaveHandle": "ckpt.saving.handle",
     "Timings": "ckpt.saving.handle",

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,20 +20,22 @@ from ckpt.agreement import Agreement, meet
 from ckpt.capture.describe import describe
 from ckpt.capture.forecast import forecast_bytes
 from ckpt.capture.leaves import Captured
-from ckpt.capture.state import capture
+from ckpt.capture.repeated import Capturer
 from ckpt.capture.subject import Model, Optimizers, Subject
 from ckpt.config import Config, configure
 from ckpt.distributed import World
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import release_lease
 from ckpt.restoring.tensors import load_tensors
-from ckpt.saving.client import SaveClient
+from ckpt.saving.client import OnBusy, SaveClient
+from ckpt.saving.counters import Counters, Tally
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.messages import Job, Setup
+from ckpt.saving.overlap import Overlap, copy_snapshot
 from ckpt.saving.stage import Layout
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
-from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint
+from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
 from ckptstore.names import Attempt, Reference, check_step, derive_ulid
 from ckptstore.source import Source, open_source
 
@@ -57,7 +60,10 @@ class Checkpointer:
         writer: Literal["process", "thread"] = "process",
         slots: int = 2,
         compress: Literal["auto", "off", "fast", "max"] = "auto",
+        on_busy: OnBusy = "wait",
+        reference: bool = True,
         cpu_budget: float | None = None,
+        overlap: bool = True,
         commit_timeout_s: float = 1800.0,
         settle_timeout_s: float = 120.0,
         peer_timeout_s: float = 600.0,
@@ -68,17 +74,22 @@ class Checkpointer:
         """See ckpt.config.Config for each argument. Raises InvalidName, InvalidRequest or UnknownScheme."""
         self.config: Config = configure(
             store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots, compress=compress,
-            cpu_budget=cpu_budget, commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s,
-            peer_timeout_s=peer_timeout_s, daemon_timeout_s=daemon_timeout_s, spread=spread, share=share,
+            on_busy=on_busy, cpu_budget=cpu_budget, commit_timeout_s=commit_timeout_s,
+            settle_timeout_s=settle_timeout_s, peer_timeout_s=peer_timeout_s, daemon_timeout_s=daemon_timeout_s,
+            spread=spread, share=share,
+            overlap=overlap, reference=reference,
         )  # fmt: skip
         self._source: Source = open_source(
             self.config.source, self.config.token, self.config.options, patience_s=self.config.daemon_timeout_s
         )
         self._pid = os.getpid()
+        self._tally = Tally()
         self._client: SaveClient | None = None
         self._agreement: Agreement | None = None
         self._saves_of_step: Counter[int] = Counter()
         self._layout = Layout.of([])
+        self._capturer = Capturer()
+        self._overlap: Overlap | None = None
         self._lease: str | None = None
         _close_at_exit(self)
 
@@ -90,6 +101,7 @@ class Checkpointer:
         other parameters, or other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
         """
         client = self._saving_client()
+        self._join()
         client.start()
         subject = Subject.of(model, optim, extras)
         client.expect(forecast_bytes(subject, self._agree(subject).ownership))
@@ -113,31 +125,57 @@ class Checkpointer:
         retention; those that are not finite are left out with a warning. extras: further modules (EMA), objects
         with state_dict/load_state_dict, or plain data; all but modules are kept per rank. RNG state is always kept.
 
-        On return the state may change, and the snapshot is durable soon even if this process is killed
-        (writer="process"). Under a process group every rank calls it with the same step; the first call
-        is a collective, later ones are not. Raises the error of an earlier background save, UnsupportedObject,
-        InvalidRequest, LayoutChanged, or at the first save RankLost; then nothing was taken.
+        On return training may go on. With an optimizer (and overlap=True) its parameters and state are then still being
+        copied, beside the next forward and backward, and `optim.step()` waits for that; all else is copied on return.
+        The snapshot is durable soon even if this process is killed (writer="process") once the copy is taken: when
+        `SaveHandle.staged()` says so, at the latest when `optim.step()` has begun; without overlap, on return.
+        What is changed by other means than `optim.step()` in between is found out, see SnapshotTorn.
+
+        Under a process group every rank calls it with the same step; the first call is a collective, later ones are
+        not. With on_busy="skip" or "supersede" a save may be skipped, which the handle tells (`skipped`). Raises the
+        error of an earlier background save, UnsupportedObject, InvalidRequest, LayoutChanged, or at the first save
+        RankLost; then nothing was taken.
         """
+        return self._save(Subject.of(model, optim, extras), step, grads, metrics, self.config.on_busy)
+
+    def save(
+        self,
+        model: Model | None,
+        optim: Optimizers | None,
+        step: int,
+        *,
+        grads: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        **extras: Any,
+    ) -> Checkpoint:
+        """As save_async, but return when the checkpoint of all ranks is durable; waits for a slot if none is idle."""
+        return self._save(Subject.of(model, optim, extras), step, grads, metrics, "wait").result()
+
+    def _save(
+        self, subject: Subject, step: int, grads: bool, metrics: Mapping[str, float] | None, on_busy: OnBusy
+    ) -> SaveHandle:
         started = time.perf_counter()
         client = self._saving_client()
+        self._join()
         client.start()  # in place of one that died, so that whoever goes on after the error can
         client.raise_failure()
         check_step(step)
-        subject = Subject.of(model, optim, extras)
         agreement = self._agreement or self._agree(subject)
-        captured = capture(subject, agreement.ownership, grads)
+        captured = self._capturer.capture(subject, agreement.ownership, grads)
         if [leaf.slice for leaf in captured.leaves] != self._layout.slices:
             # Optimizer state appears with the first step; anything else is for all ranks to agree on.
             agreement.ownership.check(describe(subject, sampled=False))
             self._layout = Layout.of(captured.leaves)
         attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
-        handle = self._stage(client, captured, attempt, _numbers(metrics), started)
+        handle = SaveHandle(step, self._layout.num_bytes, started)
+        if subject.optimizers and self.config.overlap and self._overlap is None:
+            self._overlap = Overlap()
+        overlap = self._overlap if subject.optimizers else None
+        self._stage(client, handle, captured, overlap, attempt, _numbers(metrics), on_busy)
         self._saves_of_step[step] += 1
+        handle._measure(blocked_s=time.perf_counter() - started)
+        self._tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle
-
-    def save(self, model: Model | None, optim: Optimizers | None, step: int, **arguments: Any) -> Checkpoint:
-        """As save_async, but return when the checkpoint of all ranks is durable."""
-        return self.save_async(model, optim, step, **arguments).result()
 
     def restore(
         self,
@@ -186,13 +224,15 @@ class Checkpointer:
             return None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when every save is durable; raises the first error of one that is not, or TimeoutError."""
+        """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
         if self._client is None or os.getpid() != self._pid:
             return
+        self._join()
         deadline = None if timeout is None else time.monotonic() + timeout
         for handle in self._client.pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            handle.result(left)
+            with suppress(SaveSkipped):
+                handle.result(left)
         self._client.raise_failure()
 
     def close(self, timeout: float | None = None) -> None:
@@ -204,7 +244,10 @@ class Checkpointer:
         if os.getpid() != self._pid:
             return  # a forked child has neither the arena nor the saver
         client, self._client = self._client, None
+        overlap, self._overlap = self._overlap, None
         try:
+            if overlap is not None:
+                overlap.close()
             if client is not None:
                 client.close(timeout)
                 client.raise_failure()
@@ -219,6 +262,11 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def counters(self) -> Counters:
+        """What became of the saves so far; for any thread, also after `close`."""
+        return self._tally.counters
 
     @property
     def saver_pid(self) -> int | None:
@@ -247,9 +295,10 @@ class Checkpointer:
                 commit_timeout_s=self.config.commit_timeout_s,
                 daemon=self.config.daemon,
                 token=self.config.token,
+                reference=self.config.reference,
                 cpu_budget=self.config.cpu_budget,
             )
-            self._client = SaveClient(setup, self.config.in_process, self.config.slots)
+            self._client = SaveClient(setup, self.config.in_process, self.config.slots, self._tally)
         return self._client
 
     def _make_ready(self, subject: Subject) -> None:
@@ -279,22 +328,29 @@ class Checkpointer:
         self._agreement = agreement
         return agreement
 
+    def _join(self) -> None:
+        """What was still being copied is in the saver's hands, or has failed."""
+        if self._overlap is not None:
+            self._overlap.join()
+
     def _stage(
-        self, client: SaveClient, captured: Captured, attempt: Attempt, metrics: dict[str, float], started: float
-    ) -> SaveHandle:
+        self,
+        client: SaveClient,
+        handle: SaveHandle,
+        captured: Captured,
+        overlap: Overlap | None,
+        attempt: Attempt,
+        metrics: dict[str, float],
+        on_busy: OnBusy,
+    ) -> None:
         layout, slot = self._layout, None
         waiting = time.perf_counter()
         if captured.leaves:
-            slot = client.acquire(layout.num_bytes)
-        staging = time.perf_counter()
-        if slot is not None:
-            try:
-                slot.stager.stage(captured.leaves, layout)
-            except BaseException:
-                client.release(slot)
-                raise
-        staged = time.perf_counter()
-        handle = SaveHandle(attempt.step, layout.num_bytes)
+            slot = client.acquire(layout.num_bytes, on_busy, attempt.step)
+            if slot is None:
+                client.skip(str(attempt), handle)
+                return
+        handle._measure(wait_s=time.perf_counter() - waiting)
         job = Job(
             number=client.next_number(),
             slot=slot.number if slot is not None else None,
@@ -307,10 +363,15 @@ class Checkpointer:
             metrics=metrics,
             lease=self._lease,
         )
+        if slot is None:
+            client.submit(job, handle)
+        else:
+            try:
+                copy_snapshot(client, slot, captured.leaves, layout, job, handle, overlap)
+            except BaseException:
+                client.release(slot)
+                raise
         self._lease = None
-        client.submit(job, handle)
-        handle._measure(blocked_s=time.perf_counter() - started, wait_s=staging - waiting, stage_s=staged - staging)
-        return handle
 
     def _reference(self, checkpoint: str | int | None) -> Reference:
         if checkpoint is None:

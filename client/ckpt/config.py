@@ -34,9 +34,18 @@ class Config:
     """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless. auto: of
     these, by element type and as measured, the smallest that is durable well inside the interval between saves, and
     the soonest durable if saves come back to back."""
+    on_busy: Literal["wait", "skip", "supersede"] = "wait"
+    """When all slots are in use: wait for one, skip the save, or give up the oldest snapshot that only waits for its
+    turn. `save` waits in any case."""
+    reference: bool = True
+    """Whether chunks that did not change since the last committed checkpoint of the run are not stored again but
+    referenced there. The checkpoint that holds them then stays as long as those that reference it."""
     cpu_budget: float | None = None
     """Share of one core that the saver process keeps to, 0.5 for half of one; None: what is left by others. It does not
     apply to writer="thread"."""
+    overlap: bool = True
+    """Whether parameters and optimizer state are copied while training goes on, and `optim.step()` waits for the copy;
+    else `save_async` returns when all is copied. Of a save that is given an optimizer."""
     commit_timeout_s: float = 1800.0
     """How long a committer waits for the receipts of all ranks."""
     settle_timeout_s: float = 120.0
@@ -66,6 +75,8 @@ class Config:
             raise InvalidRequest("share='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
         if self.peer_timeout_s <= 0:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
+        if self.on_busy not in ("wait", "skip", "supersede"):
+            raise InvalidRequest(f"on_busy {self.on_busy!r} is unknown", "Use 'wait', 'skip' or 'supersede'")
         if self.cpu_budget is not None and not 0 < self.cpu_budget < math.inf:
             raise InvalidRequest(f"cpu_budget {self.cpu_budget} is not positive", "Give cores, such as 0.5")
         if self.slots < 1:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Literal
 
 from ckpt.saving.arena import Arena, ArenaSlot
+from ckpt.saving.counters import Tally
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
 from ckpt.saving.segment import Segment
 from ckpt.saving.writers import ProcessWriter, ThreadWriter, Writer
-from ckptstore.catalog import from_outcome
+from ckptstore import human
+from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.documents import Outcome, parse_sealed
-from ckptstore.errors import CkptError, SaverDied, error_from_code
+from ckptstore.errors import CkptError, SaverDied, SaveSkipped, error_from_code
 
 logger = logging.getLogger(__name__)
+
+OnBusy = Literal["wait", "skip", "supersede"]
+"""What becomes of a save when all slots are in use."""
 
 _PATIENCE_S = 30.0
 
@@ -25,8 +31,9 @@ _PATIENCE_S = 30.0
 class SaveClient:
     """An arena and handles around one writer, which is replaced when it has died."""
 
-    def __init__(self, setup: Setup, in_process: bool, num_slots: int) -> None:
+    def __init__(self, setup: Setup, in_process: bool, num_slots: int, tally: Tally) -> None:
         self._setup = setup
+        self._tally = tally
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
         self._lock = threading.Lock()
@@ -77,14 +84,34 @@ class SaveClient:
         """Have slots of this size made in the background."""
         self._arena.expect(num_bytes)
 
-    def acquire(self, num_bytes: int) -> ArenaSlot:
-        """An idle slot, waiting for one if all are in use."""
+    def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
+        """An idle slot for a save of `step`. If all are in use: None ("skip"), or one after waiting for it ("wait").
+
+        "supersede" takes the oldest save that only waits for its turn out of the queue, and waits if there is none.
+        """
+        if on_busy != "wait":
+            slot = self._arena.acquire(num_bytes, 0.0)
+            if slot is not None or on_busy == "skip":
+                return slot
+            self.start().withdraw(step)
         while (slot := self._arena.acquire(num_bytes, _PATIENCE_S)) is None:
             logger.warning("training waits for an idle slot: saves take longer than the interval between them")
         return slot
 
     def release(self, slot: ArenaSlot) -> None:
         """Give a slot back that no job was submitted for."""
+        self._arena.release(slot.number)
+
+    def skip(self, attempt: str, handle: SaveHandle) -> None:
+        """Finish a handle without a save; the other ranks hear of it."""
+        self.start().decline(attempt)
+        self._end(handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
+
+    def abandon(self, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
+        """A save failed before a job was submitted for it; the next call raises the error."""
+        with self._lock:
+            self._finished.append(handle)
+        handle._fail(error)
         self._arena.release(slot.number)
 
     def next_number(self) -> int:
@@ -98,6 +125,7 @@ class SaveClient:
         with self._lock:
             self._under_way[job.number] = (handle, job.slot)
         writer.submit(job)
+        handle._hand_over()
         if self._writer is not writer:
             self._missed(job.number)
         self._arena.prepare_rest()
@@ -138,7 +166,7 @@ class SaveClient:
                 self._finished.append(handle)
         if slot is not None and isinstance(report, Released | Failed):
             self._arena.release(slot)
-        _tell(handle, report)
+        self._tell(handle, report)
 
     def _on_death(self, error: SaverDied) -> None:
         with self._lock:
@@ -156,27 +184,44 @@ class SaveClient:
             self._give_up(handle, slot, SaverDied("the saver process died", "The next save starts a new one"))
 
     def _give_up(self, handle: SaveHandle, slot: int | None, error: SaverDied) -> None:
-        handle._fail(error)
         if slot is not None:
             self._arena.release(slot)
+        self._end(handle, error)
 
+    def _end(self, handle: SaveHandle, error: CkptError) -> None:
+        self._tally.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
+        handle._fail(error)
 
-def _tell(handle: SaveHandle, report: Report) -> None:
-    if isinstance(report, Progress):
-        handle._advance(report.done_bytes)
-    elif isinstance(report, Released):
-        logger.debug("step %d: %s", handle.step, report.coding)
-        handle._measure(
-            queue_s=report.queue_s,
-            encode_s=report.encode_s,
-            upload_s=report.upload_s,
-            cpu_s=report.cpu_s,
-            stored_bytes=report.stored_bytes,
+    def _tell(self, handle: SaveHandle, report: Report) -> None:
+        if isinstance(report, Progress):
+            handle._advance(report.done_bytes)
+        elif isinstance(report, Released):
+            logger.debug("step %d: %s", handle.step, report.coding)
+            handle._measure(
+                queue_s=report.queue_s,
+                encode_s=report.encode_s,
+                upload_s=report.upload_s,
+                cpu_s=report.cpu_s,
+                stored_bytes=report.stored_bytes,
+            )
+        elif isinstance(report, Done):
+            handle._measure(commit_s=report.commit_s)
+            checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
+            assert checkpoint is not None
+            self._committed(handle, checkpoint)
+        else:
+            self._end(handle, error_from_code(report.code, report.message, report.hint))
+
+    def _committed(self, handle: SaveHandle, checkpoint: Checkpoint) -> None:
+        timings = handle.timings
+        self._tally.add(
+            committed=1, raw_bytes=timings.raw_bytes, stored_bytes=timings.stored_bytes, cpu_s=timings.cpu_s
         )
-    elif isinstance(report, Done):
-        handle._measure(commit_s=report.commit_s)
-        checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
-        assert checkpoint is not None
+        self._tally.durable(handle.step)
+        if self._setup.rank == 0:
+            logger.info(
+                "run %s step %d is committed as %s: %s, %s stored, %.2f s after save_async was called",
+                checkpoint.run, checkpoint.step, checkpoint.id, human.size(checkpoint.raw_bytes),
+                human.size(checkpoint.stored_bytes), handle._age_s,
+            )  # fmt: skip
         handle._succeed(checkpoint)
-    else:
-        handle._fail(error_from_code(report.code, report.message, report.hint))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckpt.saving.messages import Job, Setup
-from ckpt.saving.upload import Uploaded
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commit import (
@@ -20,8 +19,9 @@ from ckptstore.commit import (
     read_receipt,
     receipt_ranks,
 )
+from ckptstore.declining import declined_by
 from ckptstore.documents import FORMAT, Content, Outcome, Receipt, Shard, seal
-from ckptstore.errors import AttemptAborted, ReceiptsMissing
+from ckptstore.errors import AttemptAborted, ReceiptsMissing, SaveSkipped
 from ckptstore.names import Attempt
 from ckptstore.shards import Placed, slice_tables
 from ckptstore.stores import Store
@@ -31,14 +31,10 @@ _FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 2.0
 
 
-def write_receipt(
-    store: Store, setup: Setup, job: Job, placed: list[Placed], uploaded: Uploaded | None
-) -> StoredReceipt:
+def write_receipt(store: Store, setup: Setup, job: Job, placed: list[Placed], shard: Shard | None) -> StoredReceipt:
     """State that everything this rank writes is durable; the receipt itself is durable on return."""
     attempt = Attempt.parse(job.attempt)
-    shards = []
-    if uploaded is not None:
-        shards = [Shard(name=names.shard_name(setup.rank), rank=setup.rank, chunks=uploaded.chunks)]
+    shards = [shard] if shard is not None else []
     entries, slices = slice_tables(placed)
     receipt = Receipt(
         format=FORMAT,
@@ -61,33 +57,44 @@ def write_receipt(
 def commit(store: Store, setup: Setup, own: StoredReceipt, clock: Clock) -> Outcome:
     """The committed outcome of the attempt; the checkpoint exists on return.
 
-    Raises ReceiptsMissing if ranks are not done within the time-out, AttemptAborted if a collector was faster.
+    Raises ReceiptsMissing if ranks are not done within the time-out, SaveSkipped if one of them takes no part,
+    AttemptAborted if a collector was faster.
     """
     attempt = Attempt.parse(own.receipt.attempt)
     if setup.rank == 0:
-        return commit_attempt(store, _all_receipts(store, setup, own, attempt), clock)
+        receipts = _all_receipts(store, setup, own, attempt)
+        if receipts is not None:
+            return commit_attempt(store, receipts, clock)
     outcome = _wait(lambda: read_outcome(store, setup.run, attempt), setup.commit_timeout_s)
     if outcome is None:
         raise ReceiptsMissing(
             f"attempt {attempt} of run {setup.run!r} was not committed within {setup.commit_timeout_s:.0f} s",
             "Look at rank 0: its saver commits for all ranks",
         )
+    if (rank := declined_by(outcome)) is not None:
+        raise SaveSkipped(
+            f"step {attempt.step} of run {setup.run!r} was skipped by rank {rank}, which was busy with earlier saves"
+        )
     if outcome.committed is None:
         raise AttemptAborted(f"attempt {attempt} of run {setup.run!r} was aborted by {outcome.by}", "Save again")
     return outcome
 
 
-def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt]:
+def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt] | None:
+    """Those of all ranks; None if the attempt is decided already."""
     world = set(range(setup.world_size))
     if world == {0}:
         return [own]
     present: set[int] = set()
 
-    def complete() -> bool:
+    def complete() -> bool | Outcome | None:
         present.update(receipt_ranks(store, setup.run, attempt))
-        return present >= world
+        return present >= world or read_outcome(store, setup.run, attempt)
 
-    if not _wait(complete, setup.commit_timeout_s):
+    answer = _wait(complete, setup.commit_timeout_s)
+    if isinstance(answer, Outcome):
+        return None
+    if not answer:
         missing = sorted(world - present)
         raise ReceiptsMissing(
             f"ranks {missing[:8]} of {setup.world_size} did not finish attempt {attempt} of run {setup.run!r} "

@@ -1,7 +1,7 @@
 """What trainer and saver say to each other: JSON over a Unix socket, length first. No torch.
 
-Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, Job per save, Stop. Saver to trainer:
-Progress, Released, Done, Failed. The trainer's death is the end of the stream: the saver finishes its jobs.
+Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, Job per save, Withdraw, Decline, Stop. Saver to
+trainer: Progress, Released, Done, Failed. The trainer's death is the end of the stream: the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     token: str | None
     cpu_budget: float | None = None
     """Of one core, for a saver process."""
+    reference: bool = True
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +78,19 @@ class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A lease that this commit makes needless."""
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """Give up the oldest job whose upload has not begun, if there is one."""
+
+    step: int
+    """Of the save that needs its slot."""
+
+
+class Decline(msgspec.Struct, frozen=True, tag=True):
+    """This rank takes no part in an attempt: tell the others."""
+
+    attempt: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish all jobs, then exit."""
 
@@ -112,7 +126,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The job did not become durable; its slot may be reused."""
+    """The job did not become durable, because of an error or because it was given up; its slot may be reused."""
 
     number: int
     slot: int | None
@@ -121,7 +135,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     hint: str
 
 
-Command = Setup | Slot | Forget | Job | Stop
+Command = Setup | Slot | Forget | Job | Withdraw | Decline | Stop
 Report = Progress | Released | Done | Failed
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 NICENESS = 10
 _BURST_S = 1.0
 """The budget is kept over about this time."""
+_SHORTEST_S = 0.001
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 _IOPRIO_WHO_PROCESS = 1
@@ -46,7 +47,7 @@ class Pace:
         if self._budget is None:
             return
         while (behind := self._behind()) > 0:
-            self._sleep(behind)
+            self._sleep(max(behind, _SHORTEST_S))
 
     def _behind(self) -> float:
         """How long to sleep until no more is used than the budget gave."""

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ckpt.saving.messages import Channel, Command, Forget, Job, Report, Setup, Slot, Stop
+from ckpt.saving.messages import Channel, Command, Decline, Forget, Job, Report, Setup, Slot, Stop, Withdraw
 from ckpt.saving.pipeline import SavePipeline
 from ckpt.saving.presence import Presence
 from ckpt.saving.segment import Segment, close_after_fork
@@ -41,6 +41,12 @@ class Writer(Protocol):
     def submit(self, job: Job) -> None:
         """Take a snapshot over. After return it becomes durable even if this process is killed (saver process)."""
 
+    def withdraw(self, step: int) -> None:
+        """Give up the oldest job whose upload has not begun, if there is one, in favour of a save of `step`."""
+
+    def decline(self, attempt: str) -> None:
+        """Tell other ranks that this one takes no part in an attempt."""
+
     def close(self, timeout_s: float | None) -> None:
         """Finish all jobs and end. Raises TimeoutError if that takes longer."""
 
@@ -64,6 +70,14 @@ class ThreadWriter:
         """Hand over to the pipeline's threads."""
         raw = self._segments[job.slot].view if job.slot is not None else memoryview(b"")
         self._pipeline.submit(job, raw)
+
+    def withdraw(self, step: int) -> None:
+        """Done on return."""
+        self._pipeline.withdraw(step)
+
+    def decline(self, attempt: str) -> None:
+        """Leave it to a thread."""
+        self._pipeline.decline(attempt)
 
     def close(self, timeout_s: float | None) -> None:
         """Wait for the threads."""
@@ -111,6 +125,14 @@ class ProcessWriter:
     def submit(self, job: Job) -> None:
         """Send the job; it is in the kernel's hands on return."""
         self._send(job)
+
+    def withdraw(self, step: int) -> None:
+        """Ask for it; a report says so when it is done."""
+        self._send(Withdraw(step))
+
+    def decline(self, attempt: str) -> None:
+        """Ask for it."""
+        self._send(Decline(attempt))
 
     def close(self, timeout_s: float | None) -> None:
         """Ask the saver to finish, and wait for it."""
