@@ -1,12 +1,13 @@
-"""Stage: copy the captured leaves into a slot of the arena. After it, training may go on.
+"""Stage: copy the captured leaves into a slot of the arena.
 
-This is the only stage on the training thread: it waits for memory, and for nothing else.
+What may change at any time is copied on the training thread, which waits for memory and for nothing else. What only
+changes in `optim.step()` may be left to another thread meanwhile (overlap.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,10 @@ import torch
 from ckpt.capture.leaves import Leaf
 from ckpt.saving.messages import SliceRow
 from ckpt.saving.segment import Segment
+from ckpt.saving.transfer import Transfer, pin
 from ckptstore.shards import Placed, Slice, place_slices, raw_bytes
+
+Later = Callable[[Leaf], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +49,48 @@ class Layout:
 
 
 class Stager:
-    """Copies into one segment, through tensors that view it; they are kept between saves."""
+    """Copies into one segment. The training thread begins a copy; the transfer that it gets may be finished by another.
+
+    Nothing of the training loop is held between saves.
+    """
 
     def __init__(self, segment: Segment) -> None:
+        self._segment = segment
         self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
-        self._placed: list[Placed] | None = None
-        self._views: list[torch.Tensor] = []
+        self._address = self._arena.data_ptr()
+        self._pinned = False
 
-    @torch.no_grad()
     def stage(self, leaves: Sequence[Leaf], layout: Layout) -> None:
         """Copy all leaves. On return the slot holds them, also those from a GPU."""
-        if layout.placed != self._placed:
-            self._views = [
-                self._view(place, leaves[i].tensor) for place, i in zip(layout.placed, layout.order, strict=True)
-            ]
-            self._placed = layout.placed
-        streams = set()
-        for view, i in zip(self._views, layout.order, strict=True):
-            tensor = leaves[i].tensor
+        self.begin(leaves, layout, None).finish()
+
+    @torch.no_grad()
+    def begin(self, leaves: Sequence[Leaf], layout: Layout, later: Later | None) -> Transfer:
+        """Copy the leaves that may change at any time, but for those that are on a GPU: they are on their way, in the
+        order of the current stream. What `later` says may wait goes with `Transfer.copy`."""
+        transfer = Transfer()
+        for place, i in zip(layout.placed, layout.order, strict=True):
+            leaf = leaves[i]
+            tensor, waits = leaf.tensor, later is not None and later(leaf)
             if _is_plain(tensor):
                 # torch copies with all of its threads and waits for the slowest: several times slower than one
                 # thread as soon as a core is busy, with the saver for instance. memmove releases the GIL.
-                ctypes.memmove(view.data_ptr(), tensor.data_ptr(), view.nbytes)
+                move = (self._address + place.at, tensor.data_ptr(), tensor.nbytes)
+                if waits:
+                    transfer.add_move(move, leaf)
+                else:
+                    ctypes.memmove(*move)
                 continue
+            view = self._view(place, tensor)
             if tensor.is_cuda:
-                streams.add(torch.cuda.current_stream(tensor.device))
-            view.copy_(tensor, non_blocking=True)
-        for stream in streams:
-            stream.synchronize()
+                self._pin()
+                transfer.add_device_copy(view, leaf, waits)
+            elif waits:
+                transfer.add_copy(view, leaf)
+            else:
+                view.copy_(tensor)
+        transfer.begun()
+        return transfer
 
     def _view(self, place: Placed, tensor: torch.Tensor) -> torch.Tensor:
         flat = self._arena[place.at : place.at + place.slice.bytes]
@@ -80,7 +98,12 @@ class Stager:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return flat.view(tensor.dtype).view(tensor.shape)
 
+    def _pin(self) -> None:
+        if not self._pinned:
+            pin(self._segment)
+            self._pinned = True
+
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes in memory are its elements, in order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,0 +1,80 @@
+"""What tells whether a snapshot that was copied while training went on is whole."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+import xxhash
+
+from ckpt.capture.leaves import Leaf
+from ckpt.saving.segment import Segment
+from ckptstore.shards import Placed, Slice
+
+_WITNESS_BYTES = 64
+_PAGE_BYTES = 4 << 10
+_PAGES = 16
+
+
+class Guard:
+    """Looks at leaves when they are captured, and again after the copy.
+
+    It compares version counters, which torch advances with every change in place. Some changes go past them: through
+    `.data`, in fused kernels, in lists of DTensors. Of what lies in host memory it therefore also compares the first
+    bytes, which sees whatever changes all elements.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self._leaves = leaves
+        self._witnesses = [_witness(leaf.tensor) for leaf in leaves]
+        self._seen = self._look()
+
+    def changed(self) -> list[str]:
+        """The entries that are not what they were."""
+        pairs = zip(self._leaves, self._seen, self._look(), strict=True)
+        return [leaf.slice.entry for leaf, then, now in pairs if then != now]
+
+    def _look(self) -> list[tuple[int, int, bytes]]:
+        # The counter of a DTensor and that of its local tensor are advanced by different changes.
+        return [
+            (leaf.tensor._version, leaf.origin._version, ctypes.string_at(*witness))
+            for leaf, witness in zip(self._leaves, self._witnesses, strict=True)
+        ]
+
+
+def _witness(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and size of the first bytes; whoever copies keeps that memory alive."""
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        return 0, 0
+    return tensor.data_ptr(), min(_WITNESS_BYTES, tensor.nbytes)
+
+
+class Steadiness:
+    """Which frozen parameters stay as they are while optimizers step.
+
+    A parameter that needs no gradient may be the frozen base of a fine-tuning, or an average that user code moves by
+    means that no guard sees. It counts as frozen when samples of it were equal in two saves with a step between them.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[Slice, int] = {}
+        self._steady: set[Slice] = set()
+
+    def __contains__(self, piece: Slice) -> bool:
+        return piece in self._steady
+
+    def learn(self, segment: Segment, frozen: Iterable[Placed], stepped: bool) -> None:
+        """Look at copies in a slot. stepped: whether an optimizer has stepped since the save before."""
+        for place in frozen:
+            digest = _sample(segment.view[place.at : place.at + place.slice.bytes])
+            if self._digests.get(place.slice) != digest:
+                self._steady.discard(place.slice)
+            elif stepped:
+                self._steady.add(place.slice)
+            self._digests[place.slice] = digest
+
+
+def _sample(data: memoryview) -> int:
+    stride = max(_PAGE_BYTES, len(data) // _PAGES)
+    return xxhash.xxh3_64_intdigest(b"".join(data[at : at + _PAGE_BYTES] for at in range(0, len(data), stride)))

@@ -1,0 +1,149 @@
+"""Transfers: what is on its way from the tensors of a training loop into a slot, from host memory and from GPUs.
+
+Begun on the training thread, copied by another one. Host memory is copied by a thread that does not hold the GIL. A GPU
+copies by itself, on a stream of its own, which waits for what was asked of the current stream before the save.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+
+from ckpt.capture.leaves import Leaf
+from ckpt.saving.segment import Segment
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class Transfer:
+    """One snapshot on its way. `copy` once, then `finish`; `hold` and `again` belong to the training thread."""
+
+    def __init__(self) -> None:
+        self.later: list[Leaf] = []
+        """What is left for `copy`."""
+        self._moves: list[tuple[int, int, int]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[torch.UntypedStorage] = []
+        self._devices: dict[torch.device, DeviceCopies] = {}
+
+    def add_move(self, move: tuple[int, int, int], leaf: Leaf) -> None:
+        """Copy memory later: to, from, bytes. The memory lives until then, whatever becomes of the tensor."""
+        self.later.append(leaf)
+        self._moves.append(move)
+        self._kept.append(leaf.tensor.untyped_storage())
+
+    def add_copy(self, view: torch.Tensor, leaf: Leaf) -> None:
+        """Copy a tensor of host memory later that is not plain memory."""
+        self.later.append(leaf)
+        self._copies.append((view, leaf.tensor.detach()))
+
+    def add_device_copy(self, view: torch.Tensor, leaf: Leaf, later: bool) -> None:
+        """Copy from a GPU, in the order of the current stream or later."""
+        device = leaf.tensor.device
+        if device not in self._devices:
+            self._devices[device] = DeviceCopies(device)
+        if later:
+            self.later.append(leaf)
+        self._devices[device].add(view, leaf.tensor, later)
+
+    def begun(self) -> None:
+        """All that was asked of GPUs so far comes first."""
+        for copies in self._devices.values():
+            copies.begun()
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy host memory, and have the GPUs begin."""
+        for copies in self._devices.values():
+            copies.copy()
+        self._copy_memory()
+
+    def _copy_memory(self) -> None:
+        for to, source, size in self._moves:
+            ctypes.memmove(to, source, size)
+        for view, tensor in self._copies:
+            view.copy_(tensor)
+
+    def hold(self) -> None:
+        """What is asked of the current streams from now on comes after the copy. Does not wait. After `copy`."""
+        for copies in self._devices.values():
+            copies.hold()
+
+    @torch.no_grad()
+    def again(self) -> None:
+        """Copy what was left for later once more, as it is now. After `copy`."""
+        for copies in self._devices.values():
+            copies.again()
+        self._copy_memory()
+
+    def finish(self) -> None:
+        """Return when the slot holds everything."""
+        for copies in self._devices.values():
+            copies.finish()
+
+
+class DeviceCopies:
+    """Copies from one GPU into pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # A thread that waits for it sleeps instead of spinning.
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def add(self, view: torch.Tensor, tensor: torch.Tensor, later: bool) -> None:
+        """Copy a tensor, in the order of the current stream or later. It is kept until the copy is done: memory that is
+        used on another stream must not be given out again."""
+        if later:
+            self._later.append((view, tensor.detach()))
+        else:
+            view.copy_(tensor, non_blocking=True)
+
+    def begun(self) -> None:
+        """The state is complete when the current stream has come this far."""
+        stream = torch.cuda.current_stream(self._device)
+        self._ready.record(stream)
+        self._done.record(stream)
+
+    def copy(self) -> None:
+        """Have the side stream copy, beside whatever the current stream does next."""
+        if not self._later:
+            return
+        if self._device not in _side_streams:
+            _side_streams[self._device] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = _side_streams[self._device]
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._ready)
+            self._enqueue()
+        self._done.record(stream)
+
+    def again(self) -> None:
+        """Copy in the order of the current stream, after the side stream has done so."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._done)
+        with torch.cuda.device(self._device):
+            self._enqueue()
+        self._done.record(stream)
+
+    def hold(self) -> None:
+        """The current stream waits for the copy; the CPU does not."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def finish(self) -> None:
+        """The CPU waits for the copy, without the GIL."""
+        self._done.synchronize()
+
+    def _enqueue(self) -> None:
+        for view, tensor in self._later:
+            view.copy_(tensor, non_blocking=True)
+
+
+def pin(segment: Segment) -> None:
+    """Lock a segment's pages, so that GPUs copy into it by themselves. They are unlocked before it is unmapped."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = ctypes.addressof(segment.map)
+    torch.cuda.check_error(int(cudart.cudaHostRegister(address, segment.num_bytes, 0)))
+    weakref.finalize(segment.map, cudart.cudaHostUnregister, address).atexit = False
