@@ -34,7 +34,7 @@ from tests.support.stores import FaultyStore, Interleaving
 OTHER = "other"
 """A run in which nothing happens: a store that lists no run at all is not believed."""
 NEVER = -1
-acts = st.sampled_from(["save", "prune", "delete", "undelete", "collect", "damage", "fail"])
+acts = st.sampled_from(["save", "reference", "prune", "delete", "undelete", "collect", "damage", "fail"])
 moments = st.integers(0, 8)
 
 
@@ -106,6 +106,8 @@ class IndexLifeCycle(LifeCycle):
         """What others do while a daemon is looking."""
         if what == "save":
             self.save(step=number % 13, loss=0.5)
+        elif what == "reference":
+            self.reference(number=number, step=number % 13, loss=0.5, fault=None)
         elif what == "prune":
             self.prune(policy=Policy(keep_last=1), grace_s=grace_s, fault=None)
         elif what == "delete":
@@ -115,7 +117,7 @@ class IndexLifeCycle(LifeCycle):
         elif what == "collect":
             self.collect(fault=None)
         elif what == "damage":
-            self.flip(number=number)
+            self.flip(number=number, at=-(number % 2))
             self.scrub(number=number)
         else:
             raise StoreUnavailable("injected, nothing happened")

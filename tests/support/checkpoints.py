@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,21 @@ from ckptstore import names
 from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import Clock, system_clock
 from ckptstore.codings import Policy, fast
-from ckptstore.commit import StoredReceipt, commit_attempt
-from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
+from ckptstore.columns import column
+from ckptstore.commit import StoredReceipt, commit_attempt, read_receipt
+from ckptstore.documents import FORMAT, Content, Receipt, References, Shard, seal
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, raw_bytes, slice_tables
+from ckptstore.places import Places
+from ckptstore.shards import (
+    EncodedChunk,
+    Slice,
+    chunk_table,
+    encode_chunk,
+    place_slices,
+    plan_chunks,
+    raw_bytes,
+    slice_tables,
+)
 from ckptstore.stores import Store
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -43,8 +54,12 @@ def write_rank(
     metrics: Mapping[str, float] | None = None,
     clock: Clock = system_clock,
     coding: Policy = fast,
+    base: Attempt | None = None,
 ) -> StoredReceipt:
-    """What one rank's saver writes: its shard (if it has arrays), then its receipt."""
+    """What one rank's saver writes: its shard (if it has arrays), then its receipt.
+
+    base: chunks that this attempt has, or references itself, are referenced.
+    """
     placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
     for place in placed:
@@ -52,10 +67,14 @@ def write_rank(
     chunks = [encode_chunk(span.of(memoryview(raw)), coding(span.dtype)) for span in plan_chunks(placed)]
     shards = []
     if placed:
-        with store.open_writer(names.shard_key(run, attempt, names.shard_name(rank)), len(raw)) as writer:
-            for chunk in chunks:
-                writer.write(chunk.data)
-        shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks))]
+        references = _referenced(store, run, base, rank, chunks) if base is not None else None
+        there = set(references.chunk.tolist()) if references is not None else set()
+        own = [chunk.data for number, chunk in enumerate(chunks) if number not in there]
+        if own:
+            with store.open_writer(names.shard_key(run, attempt, names.shard_name(rank)), len(raw)) as writer:
+                for data in own:
+                    writer.write(data)
+        shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks), references=references)]
     entries, slices = slice_tables(placed)
     tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
     receipt = Receipt(
@@ -78,6 +97,23 @@ def write_rank(
     return StoredReceipt(receipt, data)
 
 
+def _referenced(store: Store, run: str, base: Attempt, rank: int, chunks: Sequence[EncodedChunk]) -> References | None:
+    (shard,) = read_receipt(store, run, base, rank).receipt.content.shards
+    places = Places.of(shard)
+    holders = [str(base), *(shard.references.attempts if shard.references is not None else ())]
+    lies = {shard.chunks.digest_of(number): places.order(number) for number in range(len(shard.chunks.raw))}
+    found = [(number, *lies[chunk.digest]) for number, chunk in enumerate(chunks) if chunk.digest in lies]
+    attempts = sorted({holders[holder] for _, holder, _ in found})
+    if not found:
+        return None
+    return References(
+        attempts=attempts,
+        chunk=column(number for number, _, _ in found),
+        attempt=column(attempts.index(holders[holder]) for _, holder, _ in found),
+        offset=column(offset for _, _, offset in found),
+    )
+
+
 def write_checkpoint(
     store: Store,
     run: str = "gpt",
@@ -86,11 +122,12 @@ def write_checkpoint(
     metrics: Mapping[str, float] | None = None,
     clock: Clock = system_clock,
     coding: Policy = fast,
+    base: Attempt | None = None,
 ) -> Checkpoint:
-    """A committed checkpoint of a single process."""
+    """A committed checkpoint of a single process. base: see `write_rank`."""
     attempt = Attempt(step, new_ulid(clock()))
     arrays = sample_arrays(step) if arrays is None else arrays
-    receipt = write_rank(store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding)
+    receipt = write_rank(store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding, base=base)
     checkpoint = from_outcome(commit_attempt(store, [receipt], clock))
     assert checkpoint is not None
     return checkpoint

@@ -1,4 +1,4 @@
-"""The whole life of checkpoints against a model: saves, kills, prunes, undeletes, holds, sweeps, damage, clocks."""
+"""The whole life of checkpoints against a model: saves, kills, references, prunes, undeletes, holds, sweeps, damage."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, State, list_checkpoints, newest_first
+from ckptstore.commit import commit_attempt
 from ckptstore.deletion import ORPHAN_GRACE_S, apply_prune, collect, delete_checkpoint, plan_prune
-from ckptstore.errors import CheckpointHeld, CkptError, ClockSkew, NoCheckpoint, StoreUnavailable, SweepBegun
+from ckptstore.errors import (
+    CheckpointHeld,
+    CkptError,
+    ClockSkew,
+    NoCheckpoint,
+    ReferenceLost,
+    StoreUnavailable,
+    SweepBegun,
+)
 from ckptstore.leases import release_lease, take_lease
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.pins import pin, pinned, unpin
 from ckptstore.probing import check_store
+from ckptstore.references import Mark, marks
 from ckptstore.retention import Best, Policy
 from ckptstore.scrubbing import scrub
 from ckptstore.source import StoreSource
@@ -31,7 +42,6 @@ from tests.support.clocked import DictStore, FakeClock
 from tests.support.stores import Faults, FaultyStore
 
 RUN = "gpt"
-SMALL = {"model/a": np.arange(40, dtype=np.float32)}
 HOUR_S = 3600.0
 
 faults = st.none() | st.builds(Faults, st.integers(0, 60), st.sampled_from(["before", "after"]))
@@ -51,8 +61,11 @@ class Life:
     """What the model knows of one committed attempt."""
 
     step: int
+    frozen: Attempt
+    """Who holds the chunk that is the same in all of them: itself, or an earlier one that it references."""
     state: Literal["visible", "hidden", "gone"] = "visible"
-    damaged: bool = False
+    flipped: set[int] = field(default_factory=set)
+    """Bytes of its shard that are not as they were written: 0 is of its own chunk, -1 the last one of all."""
     quarantined: bool = False
     pins: set[str] = field(default_factory=set)
 
@@ -67,6 +80,9 @@ class LifeCycle(RuleBasedStateMachine):
         self.lives: dict[Attempt, Life] = {}
         self.orphans: dict[Attempt, bool] = {}
         """Undecided attempts, and whether all of their receipts are there."""
+        self.frozen: dict[Attempt, Attempt] = {}
+        """Of attempts that reference: who holds the chunk that is the same in all of them."""
+        self.saves = 0
         self.leases: dict[str, tuple[Attempt, float]] = {}
 
     # What happened after a call that may have crashed.
@@ -97,7 +113,23 @@ class LifeCycle(RuleBasedStateMachine):
 
     def held(self, attempt: Attempt) -> bool:
         leased = any(a == attempt and until > self.clock() for a, until in self.leases.values())
-        return leased or bool(self.lives[attempt].pins)
+        return leased or bool(self.lives[attempt].pins) or self.referenced(attempt)
+
+    def referenced(self, attempt: Attempt) -> bool:
+        """By a checkpoint that can be read, or made readable again."""
+        return any(life.frozen == attempt != other for other, life in self.lives.items() if life.state != "gone")
+
+    def damaged(self, attempt: Attempt) -> bool:
+        """Whether it cannot be read whole, through its own fault or through that of what it references."""
+        life = self.lives[attempt]
+        if life.frozen == attempt:
+            return bool(life.flipped)
+        return bool(life.flipped) or -1 in self.lives[life.frozen].flipped
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """What is saved next: one chunk that never changes, after one that always does."""
+        self.saves += 1
+        return {"model/a": np.arange(40, dtype=np.float32), "model/step": np.array([self.saves, 1], np.int64)}
 
     def some(self, number: int, *states: str) -> Attempt | None:
         found = sorted(a for a, life in self.lives.items() if life.state in states)
@@ -111,15 +143,33 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 12), loss=st.floats(0, 1))
     def save(self, step: int, loss: float) -> None:
-        found = write_checkpoint(self.store, RUN, step, SMALL, {"loss": loss}, self.clock)
-        self.lives[found.attempt] = Life(step)
+        found = write_checkpoint(self.store, RUN, step, self.state(), {"loss": loss}, self.clock)
+        self.lives[found.attempt] = Life(step, found.attempt)
         self.clock.now += 1
+
+    @rule(number=pick, step=st.integers(0, 12), loss=st.floats(0, 1), fault=faults)
+    def reference(self, number: int, step: int, loss: float, fault: Faults | None) -> None:
+        """A save that stores what is new, and references the rest, in a checkpoint that may be on its way out."""
+        base = self.some(number, "visible", "hidden")
+        if base is None:
+            return
+        frozen, attempt = self.lives[base].frozen, Attempt(step, new_ulid(self.clock()))
+        receipt = write_rank(self.store, RUN, attempt, self.state(), 0, 1, {"loss": loss}, self.clock, base=base)
+        self.frozen[attempt] = frozen
+        self.orphans[attempt] = True
+        error = self.attempt_to(lambda s: commit_attempt(s, [receipt], self.clock), fault)
+        self.clock.now += 1
+        if fault is None:
+            assert (error is None) == (self.lives[frozen].state == "visible")
+            assert error is None or isinstance(error, ReferenceLost)
+        self.settle_orphans()
+        assert error is not None or attempt in self.lives
 
     @rule(step=st.integers(0, 12), complete=st.booleans())
     def save_and_die(self, step: int, complete: bool) -> None:
         attempt = Attempt(step, new_ulid(self.clock()))
         for rank in range(2 if complete else 1):
-            write_rank(self.store, RUN, attempt, SMALL if rank == 0 else {}, rank, 2, clock=self.clock)
+            write_rank(self.store, RUN, attempt, self.state() if rank == 0 else {}, rank, 2, clock=self.clock)
         self.orphans[attempt] = complete
 
     # Deletions.
@@ -149,7 +199,9 @@ class LifeCycle(RuleBasedStateMachine):
             assert isinstance(error, CheckpointHeld | StoreUnavailable)
             self.settle({})
         else:
-            assert error is None or isinstance(error, StoreUnavailable)
+            # Somebody who died while he referenced it may have left his mark.
+            marked = attempt in {mark.attempt for mark in marks(self.store, RUN)}
+            assert error is None or isinstance(error, CheckpointHeld if marked else StoreUnavailable)
             self.settle({attempt: {"hidden", "gone"} if not grace_s else {"hidden"}})
 
     @rule(number=pick, fault=faults)
@@ -186,7 +238,7 @@ class LifeCycle(RuleBasedStateMachine):
             left = list(self.store.list(names.attempt_prefix(RUN, attempt)))
             if attempt in listed:
                 assert complete, "an attempt without all receipts was committed"
-                self.lives[attempt] = Life(attempt.step)
+                self.lives[attempt] = Life(attempt.step, self.frozen.get(attempt, attempt))
                 del self.orphans[attempt]
             elif not left:
                 age = self.clock() - names_time(attempt)
@@ -239,21 +291,22 @@ class LifeCycle(RuleBasedStateMachine):
 
     # Damage, found and repaired.
 
-    @rule(number=pick)
-    def flip(self, number: int) -> None:
+    @rule(number=pick, at=st.sampled_from([0, -1]))
+    def flip(self, number: int, at: int) -> None:
         attempt = self.some(number, "visible")
         if attempt is not None:
             key = names.shard_key(RUN, attempt, "shard-00000.ckpt")
-            data = self.store.get(key)
-            self.store.put(key, bytes([data[0] ^ 1]) + data[1:])
-            self.lives[attempt].damaged = not self.lives[attempt].damaged
+            data = bytearray(self.store.get(key))
+            data[at] ^= 1
+            self.store.put(key, bytes(data))
+            self.lives[attempt].flipped ^= {at}
 
     @rule(number=pick)
     def scrub(self, number: int) -> None:
         attempt = self.some(number, "visible")
         if attempt is not None:
             (result,) = scrub(self.store, [self.listed(attempt)], "me", self.clock)
-            assert result.ok == (not self.lives[attempt].damaged)
+            assert result.ok == (not self.damaged(attempt))
             self.lives[attempt].quarantined = not result.ok
 
     # Time.
@@ -285,7 +338,7 @@ class LifeCycle(RuleBasedStateMachine):
         for checkpoint in listed:
             life = self.lives[checkpoint.attempt]
             assert (checkpoint.state is State.CORRUPT) == life.quarantined
-            if not life.damaged and not life.quarantined:
+            if not self.damaged(checkpoint.attempt) and not life.quarantined:
                 assert verify(source, checkpoint, threads=1).ok, f"{checkpoint.id} is listed and broken"
 
     @invariant()
@@ -299,6 +352,13 @@ class LifeCycle(RuleBasedStateMachine):
         for attempt, life in self.lives.items():
             if life.state != "gone" and self.held(attempt):
                 assert list(self.store.list(names.attempt_prefix(RUN, attempt)))
+
+    @invariant()
+    def what_is_referenced_is_there(self) -> None:
+        for attempt, life in self.lives.items():
+            if life.state != "gone":
+                holder = self.lives[life.frozen].state
+                assert holder == "visible" or life.frozen == attempt, f"{attempt} needs what is {holder}"
 
     @precondition(lambda self: self.lives)
     @invariant()
@@ -324,6 +384,8 @@ class LifeCycle(RuleBasedStateMachine):
         for prefix in (names.commits_prefix, names.verified_prefix, names.quarantine_prefix):
             kept = {names.attempt_and_name(info.key)[0] for info in self.store.list(prefix(RUN))}
             assert kept <= left
+        needed = {Mark(life.frozen, a) for a, life in self.lives.items() if a in left and life.frozen != a}
+        assert set(marks(self.store, RUN)) == needed
 
 
 def names_time(attempt: Attempt) -> float:
