@@ -13,6 +13,7 @@ from ckpt import Checkpointer
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.deletion import delete_checkpoint
+from ckptstore.errors import CheckpointHeld
 from ckptstore.stores import open_store
 
 
@@ -24,9 +25,11 @@ class Ours(Peer):
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.store = tempfile.mkdtemp(prefix="ckptd-", dir=folder)
-        self.checkpointer = Checkpointer(self.store, run="bench", **({"slots": 1} | options))
+        # Benchmarks save the same state again and again, and want all of it written.
+        self.checkpointer = Checkpointer(self.store, run="bench", **({"slots": 1, "reference": False} | options))
         self.steps = 0
         self.saved: dict[Path, Checkpoint] = {}
+        self.discarded: list[Checkpoint] = []
 
     def save(self, state: State, folder: Path) -> None:
         """As start_save, and wait."""
@@ -47,8 +50,15 @@ class Ours(Peer):
         self.checkpointer.restore(state.model, state.optim, checkpoint=self.saved[folder].id)
 
     def discard(self, folder: Path) -> None:
-        """Free the disk at once."""
-        delete_checkpoint(open_store(self.store), self.saved.pop(folder), "bench", system_clock)
+        """Free the disk; what was just restored goes with the next one, for a run holds what it resumed from."""
+        self.discarded.append(self.saved.pop(folder))
+        store = open_store(self.store)
+        for checkpoint in list(self.discarded):
+            try:
+                delete_checkpoint(store, checkpoint, "bench", system_clock)
+            except CheckpointHeld:
+                continue
+            self.discarded.remove(checkpoint)
 
     def stored_bytes(self, folder: Path) -> int:
         """Of the shards."""

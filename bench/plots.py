@@ -1,0 +1,142 @@
+"""Stored size against time, for everyone who saves whole states: python -m bench.plots [--quick].
+
+Each saves and restores the same state in turns: how long until a save is durable, and until everything is back in the
+live tensors, read from the page cache. Draws sizes-and-times.svg under bench/results, with the numbers beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.measuring import REPETITIONS, in_turns, memcpy_s, raw_write_s, seconds, touched
+from bench.ours import Ours
+from bench.peers import SAVING, open_peers
+from bench.peers.peer import Peer
+from bench.state import State, trained, wanted_bytes
+
+RESULTS = Path(__file__).parent / "results"
+OURS = ("off", "fast", "max")
+"""What compress= may be."""
+PANELS = {"durable": "save: seconds per GB until durable", "restore": "restore: seconds per GB, from the page cache"}
+OUR_COLOR, PEER_COLOR, LIMIT_COLOR, INK = "#1f6feb", "#8a8f98", "#c2410c", "#24292f"
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Of everyone: stored over raw bytes, seconds per GB to save and to restore; the limits; who did not run."""
+    state = trained("fp32", wanted_bytes(quick))
+    gigabytes = state.num_bytes / 1e9
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        ours: dict[str, Peer] = {
+            f"ckptd, {compress}": stack.enter_context(Ours(Path(name), compress=compress)) for compress in OURS
+        }
+        peers, problems = open_peers(SAVING, stack)
+        folders = (Path(name, str(number)) for number in count())
+        contestants = {label: partial(_once, peer, state, folders) for label, peer in (ours | peers).items()}
+        in_turns(contestants, 1)  # memory and processes are made
+        found, more = in_turns(contestants, REPETITIONS)
+        limits = _limits(Path(name, "raw"), state.num_bytes)
+    return {
+        "state_bytes": state.num_bytes,
+        "points": {
+            label: {
+                "stored": median(each[0] for each in times) / state.num_bytes,
+                "durable": median(each[1] for each in times) / gigabytes,
+                "restore": median(each[2] for each in times) / gigabytes,
+            }
+            for label, times in found.items()
+        },
+        "limits": {panel: limit / gigabytes for panel, limit in limits.items()},
+        "problems": problems | more,
+    }
+
+
+def _once(peer: Peer, state: State, folders: Iterator[Path]) -> tuple[float, float, float]:
+    """Stored bytes, and seconds to save and to restore."""
+    folder = next(folders)
+    durable_s = seconds(lambda: peer.save(state, folder))
+    stored = peer.stored_bytes(folder)
+    restore_s = seconds(lambda: peer.load(folder, state))
+    peer.discard(folder)
+    return stored, durable_s, restore_s
+
+
+def _limits(path: Path, num_bytes: int) -> dict[str, float]:
+    """A bare write and a bare copy of as many bytes."""
+    source, target = touched(num_bytes), touched(num_bytes)
+    return {
+        "durable": median(raw_write_s(path, num_bytes, source) for _ in range(REPETITIONS)),
+        "restore": median(memcpy_s(num_bytes, target, source) for _ in range(REPETITIONS)),
+    }
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Two panels, one dot for each. Raises ImportError without matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "ckptd"  # the same numbers give the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5.5), layout="constrained")
+    for axis, (panel, title) in zip(axes, PANELS.items(), strict=True):
+        _draw_panel(axis, found, panel, title)
+    figure.suptitle(
+        f"{found['state_bytes'] / 1e9:.2f} GB of a trained model with AdamW; lower left is better", color=INK
+    )
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _draw_panel(axis: Any, found: Mapping[str, Any], panel: str, title: str) -> None:
+    limit = found["limits"][panel]
+    axis.set_yscale("log", subs=(2, 3, 5, 7))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.axhline(limit, color=LIMIT_COLOR, linestyle="--", linewidth=1)
+    points = sorted(found["points"].items(), key=lambda item: item[1][panel])
+    heights = _apart([point[panel] for _, point in points])
+    for (label, point), height in zip(points, heights, strict=True):
+        color = OUR_COLOR if label.startswith("ckptd") else PEER_COLOR
+        axis.scatter(point["stored"], point[panel], color=color, s=45, zorder=3)
+        axis.annotate(
+            label, (point["stored"], point[panel]), (1.02, height), textcoords=axis.get_yaxis_transform(), color=color,
+            fontsize=9, va="center", arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.4},
+        )  # fmt: skip
+    bare = "bare write and fsync" if panel == "durable" else "memcpy"
+    axis.text(0.01, limit, bare, color=LIMIT_COLOR, transform=axis.get_yaxis_transform(), va="bottom", fontsize=9)
+    axis.set_title(title, color=INK, fontsize=11)
+    axis.set_xlabel("stored / raw bytes", color=INK)
+    axis.grid(True, which="major", color="#e5e7eb", linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _apart(heights: Sequence[float], factor: float = 1.13) -> list[float]:
+    """Rising heights on a logarithmic axis, moved up where labels would touch."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(max(height, placed[-1] * factor) if placed else height)
+    return placed
+
+
+def main() -> None:
+    """Measure, keep the numbers, draw."""
+    quick = "--quick" in sys.argv[1:]
+    folder = RESULTS / ("quick" if quick else "full")
+    folder.mkdir(parents=True, exist_ok=True)
+    found = measure(quick)
+    (folder / "sizes-and-times.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+    draw(found, folder / "sizes-and-times.svg")
+
+
+if __name__ == "__main__":
+    main()
