@@ -7,6 +7,7 @@ thread of its own, so that it never delays the next upload.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +19,18 @@ from ckpt.saving.measuring import SaveCodings, codings_for
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
 from ckpt.saving.notify import Notifier
 from ckpt.saving.pace import Pace
+from ckpt.saving.unchanged import Memory, Save
 from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.arbitration import arbitrated
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commit import StoredReceipt
+from ckptstore.declining import decline
 from ckptstore.documents import seal
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, SaveSkipped
 from ckptstore.leases import release_lease
 from ckptstore.names import Attempt
-from ckptstore.shards import Placed, Slice, plan_chunks, raw_bytes
+from ckptstore.shards import Placed, Slice, plan_chunks
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class _Snapshot:
 
     job: Job
     placed: list[Placed]
+    saving: Save
     codings: SaveCodings
     encoding: Encoding
     received_at: float
@@ -71,17 +75,43 @@ class SavePipeline:
         cpu_budget = setup.cpu_budget if own_process else None
         self._encoder = Encoder(Pace(cpu_budget))
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Snapshot] = {}
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
+        self._memory = Memory(self._store, setup, clock, self._commits.submit)
+        self._declines = ThreadPoolExecutor(1, thread_name_prefix="ckpt-decline")
 
     def submit(self, job: Job, raw: memoryview) -> None:
         """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
         received_at = time.perf_counter()
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         spans = plan_chunks(placed)
-        codings = self._codings.begin(spans, received_at)
-        encoding = self._encoder.begin(((span.of(raw), span) for span in spans), codings.encode)
-        self._uploads.submit(self._upload, _Snapshot(job, placed, codings, encoding, received_at))
+        codings = self._codings.begin(spans, job.created_at)
+        saving = self._memory.begin(job.attempt, placed, spans, raw, codings.encode)
+        encoding = self._encoder.begin(saving.changed(), codings.encode)
+        snapshot = _Snapshot(job, placed, saving, codings, encoding, received_at)
+        with self._lock:
+            self._waiting[job.number] = snapshot
+        self._uploads.submit(self._upload, snapshot)
+
+    def withdraw(self, step: int) -> None:
+        """Give up the oldest snapshot whose upload has not begun, if there is one, in favour of a save of `step`."""
+        with self._lock:
+            number = next((number for number, one in self._waiting.items() if one.job.slot is not None), None)
+            if number is None:
+                return
+            snapshot = self._waiting.pop(number)
+        snapshot.saving.end(None)
+        snapshot.encoding.leave()
+        skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
+        self._fail(snapshot.job, snapshot.job.slot, skipped)
+        self.decline(snapshot.job.attempt)
+
+    def decline(self, attempt: str) -> None:
+        """Tell the other ranks, if there are any, that this one takes no part in an attempt."""
+        if self._setup.world_size > 1:
+            self._declines.submit(self._decline, Attempt.parse(attempt))
 
     def finish_uploads(self) -> None:
         """Return when this rank has done its part of every job: nothing is read from the slots any more."""
@@ -92,27 +122,34 @@ class SavePipeline:
         self.finish_uploads()
         self._encoder.close()
         self._commits.shutdown(wait=True)
+        self._declines.shutdown(wait=True)
         if self._notifier is not None:
             self._notifier.close()
 
     def _upload(self, snapshot: _Snapshot) -> None:
         job = snapshot.job
+        with self._lock:
+            if self._waiting.pop(job.number, None) is None:
+                return  # withdrawn
         try:
             with snapshot.encoding:
                 receipt, released = self._make_durable(snapshot)
             self._report(released)
         except BaseException as error:
+            snapshot.saving.end(None)
             self._fail(job, job.slot, error)
             return
-        self._commits.submit(self._commit, job, receipt)
+        snapshot.saving.uploaded.set()
+        self._commits.submit(self._commit, snapshot, receipt)
 
     def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
         job, placed = snapshot.job, snapshot.placed
         started, cpu = time.perf_counter(), time.process_time()
-        uploaded = self._upload_shard(snapshot) if placed else None
+        uploaded = self._upload_shard(snapshot) if placed and snapshot.saving.changed_bytes else None
         if uploaded is not None:
             snapshot.codings.learn(uploaded.stored_bytes, uploaded.upload_s)
-        receipt = write_receipt(self._store, self._setup, job, placed, uploaded)
+        shard = snapshot.saving.shard(uploaded.chunks if uploaded else None) if placed else None
+        receipt = write_receipt(self._store, self._setup, job, placed, shard)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
             number=job.number,
@@ -131,22 +168,30 @@ class SavePipeline:
         return upload_shard(
             self._store,
             names.shard_key(setup.run, Attempt.parse(job.attempt), names.shard_name(setup.rank)),
-            raw_bytes(snapshot.placed),
+            snapshot.saving.changed_bytes,
             snapshot.encoding,
-            lambda done: self._report(Progress(job.number, done)),
+            lambda done: self._report(Progress(job.number, snapshot.saving.unchanged_bytes + done)),
         )
 
-    def _commit(self, job: Job, receipt: StoredReceipt) -> None:
-        started = time.perf_counter()
+    def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
+        job, started = snapshot.job, time.perf_counter()
         try:
             outcome = commit(self._store, self._setup, receipt, self._clock)
         except BaseException as error:
+            snapshot.saving.end(None)
             self._fail(job, None, error)
             return
+        snapshot.saving.end(receipt.receipt.content)
         self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
         self._release_lease(job)
         if self._notifier is not None:
             self._notifier.commit(outcome)
+
+    def _decline(self, attempt: Attempt) -> None:
+        try:
+            decline(self._store, self._setup.run, attempt, self._setup.rank, self._clock)
+        except CkptError as error:
+            logger.warning("other ranks will wait for this one in vain: %s", error)
 
     def _release_lease(self, job: Job) -> None:
         if job.lease is None:
@@ -157,7 +202,8 @@ class SavePipeline:
             logger.warning("lease %s was not released and will expire: %s", job.lease, error)
 
     def _fail(self, job: Job, slot: int | None, error: BaseException) -> None:
-        logger.error("save of attempt %s failed", job.attempt, exc_info=error)
+        if not isinstance(error, SaveSkipped):
+            logger.error("save of attempt %s failed", job.attempt, exc_info=error)
         if isinstance(error, CkptError):
             code, message, hint = error.code, error.message, error.hint
         else:

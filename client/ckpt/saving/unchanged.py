@@ -111,7 +111,7 @@ def worthwhile(used: Mapping[str, int], sizes: Mapping[str, int], total: int) ->
 
 
 def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int]]) -> Iterator[Key]:
-    """The key of each chunk. slices: entry, box and first byte in the raw stream, rising; chunks: first byte and size."""
+    """The key of each chunk. slices: entry, box, first byte in the raw stream, rising; chunks: first byte and size."""
     begins = column(at for _, _, at in slices)
     for begin, size in chunks:
         entry, box, at = slices[int(np.searchsorted(begins, begin, side="right")) - 1]
@@ -130,7 +130,8 @@ class Memory:
         self._setup = setup
         self._clock = clock
         self.enabled, self.rank = setup.reference, setup.rank
-        self.base: Base | None = None
+        self._base: Base | None = None
+        self._own = False
         self._last: Save | None = None
         self._loaded: Future[None] | None = run_soon(self._load) if setup.reference else None
 
@@ -142,15 +143,19 @@ class Memory:
         return self._last
 
     def settle(self, save: Save, previous: Save | None) -> Base | None:
-        """The base to compare with. Waits for the first checkpoint of all: whatever is unchanged since is in it."""
+        """The base to compare with. Waits for this process's first: whatever is unchanged from then on is in it."""
         if self._loaded is None:
             return None
         self._loaded.result()
-        if self.base is None and previous is not None:
+        if not self._own and previous is not None:
             while not save.ended.is_set() and not previous.uploaded.wait(_LOOK_AGAIN_S):
                 pass  # nothing is lost: the upload of this save could not begin either
             previous.ended.wait(0.0 if save.ended.is_set() else _PATIENCE_S)
-        return self.base
+        return self._base
+
+    def learn(self, base: Base) -> None:
+        """What the saves to come are compared with: a save of this process is committed."""
+        self._base, self._own = base, True
 
     def protect(self, base: Base, holder: str) -> tuple[str, set[str]]:
         """Hold the base by a lease, and with it all that it references. Gives that, and who must not be referenced.
@@ -183,7 +188,7 @@ class Memory:
             for shard in content.shards:
                 others = shard.references.attempts if shard.references is not None else []
                 sizes = {text: store.size(names.shard_key(run, Attempt.parse(text), shard.name)) for text in others}
-                self.base = base_of(attempt, content, sizes)
+                self._base = base_of(attempt, content, sizes)
         except NoCheckpoint:
             pass
         except CkptError as error:
@@ -261,9 +266,8 @@ class Save:
         """The save is over. content: of a committed one, which the next save is compared with."""
         if content is not None and content.shards and self._memory.enabled:
             samples = [look.sample for look in self._looks.result()]
-            self._memory.base = _base(
-                Attempt.parse(self._attempt), content.shards[0], self._keys(), samples, self._sizes
-            )
+            attempt, shard = Attempt.parse(self._attempt), content.shards[0]
+            self._memory.learn(_base(attempt, shard, self._keys(), samples, self._sizes))
         self.uploaded.set()
         self.ended.set()
         self._release()
