@@ -24,7 +24,6 @@ from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, NoCheckpoint, Unavailable
 from ckptstore.names import MAX_STEP, Reference, check_run
-from ckptstore.retention import Policy
 from ckptstore.wire import AttemptBody, ProbeBody, RestoreState, Scope
 
 MOST_CHECKPOINTS = 5_000
@@ -118,7 +117,7 @@ async def run(request: Request, given: Given, visitor: Visiting, run: str) -> Re
     if not checkpoints:
         raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be under way: see the uploads")
     kept: Kept | None = await _soon(given, given.services.keeping.of_run, run)
-    previewed = Policy(keep_last=asked.keep) if asked.keep else None
+    previewed = asked.policy
     view = run_view(
         run,
         checkpoints,
@@ -295,6 +294,8 @@ def _asked(request: Request) -> Asked:
         max_step=_number(request, "max_step"),
         page=_number(request, "page") or 1,
         keep=_number(request, "keep"),
+        every=_number(request, "every"),
+        best=request.query_params.get("best", "")[:400],
     )
 
 

@@ -13,7 +13,7 @@ from ckptd.pages.charts import Plot, Point, compact, plot, sparkline
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.names import Attempt
-from ckptstore.retention import Verdict
+from ckptstore.retention import Best, Policy, Verdict
 
 SAVE_SECONDS = "save seconds"
 SIZE = "size"
@@ -52,6 +52,18 @@ class Asked:
     page: int = 1
     keep: int | None = None
     """Preview of a prune: keep so many."""
+    every: int | None = None
+    """And every so many steps."""
+    best: str = ""
+    """And the best by a metric: METRIC:min:N."""
+
+    @property
+    def policy(self) -> Policy | None:
+        """What the preview is of; None: there is none. Raises InvalidPolicy."""
+        if not (self.keep or self.every or self.best):
+            return None
+        best = (Best.parse(self.best),) if self.best else ()
+        return Policy(keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best)
 
     def link(self, **changed: object) -> str:
         """The query that asks for the same, but for some of it."""
@@ -63,6 +75,8 @@ class Asked:
             "max_step": asked.max_step,
             "page": asked.page if asked.page > 1 else None,
             "keep": asked.keep,
+            "every": asked.every,
+            "best": asked.best,
         }
         return "?" + urlencode({name: value for name, value in chosen.items() if value not in (None, "")})
 
@@ -86,7 +100,8 @@ class CheckpointRow:
 class Preview:
     """What a prune would do."""
 
-    keep: int
+    rules: str
+    """As options of ckptctl prune."""
     num_kept: int
     num_removed: int
     removed_bytes: int
@@ -158,7 +173,7 @@ def run_view(
         plots_metric=asked.metric not in _WRITERS,
         chart=_chart(matching, asked.metric),
         rows=tuple(_row(c, reasons, c.attempt in removed, asked.metric, now) for c in shown),
-        preview=_preview(pruned, asked.keep),
+        preview=_preview(pruned, asked),
     )
 
 
@@ -176,11 +191,13 @@ def _row(
     )
 
 
-def _preview(pruned: Sequence[Verdict] | None, keep: int | None) -> Preview | None:
-    if pruned is None or keep is None:
+def _preview(pruned: Sequence[Verdict] | None, asked: Asked) -> Preview | None:
+    if pruned is None:
         return None
+    given = (("--keep", asked.keep), ("--keep-every", asked.every), ("--keep-best", asked.best))
+    rules = " ".join(f"{option} {value}" for option, value in given if value)
     gone = [v.checkpoint for v in pruned if not v.reasons]
-    return Preview(keep, len(pruned) - len(gone), len(gone), sum(c.stored_bytes for c in gone))
+    return Preview(rules, len(pruned) - len(gone), len(gone), sum(c.stored_bytes for c in gone))
 
 
 def _matches(checkpoint: Checkpoint, asked: Asked) -> bool:

@@ -103,7 +103,7 @@ def test_charts_have_titles_and_follow_the_choice_of_a_metric(browser: Browser, 
     assert browser.text("#chart-title") == "size by step"
     assert browser.count("circle") == dashboard.NUM_STEPS
     title = browser.run("return document.querySelector('circle title').textContent")
-    assert re.fullmatch(r"step 0: [0-9.]+ KiB \(committed\)", title)
+    assert re.fullmatch(r"step 0: [0-9.]+ (KiB|B) \(committed\)", title)
 
 
 def test_pages_work_by_keyboard(browser: Browser, open_to_all: Dashboard) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed import checkpoint as dcp
 
 from ckpt.dcp import StorageWriter
 from ckptd.index import Database, DecisionIndex
@@ -201,7 +201,7 @@ def test_other_doors_ask_the_daemon_too(overwriting: Store, gateway: S3Service, 
     torch.save(state, tmp_path / "state.pt")
     with daemon_of(overwriting, gateway, tmp_path / "index.db", *_CALM) as daemon, daemon.client() as client:
         writer = StorageWriter(overwriting.url, RUN, 1, options=gateway.options, daemon=daemon.url)
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
         environment = {**gateway.environment, "CKPTD_URL": daemon.url}
         imported = run("import", tmp_path / "state.pt", f"{RUN}@2", "--store", overwriting.url, env=environment)
         assert imported.code == 0, imported.stderr

@@ -18,7 +18,7 @@ from ckptd.pages.treemap import Area, squarified, treemap
 from ckptd.services.restores import RestoreView
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.names import Attempt
-from ckptstore.retention import Policy, judge
+from ckptstore.retention import Best, Policy, judge
 from ckptstore.wire import EntryBody, Phase, ShardBody
 
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
@@ -126,6 +126,13 @@ def test_a_view_of_a_run_filters_pages_and_says_why() -> None:
     assert view.asked.metric == "loss"
     assert view.preview is not None
     assert (view.preview.num_kept, view.preview.num_removed, view.preview.removed_bytes) == (3, 117, 1170)
+    assert view.preview.rules == "--keep 2"
+    asked = Asked(keep=5, every=100, best="loss:min:2")
+    assert asked.policy == Policy(keep_last=5, keep_every=100, keep_best=(Best("loss", False, 2),))
+    assert asked.link() == "?keep=5&every=100&best=loss%3Amin%3A2"
+    both = run_view("gpt", checkpoints, reasons, kept, asked, 1000.0).preview
+    assert both is not None
+    assert both.rules == "--keep 5 --keep-every 100 --keep-best loss:min:2"
     only = run_view("gpt", checkpoints, reasons, None, Asked(state=State.CORRUPT, metric=SIZE), 1000.0)
     assert [(row.checkpoint.step, row.reasons) for row in only.rows] == [(117, ("corrupt",))]
     assert only.asked.link(page=2) == "?metric=size&state=corrupt&page=2"
