@@ -14,7 +14,7 @@ from ckptstore.errors import CorruptObject
 from ckptstore.names import Attempt, Reference, check_ulid
 from ckptstore.operations import Operations
 from ckptstore.records import Rules
-from ckptstore.stores import ObjectReader, RangeReader
+from ckptstore.stores import PARALLEL_READS, ObjectReader, RangeReader
 
 _ANSWER_S = 60.0
 
@@ -26,6 +26,8 @@ class DaemonClient(Operations):
     """
 
     # Source
+
+    parallel_reads = PARALLEL_READS
 
     def runs(self) -> list[str]:
         """Names of the runs."""

@@ -6,7 +6,6 @@ into their destination and checked there; all others before a byte of them reach
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from ckptstore.documents import digest
 from ckptstore.errors import CkptError, CorruptObject
 from ckptstore.planning import ChunkRead, Piece, ShardRead
 from ckptstore.source import Source
-from ckptstore.stores import ObjectReader
+from ckptstore.stores import PARALLEL_READS, ObjectReader
 
 Progress = Callable[[int], None]
 """Called with the number of raw bytes just done; from any thread."""
@@ -31,7 +30,7 @@ Buffers = Mapping[str, memoryview]
 
 _CACHED_BYTES = 512 << 10
 """Stays in a core's own cache from the read to the checksum."""
-DEFAULT_THREADS = min(8, max(2, os.cpu_count() or 2))
+DEFAULT_THREADS = PARALLEL_READS
 _ELEMENTS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -54,14 +53,14 @@ def fetch(
     reads: Sequence[ShardRead],
     buffers: Buffers,
     progress: Progress = lambda _: None,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
 ) -> None:
-    """Fetch, verify and decode the chunks, and place their pieces.
+    """Fetch, verify and decode the chunks, and place their pieces. threads: None for what suits the source.
 
     Returns when all bytes are checked and placed. On the first error the rest is given up, and buffers hold a
     mixture, damaged bytes among it.
     """
-    threads = max(1, min(threads, len(reads)))
+    threads = max(1, min(threads or source.parallel_reads, len(reads)))
     stretches = Stretches(reads, threads)
     stop = threading.Event()
 
@@ -104,6 +103,7 @@ class _Fetch:
     def fetch(self, read: ShardRead) -> None:
         """All chunks of a stretch, to where they go."""
         shard = self._open(read)
+        shard.expect(read.offset, read.bytes)
         if not shard.small_reads:
             stored = self._stored.take(read.bytes)
             shard.read(read.offset, stored)

@@ -24,6 +24,8 @@ class Source(Protocol):
     """What a reader needs. Every method may be called from any thread."""
 
     url: str
+    parallel_reads: int
+    """How many stretches of shards at a time are fastest."""
 
     def runs(self) -> list[str]:
         """Names of the runs."""
@@ -65,6 +67,7 @@ class StoreSource:
     def __init__(self, store: Store, clock: Clock = system_clock) -> None:
         self.store = store
         self.url = store.url
+        self.parallel_reads = store.parallel_reads
         self._clock = clock
 
     def runs(self) -> list[str]:

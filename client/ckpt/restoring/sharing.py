@@ -180,7 +180,7 @@ class _Exchange:
         reading: dict[Stretch, Future[memoryview]] = {}
         placing: list[Future[None]] = []
         with (
-            ThreadPoolExecutor(DEFAULT_THREADS, thread_name_prefix="ckpt-fetch") as readers,
+            ThreadPoolExecutor(self._source.parallel_reads, thread_name_prefix="ckpt-fetch") as readers,
             ThreadPoolExecutor(DEFAULT_THREADS, thread_name_prefix="ckpt-decode") as decoders,
         ):
             for one in rounds:

@@ -12,6 +12,7 @@ from any thread. Errors are StoreUnavailable, StoreFull, StoreReadOnly and Objec
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from types import TracebackType
 
 from ckptstore.codecs import Buffer
 from ckptstore.errors import CorruptObject
+
+PARALLEL_READS = min(8, max(2, os.cpu_count() or 2))
+"""Where a read keeps a core busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,9 @@ class ObjectReader(ABC):
     small_reads = False
     """Whether reads of some hundred KiB cost no more per byte than large ones."""
 
+    def expect(self, offset: int, num_bytes: int) -> None:  # noqa: B027 - most have nothing to prepare
+        """Say that the next reads lie within these bytes, in order; others may come all the same."""
+
     @abstractmethod
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
@@ -108,6 +115,8 @@ class Store(ABC):
     """Where the root is, for people and error messages; never holds credentials."""
     identity: str
     """Equal for stores that hold the same objects: the URL, and which service answers for it."""
+    parallel_reads: int = PARALLEL_READS
+    """How many ranged reads at a time are fastest."""
     shared_between_processes: bool = True
     creates_by_itself: bool = False
     """`put_if_absent` is this program's own doing; a server's word is probed first (arbitration.py)."""

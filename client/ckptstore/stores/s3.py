@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptstore.stores.base import ObjectWriter
+from ckptstore.stores.base import ObjectReader, ObjectWriter, too_short
 from ckptstore.stores.failures import store_errors
 from ckptstore.stores.multipart import MultipartWriter
 from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.transfers import Transfers
 
+_LONGEST_GAP = 1 << 20
+"""Bytes that are read and thrown away sooner than asked for anew."""
+
 
 class S3Store(FsspecStore):
     """A bucket, or a folder of one."""
+
+    parallel_reads = 8
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         """fs: an s3fs.S3FileSystem."""
@@ -33,6 +38,10 @@ class S3Store(FsspecStore):
             return 0
         with store_errors("read", self.object_url(key)):
             return self._transfers.read_into(self._path(key), offset, buffer)
+
+    def open_reader(self, key: str) -> ObjectReader:
+        """One ranged GET for each stretch that is expected."""
+        return _S3Reader(self._transfers, self._path(key), self.object_url(key))
 
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
         """No listing of objects shows the parts of unfinished uploads."""
@@ -54,3 +63,36 @@ class S3Store(FsspecStore):
         """Signed here, without asking the service."""
         with store_errors("sign a URL of", self.object_url(key)):
             return str(self._fs.sign(self._path(key), expiration=max(1, round(seconds))))
+
+
+class _S3Reader(ObjectReader):
+    """Takes what is expected from one reply, chunk by chunk, as it comes."""
+
+    def __init__(self, transfers: Transfers, path: str, url: str) -> None:
+        self.small_reads = transfers.suitable
+        self._transfers = transfers
+        self._path = path
+        self._url = url
+        self._stretch = transfers.open(path, 0, 0)
+
+    def expect(self, offset: int, num_bytes: int) -> None:
+        """Nothing is asked for before the first read."""
+        self._stretch.close()
+        self._stretch = self._transfers.open(self._path, offset, num_bytes)
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """From what is on its way, if it is there."""
+        gap = offset - self._stretch.at
+        if not 0 <= gap <= _LONGEST_GAP or offset + len(buffer) > self._stretch.end:
+            self.expect(offset, len(buffer))
+            gap = 0
+        with store_errors("read", self._url):
+            if gap:
+                self._stretch.read(memoryview(bytearray(gap)))
+            count = self._stretch.read(buffer)
+        if count != len(buffer):
+            raise too_short(self._url, offset, count, len(buffer))
+
+    def close(self) -> None:
+        """The connection goes back."""
+        self._stretch.close()

@@ -16,10 +16,11 @@ import re
 import threading
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import urllib3
+from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import HTTPError, SSLError
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Transfers:
         self._fs = fs
         config = {"connect_timeout": fs.connect_timeout, "read_timeout": _READ_TIMEOUT_S, **fs.config_kwargs}
         verify = fs.client_kwargs.get("verify", True)
-        self._suitable = verify is not False and not (config.get("proxies") or urllib.request.getproxies())
+        self.suitable = verify is not False and not (config.get("proxies") or urllib.request.getproxies())
         self._checksums = config.get("request_checksum_calculation") != "when_required"
         self._connections = urllib3.PoolManager(
             maxsize=_CONNECTIONS,
@@ -100,22 +101,12 @@ class Transfers:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fill the buffer from `offset` of an object; returns how many bytes there were."""
-        done = 0
+        with self.open(path, offset, len(buffer)) as stretch:
+            return stretch.read(buffer)
 
-        def read_on() -> None:
-            nonlocal done
-            for count in self._read(path, offset + done, buffer[done:]):
-                done += count
-
-        if self._suitable:
-            try:
-                _try(read_on)
-                return done
-            except (_Unsuitable, SSLError) as error:
-                done += self._read_by_s3fs(path, offset + done, buffer[done:])
-                self._sign_no_more(error)
-                return done
-        return self._read_by_s3fs(path, offset, buffer)
+    def open(self, path: str, offset: int, num_bytes: int) -> Stretch:
+        """So many bytes of an object, to be read from front to back by one thread. Nothing is asked for yet."""
+        return Stretch(self, path, offset, num_bytes)
 
     def begin(self, path: str) -> str:
         """The id of a new upload."""
@@ -127,12 +118,12 @@ class Transfers:
         parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
         if self._checksums:
             parameters["ChecksumCRC32"] = part.crc32()
-        if self._suitable:
+        if self.suitable:
             try:
                 return _try(lambda: self._put_part(path, parameters, part), stop)
             except (_Unsuitable, SSLError) as error:
                 done = self._put_part_by_s3fs(path, parameters, part)
-                self._sign_no_more(error)
+                self.sign_no_more(error)
                 return done
         return self._put_part_by_s3fs(path, parameters, part)
 
@@ -147,30 +138,18 @@ class Transfers:
         except FileNotFoundError:
             pass
 
-    def _read(self, path: str, offset: int, buffer: memoryview) -> Iterator[int]:
-        """One request; yields the size of each piece once it is in the buffer."""
+    def get(self, path: str, offset: int, num_bytes: int) -> BaseHTTPResponse | None:
+        """The reply to one ranged request, its body still to be read; None if nothing is there."""
         url = self._fs.url(path, expires=_SIGNED_FOR_S)
-        wanted = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
+        wanted = {"Range": f"bytes={offset}-{offset + num_bytes - 1}"}
         reply = self._connections.request("GET", url, headers=wanted, preload_content=False, decode_content=False)
-        try:
-            if reply.status != _PARTIAL:
-                body = reply.read(_MAX_REPLY_BYTES)
-                if reply.status == _NOTHING_THERE:
-                    return
-                raise _refusal(reply.status, body)
-            expected, done = int(reply.headers["Content-Length"]), 0
-            while done < expected:
-                piece = reply.read(min(_PIECE_BYTES, expected - done))
-                if not piece:
-                    raise _Again(errno.EIO, "the reply ended early")
-                buffer[done : done + len(piece)] = piece
-                done += len(piece)
-                yield len(piece)
-        except BaseException:
-            reply.close()  # the rest of the reply is of no use to the next request
-            raise
-        finally:
-            reply.release_conn()
+        if reply.status == _PARTIAL:
+            return reply
+        body = reply.read(_MAX_REPLY_BYTES)
+        reply.close()
+        if reply.status == _NOTHING_THERE:
+            return None
+        raise _refusal(reply.status, body)
 
     def _put_part(self, path: str, parameters: dict[str, Any], part: Part) -> dict[str, Any]:
         url = self._fs.url(path, expires=_SIGNED_FOR_S, client_method="upload_part", **parameters)
@@ -186,7 +165,8 @@ class Transfers:
         # A service that repeats the checksum has compared it, and wants to hear it again.
         return {**done, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else done
 
-    def _read_by_s3fs(self, path: str, offset: int, buffer: memoryview) -> int:
+    def read_by_s3fs(self, path: str, offset: int, buffer: memoryview) -> int:
+        """As read_into, without a signed URL."""
         try:
             data = self._fs.cat_file(path, start=offset, end=offset + len(buffer))
         except OSError as error:
@@ -202,14 +182,79 @@ class Transfers:
         told = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
         return {"PartNumber": part.number, **told}
 
-    def _sign_no_more(self, error: Exception) -> None:
+    def sign_no_more(self, error: Exception) -> None:
         """What failed with a signed URL has just succeeded without."""
         logger.warning("signed URLs are refused, so transfers go through s3fs, which is slower: %s", error)
-        self._suitable = False
+        self.suitable = False
 
     def _call(self, method: str, path: str, **parameters: Any) -> Any:
         bucket, key, _ = self._fs.split_path(path)
         return self._fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
+
+
+class Stretch:
+    """Bytes of an object that come over one connection, straight on; another one if it breaks off."""
+
+    def __init__(self, transfers: Transfers, path: str, offset: int, num_bytes: int) -> None:
+        self.at = offset
+        """Of the byte that is read next."""
+        self.end = offset + num_bytes
+        self._transfers = transfers
+        self._path = path
+        self._reply: BaseHTTPResponse | None = None
+
+    def __enter__(self) -> Stretch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, buffer: memoryview) -> int:
+        """Fill the buffer with what comes next; returns how many bytes there were before the object's end."""
+        began = self.at
+        if self._transfers.suitable:
+            try:
+                _try(lambda: self._read_on(buffer[self.at - began :]))
+                return self.at - began
+            except (_Unsuitable, SSLError) as error:
+                self._read_by_s3fs(buffer[self.at - began :])
+                self._transfers.sign_no_more(error)
+        else:
+            self._read_by_s3fs(buffer)
+        return self.at - began
+
+    def close(self) -> None:
+        """Give the connection back, unless more is coming over it."""
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            if self.at < self.end:
+                reply.close()
+            reply.release_conn()
+
+    def _read_on(self, buffer: memoryview) -> None:
+        done = 0
+        try:
+            if self._reply is None and self.at < self.end:
+                self._request()
+            while done < len(buffer) and self.at < self.end:
+                assert self._reply is not None
+                piece = self._reply.read(min(_PIECE_BYTES, len(buffer) - done))
+                if not piece:
+                    raise _Again(errno.EIO, "the reply ended early")
+                buffer[done : done + len(piece)] = piece
+                done += len(piece)
+                self.at += len(piece)
+        except BaseException:
+            self.close()
+            raise
+
+    def _request(self) -> None:
+        self._reply = self._transfers.get(self._path, self.at, self.end - self.at)
+        self.end = self.at if self._reply is None else self.at + int(self._reply.headers["Content-Length"])
+
+    def _read_by_s3fs(self, buffer: memoryview) -> None:
+        self.close()
+        self.at += self._transfers.read_by_s3fs(self._path, self.at, buffer)
 
 
 def _try(request: Callable[[], _T], stop: threading.Event | None = None) -> _T:

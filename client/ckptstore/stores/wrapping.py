@@ -15,6 +15,7 @@ class WrappedStore(Store):
         self._store = store
         self.url = store.url
         self.identity = store.identity
+        self.parallel_reads = store.parallel_reads
         self.shared_between_processes = store.shared_between_processes
         self.creates_by_itself = store.creates_by_itself
         self.arbitrated = store.arbitrated
