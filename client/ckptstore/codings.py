@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckptstore.codecs import RAW, ZSTD, best_codec
+from ckptstore.codecs import RAW, best_codec
 
 
 class Coding(NamedTuple):
@@ -31,8 +31,7 @@ def fast(dtype: str) -> Coding:
 
 def smallest(dtype: str) -> Coding:
     """The smallest, at any price."""
-    codec = best_codec(dtype)
-    return Coding(codec, 3 if codec == ZSTD else 1)
+    return Coding(best_codec(dtype), 9)
 
 
 POLICIES: dict[str, Policy] = {"off": off, "fast": fast, "max": smallest}

@@ -142,8 +142,7 @@ def _even_cuts(piece: Slice) -> list[int]:
 
 def encode_chunk(raw: memoryview, coding: Coding) -> EncodedChunk:
     """Encode and hash the bytes of one chunk. The result may alias them."""
-    codec, parts = encode(coding.codec, raw, coding.level)
-    data = parts[0] if len(parts) == 1 else b"".join(parts)
+    codec, data = encode(coding.codec, raw, coding.level)
     return EncodedChunk(data, len(raw), len(data), codec, digest(data))
 
 

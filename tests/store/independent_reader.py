@@ -44,25 +44,32 @@ def decode(codec: str, stored: bytes, size: int) -> bytes:
         return stored
     if codec == "zstd":
         return zstandard.ZstdDecompressor().decompress(stored)
-    dtype, words, at = codec.removeprefix("float-split/"), bytearray(), 0
-    width = ITEM[dtype]
-    for start in range(0, size // width, 65_536):
-        n = min(65_536, size // width - start)
-        (packed,) = struct.unpack_from("<I", stored, at)
-        plane = stored[at + 4 : at + 4 + (packed or n)]
-        at += 4 + len(plane)
-        e = np.frombuffer(zstandard.decompress(plane) if packed else plane, np.uint8).astype(np.uint32)
-        low = np.frombuffer(stored, np.uint8, n, at + n * (width - 2)).astype(np.uint32)
-        if dtype == "float32":
-            r = e << 24 | low << 16 | np.frombuffer(stored, "<u2", n, at)
-            words += (r >> 1 | r << 31).astype("<u4").tobytes()
-        elif dtype == "bfloat16":
-            words += ((low & 0x80) << 8 | e << 7 | low & 0x7F).astype("<u2").tobytes()
-        else:
-            words += (e << 8 | low).astype("<u2").tobytes()
-        at += n * (width - 1)
-    assert at == len(stored)
-    return bytes(words)
+    dtype, words, at = codec.removeprefix("float-split/"), [], 0
+    width, left = ITEM[dtype], size // ITEM[dtype]
+
+    def plane(num_bytes: int, packed: int) -> np.ndarray:
+        nonlocal at
+        data = stored[at : at + (packed or num_bytes)]
+        at += -(-len(data) // 8) * 8
+        return np.frombuffer(zstandard.decompress(data) if packed else data, np.uint8).astype(np.uint32)
+
+    while left >= 8:
+        n, low, rest, codes, escapes, base, mode = struct.unpack_from("<IIIIHBBxxxx", stored, at)
+        at, left = at + 24, left - n
+        low = plane(2 * n, low) if width == 4 else np.zeros(2 * n, np.uint32)
+        q = plane(n, rest).reshape(-1, 2)
+        r = (q if mode & 2 else q & 0x7F | q[:, ::-1] & 0x80).T.reshape(-1)
+        positions, escaped = (plane(n, 0).astype(np.uint8) for n in (4 * escapes, 2 * escapes))
+        c = plane(n // 2 if mode & 1 else n, codes)
+        c = np.concatenate([c & 15, c >> 4]) + base if mode & 1 else c.reshape(-1, 2).T.reshape(-1)
+        high = c << 8 | r if mode & 2 else (r & 0x80) << 8 | c << 7 | r & 0x7F
+        high[positions.view("<u4")] = escaped.view("<u2")
+        if width == 4:
+            high = high.reshape(-1, 2).T.reshape(-1)
+            high = high << 16 | low.astype(np.uint8).view("<u2").reshape(-1, 2).T.reshape(-1)
+        words.append(high.astype(f"<u{width}").tobytes())
+    assert at + left * width == len(stored)
+    return b"".join(words) + stored[at:]
 
 
 def read(root: str, run: str) -> tuple[dict, Entries]:  # type: ignore[type-arg]
