@@ -20,6 +20,8 @@ class Timings:
     """Of that, waiting for an idle slot."""
     stage_s: float = 0.0
     """Of that, copying."""
+    held_s: float = 0.0
+    """`optim.step()` waited for the rest of the copy."""
     queue_s: float = 0.0
     """The snapshot waited for earlier ones."""
     encode_s: float = 0.0

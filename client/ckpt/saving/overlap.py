@@ -145,11 +145,14 @@ class Overlap:
         if flight is None or flight.held or os.getpid() != self._pid:  # a forked child has its own memory
             return
         with self._gate:
+            came = time.perf_counter()
             flight.copied.wait()
             if not flight.held and flight.error is None:
                 if torn := flight.torn():
                     self._take_again(flight, torn)
                 flight.transfer.hold()
+            if not flight.held:
+                flight.handle._measure(held_s=time.perf_counter() - came)
             flight.held = True
 
     def close(self) -> None:
