@@ -44,7 +44,7 @@ LEAST_SHARE = 16
 MOST_ATTEMPTS = 16
 """So many checkpoints are referenced by one rank's shard at most."""
 _LEASE_S = 3600.0
-_PATIENCE_S = 5.0
+_PATIENCE_S = 0.5
 _LOOK_AGAIN_S = 0.05
 _UNKNOWN = bytes(DIGEST_BYTES)
 
