@@ -1,0 +1,45 @@
+"""Restores from a local disk whose files the page cache has dropped, against a bare read of the same bytes.
+
+The limit is the fastest of a few bare reads: past the page cache, one or eight requests at a time, and through it,
+front to back, after it has dropped the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from bench.durable_disk import RAW
+from bench.measuring import forget_cached, raw_read_s, touched
+from bench.report import Goal, Report
+from bench.restore import restores
+from bench.state import trained, wanted_bytes
+
+LIMIT_GOAL = 0.85
+THROUGH, PAST, PAST_MANY = "bare read", "bare read, O_DIRECT", "bare read, O_DIRECT, 8 at a time"
+
+
+def measure(quick: bool) -> Report:
+    """In a folder of the default temporary file system."""
+    state = trained("fp32", wanted_bytes(quick))
+    into = touched(state.num_bytes)
+
+    def limits(shard: Path) -> Mapping[str, Callable[[], float]]:
+        def through() -> float:
+            forget_cached(shard.parent)
+            return raw_read_s(shard, into, cached=True)
+
+        return {
+            THROUGH: through,
+            PAST: partial(raw_read_s, shard, into, 1),
+            PAST_MANY: partial(raw_read_s, shard, into, 8),
+        }
+
+    done = restores(state, limits, cold=True)
+    limit, ours = min(map(done.seconds, (THROUGH, PAST, PAST_MANY))), done.seconds(RAW)
+    goals = [
+        Goal("bare read", RAW, limit / ours, LIMIT_GOAL, "at least"),
+        Goal("fastest peer", RAW, done.best_peer() / ours, 1.0, "at least"),
+    ]
+    return done.report("restore-cold", "not in the page cache", limit, goals)
