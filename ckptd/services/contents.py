@@ -43,7 +43,7 @@ class Contents:
                     num_chunks=len(shard.chunks.raw),
                     num_entries=int(count),
                     raw_bytes=int(shard.chunks.raw.sum()),
-                    stored_bytes=int(shard.chunks.stored.sum()),
+                    stored_bytes=shard.stored_bytes,
                 )
                 for shard, count in zip(content.shards, num_entries, strict=True)
             ]

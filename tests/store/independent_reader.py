@@ -80,13 +80,21 @@ def read(root: str, run: str) -> tuple[dict, Entries]:  # type: ignore[type-arg]
     manifest = json.loads(zstandard.decompress(packed))
     content, streams = manifest["content"], []
     for shard in content["shards"]:
-        data, at, stream = (folder / shard["name"]).read_bytes(), 0, b""
+        at, stream, referenced = 0, b"", shard.get("references")
+        others = {}
+        if referenced is not None:
+            rows = zip(*(column(referenced[c]) for c in ("chunk", "attempt", "offset")))
+            others = {chunk: (referenced["attempts"][attempt], offset) for chunk, attempt, offset in rows}
         chunks, digests = shard["chunks"], base64.b64decode(shard["chunks"]["digest"], validate=True)
         for i, (raw, stored, codec) in enumerate(zip(*(column(chunks[c]) for c in ("raw", "stored", "codec")))):
             expected = digests[16 * i : 16 * i + 16]
-            assert xxhash.xxh3_128_digest(data[at : at + stored]) == expected, "a chunk is damaged"
-            stream += decode(chunks["codecs"][codec], data[at : at + stored], raw)
-            at += stored
+            holder, offset = others.get(i, (outcome["attempt"], at))
+            with (folder.parent / holder / shard["name"]).open("rb") as file:
+                file.seek(offset)
+                data = file.read(stored)
+            assert xxhash.xxh3_128_digest(data) == expected, "a chunk is damaged"
+            stream += decode(chunks["codecs"][codec], data, raw)
+            at += 0 if i in others else stored
         streams.append(stream)
     names, dtypes, shapes = (content["entries"][c] for c in ("name", "dtype", "shape"))
     arrays = [np.zeros([*shape, ITEM.get(dtype, 1)], np.uint8) for shape, dtype in zip(shapes, dtypes)]

@@ -112,7 +112,9 @@ def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
     """All that a listing knows of one checkpoint."""
     c = checkpoint
     age = human.age(now - c.committed_at)
-    stored = f"{human.size(c.stored_bytes)} stored ({human.ratio(c.stored_bytes, c.raw_bytes)})"
+    stored = f"{human.size(c.stored_bytes)} stored ({human.ratio(c.needed_bytes, c.raw_bytes)})"
+    if c.referenced_bytes:
+        stored = f"{human.size(c.referenced_bytes)} referenced, {stored}"
     entries, shards = human.count(c.num_entries, "entry"), human.count(c.num_shards, "shard")
     pairs = [
         ("checkpoint", c.id),

@@ -47,7 +47,7 @@ def show_shards(ctx: typer.Context, checkpoint: CheckpointArgument) -> None:
 
 def shard_shares(shards: Sequence[Shard]) -> list[ShardShareBody]:
     """What each shard holds, by rank. Pure."""
-    stored = [int(shard.chunks.stored.sum()) for shard in shards]
+    stored = [shard.stored_bytes for shard in shards]
     mean = sum(stored) / max(1, len(stored))
     shares = [
         ShardShareBody(

@@ -11,14 +11,15 @@ import typer
 
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.listing import checkpoint_facts
-from ckptctl.render import Block, Column, Row, Table
+from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.documents import Content, Shard
 from ckptstore.errors import CorruptObject, InvalidRequest
-from ckptstore.names import Reference
+from ckptstore.names import Reference, checkpoint_id
 from ckptstore.planning import entry_bytes
+from ckptstore.references import referenced_attempts
 from ckptstore.source import Source, read_manifest
 from ckptstore.wire import CheckpointBody
 
@@ -41,16 +42,20 @@ class ShardBody(msgspec.Struct, frozen=True, kw_only=True):
     num_chunks: int
     raw_bytes: int
     stored_bytes: int
+    """In its own file."""
+    referenced_bytes: int
+    """In files of earlier checkpoints."""
     codecs: list[str]
 
 
 class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint and what it holds, as JSON."""
+    """One checkpoint and what it holds, as JSON. `references`: the checkpoints that hold chunks for it."""
 
     checkpoint: CheckpointBody
     entries: list[EntryBody]
     shards: list[ShardBody]
     items: list[str]
+    references: list[str]
 
 
 def register(app: typer.Typer) -> None:
@@ -78,6 +83,7 @@ def show(
         entries=chosen,
         shards=[_shard(shard) for shard in content.shards],
         items=sorted(content.trees),
+        references=[checkpoint_id(found.run, attempt) for attempt in referenced_attempts(content)],
     )
     session.screen.emit(body, [found.id], _blocks(found, body, session.clock()))
 
@@ -112,13 +118,17 @@ def _shard(shard: Shard) -> ShardBody:
         rank=shard.rank,
         num_chunks=len(shard.chunks.raw),
         raw_bytes=int(shard.chunks.raw.sum()),
-        stored_bytes=int(shard.chunks.stored.sum()),
+        stored_bytes=shard.stored_bytes,
+        referenced_bytes=shard.referenced_bytes,
         codecs=sorted(shard.chunks.codecs),
     )
 
 
 def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]:
-    yield checkpoint_facts(found, now)
+    facts = checkpoint_facts(found, now)
+    if body.references:
+        facts = Facts([*facts.pairs, ("references", ", ".join(body.references))])
+    yield facts
     if body.entries:
         yield ""
         yield _entry_table(body.entries)
@@ -150,6 +160,7 @@ def _shard_table(shards: Sequence[ShardBody]) -> Table:
         Column("SIZE", right=True),
         Column("STORED", right=True),
         Column("CODECS"),
+        Column("REFERENCED", right=True),
     )
     rows = [
         (
@@ -159,7 +170,10 @@ def _shard_table(shards: Sequence[ShardBody]) -> Table:
             human.size(s.raw_bytes),
             human.size(s.stored_bytes),
             ", ".join(s.codecs),
+            human.size(s.referenced_bytes),
         )
         for s in shards
     ]
-    return Table(columns, [Row(cells) for cells in rows])
+    # Where nothing is referenced there is no column for it.
+    shown = len(columns) - (not any(s.referenced_bytes for s in shards))
+    return Table(columns[:shown], [Row(cells[:shown]) for cells in rows])
