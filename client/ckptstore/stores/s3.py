@@ -6,9 +6,10 @@ upload. Bulk bytes take the direct way (transfers.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from ckptstore.stores.base import ObjectReader, ObjectWriter, too_short
+from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, too_short
 from ckptstore.stores.failures import store_errors
 from ckptstore.stores.multipart import MultipartWriter
 from ckptstore.stores.remote import FsspecStore
@@ -42,6 +43,44 @@ class S3Store(FsspecStore):
     def open_reader(self, key: str) -> ObjectReader:
         """One ranged GET for each stretch that is expected."""
         return _S3Reader(self._transfers, self._path(key), self.object_url(key))
+
+    def get(self, key: str) -> bytes:
+        """One GET; s3fs asks for the size first."""
+        with store_errors("read", self.object_url(key)):
+            return self._transfers.read(self._path(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """One request for a thousand objects; s3fs asks thrice where there are none."""
+        with store_errors("list", self.object_url(prefix)):
+            found = [each for page in self._pages(prefix, "") for each in page.get("Contents", [])]
+        for each in sorted(found, key=lambda each: str(each["Key"])):
+            # SeaweedFS shows a folder for a moment after its last object is gone.
+            if not each["Key"].endswith("/"):
+                yield ObjectInfo(self._key_of(each["Key"]), each["Size"], each["LastModified"].timestamp())
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """The same, of one level."""
+        with store_errors("list", self.object_url(prefix)):
+            found = [each["Prefix"] for page in self._pages(prefix, "/") for each in page.get("CommonPrefixes", [])]
+        yield from sorted(folder.rstrip("/").rpartition("/")[2] for folder in found)
+
+    def _pages(self, prefix: str, delimiter: str) -> Iterator[dict[str, Any]]:
+        bucket, _, folder = self._path(prefix).partition("/")
+        position: dict[str, str] = {}
+        try:
+            while True:
+                where = {"Bucket": bucket, "Prefix": folder, "Delimiter": delimiter, **position}
+                page = self._fs.call_s3("list_objects_v2", **where)
+                yield page
+                if not page.get("IsTruncated"):
+                    return
+                position = {"ContinuationToken": page["NextContinuationToken"]}
+        except FileNotFoundError:
+            return  # no such bucket: nothing was written to it yet
+
+    def _key_of(self, name: str) -> str:
+        """Of an object with this name in the bucket."""
+        return name.removeprefix(self._root.partition("/")[2]).lstrip("/")
 
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
         """No listing of objects shows the parts of unfinished uploads."""

@@ -99,6 +99,17 @@ class Transfers:
             ca_certs=verify if isinstance(verify, str) else os.environ.get("AWS_CA_BUNDLE"),
         )
 
+    def read(self, path: str) -> bytes:
+        """A whole object, which should be small."""
+
+        def request() -> bytes:
+            reply = self._connections.request("GET", self._fs.url(path, expires=_SIGNED_FOR_S), decode_content=False)
+            if reply.status != _OK:
+                raise _refusal(reply.status, reply.data)
+            return reply.data
+
+        return self.signed(request, lambda: bytes(self._fs.cat_file(path)))
+
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fill the buffer from `offset` of an object; returns how many bytes there were."""
         with self.open(path, offset, len(buffer)) as stretch:
@@ -118,14 +129,11 @@ class Transfers:
         parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
         if self._checksums:
             parameters["ChecksumCRC32"] = part.crc32()
-        if self.suitable:
-            try:
-                return _try(lambda: self._put_part(path, parameters, part), stop)
-            except (_Unsuitable, SSLError) as error:
-                done = self._put_part_by_s3fs(path, parameters, part)
-                self.sign_no_more(error)
-                return done
-        return self._put_part_by_s3fs(path, parameters, part)
+        return self.signed(
+            lambda: self._put_part(path, parameters, part),
+            lambda: self._put_part_by_s3fs(path, parameters, part),
+            stop,
+        )
 
     def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
         """Make one object of all parts."""
@@ -182,10 +190,17 @@ class Transfers:
         told = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
         return {"PartNumber": part.number, **told}
 
-    def sign_no_more(self, error: Exception) -> None:
-        """What failed with a signed URL has just succeeded without."""
-        logger.warning("signed URLs are refused, so transfers go through s3fs, which is slower: %s", error)
-        self.suitable = False
+    def signed(self, request: Callable[[], _T], by_s3fs: Callable[[], _T], stop: threading.Event | None = None) -> _T:
+        """What a request by a signed URL returns, tried again; or s3fs, which is asked from then on if it can do it."""
+        if not self.suitable:
+            return by_s3fs()
+        try:
+            return _try(request, stop or threading.Event())
+        except (_Unsuitable, SSLError) as error:
+            result = by_s3fs()
+            logger.warning("signed URLs are refused, so transfers go through s3fs, which is slower: %s", error)
+            self.suitable = False
+            return result
 
     def _call(self, method: str, path: str, **parameters: Any) -> Any:
         bucket, key, _ = self._fs.split_path(path)
@@ -212,15 +227,9 @@ class Stretch:
     def read(self, buffer: memoryview) -> int:
         """Fill the buffer with what comes next; returns how many bytes there were before the object's end."""
         began = self.at
-        if self._transfers.suitable:
-            try:
-                _try(lambda: self._read_on(buffer[self.at - began :]))
-                return self.at - began
-            except (_Unsuitable, SSLError) as error:
-                self._read_by_s3fs(buffer[self.at - began :])
-                self._transfers.sign_no_more(error)
-        else:
-            self._read_by_s3fs(buffer)
+        self._transfers.signed(
+            lambda: self._read_on(buffer[self.at - began :]), lambda: self._read_by_s3fs(buffer[self.at - began :])
+        )
         return self.at - began
 
     def close(self) -> None:
@@ -257,9 +266,8 @@ class Stretch:
         self.at += self._transfers.read_by_s3fs(self._path, self.at, buffer)
 
 
-def _try(request: Callable[[], _T], stop: threading.Event | None = None) -> _T:
+def _try(request: Callable[[], _T], stop: threading.Event) -> _T:
     """What a request returns or raises, once that is not merely bad luck."""
-    stop = stop or threading.Event()
     pause = _FIRST_PAUSE_S
     for _ in range(_TRIES - 1):
         try:
