@@ -330,7 +330,7 @@ def base_of(attempt: Attempt, content: Content, sizes: Mapping[str, int]) -> Bas
                 found.append((entries.name[int(slices.entry[row])], tuple(box), int(slices.at[row])))
     found.sort(key=lambda item: item[2])
     places = Places.of(shard)
-    chunks = zip(places.raw[:-1].tolist(), shard.chunks.raw.tolist(), strict=True)
+    chunks = zip(places.raw[:-1], shard.chunks.raw.tolist(), strict=True)
     return _base(attempt, shard, keys(found, chunks), [None] * len(shard.chunks.raw), sizes)
 
 
