@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer
-    from ckpt.default import close, init, latest, load, prepare, restore, save, save_async, wait
+    from ckpt.default import close, every, init, latest, load, prepare, restore, save, save_async, wait
     from ckpt.restoring.pipeline import Restored
     from ckpt.saving.counters import Counters
     from ckpt.saving.handle import SaveHandle, Timings
+    from ckpt.schedule import Schedule
     from ckptstore.catalog import Checkpoint
     from ckptstore.errors import CkptError
 
@@ -34,8 +35,10 @@ __all__ = [
     "Counters",
     "Restored",
     "SaveHandle",
+    "Schedule",
     "Timings",
     "close",
+    "every",
     "init",
     "latest",
     "load",
@@ -53,6 +56,7 @@ _HOME = {
     "Counters": "ckpt.saving.counters",
     "Restored": "ckpt.restoring.pipeline",
     "SaveHandle": "ckpt.saving.handle",
+    "Schedule": "ckpt.schedule",
     "Timings": "ckpt.saving.handle",
 }
 

@@ -13,6 +13,7 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.restoring.pipeline import Restored
 from ckpt.restoring.tensors import load_tensors
 from ckpt.saving.handle import SaveHandle
+from ckpt.schedule import Schedule
 from ckptstore.catalog import Checkpoint
 from ckptstore.names import Reference
 from ckptstore.source import open_source
@@ -66,6 +67,11 @@ def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, tor
         with closing(open_source(url)) as source:
             return load_tensors(source, source.find(Reference.parse(reference)), names)
     return _current().load(checkpoint, names)
+
+
+def every(seconds: float | None = None, overhead: float | None = 0.01) -> Schedule:
+    """See Checkpointer.every."""
+    return _current().every(seconds, overhead)
 
 
 def latest() -> Checkpoint | None:

@@ -102,6 +102,12 @@ class World:
             self._beats += 1
         self._ask(_Meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
 
+    def private_store(self) -> Any:
+        """Keys and values that all ranks share, for one purpose; all ranks ask in the same order. For threads that may
+        wait: its calls have no time-out."""
+        _Meetings.count += 1
+        return dist.distributed_c10d.PrefixStore(f"ckpt/{_Meetings.count}", _Meetings.store)
+
     def exchange_group(self) -> dist.ProcessGroup:
         """A process group that moves bytes between hosts' memories; made together when first asked for."""
         if _Meetings.group is None:
