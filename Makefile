@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup browser demo test check fmt bench clean
+.PHONY: setup browser demo test check fmt bench bench-full clean
 
 setup: .venv/.ready
 
@@ -34,11 +34,17 @@ fmt: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: setup
-	$(BIN)/python -m bench stall
-	$(BIN)/python -m bench codec
-	$(BIN)/python -m bench plan
-	$(BIN)/python -m bench index
+# All benchmarks, with less data; bench-full takes its time. Both keep what they find in bench/results and bench/README.md.
+bench: .venv/.peers
+	$(BIN)/python -m bench all --quick
+
+bench-full: .venv/.peers
+	$(BIN)/python -m bench all
+
+# A peer that cannot be installed is no reason not to measure: the benchmarks list it as missing.
+.venv/.peers: .venv/.ready
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]' || echo "some peers are missing"
+	touch $@
 
 clean:
 	rm -rf .venv demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,7 +1,7 @@
 """python -m bench NAME [--quick] [--json FILE]: tables, then one line of JSON with the verdict.
 
 `python -m bench all [--quick]` runs every benchmark in a process of its own, keeps the verdicts under bench/results and
-writes the table in bench/README.md anew.
+writes the table in bench/README.md anew; `python -m bench table` writes it from the verdicts that are there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench import collection, machine
 from bench.report import Report
 
 BENCHES = (
@@ -38,22 +39,29 @@ BENCHES = (
 
 
 def main() -> None:
-    """Run one benchmark, or all of them."""
+    """Run one benchmark, or all of them, or write the table."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("name", choices=[*BENCHES, "all"])
+    parser.add_argument("name", choices=[*BENCHES, "all", "table"])
     parser.add_argument("--quick", action="store_true", help="less data: to see that it runs, not to quote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the line of JSON to a file as well")
     args = parser.parse_args()
     if args.name == "all":
-        from bench.collection import run_all
+        sys.exit(collection.run_all(BENCHES, args.quick))
+    if args.name == "table":
+        collection.write_table(BENCHES)
+    else:
+        run(args.name, args.quick, args.json)
 
-        sys.exit(run_all(BENCHES, args.quick))
-    module = importlib.import_module("bench." + args.name.replace("-", "_"))
-    report: Report = module.measure(args.quick)
+
+def run(name: str, quick: bool, path: Path | None) -> None:
+    """Run one, print what it found, and keep the last line."""
+    module = importlib.import_module("bench." + name.replace("-", "_"))
+    report: Report = module.measure(quick)
     show(report)
-    line = json.dumps(report.verdict() | {"quick": args.quick})
-    if args.json:
-        args.json.write_text(line + "\n")
+    where = {"quick": quick, "machine": machine.describe(), "versions": machine.versions()}
+    line = json.dumps(report.verdict() | where)
+    if path:
+        path.write_text(line + "\n")
     print(line)
 
 

@@ -3,98 +3,73 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import machine
 from ckptstore import human
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE / "README.md"
-BEGIN = "<!-- results: written by `python -m bench all` -->"
-END = "<!-- end of results -->"
+BEGIN = "<!-- verdicts: written by python -m bench -->"
+END = "<!-- end of verdicts -->"
 TIMEOUT_S = {True: 300, False: 1200}
 """By --quick. A benchmark that takes longer hangs."""
 
 
 def run_all(benches: Sequence[str], quick: bool) -> int:
-    """Run them, keep their verdicts, write the table anew. 1 if one of them did not run to its end."""
+    """Run them, keep their verdicts, draw the plot, write the table anew. 1 if one of them did not run to its end."""
     folder = _folder(quick)
     folder.mkdir(parents=True, exist_ok=True)
-    machine = describe_machine()
-    failed = False
+    errors = {}
     for bench in benches:
-        print(f"--- {bench}", flush=True)
-        verdict = _run(bench, quick)
-        failed = failed or "error" in verdict
-        (folder / f"{bench}.json").write_text(json.dumps(verdict | {"machine": machine}, indent=1) + "\n")
+        path = folder / f"{bench}.json"
+        began = time.monotonic()
+        error = _run(["bench", bench, "--json", str(path)], quick)
+        print(f"--- {bench}: {error or 'ran'}, {time.monotonic() - began:.0f} s", flush=True)
+        if error:
+            errors[bench] = error
+            path.write_text(json.dumps({"bench": bench, "error": error, "machine": machine.describe()}) + "\n")
+    error = _run(["bench.plots"], quick)
+    print(f"--- plots: {error or 'drawn'}", flush=True)
     write_table(benches)
-    return int(failed)
+    return int(bool(errors or error))
+
+
+def _run(arguments: Sequence[str], quick: bool) -> str:
+    """Run a module; what went wrong."""
+    command = [sys.executable, "-m", *arguments, *(["--quick"] if quick else [])]
+    try:
+        done = subprocess.run(command, cwd=HERE.parent, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S[quick])
+    except subprocess.TimeoutExpired:
+        return f"still running after {TIMEOUT_S[quick]} s"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"it ended with status {done.returncode}"
 
 
 def _folder(quick: bool) -> Path:
     return RESULTS / ("quick" if quick else "full")
 
 
-def _run(bench: str, quick: bool) -> dict[str, Any]:
-    """Its verdict; {"bench", "error"} if it has none."""
-    command = [sys.executable, "-m", "bench", bench, *(["--quick"] if quick else [])]
-    began = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, cwd=HERE.parent, capture_output=True, text=True,
-            timeout=TIMEOUT_S[quick], check=True,
-        )  # fmt: skip
-        print(done.stdout, end="", flush=True)
-        verdict: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.CalledProcessError as error:
-        verdict = {"bench": bench, "error": _last_line(error.stderr), "quick": quick}
-    except subprocess.TimeoutExpired:
-        verdict = {"bench": bench, "error": f"still running after {TIMEOUT_S[quick]} s", "quick": quick}
-    if "error" in verdict:
-        print(f"{bench} did not run: {verdict['error']}", flush=True)
-    return verdict | {"wall_s": round(time.monotonic() - began, 1)}
-
-
-def _last_line(text: str) -> str:
-    """Of a traceback: what was raised."""
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
-
-
-def describe_machine() -> str:
-    """Processor, cores, memory, versions."""
-    import torch
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0))
-    return (
-        f"{cores} cores {models[0] if models else platform.machine()}, {memory / 2**30:.0f} GiB, "
-        f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
-
-
-def write_table(benches: Sequence[str]) -> None:
+def write_table(benches: Iterable[str]) -> None:
     """Put the verdicts that are kept into the README, between its markers."""
-    verdicts = {quick: _kept(benches, quick) for quick in (False, True)}
+    kept = {quick: _kept(benches, quick) for quick in (False, True)}
     lines = ["| bench | ratio | goal | full | quick |", "|---|---|---|---|---|"]
     for bench in benches:
-        lines += _lines(bench, verdicts[False].get(bench), verdicts[True].get(bench))
-    notes = _notes(verdicts)
-    text = README.read_text()
-    head, rest = text.split(BEGIN, 1)
+        lines += _lines(bench, kept[False].get(bench), kept[True].get(bench))
+    head, rest = README.read_text().split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
-    README.write_text("\n".join([head + BEGIN, "", *lines, "", *notes, "", END + tail]))
+    README.write_text("\n".join([head + BEGIN, "", *lines, "", *_notes(kept), "", END + tail]))
 
 
-def _kept(benches: Sequence[str], quick: bool) -> dict[str, dict[str, Any]]:
+def _kept(benches: Iterable[str], quick: bool) -> dict[str, dict[str, Any]]:
     paths = {bench: _folder(quick) / f"{bench}.json" for bench in benches}
     return {bench: json.loads(path.read_text()) for bench, path in paths.items() if path.exists()}
 
@@ -105,7 +80,7 @@ def _lines(bench: str, full: Mapping[str, Any] | None, quick: Mapping[str, Any] 
     if not goals:
         return [f"| {bench} | | | {_cell(full, '')} | {_cell(quick, '')} |"]
     return [
-        f"| {bench} | {name} / {goal['vs']} | {goal['direction']} {goal['goal']:g} "
+        f"| {bench} | {name} / {goal['vs']} | {goal['direction']} {goal['goal']:.3g} "
         f"| {_cell(full, name)} | {_cell(quick, name)} |"
         for name, goal in goals.items()
     ]
@@ -124,22 +99,23 @@ def _cell(verdict: Mapping[str, Any] | None, name: str) -> str:
     return ""
 
 
-def _notes(verdicts: Mapping[bool, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """The machines, the sizes, and the peers that did not run."""
-    notes = [
-        f"{'quick' if quick else 'full'}: {machine}; {_sizes(kept)}.  "
-        for quick, kept in verdicts.items()
-        for machine in sorted({verdict["machine"] for verdict in kept.values()})
-    ]
+def _notes(kept: Mapping[bool, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """The machines, the sizes, the versions, and the peers that did not run."""
+    notes = []
+    for quick, verdicts in kept.items():
+        for name in sorted({verdict["machine"] for verdict in verdicts.values()}):
+            notes += [f"{'Quick' if quick else 'Full'}: {name}; {_sizes(verdicts.values())}.", ""]
+    all_verdicts = [verdict for verdicts in kept.values() for verdict in verdicts.values()]
+    versions = {name: number for verdict in all_verdicts for name, number in verdict.get("versions", {}).items()}
+    notes += ["Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(versions.items())) + ".", ""]
     problems = {
-        (peer, problem.replace("\n", " "))
-        for kept in verdicts.values()
-        for verdict in kept.values()
+        f"- {peer} did not run in {verdict['bench']}: {problem}"
+        for verdict in all_verdicts
         for peer, problem in verdict.get("problems", {}).items()
     }
-    return notes + [f"- {peer} did not run: {problem}" for peer, problem in sorted(problems)]
+    return notes + sorted(problems)
 
 
-def _sizes(kept: Mapping[str, Mapping[str, Any]]) -> str:
-    sizes = [verdict["state_bytes"] for verdict in kept.values() if verdict.get("state_bytes")]
+def _sizes(verdicts: Iterable[Mapping[str, Any]]) -> str:
+    sizes = [verdict["state_bytes"] for verdict in verdicts if verdict.get("state_bytes")]
     return f"states of {human.size(min(sizes))} to {human.size(max(sizes))}" if sizes else "no states"
