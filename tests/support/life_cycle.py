@@ -377,6 +377,7 @@ class LifeCycle(RuleBasedStateMachine):
         for _ in range(3):
             self.clock.now += TOMBSTONE_KEPT_S + HOUR_S
             collect(self.store, RUN, self.clock)
+            self.settle_orphans()
         left = {a.attempt for a in list_checkpoints(self.store, RUN)}
         assert {Attempt.parse(n) for n in self.store.list_folders(names.attempts_prefix(RUN))} == left
         for prefix in (names.tombstones_prefix, names.fates_prefix, names.leases_prefix):
