@@ -1,4 +1,4 @@
-"""An HTTP proxy that loses chosen replies, or sends chosen requests twice."""
+"""An HTTP proxy that loses, damages or refuses chosen requests and replies, or sends requests twice."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import http.client
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["reset", "hang", "twice"]
+Fault = Literal["reset", "hang", "twice", "flip", "cut"]
 """The request is forwarded, and then the connection is reset, or nothing is ever answered; or the request is
-forwarded twice, as by a client library that tries again, and the second reply is the answer."""
+forwarded twice, as by a client library that tries again, and the second reply is the answer. flip: one bit of the
+request's body is another one. cut: the reply ends in the middle of its body."""
 
 _TIMEOUT_S = 60.0
 _HOP = {"connection", "expect", "keep-alive", "transfer-encoding", "content-length"}
@@ -29,6 +30,8 @@ class LossyProxy:
     fault: Fault | None = None
     at: int = -1
     requests: list[str] = field(default_factory=list)
+    refuses: Callable[[str], bool] = lambda _: False
+    """These are answered with 403 and not forwarded."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arm(self, fault: Fault | None, at: int = -1) -> None:
@@ -83,7 +86,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _relay(self) -> None:
         assert "Transfer-Encoding" not in self.headers, "requests of known length only"
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = self.server.proxy.take(f"{self.command} {self.path}")
+        request = f"{self.command} {self.path}"
+        fault = self.server.proxy.take(request)
+        if self.server.proxy.refuses(request):
+            self.send_error(403)
+            return
+        if fault == "flip":
+            body = bytes([body[0] ^ 1]) + body[1:]
         status, headers, answer = self._forward(body)
         if fault == "twice":
             status, headers, answer = self._forward(body)
@@ -101,6 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
+        if fault == "cut":
+            answer = answer[: len(answer) // 2]
+            self.close_connection = True
         self.wfile.write(answer)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _relay  # noqa: N815

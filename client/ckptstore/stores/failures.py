@@ -29,7 +29,8 @@ def _translate(error: Exception, what: str, url: str) -> CkptError:
             f"cannot {what} {url}: no space left",
             "Free space, or prune old checkpoints at once (ckptctl prune --grace 0s); nothing committed is touched",
         )
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+    # s3fs' own have no number.
+    if isinstance(error, PermissionError) or number == errno.EROFS:
         return StoreReadOnly(f"cannot {what} {url}: {error}", "Check the permissions or credentials of this process")
     return StoreUnavailable(
         f"cannot {what} {url}: {type(error).__name__}: {error}",

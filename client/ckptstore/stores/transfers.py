@@ -44,11 +44,11 @@ _FULL_CODES = ("XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExce
 _T = TypeVar("_T")
 
 
-class _Again(OSError):
+class TransferFailed(OSError):
     """The same request may well succeed if it is sent again."""
 
 
-class _Unsuitable(OSError):
+class SignatureRefused(OSError):
     """The service does not take a signed URL for this."""
 
 
@@ -88,8 +88,10 @@ class Transfers:
     def __init__(self, fs: Any) -> None:
         """fs: an s3fs.S3FileSystem."""
         self._fs = fs
+        self._lock = threading.Lock()
         config = {"connect_timeout": fs.connect_timeout, "read_timeout": _READ_TIMEOUT_S, **fs.config_kwargs}
         verify = fs.client_kwargs.get("verify", True)
+        # Whether signed URLs are known to do, or not known not to.
         self.suitable = verify is not False and not (config.get("proxies") or urllib.request.getproxies())
         self._checksums = config.get("request_checksum_calculation") != "when_required"
         self._connections = urllib3.PoolManager(
@@ -196,10 +198,12 @@ class Transfers:
             return by_s3fs()
         try:
             return _try(request, stop or threading.Event())
-        except (_Unsuitable, SSLError) as error:
+        except (SignatureRefused, SSLError) as error:
             result = by_s3fs()
-            logger.warning("signed URLs are refused, so transfers go through s3fs, which is slower: %s", error)
-            self.suitable = False
+            with self._lock:
+                if self.suitable:
+                    logger.warning("signed URLs are refused, so s3fs does all transfers, which is slower: %s", error)
+                self.suitable = False
             return result
 
     def _call(self, method: str, path: str, **parameters: Any) -> Any:
@@ -249,7 +253,7 @@ class Stretch:
                 assert self._reply is not None
                 piece = self._reply.read(min(_PIECE_BYTES, len(buffer) - done))
                 if not piece:
-                    raise _Again(errno.EIO, "the reply ended early")
+                    raise TransferFailed("the reply ended early")
                 buffer[done : done + len(piece)] = piece
                 done += len(piece)
                 self.at += len(piece)
@@ -274,7 +278,7 @@ def _try(request: Callable[[], _T], stop: threading.Event) -> _T:
             return request()
         except SSLError:
             raise
-        except (HTTPError, _Again) as error:
+        except (HTTPError, TransferFailed) as error:
             # Requests that failed together should not come back together.
             if stop.wait(random.uniform(pause / 2, pause)):
                 raise
@@ -288,12 +292,12 @@ def _refusal(status: int, body: bytes) -> OSError:
     code, message = (_element(name, body) for name in ("Code", "Message"))
     told = f"the service answered {status} {code}: {message}".rstrip(": ")
     if status in _TRANSIENT or code in _TRANSIENT_CODES:
-        return _Again(errno.EBUSY, told)
+        return TransferFailed(told)
     if status == _FULL or code in _FULL_CODES:
         return OSError(errno.ENOSPC, told)
     if status == _MISSING:
         return FileNotFoundError(errno.ENOENT, told)
-    return _Unsuitable(errno.EINVAL, told)
+    return SignatureRefused(told)
 
 
 def _element(name: str, body: bytes) -> str:

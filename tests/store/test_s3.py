@@ -1,0 +1,281 @@
+"""Bulk bytes to and from S3: in bounded memory, whole or not at all, and whatever happens on the way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import CkptError, CorruptObject, StoreReadOnly, StoreUnavailable
+from ckptstore.stores import Store, multipart, open_store
+from ckptstore.stores.multipart import part_bytes
+from ckptstore.stores.transfers import Part, Transfers
+from tests.conftest import S3Location
+from tests.support import seaweed
+from tests.support.proxies import Fault, LossyProxy, lossy_proxy
+from tests.support.seaweed import BUCKET, SECRET_KEY, S3Service
+
+MIB = 1 << 20
+GIB = 1 << 30
+SIGNED = "X-Amz-Signature"
+
+
+@pytest.fixture(scope="module")
+def noise() -> bytes:
+    return os.urandom(12 * MIB)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts as small as S3 allows, and memory for three of them."""
+    monkeypatch.setattr(multipart, "PART_BYTES", 5 * MIB)
+    monkeypatch.setattr(multipart, "BUFFERED_BYTES", 15 * MIB)
+
+
+@pytest.fixture
+def proxied(s3_service: S3Service) -> Iterator[tuple[Store, LossyProxy]]:
+    """A fresh place, and what stands before it."""
+    with lossy_proxy(s3_service.endpoint) as proxy:
+        yield open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", {**s3_service.options, "endpoint_url": proxy.url}), proxy
+
+
+def write(store: Store, key: str, data: bytes) -> None:
+    with store.open_writer(key, len(data)) as writer:
+        for at in range(0, len(data), 3 * MIB):
+            writer.write(data[at : at + 3 * MIB])
+
+
+def pending(location: S3Location) -> list[str]:
+    return [key for key in seaweed.pending_uploads(location.service) if key.split("/")[0] in location.url]
+
+
+class WatchedTransfers:
+    """The real ones; `before_part` is called with each part, and may fail it."""
+
+    def __init__(self, transfers: Transfers, before_part: Callable[[Part], None]) -> None:
+        self._transfers = transfers
+        self._before_part = before_part
+        self._lock = threading.Lock()
+        self._on_their_way = 0
+        self.most_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transfers, name)
+
+    def put_part(self, path: str, upload: str, part: Part, stop: threading.Event) -> dict[str, Any]:
+        with self._lock:
+            self._on_their_way += len(part)
+            self.most_bytes = max(self.most_bytes, self._on_their_way)
+        try:
+            self._before_part(part)
+            return self._transfers.put_part(path, upload, part, stop)
+        finally:
+            with self._lock:
+                self._on_their_way -= len(part)
+
+
+def watch(store: Store, before_part: Callable[[Part], None]) -> WatchedTransfers:
+    watched = WatchedTransfers(store._transfers, before_part)  # type: ignore[attr-defined]
+    store._transfers = watched  # type: ignore[attr-defined]
+    return watched
+
+
+@pytest.mark.parametrize("size", [1, 8 * MIB, 70 * GIB, 71 * GIB, 1000 * GIB, 5000 * GIB])
+def test_parts_of_one_size_within_the_limits(size: int) -> None:
+    one = part_bytes(1, size)
+    assert one == part_bytes(9_999, size)
+    assert 5 * MIB <= one <= 5 * GIB
+    assert -(-size // one) <= 9_000
+
+
+def test_parts_grow_where_the_size_is_unknown() -> None:
+    sizes = [part_bytes(number, 0) for number in range(1, 10_001)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == part_bytes(1, 1)
+    assert sum(sizes) > 5000 * GIB
+    assert sizes[-1] <= 5 * GIB
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_parts_go_up_side_by_side_within_the_memory(s3_store: S3Location, noise: bytes) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+    both = threading.Barrier(2, timeout=30)
+
+    def meet(part: Part) -> None:
+        if part.number <= 4:
+            both.wait()
+
+    watched = watch(store, meet)
+    data = noise * 2  # four parts, and a short one
+    write(store, "run/a", data)
+    assert watched.most_bytes == 10 * MIB, "two on their way while a third is being filled"
+    assert store.get("run/a") == data
+    assert [info.bytes for info in store.list("")] == [len(data)]
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_part_that_fails_takes_the_others_back(s3_store: S3Location, noise: bytes, number: int) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+    begun: list[str] = []
+
+    def fail(part: Part) -> None:
+        begun.extend(pending(s3_store))
+        if part.number == number:
+            raise OSError("injected")
+
+    watch(store, fail)
+    with pytest.raises(StoreUnavailable, match="run/a: OSError: injected"):
+        write(store, "run/a", noise)
+    assert begun, "the test must begin an upload to prove anything"
+    assert pending(s3_store) == []
+    assert list(store.list("")) == []
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_part_that_arrives_damaged_is_sent_again(proxied: tuple[Store, LossyProxy], noise: bytes) -> None:
+    store, proxy = proxied
+    write(store, "run/a", noise)
+    parts = [number for number, request in enumerate(proxy.requests) if "partNumber" in request]
+    assert len(parts) == 3
+    for number in parts:
+        proxy.arm("flip", number)
+        write(store, f"run/{number}", noise)
+        assert sum("partNumber" in request for request in proxy.requests) == 4
+        assert store.get(f"run/{number}") == noise
+
+
+@pytest.mark.parametrize("fault", ["cut", "reset"])
+def test_a_read_that_breaks_off_goes_on(proxied: tuple[Store, LossyProxy], noise: bytes, fault: Fault) -> None:
+    store, proxy = proxied
+    store.put("run/a", noise)
+    buffer = bytearray(len(noise))
+    proxy.arm(fault, 0)
+    store.get_range("run/a", 0, memoryview(buffer))
+    assert buffer == noise
+    assert len(proxy.requests) == 2
+    proxy.arm(fault, 0)
+    assert store.get("run/a") == noise
+
+
+def test_a_reader_takes_what_it_expects_from_one_reply(proxied: tuple[Store, LossyProxy], noise: bytes) -> None:
+    store, proxy = proxied
+    store.put("run/a", noise)
+    proxy.arm(None)
+
+    def check(at: int, size: int) -> None:
+        buffer = bytearray(size)
+        reader.read(at, memoryview(buffer))
+        assert buffer == noise[at : at + size]
+
+    with store.open_reader("run/a") as reader:
+        reader.expect(MIB, 4 * MIB)
+        for at in (MIB, 2 * MIB, 3 * MIB + 1000, 4 * MIB + 1000):  # a gap between two of them
+            check(at, MIB - 1000)
+        assert len(proxy.requests) == 1
+        check(0, 10)
+        check(11 * MIB, 1000)
+        assert len(proxy.requests) == 3, "what nobody expected is asked for by itself"
+        with pytest.raises(CorruptObject, match="ends after"):
+            reader.read(len(noise) - 10, memoryview(bytearray(11)))
+        with pytest.raises(CorruptObject, match="ends after"):
+            reader.read(len(noise) + 10, memoryview(bytearray(11)))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_s3fs_does_what_signed_urls_cannot(
+    proxied: tuple[Store, LossyProxy], noise: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, proxy = proxied
+    proxy.refuses = lambda request: SIGNED in request
+    buffer = bytearray(len(noise))
+    with caplog.at_level(logging.WARNING):
+        write(store, "run/a", noise)
+        store.get_range("run/a", 0, memoryview(buffer))
+        assert store.get("run/a") == buffer == noise
+    assert [record.message for record in caplog.records] == [
+        "signed URLs are refused, so s3fs does all transfers, which is slower: the service answered 403"
+    ]
+    proxy.arm(None)
+    store.get_range("run/a", 0, memoryview(buffer))
+    assert not [request for request in proxy.requests if SIGNED in request]
+
+
+def test_errors_tell_no_secrets(s3_service: S3Service, caplog: pytest.LogCaptureFixture) -> None:
+    secrets = {"secret": f"not {SECRET_KEY}", "token": "T0KEN"}
+    refused = open_store(f"s3://{BUCKET}/x", {**s3_service.options, **secrets})
+    nobody = open_store(f"s3://{BUCKET}/x", {**s3_service.options, **secrets, "endpoint_url": "http://127.0.0.1:9"})
+    caplog.set_level(logging.INFO)
+    for store, expected in ((refused, StoreReadOnly), (nobody, StoreUnavailable)):
+        calls: list[Callable[[], object]] = [
+            lambda store=store: store.get("a"),  # type: ignore[misc]
+            lambda store=store: store.get_range("a", 0, memoryview(bytearray(9))),  # type: ignore[misc]
+            lambda store=store: write(store, "a", bytes(9 * MIB)),  # type: ignore[misc]
+        ]
+        for call in calls:
+            with pytest.raises(CkptError) as caught:
+                call()
+            assert type(caught.value) is expected
+            for told in (str(caught.value), caplog.text):
+                assert not [word for word in (*secrets.values(), SIGNED, "T0KEN") if word in told], told
+
+
+def test_listings_go_from_page_to_page(s3_store: S3Location) -> None:
+    store: Any = open_store(s3_store.url, s3_store.options)
+    names = [f"run/{letter}/{number}" for letter in "abc" for number in range(3)]
+    for name in names:
+        store.put(name, b"x")
+    asked: list[str] = []
+    files = store._fs
+
+    class Paged:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(files, name)
+
+        def call_s3(self, method: str, **parameters: Any) -> Any:
+            asked.append(method)
+            return files.call_s3(method, MaxKeys=2, **parameters)
+
+    store._fs = Paged()
+    assert [info.key for info in store.list("run/")] == names
+    assert len(asked) == 5
+    assert list(store.list_folders("run/")) == ["a", "b", "c"]
+
+
+FORKS = """
+import os, sys
+from ckptstore.stores import open_store
+url, data = sys.argv[1], os.urandom(9 << 20)
+
+def check(store):
+    for _ in range(3):
+        buffer = bytearray(len(data))
+        store.get_range("a", 0, memoryview(buffer))
+        assert buffer == data
+
+store = open_store(url)
+with store.open_writer("a") as writer:
+    writer.write(data)
+check(store)
+child = os.fork()
+check(open_store(url) if child == 0 else store)
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_process_opens_its_own(s3_store: S3Location) -> None:
+    # Python warns of forks beside threads from 3.12 on: that is what trainers do.
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", FORKS, s3_store.url],
+        env=s3_store.environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
