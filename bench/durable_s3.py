@@ -83,7 +83,8 @@ def measured(service: Service, save: Save) -> Callable[[], Timed]:
 
 def ours(service: Service, state: State, stack: ExitStack) -> Save:
     """Saver and memory are there from the first save on."""
-    options: Any = {"run": "bench", "options": service.options, "slots": 1}
+    # What has not changed would not be stored again.
+    options: Any = {"run": "bench", "options": service.options, "slots": 1, "reference": False}
     checkpointer = stack.enter_context(Checkpointer(service.url(FOLDER), **options))
     steps = iter(range(1, 1000))
     return lambda: checkpointer.save_async(state.model, state.optim, next(steps)).result()
