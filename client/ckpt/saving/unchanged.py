@@ -79,7 +79,7 @@ class Base:
 class _Look:
     """What comparing one chunk came to."""
 
-    sample: bytes
+    sample: bytes | None
     raw_digest: bytes | None
     known: Known | None
     """The chunk that it is equal to."""
@@ -136,9 +136,12 @@ class Memory:
         self._loaded: Future[None] | None = run_soon(self._load) if setup.reference else None
 
     def begin(
-        self, attempt: str, placed: Sequence[Placed], spans: Sequence[ChunkSpan], raw: memoryview, encode: Encode
+        self, attempt: str, placed: Sequence[Placed], spans: Sequence[ChunkSpan], raw: memoryview | None, encode: Encode
     ) -> Save:
-        """A save whose chunks will be compared when they are asked for. encode: how they are encoded in this save."""
+        """A save whose chunks will be compared when they are asked for. encode: how they are encoded in this save.
+
+        raw: the raw stream; None if it is not there as a whole: then all chunks are stored.
+        """
         self._last = Save(self, attempt, placed, spans, raw, encode, self._last)
         return self._last
 
@@ -204,7 +207,7 @@ class Save:
         attempt: str,
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
-        raw: memoryview,
+        raw: memoryview | None,
         encode: Encode,
         previous: Save | None,
     ) -> None:
@@ -213,7 +216,7 @@ class Save:
         self._attempt = attempt
         self._placed = placed
         self._spans = spans
-        self._raw: memoryview | None = raw
+        self._raw = raw
         self._encode = encode
         self._previous = previous
         self._looks: Future[list[_Look]] = Future()
@@ -221,9 +224,8 @@ class Save:
         self._lease: str | None = None
 
     def changed(self) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """The chunks to be stored, in order, each with its memory. Compares all of them first."""
+        """The chunks to be stored, in order, each with its memory, if that is known. Compares all of them first."""
         raw, self._raw = self._raw, None
-        assert raw is not None
         try:
             self._looks.set_result(self._compare(raw))
         except BaseException as error:
@@ -231,7 +233,7 @@ class Save:
             raise
         for span, look in zip(self._spans, self._looks.result(), strict=True):
             if look.known is None:
-                yield span.of(raw), span
+                yield span.of(raw) if raw is not None else memoryview(b""), span
 
     @property
     def unchanged_bytes(self) -> int:
@@ -277,10 +279,10 @@ class Save:
         if lease is not None:
             self._memory.release(lease)
 
-    def _compare(self, raw: memoryview) -> list[_Look]:
+    def _compare(self, raw: memoryview | None) -> list[_Look]:
         previous, self._previous = self._previous, None
-        if not self._memory.enabled:
-            return [_Look(b"", None, None) for _ in self._spans]
+        if raw is None or not self._memory.enabled:
+            return [_Look(None, None, None) for _ in self._spans]
         base = self._memory.settle(self, previous)
         known = base.chunks if base is not None else {}
         looks = []
@@ -324,7 +326,8 @@ def base_of(attempt: Attempt, content: Content, sizes: Mapping[str, int]) -> Bas
     """What the receipt of a rank tells of its shard. sizes: of the shard files that it references. Pure."""
     shard, entries, slices = content.shards[0], content.entries, content.slices
     found: list[tuple[str, Box, int]] = []
-    for group in same_dimensions(content, np.arange(len(slices.entry))):
+    stored = np.setdiff1d(np.arange(len(slices.entry)), slices.derived_rows)
+    for group in same_dimensions(content, stored):
         for row, box, size in zip(group.rows.tolist(), group.boxes.tolist(), group.bytes.tolist(), strict=True):
             if size:
                 found.append((entries.name[int(slices.entry[row])], tuple(box), int(slices.at[row])))
