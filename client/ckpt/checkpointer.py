@@ -32,7 +32,9 @@ from ckpt.saving.counters import Counters, Tally
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.messages import Job, Setup
 from ckpt.saving.overlap import Overlap, copy_snapshot
+from ckpt.saving.piecewise import stream_snapshot
 from ckpt.saving.stage import Layout
+from ckpt.schedule import Schedule
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
@@ -59,6 +61,7 @@ class Checkpointer:
         options: Mapping[str, Any] | None = None,
         writer: Literal["process", "thread"] = "process",
         slots: int = 2,
+        staging_bytes: int | None = None,
         compress: Literal["auto", "off", "fast", "max"] = "auto",
         on_busy: OnBusy = "wait",
         reference: bool = True,
@@ -73,11 +76,10 @@ class Checkpointer:
     ) -> None:
         """See ckpt.config.Config for each argument. Raises InvalidName, InvalidRequest or UnknownScheme."""
         self.config: Config = configure(
-            store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots, compress=compress,
-            on_busy=on_busy, cpu_budget=cpu_budget, commit_timeout_s=commit_timeout_s,
-            settle_timeout_s=settle_timeout_s, peer_timeout_s=peer_timeout_s, daemon_timeout_s=daemon_timeout_s,
-            spread=spread, share=share,
-            overlap=overlap, reference=reference,
+            store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots,
+            staging_bytes=staging_bytes, compress=compress, on_busy=on_busy, cpu_budget=cpu_budget, overlap=overlap,
+            reference=reference, commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s,
+            peer_timeout_s=peer_timeout_s, daemon_timeout_s=daemon_timeout_s, spread=spread, share=share,
         )  # fmt: skip
         self._source: Source = open_source(
             self.config.source, self.config.token, self.config.options, patience_s=self.config.daemon_timeout_s
@@ -91,6 +93,8 @@ class Checkpointer:
         self._capturer = Capturer()
         self._overlap: Overlap | None = None
         self._lease: str | None = None
+        self._newest: SaveHandle | None = None
+        self._schedules: list[Schedule] = []
         _close_at_exit(self)
 
     def prepare(self, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
@@ -173,6 +177,7 @@ class Checkpointer:
         overlap = self._overlap if subject.optimizers else None
         self._stage(client, handle, captured, overlap, attempt, _numbers(metrics), on_busy)
         self._saves_of_step[step] += 1
+        self._newest = handle
         handle._measure(blocked_s=time.perf_counter() - started)
         self._tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle
@@ -216,6 +221,18 @@ class Checkpointer:
         """
         return load_tensors(self._source, self._source.find(self._reference(checkpoint)), names)
 
+    def every(self, seconds: float | None = None, overhead: float | None = 0.01) -> Schedule:
+        """When to save: `schedule = checkpointer.every(); ...; if schedule.due(step): checkpointer.save_async(...)`.
+
+        overhead: the share of the time that saves may cost training, as measured: what save_async and the gate of
+        optim.step() hold it up, and what steps take longer while a save is under way. None: any. seconds: from save to
+        save, at least. Of both, the longer interval counts, and never less than twice the time until a save is durable.
+        Without seconds the first save comes soon, to see what it costs. Rank 0's figures count for all ranks.
+        """
+        schedule = Schedule(lambda: self._newest, seconds, overhead, self.config.peer_timeout_s)
+        self._schedules.append(schedule)
+        return schedule
+
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint of the run, or None."""
         try:
@@ -245,6 +262,7 @@ class Checkpointer:
             return  # a forked child has neither the arena nor the saver
         client, self._client = self._client, None
         overlap, self._overlap = self._overlap, None
+        schedules, self._schedules = self._schedules, []
         try:
             if overlap is not None:
                 overlap.close()
@@ -252,6 +270,8 @@ class Checkpointer:
                 client.close(timeout)
                 client.raise_failure()
         finally:
+            for schedule in schedules:
+                schedule.close()
             self._release_lease()
             self._source.close()
 
@@ -295,10 +315,12 @@ class Checkpointer:
                 commit_timeout_s=self.config.commit_timeout_s,
                 daemon=self.config.daemon,
                 token=self.config.token,
-                reference=self.config.reference,
+                reference=self.config.reference and self.config.staging_bytes is None,
                 cpu_budget=self.config.cpu_budget,
             )
-            self._client = SaveClient(setup, self.config.in_process, self.config.slots, self._tally)
+            self._client = SaveClient(
+                setup, self.config.in_process, self.config.slots, self.config.staging_bytes, self._tally
+            )
         return self._client
 
     def _make_ready(self, subject: Subject) -> None:
@@ -362,9 +384,13 @@ class Checkpointer:
             local=captured.local,
             metrics=metrics,
             lease=self._lease,
+            streamed=slot is not None and slot.segment.num_bytes < layout.num_bytes,
         )
         if slot is None:
             client.submit(job, handle)
+        elif job.streamed:
+            self._saves_of_step[attempt.step] += 1  # something may have been written, whatever becomes of it
+            stream_snapshot(client, slot, captured.leaves, layout, job, handle)
         else:
             try:
                 copy_snapshot(client, slot, captured.leaves, layout, job, handle, overlap)

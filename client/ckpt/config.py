@@ -8,8 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckpt.saving.streaming import LEAST_BYTES
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
+
+_WORDS = {
+    "writer": ("process", "thread"),
+    "compress": ("auto", "off", "fast", "max"),
+    "on_busy": ("wait", "skip", "supersede"),
+    "share": ("auto", "broadcast", "daemon", "none"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +38,9 @@ class Config:
     """Whether a saver process or threads of the trainer encode and upload."""
     slots: int = 2
     """Snapshots in host memory at most, each one state size."""
+    staging_bytes: int | None = None
+    """Host memory of a slot at most. A larger snapshot passes through one slot of this size: save_async returns when
+    the saver has all of it, after most of the upload. With this, nothing is referenced. None: no limit."""
     compress: Literal["auto", "off", "fast", "max"] = "auto"
     """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless. auto: of
     these, by element type and as measured, the smallest that is durable well inside the interval between saves, and
@@ -65,18 +76,21 @@ class Config:
         check_run(self.run)
         if self.store is None and self.daemon is None:
             raise InvalidRequest("no store and no daemon are given", "Pass store= or set CKPT_STORE, or CKPTD_URL")
-        if self.writer not in ("process", "thread"):
-            raise InvalidRequest(f"writer {self.writer!r} is unknown", "Use 'process' or 'thread'")
-        if self.compress not in ("auto", "off", "fast", "max"):
-            raise InvalidRequest(f"compress {self.compress!r} is unknown", "Use 'auto', 'off', 'fast' or 'max'")
-        if self.share not in ("auto", "broadcast", "daemon", "none"):
-            raise InvalidRequest(f"share {self.share!r} is unknown", "Use 'auto', 'broadcast', 'daemon' or 'none'")
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                *others, last = map(repr, words)
+                raise InvalidRequest(f"{name} {getattr(self, name)!r} is unknown", f"Use {', '.join(others)} or {last}")
         if self.share == "daemon" and self.daemon is None:
             raise InvalidRequest("share='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
+        self._check_amounts()
+
+    def _check_amounts(self) -> None:
         if self.peer_timeout_s <= 0:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
-        if self.on_busy not in ("wait", "skip", "supersede"):
-            raise InvalidRequest(f"on_busy {self.on_busy!r} is unknown", "Use 'wait', 'skip' or 'supersede'")
+        if self.staging_bytes is not None and self.staging_bytes < LEAST_BYTES:
+            raise InvalidRequest(
+                f"staging_bytes {self.staging_bytes} is too little for a stream", f"Give at least {LEAST_BYTES}"
+            )
         if self.cpu_budget is not None and not 0 < self.cpu_budget < math.inf:
             raise InvalidRequest(f"cpu_budget {self.cpu_budget} is not positive", "Give cores, such as 0.5")
         if self.slots < 1:

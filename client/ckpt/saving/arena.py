@@ -66,6 +66,11 @@ class Arena:
         if num_bytes:
             self.prepare_rest()
 
+    def limit(self, num_slots: int) -> None:
+        """Make no more slots than these."""
+        with self._changed:
+            self._num_slots = min(self._num_slots, num_slots)
+
     def acquire(self, num_bytes: int, timeout_s: float) -> ArenaSlot | None:
         """An idle slot of at least `num_bytes`, now in use. None if all are in use for so long.
 

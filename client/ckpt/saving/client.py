@@ -14,6 +14,7 @@ from ckpt.saving.counters import Tally
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
 from ckpt.saving.segment import Segment
+from ckpt.saving.streaming import Outlet
 from ckpt.saving.writers import ProcessWriter, ThreadWriter, Writer
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, from_outcome
@@ -31,8 +32,9 @@ _PATIENCE_S = 30.0
 class SaveClient:
     """An arena and handles around one writer, which is replaced when it has died."""
 
-    def __init__(self, setup: Setup, in_process: bool, num_slots: int, tally: Tally) -> None:
+    def __init__(self, setup: Setup, in_process: bool, num_slots: int, staging_bytes: int | None, tally: Tally) -> None:
         self._setup = setup
+        self._staging_bytes = staging_bytes
         self._tally = tally
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
@@ -81,14 +83,16 @@ class SaveClient:
             raise errors[0]
 
     def expect(self, num_bytes: int) -> None:
-        """Have slots of this size made in the background."""
-        self._arena.expect(num_bytes)
+        """Have slots for snapshots of this size made in the background."""
+        self._arena.expect(self._slot_bytes(num_bytes))
 
     def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
         """An idle slot for a save of `step`. If all are in use: None ("skip"), or one after waiting for it ("wait").
 
+        It is smaller than the snapshot if staging_bytes says so: then the snapshot is to be streamed.
         "supersede" takes the oldest save that only waits for its turn out of the queue, and waits if there is none.
         """
+        num_bytes = self._slot_bytes(num_bytes)
         if on_busy != "wait":
             slot = self._arena.acquire(num_bytes, 0.0)
             if slot is not None or on_busy == "skip":
@@ -111,7 +115,7 @@ class SaveClient:
         """A save failed before a job was submitted for it; the next call raises the error."""
         with self._lock:
             self._finished.append(handle)
-        handle._fail(error)
+        self._end(handle, error)
         self._arena.release(slot.number)
 
     def next_number(self) -> int:
@@ -121,14 +125,30 @@ class SaveClient:
 
     def submit(self, job: Job, handle: SaveHandle) -> None:
         """Hand a staged snapshot over; from now on its slot is the writer's."""
-        writer = self.start()
-        with self._lock:
-            self._under_way[job.number] = (handle, job.slot)
-        writer.submit(job)
+        self._send(job, handle)
         handle._hand_over()
-        if self._writer is not writer:
-            self._missed(job.number)
         self._arena.prepare_rest()
+
+    def stream(self, job: Job, handle: SaveHandle, outlet: Outlet) -> None:
+        """Announce a snapshot that will pass through its slot; until all of it has, it is lost if this process dies."""
+        handle._outlet = outlet
+        self._send(job, handle)
+
+    def staged(self, number: int, chunks: int) -> None:
+        """So many chunks of a streamed job were copied."""
+        if (writer := self._writer) is not None:
+            writer.staged(number, chunks)
+
+    def cut(self, number: int) -> None:
+        """The rest of a streamed job will not be copied: the save fails, unless it has already."""
+        if (writer := self._writer) is not None:
+            writer.cut(number)
+
+    def seen(self, handle: SaveHandle) -> None:
+        """The error of a save was raised already."""
+        error = handle.exception()
+        with self._lock:
+            self._deaths = [death for death in self._deaths if death is not error]
 
     def close(self, timeout_s: float | None) -> None:
         """Wait until every save is durable or has failed, then end the writer and give the arena back.
@@ -139,6 +159,21 @@ class SaveClient:
         if writer is not None:
             writer.close(timeout_s)
         self._arena.close()
+
+    def _slot_bytes(self, num_bytes: int) -> int:
+        limit = self._staging_bytes
+        if limit is None or num_bytes <= limit:
+            return num_bytes
+        self._arena.limit(1)  # a snapshot that passes through one waits for the one before in any case
+        return limit
+
+    def _send(self, job: Job, handle: SaveHandle) -> None:
+        writer = self.start()
+        with self._lock:
+            self._under_way[job.number] = (handle, job.slot)
+        writer.submit(job)
+        if self._writer is not writer:
+            self._missed(job.number)
 
     # What the arena tells.
 

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
+from ckpt.saving.streaming import Outlet
 from ckptstore.catalog import Checkpoint
 from ckptstore.errors import CkptError, SaveSkipped
 
@@ -51,6 +52,7 @@ class SaveHandle:
         self._seen = False
         self._done_bytes = 0
         self._timings = Timings(raw_bytes=raw_bytes)
+        self._outlet: Outlet | None = None
 
     def __repr__(self) -> str:
         ended = "skipped" if self.skipped else "failed" if self._error else "committed"
@@ -110,6 +112,8 @@ class SaveHandle:
 
     def _advance(self, done_bytes: int) -> None:
         self._done_bytes = done_bytes
+        if self._outlet is not None:
+            self._outlet.written(done_bytes)
 
     @property
     def _age_s(self) -> float:
@@ -131,6 +135,8 @@ class SaveHandle:
     def _fail(self, error: CkptError) -> None:
         self._error = error
         self._seen = False
+        if self._outlet is not None:
+            self._outlet.fail(error)
         self._lost = not self._staged.is_set()
         self._staged.set()
         self._finished.set()

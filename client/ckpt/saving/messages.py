@@ -1,7 +1,8 @@
 """What trainer and saver say to each other: JSON over a Unix socket, length first. No torch.
 
-Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, Job per save, Withdraw, Decline, Stop. Saver to
-trainer: Progress, Released, Done, Failed. The trainer's death is the end of the stream: the saver finishes its jobs.
+Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, Job per save, Staged, Cut, Withdraw, Decline,
+Stop. Saver to trainer: Progress, Released, Done, Failed. The trainer's death is the end of the socket's stream: the
+saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -76,6 +77,21 @@ class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     metrics: dict[str, float]
     lease: str | None
     """A lease that this commit makes needless."""
+    streamed: bool = False
+    """The snapshot is larger than its slot, and passes through it (streaming.py)."""
+
+
+class Staged(msgspec.Struct, frozen=True, tag=True):
+    """So many chunks of a streamed job are in its slot, or were."""
+
+    number: int
+    chunks: int
+
+
+class Cut(msgspec.Struct, frozen=True, tag=True):
+    """No more chunks of a streamed job will come: it has failed."""
+
+    number: int
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +151,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     hint: str
 
 
-Command = Setup | Slot | Forget | Job | Withdraw | Decline | Stop
+Command = Setup | Slot | Forget | Job | Staged | Cut | Withdraw | Decline | Stop
 Report = Progress | Released | Done | Failed
 
 

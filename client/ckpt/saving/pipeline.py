@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ckpt.saving.commit import commit, write_receipt
@@ -19,6 +20,7 @@ from ckpt.saving.measuring import SaveCodings, codings_for
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
 from ckpt.saving.notify import Notifier
 from ckpt.saving.pace import Pace
+from ckpt.saving.streaming import Intake
 from ckpt.saving.unchanged import Memory, Save
 from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
@@ -45,6 +47,8 @@ class _Snapshot:
     saving: Save
     codings: SaveCodings
     encoding: Encoding
+    intake: Intake | None
+    """Of a streamed one."""
     received_at: float
 
 
@@ -77,6 +81,7 @@ class SavePipeline:
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._lock = threading.Lock()
         self._waiting: dict[int, _Snapshot] = {}
+        self._intakes: dict[int, Intake] = {}
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
         self._memory = Memory(self._store, setup, clock, self._commits.submit)
@@ -88,12 +93,26 @@ class SavePipeline:
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         spans = plan_chunks(placed)
         codings = self._codings.begin(spans, job.created_at)
-        saving = self._memory.begin(job.attempt, placed, spans, raw, codings.encode)
-        encoding = self._encoder.begin(saving.changed(), codings.encode)
-        snapshot = _Snapshot(job, placed, saving, codings, encoding, received_at)
+        saving = self._memory.begin(job.attempt, placed, spans, None if job.streamed else raw, codings.encode)
+        chunks, intake = saving.changed(), None
+        if job.streamed:
+            intake = self._intakes[job.number] = Intake(raw, spans)
+            chunks = intake.chunks(span for _, span in chunks)
+        encoding = self._encoder.begin(chunks, codings.encode)
+        snapshot = _Snapshot(job, placed, saving, codings, encoding, intake, received_at)
         with self._lock:
             self._waiting[job.number] = snapshot
         self._uploads.submit(self._upload, snapshot)
+
+    def staged(self, number: int, chunks: int) -> None:
+        """So many chunks of a streamed job are in its slot, or were."""
+        if (intake := self._intakes.get(number)) is not None:
+            intake.staged(chunks)
+
+    def cut(self, number: int) -> None:
+        """No more chunks of a streamed job will come."""
+        if (intake := self._intakes.get(number)) is not None:
+            intake.cut()
 
     def withdraw(self, step: int) -> None:
         """Give up the oldest snapshot whose upload has not begun, if there is one, in favour of a save of `step`."""
@@ -103,6 +122,7 @@ class SavePipeline:
                 return
             snapshot = self._waiting.pop(number)
         snapshot.saving.end(None)
+        self.cut(number)
         snapshot.encoding.leave()
         skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
         self._fail(snapshot.job, snapshot.job.slot, skipped)
@@ -115,6 +135,8 @@ class SavePipeline:
 
     def finish_uploads(self) -> None:
         """Return when this rank has done its part of every job: nothing is read from the slots any more."""
+        for intake in list(self._intakes.values()):
+            intake.cut()
         self._uploads.shutdown(wait=True)
 
     def close(self) -> None:
@@ -132,8 +154,10 @@ class SavePipeline:
             if self._waiting.pop(job.number, None) is None:
                 return  # withdrawn
         try:
-            with snapshot.encoding:
+            # What feeds the encoding ends first: a stream may be waited for.
+            with snapshot.encoding, snapshot.intake or nullcontext():
                 receipt, released = self._make_durable(snapshot)
+            self._intakes.pop(job.number, None)
             self._report(released)
         except BaseException as error:
             snapshot.saving.end(None)

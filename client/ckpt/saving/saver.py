@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 
-from ckpt.saving.messages import Channel, Command, Decline, Forget, Job, Report, Setup, Slot, Withdraw
+from ckpt.saving.messages import Channel, Command, Cut, Decline, Forget, Job, Report, Setup, Slot, Staged, Withdraw
 from ckpt.saving.pace import step_back
 from ckpt.saving.pipeline import SavePipeline
 from ckpt.saving.segment import Segment
@@ -70,6 +70,10 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
         elif isinstance(command, Job):
             raw = segments[command.slot].view if command.slot is not None else memoryview(b"")
             pipeline.submit(command, raw)
+        elif isinstance(command, Staged):
+            pipeline.staged(command.number, command.chunks)
+        elif isinstance(command, Cut):
+            pipeline.cut(command.number)
         elif isinstance(command, Withdraw):
             pipeline.withdraw(command.step)
         elif isinstance(command, Decline):

@@ -72,7 +72,7 @@ class Stager:
         for place, i in zip(layout.placed, layout.order, strict=True):
             leaf = leaves[i]
             tensor, waits = leaf.tensor, later is not None and later(leaf)
-            if _is_plain(tensor):
+            if is_plain(tensor):
                 # torch copies with all of its threads and waits for the slowest: several times slower than one
                 # thread as soon as a core is busy, with the saver for instance. memmove releases the GIL.
                 move = (self._address + place.at, tensor.data_ptr(), tensor.nbytes)
@@ -104,6 +104,6 @@ class Stager:
             self._pinned = True
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes in memory are its elements, in order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -15,7 +15,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ckpt.saving.messages import Channel, Command, Decline, Forget, Job, Report, Setup, Slot, Stop, Withdraw
+from ckpt.saving.messages import (
+    Channel,
+    Command,
+    Cut,
+    Decline,
+    Forget,
+    Job,
+    Report,
+    Setup,
+    Slot,
+    Staged,
+    Stop,
+    Withdraw,
+)
 from ckpt.saving.pipeline import SavePipeline
 from ckpt.saving.presence import Presence
 from ckpt.saving.segment import Segment, close_after_fork
@@ -40,6 +53,12 @@ class Writer(Protocol):
 
     def submit(self, job: Job) -> None:
         """Take a snapshot over. After return it becomes durable even if this process is killed (saver process)."""
+
+    def staged(self, number: int, chunks: int) -> None:
+        """So many chunks of a streamed job are in its slot, or were."""
+
+    def cut(self, number: int) -> None:
+        """No more chunks of a streamed job will come."""
 
     def withdraw(self, step: int) -> None:
         """Give up the oldest job whose upload has not begun, if there is one, in favour of a save of `step`."""
@@ -70,6 +89,14 @@ class ThreadWriter:
         """Hand over to the pipeline's threads."""
         raw = self._segments[job.slot].view if job.slot is not None else memoryview(b"")
         self._pipeline.submit(job, raw)
+
+    def staged(self, number: int, chunks: int) -> None:
+        """Tell the pipeline."""
+        self._pipeline.staged(number, chunks)
+
+    def cut(self, number: int) -> None:
+        """Tell the pipeline."""
+        self._pipeline.cut(number)
 
     def withdraw(self, step: int) -> None:
         """Done on return."""
@@ -125,6 +152,14 @@ class ProcessWriter:
     def submit(self, job: Job) -> None:
         """Send the job; it is in the kernel's hands on return."""
         self._send(job)
+
+    def staged(self, number: int, chunks: int) -> None:
+        """Send it; the chunks are in the saver's hands on return."""
+        self._send(Staged(number, chunks))
+
+    def cut(self, number: int) -> None:
+        """Send it."""
+        self._send(Cut(number))
 
     def withdraw(self, step: int) -> None:
         """Ask for it; a report says so when it is done."""
