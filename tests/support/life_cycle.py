@@ -201,7 +201,9 @@ class LifeCycle(RuleBasedStateMachine):
         else:
             # Somebody who died while he referenced it may have left his mark.
             marked = attempt in {mark.attempt for mark in marks(self.store, RUN)}
-            assert error is None or isinstance(error, CheckpointHeld if marked else StoreUnavailable)
+            assert (
+                error is None or isinstance(error, StoreUnavailable) or (marked and isinstance(error, CheckpointHeld))
+            )
             self.settle({attempt: {"hidden", "gone"} if not grace_s else {"hidden"}})
 
     @rule(number=pick, fault=faults)
