@@ -24,7 +24,7 @@ TIMEOUT_S = {True: 300, False: 1200}
 
 def run_all(benches: Sequence[str], quick: bool) -> int:
     """Run them, keep their verdicts, draw the plot, write the table anew. 1 if one of them did not run to its end."""
-    folder = _folder(quick)
+    folder = RESULTS / _part(quick)
     folder.mkdir(parents=True, exist_ok=True)
     errors = {}
     for bench in benches:
@@ -54,23 +54,23 @@ def _run(arguments: Sequence[str], quick: bool) -> str:
     return lines[-1] if lines else f"it ended with status {done.returncode}"
 
 
-def _folder(quick: bool) -> Path:
-    return RESULTS / ("quick" if quick else "full")
+def _part(quick: bool) -> str:
+    return "quick" if quick else "full"
 
 
-def write_table(benches: Iterable[str]) -> None:
+def write_table(benches: Iterable[str], results: Path = RESULTS, readme: Path = README) -> None:
     """Put the verdicts that are kept into the README, between its markers."""
-    kept = {quick: _kept(benches, quick) for quick in (False, True)}
+    kept = {quick: _kept(benches, results / _part(quick)) for quick in (False, True)}
     lines = ["| bench | ratio | goal | full | quick |", "|---|---|---|---|---|"]
     for bench in benches:
         lines += _lines(bench, kept[False].get(bench), kept[True].get(bench))
-    head, rest = README.read_text().split(BEGIN, 1)
+    head, rest = readme.read_text().split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
-    README.write_text("\n".join([head + BEGIN, "", *lines, "", *_notes(kept), "", END + tail]))
+    readme.write_text("\n".join([head + BEGIN, "", *lines, "", *_notes(kept), "", END + tail]))
 
 
-def _kept(benches: Iterable[str], quick: bool) -> dict[str, dict[str, Any]]:
-    paths = {bench: _folder(quick) / f"{bench}.json" for bench in benches}
+def _kept(benches: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
+    paths = {bench: folder / f"{bench}.json" for bench in benches}
     return {bench: json.loads(path.read_text()) for bench, path in paths.items() if path.exists()}
 
 

@@ -1,0 +1,80 @@
+"""python -m bench NAME ends with one line of JSON; the table in the README is made of such lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import BENCHES
+from bench.collection import BEGIN, END, README, write_table
+from bench.state import SMALL
+
+FIELDS = {
+    "bench",
+    "ratio",
+    "vs",
+    "goal",
+    "direction",
+    "ok",
+    "limit",
+    "peers",
+    "problems",
+    "state_bytes",
+    "goals",
+    "facts",
+}
+
+
+@pytest.mark.parametrize("bench", ["codec", "plan"])
+def test_a_benchmark_ends_with_its_verdict(bench: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", bench, "--quick", "--json", str(tmp_path / "verdict")]
+    environment = os.environ | {SMALL: "1", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.splitlines()[-1]
+    assert (tmp_path / "verdict").read_text() == line + "\n"
+    verdict = json.loads(line)
+    assert verdict.keys() == FIELDS | {"quick", "machine", "versions"}
+    assert verdict["bench"] == bench
+    assert verdict["quick"] is True
+    assert verdict["ok"] == all(goal["ok"] for goal in verdict["goals"])
+    assert verdict["versions"]["torch"]
+
+
+def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    (tmp_path / "quick").mkdir()
+    goals = [
+        {"name": "eager", "vs": "memcpy", "ratio": 1.234, "goal": 1.1, "direction": "at most", "ok": False},
+        {"name": "overlap", "vs": "memcpy", "ratio": 0.01, "goal": 0.05, "direction": "at most", "ok": True},
+    ]
+    stall = {"bench": "stall", "goals": goals, "problems": {"dcp": "broken"}, "machine": "M", "state_bytes": 1 << 20}
+    (tmp_path / "quick" / "stall.json").write_text(json.dumps(stall | {"versions": {"torch": "2"}}))
+    (tmp_path / "quick" / "codec.json").write_text(json.dumps({"bench": "codec", "error": "a|b", "machine": "M"}))
+    write_table(["stall", "codec", "plan"], tmp_path, readme)
+    text = readme.read_text()
+    assert "old" not in text
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"\n{END}\nafter\n")
+    for line in (
+        "| stall | eager / memcpy | at most 1.1 | not run | **1.23**, missed |",
+        "| stall | overlap / memcpy | at most 0.05 | not run | 0.01 |",
+        "| codec | | | not run | did not run: a\\|b |",
+        "| plan | | | not run | not run |",
+        "Quick: M; states of 1.0 MiB to 1.0 MiB.",
+        "Versions: torch 2.",
+        "- dcp did not run in stall: broken",
+    ):
+        assert line in text.splitlines()
+
+
+def test_each_benchmark_is_a_module_and_the_readme_has_a_place_for_their_verdicts() -> None:
+    missing = [name for name in BENCHES if not (README.parent / f"{name.replace('-', '_')}.py").is_file()]
+    assert missing == []
+    assert README.read_text().index(BEGIN) < README.read_text().index(END)

@@ -1,0 +1,87 @@
+"""What the benchmarks measure with is itself right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.measuring import (
+    Spread,
+    in_turns,
+    memcpy_s,
+    memory,
+    raw_read_s,
+    raw_write_s,
+    rotated,
+    sync_tree,
+    touched,
+    tree_bytes,
+    usage,
+)
+
+
+def test_contestants_take_turns_and_one_that_fails_is_left_out_with_its_reason() -> None:
+    calls: list[str] = []
+
+    def call(name: str, fails_at: int = 10) -> int:
+        calls.append(name)
+        if calls.count(name) == fails_at:
+            raise ValueError("two\nlines")
+        return calls.count(name)
+
+    found, problems = in_turns({"a": lambda: call("a"), "b": lambda: call("b", 2), "c": lambda: call("c")}, 3)
+    assert found == {"a": [1, 2, 3], "c": [1, 2, 3]}
+    assert problems == {"b": "ValueError: two lines"}
+    assert calls == ["a", "b", "c", "b", "c", "a", "c", "a"]
+
+
+def test_each_comes_first_once_in_as_many_turns_as_there_are() -> None:
+    assert sorted(rotated(["a", "b", "c"], turn)[0] for turn in range(3)) == ["a", "b", "c"]
+
+
+def test_the_spread_is_median_and_quartiles() -> None:
+    assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_processor_time_of_children_counts() -> None:
+    with usage() as used:
+        subprocess.run([sys.executable, "-c", "import os\nwhile os.times().user < 0.3: pass"], check=True)
+    assert 0.25 < used.core_s < 5
+    assert used.wall_s >= 0.25
+
+
+def test_memory_of_this_process_and_of_children_counts_and_what_they_share_counts_once() -> None:
+    size = 64 << 20
+    with memory() as used:
+        shared = touched(size)
+        child = os.fork()
+        if not child:
+            own = touched(size)
+            os._exit(int(len(own) + len(shared) != 2 * size) if sum(shared[:: 1 << 12]) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert size <= used.extra_bytes < 2.5 * size
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bare_writes_and_reads_move_all_bytes(threads: int, tmp_path: Path) -> None:
+    size = (20 << 20) + 12345
+    source, target = touched(size), touched(size)
+    target[:] = bytes(len(target))
+    assert raw_write_s(tmp_path / "raw", size, source, threads) > 0
+    assert (tmp_path / "raw").read_bytes() == source[:size]
+    assert raw_read_s(tmp_path / "raw", target, threads) > 0
+    assert target[:size] == source[:size]
+    sync_tree(tmp_path)
+    assert tree_bytes(tmp_path) == size
+
+
+def test_memcpy_copies() -> None:
+    source, target = touched(1 << 20), touched(1 << 20)
+    target[:] = bytes(len(target))
+    assert memcpy_s(1 << 20, target, source) > 0
+    assert target[:] == source[:]
