@@ -1,0 +1,101 @@
+"""Copies at the worst moment, for tests of overlap; and scenarios in ranks for tests.support.parallel.runner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ckpt import Checkpointer
+from ckpt.saving import overlap
+from ckpt.saving.overlap import Overlap
+from ckpt.saving.transfer import Transfer
+from tests.support.parallel.built import Built, Setup
+from tests.support.parallel.layouts import LAYOUTS
+from tests.support.training import same_state
+
+RUN = "overlap"
+_PATIENCE_S = 30
+
+
+@dataclass
+class Brake:
+    """Holds copies until they are released; counts them."""
+
+    released: threading.Event = field(default_factory=threading.Event)
+    at_gate: threading.Event = field(default_factory=threading.Event)
+    copies: int = 0
+
+
+@contextmanager
+def held_copies(release_at_gate: bool = False) -> Iterator[Brake]:
+    """Copies of any size wait to be released; with `release_at_gate`, until an optimizer waits for them."""
+    brake, copy, hold = Brake(), Transfer.copy, Overlap.hold
+
+    def held_copy(transfer: Transfer) -> None:
+        assert brake.released.wait(_PATIENCE_S)
+        brake.copies += 1
+        copy(transfer)
+
+    def seen_hold(self: Overlap) -> None:
+        brake.at_gate.set()
+        if release_at_gate:
+            brake.released.set()
+        hold(self)
+
+    with (
+        patch.object(Transfer, "copy", held_copy),
+        patch.object(Overlap, "hold", seen_hold),
+        patch.object(overlap, "_SMALL_BYTES", 0),
+    ):
+        try:
+            yield brake
+        finally:
+            brake.released.set()
+
+
+def stored_alike(store: str, layout: str) -> dict[str, Any]:
+    """Each save twice: held until the optimizer steps, and with everything copied on return."""
+    built: Built = LAYOUTS[layout].build(Setup())
+    model: Any = built.model
+    alike, copies = [], 0
+    with (
+        Checkpointer(f"{store}/eager", run=RUN, overlap=False) as eager,
+        Checkpointer(f"{store}/overlap", run=RUN) as overlapped,
+    ):
+        for step in range(3):
+            built.train_step(step)
+            eager.save(model, built.optim, step)
+            with held_copies(release_at_gate=True) as brake:
+                handle = overlapped.save_async(model, built.optim, step)
+                built.train_step(step + 10)
+                handle.result(_PATIENCE_S)
+            copies += brake.copies
+            alike.append(same_state(eager.load(step), overlapped.load(step)))
+    return {"alike": alike, "copies": copies}
+
+
+def version_counters(kind: str) -> dict[str, bool]:
+    """Why the guard cannot rest on version counters alone: steps on sharded parameters that do not advance them."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    for options in ({"foreach": True}, {"fused": True}):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(8, 8)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optim = torch.optim.AdamW(model.parameters(), **options)  # type: ignore[arg-type]
+        model(torch.ones(2, 8)).sum().backward()
+        before = (model.weight._version, model.weight._local_tensor._version, model.weight.to_local().clone())
+        optim.step()
+        after = (model.weight._version, model.weight._local_tensor._version)
+        found[f"{kind}: no counter of a DTensor moves with {options}"] = before[:2] == after
+        found[f"{kind}: its values do, with {options}"] = not torch.equal(before[2], model.weight.to_local())
+    return found
