@@ -1,139 +1,144 @@
-"""How long save_async holds up training, against one memcpy of the same bytes, and what memory it takes.
+"""How long a save holds up training, against one memcpy of the same bytes into memory that was touched before.
 
-The two are measured in turns, because the speed of memory drifts on shared machines, and both go into memory that
-was touched before. The first save, which makes the shared memory, is reported apart. Memory is the sum of the
-proportional set sizes of trainer and saver, sampled in a save of its own, which is not timed.
+One thread trains between saves, so that overlap has a forward and a backward to hide behind and an optimizer step that
+waits for it; what that wait costs is in the benchmark slowdown. All contestants save the same live state in turns, for
+the speed of memory drifts on shared machines. The first save of a new process is measured apart, after
+`prepare()` and two steps; all others have saved once before.
 """
 
 from __future__ import annotations
 
 import ctypes
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from torch import nn
 
+from bench.measuring import REPETITIONS, Spread, in_turns, problem, seconds, touched
+from bench.ours import Ours
+from bench.peers import open_peers
+from bench.peers.peer import Peer
 from bench.report import Goal, Report
-from ckpt import Checkpointer
-from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint
-from ckptstore.stores import open_store
+from bench.slowdown import Trainer
+from bench.state import State, trained, wanted_bytes
 
-GOAL = 1.3
-EXTRA_BYTES = 256 << 20
-REPETITIONS = 7
-TENSORS = 50
-
-
-class Weights(nn.Module):
-    """A state of the given size, in fifty tensors."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(0.02 * torch.randn(num_bytes // 4 // TENSORS) for _ in range(TENSORS))
-
-
-class Saving:
-    """Saves that leave nothing on the disk and never wait for each other."""
-
-    def __init__(self, checkpointer: Checkpointer, url: str, model: nn.Module) -> None:
-        self.checkpointer = checkpointer
-        self.store = open_store(url)
-        self.model = model
-        self.steps = 0
-
-    def once(self) -> float:
-        """Seconds inside save_async; returns when the checkpoint is durable and deleted again."""
-        self.steps += 1
-        began = time.perf_counter()
-        handle = self.checkpointer.save_async(self.model, None, self.steps)
-        blocked = time.perf_counter() - began
-        delete_checkpoint(self.store, handle.result(), "bench", system_clock)
-        return blocked
+EAGER, OVERLAP = "ckptd, overlap=False", "ckptd"
+OURS: dict[str, dict[str, Any]] = {OVERLAP: {}, EAGER: {"overlap": False}}
+PEERS = ("torch.save", "dcp-thread", "dcp-process", "torch_checkpointing", "torchsnapshot")
+MEMCPY = "memcpy"
+GOALS = {EAGER: 1.1, OVERLAP: 0.05}
+FIRST_GOAL = 1.5
 
 
 def measure(quick: bool) -> Report:
-    """Measure on a folder of the default temporary file system."""
-    num_bytes = 10**8 if quick else 10**9
-    model = Weights(num_bytes)
-    target = torch.ones(num_bytes // 4)
-    before = memory_bytes(None)
-    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, run="bench", slots=1) as checkpointer:
-        saving = Saving(checkpointer, folder, model)
-        first = saving.once()
-        copies, saves = [], []
-        for _ in range(REPETITIONS):
-            copies.append(copy(model, target))
-            saves.append(saving.once())
-        with peak_memory(checkpointer) as peak:
-            saving.once()
-    extra = peak[0] - before
+    """Measure over a folder of the default temporary file system."""
+    torch.set_num_threads(1)
+    state = trained("fp32", wanted_bytes(quick))
+    trainer = Trainer(state)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folders = (Path(name, str(number)) for number in count())
+        peers, problems = open_peers(PEERS, stack)
+        ours = {each: Ours(Path(name), **options) for each, options in OURS.items()}
+        for ckptd in ours.values():
+            stack.enter_context(ckptd)
+        first = {each: _first(trainer, peer, folders) for each, peer in ours.items()}
+        contestants: dict[str, Callable[[], float]] = {MEMCPY: _memcpy(state)}
+        for each, peer in (ours | peers).items():
+            contestants[each] = _stall(trainer, peer, folders)
+        problems |= _warm_up(contestants)
+        found, more = in_turns(contestants, REPETITIONS)
+    return _report(state, found, first, problems | more)
+
+
+def _first(trainer: Trainer, ours: Ours, folders: Iterator[Path]) -> float:
+    """Seconds of the first save after `prepare()`, which makes memory while training goes on."""
+    ours.checkpointer.prepare(trainer.state.model, trainer.optim)
+    trainer.steps(2)
+    return _stall(trainer, ours, folders)()
+
+
+def _stall(trainer: Trainer, peer: Peer, folders: Iterator[Path]) -> Callable[[], float]:
+    """Seconds in the call of one save. Training goes on for a step before the save is waited for."""
+
+    def once() -> float:
+        folder = next(folders)
+        waits: list[Callable[[], None]] = []
+        if peer.asynchronous:
+            stall_s = seconds(lambda: waits.append(peer.start_save(trainer.state, folder)))
+        else:
+            stall_s = seconds(lambda: peer.save(trainer.state, folder))
+        trainer.step(peer)
+        for wait in waits:
+            wait()
+        peer.discard(folder)
+        return stall_s
+
+    return once
+
+
+def _memcpy(state: State) -> Callable[[], float]:
+    """Seconds of libc's memcpy of all tensors, one after the other."""
+    buffer = touched(state.num_bytes)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+    def copy(sources: list[tuple[int, int]]) -> None:
+        at = start
+        for source, size in sources:
+            ctypes.memmove(at, source, size)
+            at += size
+
+    def once() -> float:
+        sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in state.tensors().values()]
+        return seconds(lambda: copy(sources))
+
+    return once
+
+
+def _warm_up(contestants: dict[str, Callable[[], float]]) -> dict[str, str]:
+    """Call each once; those that fail are left out, with why."""
+    problems = {}
+    for name in list(contestants):
+        try:
+            contestants[name]()
+        except Exception as error:  # a peer may raise anything
+            problems[name] = problem(error)
+            del contestants[name]
+    return problems
+
+
+def _report(state: State, found: dict[str, list[float]], first: dict[str, float], problems: dict[str, str]) -> Report:
+    """Ratios to memcpy of the same round: it drifts."""
+    spreads = {name: Spread.of(values) for name, values in found.items()}
+    ratios = {name: _ratio(values, found[MEMCPY]) for name, values in found.items()}
+    peers = {name: spread.median for name, spread in spreads.items() if name not in (MEMCPY, *OURS)}
+    best = min(peers.values(), default=float("nan"))
     return Report(
         bench="stall",
-        what=f"{num_bytes / 1e9:.1f} GB on the CPU, {REPETITIONS} repetitions in turns, one slot",
-        columns=("", "median", "least", "most"),
+        what=f"{state.num_bytes / 1e9:.2f} GB in {len(state.tensors())} tensors, one thread trains, median (quartiles) "
+        f"of {REPETITIONS} in turns",
+        columns=("", "stall s", "/ memcpy", "first s"),
         rows=[
-            ("memcpy", *spread(copies)),
-            ("save_async", *spread(saves)),
-            ("first save_async", f"{first:.4f} s", "", ""),
-            ("extra memory", f"{extra / 1e6:.0f} MB", "", ""),
+            (name, str(spread), f"{ratios[name]:.4f}", f"{first[name]:.4f}" if name in first else "")
+            for name, spread in spreads.items()
         ],
         goals=[
-            Goal("save_async", "memcpy", median(saves) / median(copies), GOAL, "at most"),
-            Goal("extra memory", "one state and 256 MiB", extra / (num_bytes + EXTRA_BYTES), 1.0, "at most"),
+            *(Goal(name, MEMCPY, ratios.get(name, float("nan")), goal, "at most") for name, goal in GOALS.items()),
+            Goal("overlap", "best peer", spreads[OVERLAP].median / best, 1.0, "at most"),
+            Goal("eager", "best peer", spreads[EAGER].median / best, 1.0, "at most"),
+            Goal("first save, eager", "later ones", first[EAGER] / spreads[EAGER].median, FIRST_GOAL, "at most"),
         ],
-        limit=median(copies),
-        state_bytes=num_bytes,
-        facts={"memcpy_s": median(copies), "save_async_s": median(saves), "first_s": first, "extra_bytes": extra},
+        limit=spreads[MEMCPY].median,
+        peers=peers,
+        problems=problems,
+        state_bytes=state.num_bytes,
+        facts={name: spreads[name].median for name in OURS} | {f"{name}, first": first[name] for name in first},
     )
 
 
-def copy(model: Weights, target: torch.Tensor) -> float:
-    """Seconds of libc's memcpy of all weights, one after the other."""
-    sources = [(weight.data_ptr(), weight.nbytes) for weight in model.weights]
-    at = target.data_ptr()
-    began = time.perf_counter()
-    for source, size in sources:
-        ctypes.memmove(at, source, size)
-        at += size
-    return time.perf_counter() - began
-
-
-def spread(seconds: list[float]) -> tuple[str, str, str]:
-    """Median, least and most."""
-    return f"{median(seconds):.4f} s", f"{min(seconds):.4f} s", f"{max(seconds):.4f} s"
-
-
-def memory_bytes(saver: int | None) -> int:
-    """Proportional set size of this process and the saver: what is shared counts once."""
-    total = 0
-    for process in ("self", saver):
-        if process is not None:
-            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
-            total += 1024 * sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
-    return total
-
-
-@contextmanager
-def peak_memory(checkpointer: Checkpointer) -> Iterator[list[int]]:
-    """One number, at the end: the most memory seen inside the block."""
-    peak = [0]
-    stop = threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(0.02):
-            peak[0] = max(peak[0], memory_bytes(checkpointer.saver_pid))
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        stop.set()
-        thread.join()
+def _ratio(values: list[float], limits: list[float]) -> float:
+    return median(value / limit for value, limit in zip(values, limits, strict=True))
