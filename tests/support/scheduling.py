@@ -1,0 +1,85 @@
+"""What ranks do in tests of schedules: scenarios for tests.support.parallel.runner."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt import Checkpointer
+from ckpt.schedule import Schedule
+from ckptstore.errors import RankLost
+
+_STEPS = 400
+
+
+def train_unevenly(slowest: int, stride: int) -> dict[str, Any]:
+    """Ranks that nothing keeps in step, at speeds that change; rank 2 asks for a save in between."""
+    rank = dist.get_rank()
+    schedule = Schedule(lambda: None, 0.05, None, peer_timeout_s=20.0, lead_s=0.1)
+    pace = random.Random(rank)
+    due = []
+    for step in range(0, stride * _STEPS, stride):
+        time.sleep(pace.expovariate(1 / (0.003 if rank == slowest else 0.001)))
+        if step == 100 * stride and rank == 2:
+            schedule.request()
+        due += [step] if schedule.due(step) else []
+    dist.barrier()  # the store may live in rank 0
+    schedule.close()
+    return {"due": due}
+
+
+def request_from(asking: int) -> dict[str, Any]:
+    """Ranks in step; one asks for a save that no interval makes due."""
+    rank = dist.get_rank()
+    schedule = Schedule(lambda: None, 3600.0, None, peer_timeout_s=20.0, lead_s=0.2)
+    due, asked_at = [], 50
+    for step in range(200):
+        if step == asked_at and rank == asking:
+            schedule.request()
+        time.sleep(0.005)
+        due += [step] if schedule.due(step) else []
+        dist.barrier()
+    schedule.close()
+    return {"due": due}
+
+
+def save_by_schedule(store: str) -> dict[str, Any]:
+    """Data parallel training that saves when it is due."""
+    model = torch.nn.Linear(8, 8)
+    optim = torch.optim.Adam(model.parameters())
+    saved = []
+    with Checkpointer(store, run="scheduled", writer="thread") as checkpointer:
+        schedule = checkpointer.every(seconds=0.05, overhead=None)
+        for step in range(1, 30):
+            model(torch.ones(8)).sum().backward()
+            optim.step()
+            if schedule.due(step):
+                checkpointer.save_async(model, optim, step)
+                saved.append(step)
+            time.sleep(0.01)
+            dist.barrier()
+    dist.barrier()
+    return {"saved": saved, "on the store": sorted(p.name for p in Path(store, "scheduled", "commits").iterdir())}
+
+
+def lose_rank_zero(timeout_s: float) -> dict[str, Any]:
+    """Rank 0 stops; the others come to the end of what it said."""
+    schedule = Schedule(lambda: None, 3600.0, None, peer_timeout_s=timeout_s, lead_s=0.05)
+    step = 0
+    try:
+        for step in range(10_000):
+            if step == 100 and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.002)
+            started = time.monotonic()
+            schedule.due(step)
+    except RankLost as error:
+        return {"said": str(error), "seconds": time.monotonic() - started, "step": step}
+    return {"said": "nothing", "step": step}
