@@ -65,6 +65,7 @@ class Checkpointer:
         compress: Literal["auto", "off", "fast", "max"] = "auto",
         on_busy: OnBusy = "wait",
         reference: bool = True,
+        derive: bool = False,
         cpu_budget: float | None = None,
         overlap: bool = True,
         commit_timeout_s: float = 1800.0,
@@ -78,7 +79,7 @@ class Checkpointer:
         self.config: Config = configure(
             store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots,
             staging_bytes=staging_bytes, compress=compress, on_busy=on_busy, cpu_budget=cpu_budget, overlap=overlap,
-            reference=reference, commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s,
+            reference=reference, derive=derive, commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s,
             peer_timeout_s=peer_timeout_s, daemon_timeout_s=daemon_timeout_s, spread=spread, share=share,
         )  # fmt: skip
         self._source: Source = open_source(
@@ -316,6 +317,7 @@ class Checkpointer:
                 daemon=self.config.daemon,
                 token=self.config.token,
                 reference=self.config.reference and self.config.staging_bytes is None,
+                derive=self.config.derive,
                 cpu_budget=self.config.cpu_budget,
             )
             self._client = SaveClient(

@@ -51,6 +51,11 @@ class Config:
     reference: bool = True
     """Whether chunks that did not change since the last committed checkpoint of the run are not stored again but
     referenced there. The checkpoint that holds them then stays as long as those that reference it."""
+    derive: bool = False
+    """Whether bfloat16 and float16 tensors that are exactly the casts of float32 ones in the same state (the masters of
+    mixed precision) are not stored but derived, which is found out tensor by tensor at every save. Of tensors of 64 KiB
+    or more, and of masters of equal shape that the same rank writes. Not with staging_bytes, by which no snapshot is
+    in memory as a whole."""
     cpu_budget: float | None = None
     """Share of one core that the saver process keeps to, 0.5 for half of one; None: what is left by others. It does not
     apply to writer="thread"."""
@@ -85,6 +90,8 @@ class Config:
         self._check_amounts()
 
     def _check_amounts(self) -> None:
+        if self.derive and self.staging_bytes is not None:
+            raise InvalidRequest("derive=True needs whole snapshots", "Leave out staging_bytes, or derive")
         if self.peer_timeout_s <= 0:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
         if self.staging_bytes is not None and self.staging_bytes < LEAST_BYTES:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ckptstore import names
 from ckptstore.boxes import same_dimensions
+from ckptstore.casting import CAST_TYPES, SOURCE
 from ckptstore.codecs import CODECS, MAX_CHUNK_BYTES
 from ckptstore.columns import Column, column, concatenate
 from ckptstore.dtypes import ITEM_BYTES
@@ -145,14 +146,42 @@ def _check_slices(content: Content) -> None:
     dimensions = column(len(shape) for shape in entries.shape)[slices.entry]
     _require(len(slices.box) == 2 * int(dimensions.sum()), "boxes and slices differ in number")
     shard_bytes = column(int(shard.chunks.raw.sum()) for shard in content.shards)
+    is_derived = np.zeros(len(slices.entry), np.bool_)
+    if slices.derived is not None:
+        _require(bool(len(slices.derived) and (np.diff(slices.derived) > 0).all()), "derived slices are not in order")
+        _require(int(slices.derived[-1]) < len(slices.entry), "a derived slice is none")
+        is_derived[slices.derived] = True
     sizes = np.zeros(len(slices.entry), np.int64)
     for group in same_dimensions(content, np.arange(len(slices.entry))):
         inside = (group.offsets <= group.shapes) & (group.sizes <= group.shapes - group.offsets)
         _require(bool(inside.all()), "a box leaves its entry")
-        room = shard_bytes[slices.shard[group.rows]] - group.bytes
-        _require(bool((slices.at[group.rows] <= room).all()), "a slice leaves its shard")
         sizes[group.rows] = group.bytes
-    _require(_apart(slices.shard, slices.at, sizes), "two slices share bytes of a shard")
+        room = shard_bytes[slices.shard[group.rows]] - group.bytes
+        fits = (slices.at[group.rows] <= room) | is_derived[group.rows]
+        _require(bool(fits.all()), "a slice leaves its shard")
+    stored = np.flatnonzero(~is_derived)
+    _require(_apart(slices.shard[stored], slices.at[stored], sizes[stored]), "two slices share bytes of a shard")
+    _check_derived(content, sizes, stored)
+
+
+def _check_derived(content: Content, sizes: Column, stored: Column) -> None:
+    """Each is the cast of a stored slice of float32, which has as many elements, and no other one has that source."""
+    slices, dtypes = content.slices, content.entries.dtype
+    if slices.derived is None:
+        return
+    wanted = set(zip(slices.shard[slices.derived].tolist(), slices.at[slices.derived].tolist(), strict=True))
+    near = stored[np.isin(slices.at[stored], slices.at[slices.derived]) & (sizes[stored] > 0)].tolist()
+    sources = {
+        place: row for row in near if (place := (int(slices.shard[row]), int(slices.at[row]))) in wanted
+    }  # fmt: skip
+    _require(len(wanted) == len(slices.derived), "two slices are derived from one")
+    for row in slices.derived.tolist():
+        source = sources.get((int(slices.shard[row]), int(slices.at[row])))
+        _require(source is not None, "a slice is derived from none")
+        assert source is not None
+        types = dtypes[int(slices.entry[source])], dtypes[int(slices.entry[row])]
+        _require(types[0] == SOURCE and types[1] in CAST_TYPES, "a slice is derived from one of another type")
+        _require(int(sizes[source]) == 2 * int(sizes[row]), "a slice is derived from one of another size")
 
 
 def _apart(shard: Column, at: Column, sizes: Column) -> bool:

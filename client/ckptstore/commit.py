@@ -211,6 +211,8 @@ def _merge_content(contents: Sequence[Content]) -> Content:
     aliases: dict[str, str] = {}
     trees: dict[str, JSON] = {}
     index: dict[str, int] = {}
+    derived: list[Column] = []
+    rows = 0
     for content in contents:
         for name, dtype, shape in zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True):
             at = index.setdefault(name, len(index))
@@ -225,13 +227,19 @@ def _merge_content(contents: Sequence[Content]) -> Content:
         columns["shard"].append(slices.shard + len(shards))
         columns["at"].append(slices.at)
         columns["box"].append(slices.box)
+        derived.append(slices.derived_rows + rows)
+        rows += len(slices.entry)
         shards.extend(content.shards)
         for alias, name in content.aliases.items():
             if aliases.setdefault(alias, name) != name:
                 raise CorruptObject(f"two ranks disagree about the entry that {alias!r} is another name of")
         for item, tree in content.trees.items():
             trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
-    slices = Slices(**{name: concatenate(parts) for name, parts in columns.items()})
+    all_derived = concatenate(derived)
+    slices = Slices(
+        **{name: concatenate(parts) for name, parts in columns.items()},
+        derived=all_derived if len(all_derived) else None,
+    )
     return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=trees)
 
 

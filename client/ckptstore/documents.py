@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 import xxhash
 import zstandard
 
@@ -110,7 +111,7 @@ class Entries(Document, frozen=True):
     shape: list[list[int]]
 
 
-class Slices(Document, frozen=True, eq=False):
+class Slices(Document, frozen=True, eq=False, omit_defaults=True):
     """Where the elements of entries lie, as columns.
 
     A slice is a row-major box of an entry, at byte `at` of the raw (decoded) stream of a shard.
@@ -124,6 +125,13 @@ class Slices(Document, frozen=True, eq=False):
     box: Column
     """All boxes, one after the other: the offsets of one, then its sizes; twice as many numbers as its entry has
     dimensions."""
+    derived: Column | None = None
+    """The slices, rising, that are not stored: `at` is that of a slice of float32, whose elements they are casts of."""
+
+    @property
+    def derived_rows(self) -> Column:
+        """The same, empty if there are none."""
+        return self.derived if self.derived is not None else np.zeros(0, np.int64)
 
 
 class Content(Document, frozen=True, eq=False):

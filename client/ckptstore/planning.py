@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from ckptstore import boxes
 from ckptstore.boxes import Box, BoxGroup, Matrix
+from ckptstore.casting import SOURCE
 from ckptstore.columns import Column
 from ckptstore.documents import Content, Shard
 from ckptstore.dtypes import ITEM_BYTES
@@ -52,6 +53,8 @@ class Piece(Struct, frozen=True, gc=False):
     from_strides: tuple[int, ...]
     """In bytes."""
     to_strides: tuple[int, ...]
+    cast: str | None = None
+    """The type that its float32 elements are cast to; None: they are copied."""
 
     @property
     def bytes(self) -> int:
@@ -170,6 +173,10 @@ class _Overlap(Struct, frozen=True, gc=False):
     at: int
     """Byte of the slice in the raw stream of its shard."""
     item: int
+    """Bytes of an element there."""
+    to_item: int
+    """Bytes of an element in the buffer."""
+    cast: str | None
     slice_box: Box
     want_box: Box
     box: Box
@@ -204,15 +211,21 @@ def _layer_overlaps(content: Content, wants: Sequence[Want], entry_of: Sequence[
     want_of = np.full(len(entries.name), -1)
     want_of[entry_of] = np.arange(len(wants))
     rows = np.flatnonzero(want_of[slices.entry] >= 0)
+    derived = set(slices.derived_rows.tolist())
     for group in boxes.same_dimensions(content, rows):
         numbers, low, extent, own = _meeting(group, want_of[slices.entry[group.rows]], want_boxes)
         _check_tiling(wants, want_boxes, numbers, low, extent)
         missing.difference_update(numbers.tolist())
         columns = (numbers, group.rows[own], np.concatenate([low, extent], axis=1), group.boxes[own])
         for number, row, box, slice_box in zip(*(part.tolist() for part in columns), strict=True):
-            item = ITEM_BYTES[entries.dtype[entry_of[number]]]
-            shard, at = int(slices.shard[row]), int(slices.at[row])
-            yield _Overlap(wants[number], shard, at, item, tuple(slice_box), want_boxes[number], tuple(box))
+            dtype, cast = entries.dtype[entry_of[number]], None
+            item = to_item = ITEM_BYTES[dtype]
+            if row in derived:
+                item, cast = ITEM_BYTES[SOURCE], dtype
+            yield _Overlap(
+                wants[number], int(slices.shard[row]), int(slices.at[row]), item, to_item, cast,
+                tuple(slice_box), want_boxes[number], tuple(box),
+            )  # fmt: skip
     if missing:
         raise _gap(wants[min(missing)])
 
@@ -255,15 +268,16 @@ def _gap(want: Want) -> CorruptObject:
 
 def _pieces(overlap: _Overlap, places: Places) -> Iterator[tuple[int, Piece]]:
     """What each chunk gives to an overlap."""
-    item, at, want = overlap.item, overlap.at, overlap.want
+    item, to_item, at, want = overlap.item, overlap.to_item, overlap.at, overlap.want
     shape, target = boxes.sizes(overlap.slice_box), boxes.sizes(overlap.want_box)
     if overlap.slice_box == overlap.want_box:
         for chunk, start, low, high in places.split(at, at + prod(shape) * item):
             _check_whole(chunk, low - at, high - at, overlap)
-            to = want.at + low - at
-            yield chunk, Piece(want.buffer, low - start, to, item, ((high - low) // item,), (item,), (item,))
+            to, count = want.at + (low - at) // item * to_item, (high - low) // item
+            yield chunk, Piece(want.buffer, low - start, to, item, (count,), (item,), (to_item,), overlap.cast)
         return
     steps, target_steps = boxes.strides(shape), boxes.strides(target)
+    strides, to_strides = [step * item for step in steps], [step * to_item for step in target_steps]
     length = boxes.sizes(overlap.box)
     begin = _minus(overlap.box, overlap.slice_box)
     shift = _minus(overlap.slice_box, overlap.want_box)
@@ -278,8 +292,9 @@ def _pieces(overlap: _Overlap, places: Places) -> Iterator[tuple[int, Piece]]:
             if all(size > 0 for size in sizes):
                 source = at + _dot(corner, steps) * item - start
                 into = [c + s for c, s in zip(corner, shift, strict=True)]
-                to = want.at + _dot(into, target_steps) * item
-                yield chunk, Piece(want.buffer, source, to, item, *_merge(sizes, steps, target_steps, item))
+                to = want.at + _dot(into, target_steps) * to_item
+                merged = _merge(sizes, strides, to_strides, (item, to_item))
+                yield chunk, Piece(want.buffer, source, to, item, *merged, overlap.cast)
 
 
 def _check_whole(chunk: int, low: int, high: int, overlap: _Overlap) -> None:
@@ -288,22 +303,22 @@ def _check_whole(chunk: int, low: int, high: int, overlap: _Overlap) -> None:
 
 
 def _merge(
-    sizes: Sequence[int], steps: Sequence[int], target_steps: Sequence[int], item: int
+    sizes: Sequence[int], strides: Sequence[int], to_strides: Sequence[int], items: tuple[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides in bytes, with dimensions joined that lie together on both sides."""
-    merged: list[tuple[int, int, int]] = [(1, item, item)]
-    for size, step, target_step in reversed(list(zip(sizes, steps, target_steps, strict=True))):
-        length, inner, target_inner = merged[-1]
+    """Shape and strides, with dimensions joined that lie together on both sides. items: bytes of an element on each."""
+    merged: list[tuple[int, int, int]] = [(1, *items)]
+    for size, stride, to_stride in reversed(list(zip(sizes, strides, to_strides, strict=True))):
+        length, inner, to_inner = merged[-1]
         if size == 1:
             continue
-        if step * item == length * inner and target_step * item == length * target_inner:
-            merged[-1] = (length * size, inner, target_inner)
+        if stride == length * inner and to_stride == length * to_inner:
+            merged[-1] = (length * size, inner, to_inner)
         elif length == 1:
-            merged[-1] = (size, step * item, target_step * item)
+            merged[-1] = (size, stride, to_stride)
         else:
-            merged.append((size, step * item, target_step * item))
-    shape, from_strides, to_strides = zip(*reversed(merged), strict=True)
-    return shape, from_strides, to_strides
+            merged.append((size, stride, to_stride))
+    shape, joined, to_joined = zip(*reversed(merged), strict=True)
+    return shape, joined, to_joined
 
 
 def _minus(box: Box, other: Box) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ckptstore.casting import cast_into
 from ckptstore.catalog import Checkpoint
 from ckptstore.codecs import RAW, decode
 from ckptstore.dividing import Stretches
@@ -193,6 +194,9 @@ def _place(piece: Piece, raw: memoryview, buffer: memoryview) -> None:
         return
     kind = _ELEMENTS[piece.item]
     source = np.ndarray(piece.shape, kind, raw, piece.at, piece.from_strides)
+    if piece.cast is not None:
+        cast_into(source, piece.cast, np.ndarray(piece.shape, np.uint16, buffer, piece.to, piece.to_strides))
+        return
     np.ndarray(piece.shape, kind, buffer, piece.to, piece.to_strides)[...] = source
 
 

@@ -73,6 +73,11 @@ class ChunkSpan:
     shared: bool = False
     """It holds small slices, and may take more of them."""
 
+    def takes(self, at: int, dtype: str, size: int) -> bool:
+        """Whether a small slice that begins there may share it."""
+        adjoins = self.shared and self.dtype == dtype and self.at + self.bytes == at
+        return adjoins and self.bytes + size <= _SHARED_CHUNK_BYTES
+
     def of(self, raw: memoryview) -> memoryview:
         """Its bytes of the raw stream."""
         return raw[self.at : self.at + self.bytes]
@@ -107,7 +112,7 @@ def plan_chunks(placed: Sequence[Placed]) -> list[ChunkSpan]:
         last = spans[-1] if spans else None
         if size >= _OWN_CHUNK_BYTES:
             spans += [ChunkSpan(place.at + start, end - start, dtype) for start, end in pairwise(_cuts(place.slice))]
-        elif last is not None and last.dtype == dtype and last.bytes + size <= _SHARED_CHUNK_BYTES and last.shared:
+        elif last is not None and last.takes(place.at, dtype, size):
             spans[-1] = ChunkSpan(last.at, last.bytes + size, dtype, shared=True)
         elif size:
             spans.append(ChunkSpan(place.at, size, dtype, shared=True))
@@ -158,8 +163,9 @@ def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:
     )
 
 
-def slice_tables(placed: Sequence[Placed]) -> tuple[Entries, Slices]:
-    """The columns that describe the slices of one shard in its receipt."""
+def slice_tables(stored: Sequence[Placed], derived: Sequence[Placed] = ()) -> tuple[Entries, Slices]:
+    """The columns that describe the slices of one shard in its receipt. derived: each placed where its source is."""
+    placed = [*stored, *derived]
     index: dict[str, int] = {}
     entries = Entries(name=[], dtype=[], shape=[])
     for place in placed:
@@ -174,6 +180,7 @@ def slice_tables(placed: Sequence[Placed]) -> tuple[Entries, Slices]:
         shard=np.zeros(len(placed), np.int64),
         at=column(place.at for place in placed),
         box=column(number for place in placed for number in place.slice.box),
+        derived=column(range(len(stored), len(placed))) if derived else None,
     )
     return entries, slices
 

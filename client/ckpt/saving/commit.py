@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from ckpt.saving.deriving import Derived, in_stream
 from ckpt.saving.messages import Job, Setup
 from ckptstore import names
 from ckptstore.clock import Clock
@@ -31,11 +32,13 @@ _FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 2.0
 
 
-def write_receipt(store: Store, setup: Setup, job: Job, placed: list[Placed], shard: Shard | None) -> StoredReceipt:
+def write_receipt(
+    store: Store, setup: Setup, job: Job, placed: list[Placed], derived: list[Derived], shard: Shard | None
+) -> StoredReceipt:
     """State that everything this rank writes is durable; the receipt itself is durable on return."""
     attempt = Attempt.parse(job.attempt)
     shards = [shard] if shard is not None else []
-    entries, slices = slice_tables(placed)
+    entries, slices = slice_tables(*in_stream(placed, derived))
     receipt = Receipt(
         format=FORMAT,
         kind="receipt",

@@ -37,6 +37,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cpu_budget: float | None = None
     """Of one core, for a saver process."""
     reference: bool = True
+    derive: bool = False
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ckpt.saving.commit import commit, write_receipt
+from ckpt.saving.deriving import Derived, divide
 from ckpt.saving.encode import THREADS, Encoder, Encoding
 from ckpt.saving.measuring import SaveCodings, codings_for
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
@@ -44,12 +45,20 @@ class _Snapshot:
 
     job: Job
     placed: list[Placed]
+    """What is stored."""
+    derived: list[Derived]
+    """What is not, since it follows."""
     saving: Save
     codings: SaveCodings
     encoding: Encoding
     intake: Intake | None
     """Of a streamed one."""
     received_at: float
+
+    @property
+    def not_stored_bytes(self) -> int:
+        """Raw bytes that are referenced or derived."""
+        return self.saving.unchanged_bytes + sum(one.place.slice.bytes for one in self.derived)
 
 
 class SavePipeline:
@@ -82,6 +91,7 @@ class SavePipeline:
         self._lock = threading.Lock()
         self._waiting: dict[int, _Snapshot] = {}
         self._intakes: dict[int, Intake] = {}
+        self._begins = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
         self._memory = Memory(self._store, setup, clock, self._commits.submit)
@@ -91,6 +101,20 @@ class SavePipeline:
         """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
         received_at = time.perf_counter()
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
+        if self._setup.derive:
+            self._begins.submit(self._derive, job, raw, placed, received_at)
+        else:
+            self._begin(job, raw, placed, [], received_at)
+
+    def _derive(self, job: Job, raw: memoryview, placed: list[Placed], received_at: float) -> None:
+        try:
+            self._begin(job, raw, *divide(placed, raw), received_at)
+        except BaseException as error:
+            self._fail(job, job.slot, error)
+
+    def _begin(
+        self, job: Job, raw: memoryview, placed: list[Placed], derived: list[Derived], received_at: float
+    ) -> None:
         spans = plan_chunks(placed)
         codings = self._codings.begin(spans, job.created_at)
         saving = self._memory.begin(job.attempt, placed, spans, None if job.streamed else raw, codings.encode)
@@ -99,7 +123,7 @@ class SavePipeline:
             intake = self._intakes[job.number] = Intake(raw, spans)
             chunks = intake.chunks(span for _, span in chunks)
         encoding = self._encoder.begin(chunks, codings.encode)
-        snapshot = _Snapshot(job, placed, saving, codings, encoding, intake, received_at)
+        snapshot = _Snapshot(job, placed, derived, saving, codings, encoding, intake, received_at)
         with self._lock:
             self._waiting[job.number] = snapshot
         self._uploads.submit(self._upload, snapshot)
@@ -137,6 +161,7 @@ class SavePipeline:
         """Return when this rank has done its part of every job: nothing is read from the slots any more."""
         for intake in list(self._intakes.values()):
             intake.cut()
+        self._begins.shutdown(wait=True)
         self._uploads.shutdown(wait=True)
 
     def close(self) -> None:
@@ -173,7 +198,7 @@ class SavePipeline:
         if uploaded is not None:
             snapshot.codings.learn(uploaded.stored_bytes, uploaded.upload_s)
         shard = snapshot.saving.shard(uploaded.chunks if uploaded else None) if placed else None
-        receipt = write_receipt(self._store, self._setup, job, placed, shard)
+        receipt = write_receipt(self._store, self._setup, job, placed, snapshot.derived, shard)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
             number=job.number,
@@ -194,7 +219,7 @@ class SavePipeline:
             names.shard_key(setup.run, Attempt.parse(job.attempt), names.shard_name(setup.rank)),
             snapshot.saving.changed_bytes,
             snapshot.encoding,
-            lambda done: self._report(Progress(job.number, snapshot.saving.unchanged_bytes + done)),
+            lambda done: self._report(Progress(job.number, snapshot.not_stored_bytes + done)),
         )
 
     def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
