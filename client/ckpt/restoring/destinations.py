@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ckptstore.boxes import Box, sizes
 from ckptstore.documents import JSON, Content
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.planning import Want
+from ckptstore.reading import Buffers
 from ckptstore.trees import TAG, decode_tree
 
 
@@ -94,7 +96,7 @@ class Destinations:
         """What must be read; each want has a buffer of its own."""
         return [Want(name, box, str(i)) for i, (name, box) in enumerate(self._targets)]
 
-    def buffers(self) -> dict[str, memoryview]:
+    def buffers(self) -> Buffers:
         """Writable host memory for each want: the target's own where it can be."""
         for (name, box), targets in self._targets.items():
             dtype, _ = self.describe(name)
@@ -102,7 +104,7 @@ class Destinations:
             direct = first.device.type == "cpu" and first.dtype == dtype and first.is_contiguous()
             own = direct and not first.is_conj() and not first.is_neg()
             self._hosts[name, box] = first if own else torch.empty(sizes(box), dtype=dtype)
-        return {str(i): tensor_bytes(self._hosts[key]) for i, key in enumerate(self._targets)}
+        return _Bytes(list(self._hosts.values()))
 
     @torch.no_grad()
     def place(self) -> None:
@@ -113,3 +115,19 @@ class Destinations:
                 if target is not host:
                     target.copy_(host)
         self._hosts.clear()
+
+
+class _Bytes(Mapping[str, memoryview]):
+    """The bytes of tensors by number. Made when they are asked for: while other threads read, that costs no time."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> memoryview:
+        return tensor_bytes(self._tensors[int(name)])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(len(self._tensors)))
+
+    def __len__(self) -> int:
+        return len(self._tensors)
