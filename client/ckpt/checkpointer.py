@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,9 +17,9 @@ import torch
 from ckpt.agreement import Agreement, meet
 from ckpt.capture.describe import describe
 from ckpt.capture.forecast import forecast_bytes
-from ckpt.capture.leaves import Captured
 from ckpt.capture.repeated import Capturer
 from ckpt.capture.subject import Model, Optimizers, Subject
+from ckpt.closing import close_at_exit
 from ckpt.config import Config, configure
 from ckpt.distributed import World
 from ckpt.restoring.pipeline import Restored, Restorer
@@ -30,13 +28,12 @@ from ckpt.restoring.tensors import load_tensors
 from ckpt.saving.client import OnBusy, SaveClient
 from ckpt.saving.counters import Counters, Tally
 from ckpt.saving.handle import SaveHandle
-from ckpt.saving.messages import Job, Setup
-from ckpt.saving.overlap import Overlap, copy_snapshot
-from ckpt.saving.piecewise import stream_snapshot
+from ckpt.saving.messages import Setup
+from ckpt.saving.overlap import Overlap
 from ckpt.saving.stage import Layout
+from ckpt.saving.taking import Save, take_snapshot
 from ckpt.schedule import Schedule
 from ckptstore.catalog import Checkpoint
-from ckptstore.clock import system_clock
 from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
 from ckptstore.names import Attempt, Reference, check_step, derive_ulid
 from ckptstore.source import Source, open_source
@@ -96,7 +93,7 @@ class Checkpointer:
         self._lease: str | None = None
         self._newest: SaveHandle | None = None
         self._schedules: list[Schedule] = []
-        _close_at_exit(self)
+        close_at_exit(self)
 
     def prepare(self, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
         """Agree with the other ranks on who writes what, start the saver, and have the memory for snapshots made in the
@@ -176,8 +173,14 @@ class Checkpointer:
         if subject.optimizers and self.config.overlap and self._overlap is None:
             self._overlap = Overlap()
         overlap = self._overlap if subject.optimizers else None
-        self._stage(client, handle, captured, overlap, attempt, _numbers(metrics), on_busy)
+        save = Save(attempt, captured, self._layout, _numbers(metrics), self._lease)
+        try:
+            taken = take_snapshot(client, save, handle, overlap, on_busy)
+        except BaseException:
+            self._saves_of_step[step] += handle.done()  # some of it may have been written
+            raise
         self._saves_of_step[step] += 1
+        self._lease = None if taken else self._lease
         self._newest = handle
         handle._measure(blocked_s=time.perf_counter() - started)
         self._tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
@@ -357,50 +360,6 @@ class Checkpointer:
         if self._overlap is not None:
             self._overlap.join()
 
-    def _stage(
-        self,
-        client: SaveClient,
-        handle: SaveHandle,
-        captured: Captured,
-        overlap: Overlap | None,
-        attempt: Attempt,
-        metrics: dict[str, float],
-        on_busy: OnBusy,
-    ) -> None:
-        layout, slot = self._layout, None
-        waiting = time.perf_counter()
-        if captured.leaves:
-            slot = client.acquire(layout.num_bytes, on_busy, attempt.step)
-            if slot is None:
-                client.skip(str(attempt), handle)
-                return
-        handle._measure(wait_s=time.perf_counter() - waiting)
-        job = Job(
-            number=client.next_number(),
-            slot=slot.number if slot is not None else None,
-            attempt=str(attempt),
-            created_at=system_clock(),
-            slices=layout.rows,
-            aliases=captured.aliases,
-            trees=captured.trees,
-            local=captured.local,
-            metrics=metrics,
-            lease=self._lease,
-            streamed=slot is not None and slot.segment.num_bytes < layout.num_bytes,
-        )
-        if slot is None:
-            client.submit(job, handle)
-        elif job.streamed:
-            self._saves_of_step[attempt.step] += 1  # something may have been written, whatever becomes of it
-            stream_snapshot(client, slot, captured.leaves, layout, job, handle)
-        else:
-            try:
-                copy_snapshot(client, slot, captured.leaves, layout, job, handle, overlap)
-            except BaseException:
-                client.release(slot)
-                raise
-        self._lease = None
-
     def _reference(self, checkpoint: str | int | None) -> Reference:
         if checkpoint is None:
             return Reference(self.config.run, None)
@@ -421,20 +380,3 @@ def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
     if len(finite) < len(numbers):
         logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - finite.keys()))
     return finite
-
-
-def _close_at_exit(checkpointer: Checkpointer) -> None:
-    """Close it when the interpreter ends, while threads may still be started; hold no reference until then."""
-    reference = weakref.ref(checkpointer)
-
-    def close() -> None:
-        found = reference()
-        if found is None:
-            return
-        try:
-            found.close()
-        except Exception:
-            logger.exception("a save was not durable when the interpreter ended")
-
-    # atexit itself comes too late: thread pools refuse work by then.
-    threading._register_atexit(close)  # type: ignore[attr-defined]
