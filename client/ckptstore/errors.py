@@ -48,8 +48,7 @@
         ├── SnapshotTorn        snapshot_torn
         └── ReceiptsMissing     receipts_missing
 
-The groups say what a handler would do. `http_status` and `exit_code` are the only
-translations, used by the daemon, its client and the command line alike.
+The groups say what a handler would do. `http_status` and `exit_code` are the only translations, for all programs.
 """
 
 from __future__ import annotations
