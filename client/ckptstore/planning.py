@@ -131,6 +131,16 @@ def entry_bytes(content: Content) -> dict[str, int]:
     }
 
 
+def derived_bytes(content: Content) -> dict[str, int]:
+    """Raw bytes of each entry that are not stored but derived; entries without any are left out."""
+    found: dict[str, int] = {}
+    for group in boxes.same_dimensions(content, content.slices.derived_rows):
+        for row, size in zip(group.rows.tolist(), group.bytes.tolist(), strict=True):
+            name = content.entries.name[int(content.slices.entry[row])]
+            found[name] = found.get(name, 0) + size
+    return found
+
+
 def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
     """The reads that bring all wanted boxes, every chunk once, by shard and by where it lies. Pure.
 

@@ -104,7 +104,8 @@ def test_show_tells_entries_shards_and_metrics(folder: Path) -> None:
     body = invoke("show", "gpt@40", "--store", folder, "-o", "json").json
     weight = next(entry for entry in body["entries"] if entry["name"] == "model/weight")
     assert weight == {
-        "name": "model/weight", "dtype": "float32", "shape": [700, 1024], "bytes": 700 * 1024 * 4, "aliases": [],
+        "name": "model/weight", "dtype": "float32", "shape": [700, 1024], "bytes": 700 * 1024 * 4, "derived_bytes": 0,
+        "aliases": [],
     }  # fmt: skip
     assert (body["checkpoint"]["step"], body["shards"][0]["num_chunks"], body["items"]) == (40, 14, ["model"])
 

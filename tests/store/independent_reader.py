@@ -72,6 +72,16 @@ def decode(codec: str, stored: bytes, size: int) -> bytes:
     return b"".join(words) + stored[at:]
 
 
+def cast(w: np.ndarray, dtype: str) -> np.ndarray:
+    nan = w & 0x7FFFFFFF > 0x7F800000
+    if dtype == "bfloat16":
+        even = (w.astype(np.uint64) + 0x7FFF + (w >> 16 & 1)) >> 16
+        return np.where(nan, 0xFFFF, even).astype("<u2")
+    with np.errstate(all="ignore"):
+        rounded = w.view("<f4").astype("<f2").view("<u2")
+    return np.where(nan, w >> 16 & 0x8000 | 0x7E00 | w >> 13 & 0x3FF, rounded).astype("<u2")
+
+
 def read(root: str, run: str) -> tuple[dict, Entries]:  # type: ignore[type-arg]
     outcome = latest(root, run)
     folder = pathlib.Path(root, run, "attempts", outcome["attempt"])
@@ -98,11 +108,15 @@ def read(root: str, run: str) -> tuple[dict, Entries]:  # type: ignore[type-arg]
         streams.append(stream)
     names, dtypes, shapes = (content["entries"][c] for c in ("name", "dtype", "shape"))
     arrays = [np.zeros([*shape, ITEM.get(dtype, 1)], np.uint8) for shape, dtype in zip(shapes, dtypes)]
-    boxes = iter(column(content["slices"]["box"]))
-    for entry, number, at in zip(*(column(content["slices"][c]) for c in ("entry", "shard", "at"))):
+    boxes, derived = iter(column(content["slices"]["box"])), set(column(content["slices"].get("derived", "u1:")))
+    for i, (entry, number, at) in enumerate(zip(*(column(content["slices"][c]) for c in ("entry", "shard", "at")))):
         offsets, sizes = ([next(boxes) for _ in shapes[entry]] for _ in "os")
         region = arrays[entry][tuple(slice(o, o + s) for o, s in zip(offsets, sizes))]
         size = math.prod(region.shape)
+        if i in derived:
+            elements = cast(np.frombuffer(streams[number], "<u4", size // 2, at), dtypes[entry])
+            region[...] = elements.view(np.uint8).reshape(region.shape)
+            continue
         region[...] = np.frombuffer(streams[number], np.uint8, size, at).reshape(region.shape) if size else 0
     assert next(boxes, None) is None, "more boxes than slices"
     return manifest, {n: (d, tuple(s), a.tobytes()) for n, d, s, a in zip(names, dtypes, shapes, arrays)}

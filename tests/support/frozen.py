@@ -17,7 +17,16 @@ from ckptstore.codings import fast
 from ckptstore.commit import StoredReceipt, commit_attempt
 from ckptstore.documents import FORMAT, JSON, Content, Receipt, Shard, seal
 from ckptstore.names import Attempt
-from ckptstore.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, raw_bytes, slice_tables
+from ckptstore.shards import (
+    Placed,
+    Slice,
+    chunk_table,
+    encode_chunk,
+    place_slices,
+    plan_chunks,
+    raw_bytes,
+    slice_tables,
+)
 from ckptstore.stores import Store
 
 RUN = "frozen"
@@ -46,8 +55,14 @@ def whole_entries() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         "model/noise": ("uint8", (256,), (mixed[:256] // 65_537 % 256).astype("u1").tobytes()),
         "model/scalar": ("int32", (), struct.pack("<i", -7)),
         "model/empty": ("float32", (0, 3), b""),
+        "model/cast": ("bfloat16", (64, 64), _bfloat16(f32.astype(np.uint32)).astype("<u2").tobytes()),
         "optim/step": ("complex64", (1,), struct.pack("<ff", 1.5, -0.0)),
     }
+
+
+def _bfloat16(f32: np.ndarray[Any, np.dtype[np.uint32]]) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    rounded = (f32.astype(np.uint64) + 0x7FFF + (f32 >> 16 & 1) >> 16).astype(np.uint32)
+    return np.where((f32 & 0x7FFFFFFF) > 0x7F800000, np.uint32(0xFFFF), rounded)
 
 
 def sharded_entry() -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -84,7 +99,9 @@ def _parts(rank: int) -> Parts:
 
 def _write_rank(store: Store, rank: int) -> StoredReceipt:
     parts = _parts(rank)
-    placed = place_slices(parts)
+    derived = [piece for piece in parts if piece.entry == "model/cast"]
+    placed = place_slices(piece for piece in parts if piece not in derived)
+    sources = [Placed(piece, place.at) for piece in derived for place in placed if place.slice.entry == "model/weight"]
     raw = b"".join(parts[place.slice] for place in placed)
     assert len(raw) == raw_bytes(placed)
     chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
@@ -92,7 +109,7 @@ def _write_rank(store: Store, rank: int) -> StoredReceipt:
     with store.open_writer(names.shard_key(RUN, ATTEMPT, shard)) as writer:
         for chunk in chunks:
             writer.write(chunk.data)
-    entries, slices = slice_tables(placed)
+    entries, slices = slice_tables(placed, sources)
     content = Content(
         shards=[Shard(name=shard, rank=rank, chunks=chunk_table(chunks))],
         entries=entries,

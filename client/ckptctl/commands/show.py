@@ -18,7 +18,7 @@ from ckptstore.catalog import Checkpoint, State
 from ckptstore.documents import Content, Shard
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import Reference, checkpoint_id
-from ckptstore.planning import entry_bytes
+from ckptstore.planning import derived_bytes, entry_bytes
 from ckptstore.references import referenced_attempts
 from ckptstore.source import Source, read_manifest
 from ckptstore.wire import CheckpointBody
@@ -31,6 +31,8 @@ class EntryBody(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: list[int]
     bytes: int
+    derived_bytes: int
+    """That are not stored: they are casts of another entry."""
     aliases: list[str]
 
 
@@ -97,13 +99,20 @@ def find_readable(source: Source, text: str) -> Checkpoint:
 
 
 def _entries(content: Content) -> list[EntryBody]:
-    sizes = entry_bytes(content)
+    sizes, derived = entry_bytes(content), derived_bytes(content)
     aliases: dict[str, list[str]] = {}
     for alias, name in sorted(content.aliases.items()):
         aliases.setdefault(name, []).append(alias)
     columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
     return [
-        EntryBody(name=name, dtype=dtype, shape=shape, bytes=sizes[name], aliases=aliases.get(name, []))
+        EntryBody(
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            bytes=sizes[name],
+            derived_bytes=derived.get(name, 0),
+            aliases=aliases.get(name, []),
+        )
         for name, dtype, shape in columns
     ]
 
@@ -126,6 +135,8 @@ def _shard(shard: Shard) -> ShardBody:
 
 def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]:
     facts = checkpoint_facts(found, now)
+    if derived := sum(entry.derived_bytes for entry in body.entries):
+        facts = Facts([*facts.pairs, ("derived", f"{human.size(derived)} are not stored but casts of other entries")])
     if body.references:
         facts = Facts([*facts.pairs, ("references", ", ".join(body.references))])
     yield facts
