@@ -87,7 +87,7 @@ def test_it_follows_the_speed_of_the_store_both_ways(sink: Sink, saver: Saver) -
         shares = [saver.save() for _ in range(A_FEW)]
         assert shares[-1] == pytest.approx(packed, abs=BUT_A_PROBE), shares
         if packed:
-            assert "uint8 as raw" in saver.reason, "noise, as was seen when it was tried"
+            assert "uint8 raw" in saver.reason, "noise, as was seen when it was tried"
 
 
 def test_it_follows_the_interval_both_ways(saver: Saver) -> None:

@@ -24,17 +24,17 @@ REMOTE_UPLOAD_S = 1 / 0.3e9
 # Trained weights and moments, and integers of all sorts, on one core (docs/decisions/0016).
 _PRIORS = {
     Coding("raw"): Figure(1 / 10e9, 1.0),
-    Coding("float-split/float32"): Figure(1 / 1.8e9, 0.835),
-    Coding("float-split/bfloat16"): Figure(1 / 1.2e9, 0.67),
-    Coding("float-split/float16"): Figure(1 / 1.8e9, 0.85),
-    Coding("zstd"): Figure(1 / 0.6e9, 0.9),
+    Coding("float-split/float32"): Figure(1 / 2.4e9, 0.835),
+    Coding("float-split/bfloat16"): Figure(1 / 1.8e9, 0.67),
+    Coding("float-split/float16"): Figure(1 / 2e9, 0.85),
+    Coding("zstd"): Figure(1 / 0.8e9, 0.9),
 }
-_PRIOR_OF_OTHERS = Figure(1 / 0.2e9, 0.88)
+_PRIOR_COST_OF_LEVELS = 10  # for nothing, until a probe shows otherwise
 
 _NEWEST_WEIGHS = 0.5
 _LEAST_BYTES = 64 << 10  # fewer tell more about latencies than about speed
 _LEAST_S = 1e-9
-_PROBE_SHARE = 0.01  # of the time of all saves goes into probing a coding, at most
+_PROBE_SHARE = 0.01  # of the time that saves take, or may take, goes into probing a coding, at most
 _PROBE_EVERY = 4
 
 
@@ -144,11 +144,11 @@ class MeasuredCodings:
         return {dtype: {coding: self._smoothed(dtype, coding).figure for coding in codings(dtype)} for dtype in dtypes}
 
     def _smoothed(self, dtype: str, coding: Coding) -> _Smoothed:
-        prior = _PRIORS.get(coding, _PRIOR_OF_OTHERS)
-        return self._encoding.setdefault((dtype, coding), _Smoothed(prior))
+        return self._encoding.setdefault((dtype, coding), _Smoothed(_prior(coding)))
 
     def _probe(self, spans: Sequence[ChunkSpan], figures: Figures, choice: Choice) -> dict[int, Coding]:
         """The chunk, by where it begins, that is encoded otherwise, by the coding that was measured longest ago."""
+        time_s = max(choice.durable_s, INTERVAL_SHARE * (self._interval_s or 0.0))
         due: list[tuple[int, int, Coding]] = []
         for dtype, chosen in choice.codings.items():
             eligible = [span for span in spans if span.dtype == dtype and span.bytes >= _LEAST_BYTES]
@@ -158,7 +158,7 @@ class MeasuredCodings:
             for coding in codings(dtype):
                 age = self._saves - self._measured_in[dtype, coding]
                 cost_s = span.bytes * figures[dtype][coding].seconds
-                affordable = cost_s <= _PROBE_SHARE * age * choice.durable_s
+                affordable = cost_s <= _PROBE_SHARE * age * time_s
                 if coding != chosen and age >= _PROBE_EVERY and affordable:
                     due.append((age, span.at, coding))
         return {at: coding for _, at, coding in [max(due)]} if due else {}
@@ -231,8 +231,19 @@ def _smooth(old: float, new: float) -> float:
     return math.exp((1 - _NEWEST_WEIGHS) * math.log(old) + _NEWEST_WEIGHS * math.log(new))
 
 
+def _name(coding: Coding) -> str:
+    return coding.codec if coding.level == 1 else f"{coding.codec} at level {coding.level}"
+
+
+def _prior(coding: Coding) -> Figure:
+    if coding in _PRIORS:
+        return _PRIORS[coding]
+    lowest = _PRIORS[Coding(coding.codec)]
+    return lowest._replace(seconds=_PRIOR_COST_OF_LEVELS * lowest.seconds)
+
+
 def _explain(choice: Choice, interval_s: float | None) -> str:
-    chosen = ", ".join(f"{dtype} as {coding.codec}-{coding.level}" for dtype, coding in choice.codings.items())
+    chosen = ", ".join(f"{dtype} {_name(coding)}" for dtype, coding in choice.codings.items())
     times = f"{choice.durable_s:.3g} s expected (encode {choice.encode_s:.3g}, upload {choice.upload_s:.3g})"
     if interval_s is None:
         return f"{chosen}: {times}, the soonest, for nothing is known of the interval between saves"

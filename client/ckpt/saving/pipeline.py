@@ -196,7 +196,7 @@ class SavePipeline:
         started, cpu = time.perf_counter(), time.process_time()
         uploaded = self._upload_shard(snapshot) if placed and snapshot.saving.changed_bytes else None
         if uploaded is not None:
-            snapshot.codings.learn(uploaded.stored_bytes, uploaded.upload_s)
+            snapshot.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = snapshot.saving.shard(uploaded.chunks if uploaded else None) if placed else None
         receipt = write_receipt(self._store, self._setup, job, placed, snapshot.derived, shard)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0

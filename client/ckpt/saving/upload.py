@@ -19,6 +19,8 @@ class Uploaded:
     stored_bytes: int
     upload_s: float
     """Time spent in the store, without waiting for chunks."""
+    busy_s: float
+    """The same, or longer: the store may have written while chunks were waited for."""
 
 
 def upload_shard(
@@ -40,4 +42,4 @@ def upload_shard(
         started = time.perf_counter()
     spent += time.perf_counter() - started
     table = chunk_table(written)
-    return Uploaded(table, int(table.stored.sum()), spent)
+    return Uploaded(table, int(table.stored.sum()), spent, max(spent, writer.busy_s))

@@ -42,6 +42,11 @@ class ObjectWriter(ABC):
     Leaving it by an exception removes what was written. Not for use by several threads at once.
     """
 
+    @property
+    def busy_s(self) -> float:
+        """For how long bytes were on their way in the background; 0 if that happens in the calls themselves."""
+        return 0.0
+
     @abstractmethod
     def write(self, data: Buffer) -> None:
         """Append `data`; the caller may reuse the buffer afterwards."""

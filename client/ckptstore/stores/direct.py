@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.codecs import Buffer
+from ckptstore.stores.busy import BusyTime
 
 PACK_BYTES = 8 << 20
 """Bytes that are packed before they are written."""
@@ -42,6 +43,7 @@ class DirectFile:
         self._other = _aligned_memory(PACK_BYTES)
         self._writing: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self.busy = BusyTime()
         self._direct = _set_direct(fd, True)
         if self._direct and expected_bytes:
             _preallocate(fd, expected_bytes)
@@ -64,8 +66,9 @@ class DirectFile:
         self._pack[self._filled : padded] = 0
         self._write_at(self._pack.data[:padded], self._at)
         self._settle()
-        os.ftruncate(self._fd, size)
-        os.fsync(self._fd)
+        with self.busy:
+            os.ftruncate(self._fd, size)
+            os.fsync(self._fd)
         self.close()
 
     def close(self) -> None:
@@ -94,7 +97,8 @@ class DirectFile:
         while len(rest):
             direct = self._direct
             try:
-                count = os.pwrite(self._fd, rest, offset)
+                with self.busy:
+                    count = os.pwrite(self._fd, rest, offset)
             except OSError as error:
                 # Some file systems find out only now that they cannot; and a short write may end anywhere.
                 if error.errno != errno.EINVAL or not direct:

@@ -202,6 +202,11 @@ class _LocalWriter(ObjectWriter):
         self._url = url
         self._file = DirectFile(_create(path), size_hint)
 
+    @property
+    def busy_s(self) -> float:
+        """While the disk wrote."""
+        return self._file.busy.seconds
+
     def write(self, data: Buffer) -> None:
         with store_errors("write", self._url):
             self._file.write(data)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptstore.codecs import Buffer
 from ckptstore.stores.base import ObjectWriter
+from ckptstore.stores.busy import BusyTime
 from ckptstore.stores.failures import store_errors
 from ckptstore.stores.transfers import Part, Transfers
 
@@ -47,8 +48,14 @@ class MultipartWriter(ObjectWriter):
         self._sent: list[dict[str, Any]] = []
         self._committing = False
         self._stop = threading.Event()
+        self._busy = BusyTime()
         threads = max(1, BUFFERED_BYTES // self._part.room - 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-upload-part")
+
+    @property
+    def busy_s(self) -> float:
+        """While parts were on their way."""
+        return self._busy.seconds
 
     def write(self, data: Buffer) -> None:
         """Add to parts, and send them; waits while as much as may be is on its way."""
@@ -95,10 +102,14 @@ class MultipartWriter(ObjectWriter):
             self._upload = self._transfers.begin(self._path)
         part, number = self._part, self._part.number + 1
         self._part = Part(number, part_bytes(number, self._size_hint))
-        sent = self._threads.submit(self._transfers.put_part, self._path, self._upload, part, self._stop)
+        sent = self._threads.submit(self._put, self._upload, part)
         self._on_their_way[sent] = part
         while self._on_their_way and sum(map(len, self._on_their_way.values())) + self._part.room > BUFFERED_BYTES:
             self._reap()
+
+    def _put(self, upload: str, part: Part) -> dict[str, Any]:
+        with self._busy:
+            return self._transfers.put_part(self._path, upload, part, self._stop)
 
     def _reap(self) -> None:
         """Wait until one of the parts has arrived."""
