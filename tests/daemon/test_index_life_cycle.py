@@ -28,7 +28,8 @@ from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint
 from tests.support.clocked import FakeClock
-from tests.support.life_cycle import HOUR_S, RUN, LifeCycle, graces, lives, pick
+from tests.support.life_cycle import RUN, LifeCycle
+from tests.support.lives import HOUR_S, graces, lives, pick
 from tests.support.stores import FaultyStore, Interleaving
 
 OTHER = "other"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -31,7 +28,7 @@ from ckptstore.names import Attempt, new_ulid
 from ckptstore.pins import pin, pinned, unpin
 from ckptstore.probing import check_store
 from ckptstore.references import Mark, marks
-from ckptstore.retention import Best, Policy
+from ckptstore.retention import Policy
 from ckptstore.scrubbing import scrub
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store
@@ -39,35 +36,10 @@ from ckptstore.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
 from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock
+from tests.support.lives import HOUR_S, Life, faults, graces, pick, policies
 from tests.support.stores import Faults, FaultyStore
 
 RUN = "gpt"
-HOUR_S = 3600.0
-
-faults = st.none() | st.builds(Faults, st.integers(0, 60), st.sampled_from(["before", "after"]))
-graces = st.sampled_from([0.0, HOUR_S, 24 * HOUR_S])
-policies = st.builds(
-    Policy,
-    keep_last=st.integers(1, 3),
-    keep_every=st.sampled_from([0, 3]),
-    keep_best=st.sampled_from([(), (Best("loss", False, 1),)]),
-    max_bytes=st.sampled_from([0, 1000]),
-)
-pick = st.integers(0, 1000)
-
-
-@dataclass
-class Life:
-    """What the model knows of one committed attempt."""
-
-    step: int
-    frozen: Attempt
-    """Who holds the chunk that is the same in all of them: itself, or an earlier one that it references."""
-    state: Literal["visible", "hidden", "gone"] = "visible"
-    flipped: set[int] = field(default_factory=set)
-    """Bytes of its shard that are not as they were written: 0 is of its own chunk, -1 the last one of all."""
-    quarantined: bool = False
-    pins: set[str] = field(default_factory=set)
 
 
 class LifeCycle(RuleBasedStateMachine):
@@ -396,9 +368,3 @@ def names_time(attempt: Attempt) -> float:
     from ulid import ULID
 
     return ULID.from_str(attempt.ulid).timestamp
-
-
-def lives(few: int) -> settings:
-    """How many are tried: as many as CKPTD_LIFE_CYCLES says, or a few."""
-    number = int(os.environ.get("CKPTD_LIFE_CYCLES", few))
-    return settings(max_examples=number, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
