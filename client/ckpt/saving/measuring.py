@@ -17,16 +17,16 @@ from ckpt.saving.choosing import INTERVAL_SHARE, Choice, Figure, Figures, choose
 from ckptstore.codings import POLICIES, Coding, Policy, codings
 from ckptstore.shards import ChunkSpan, EncodedChunk, encode_chunk
 
-LOCAL_UPLOAD_S = 1 / 1.5e9
+LOCAL_UPLOAD_S = 1 / 2e9
 REMOTE_UPLOAD_S = 1 / 0.3e9
 """Seconds per byte that a store is expected to take, until it was written to."""
 
-# Trained weights and moments, and integers of all sorts, on one core (docs/decisions/0016).
+# Trained weights and moments, and integers of all sorts, on one core beside a trainer (docs/decisions/0016).
 _PRIORS = {
     Coding("raw"): Figure(1 / 10e9, 1.0),
-    Coding("float-split/float32"): Figure(1 / 2.4e9, 0.835),
-    Coding("float-split/bfloat16"): Figure(1 / 1.8e9, 0.67),
-    Coding("float-split/float16"): Figure(1 / 2e9, 0.85),
+    Coding("float-split/float32"): Figure(1 / 1.6e9, 0.835),
+    Coding("float-split/bfloat16"): Figure(1 / 1.2e9, 0.67),
+    Coding("float-split/float16"): Figure(1 / 1.4e9, 0.85),
     Coding("zstd"): Figure(1 / 0.8e9, 0.9),
 }
 _PRIOR_COST_OF_LEVELS = 10  # for nothing, until a probe shows otherwise
