@@ -1,13 +1,17 @@
-"""The saver process on its own, with a trainer that dies while another rank's receipt is missing."""
+"""The saver process: what it takes of the machine; and with a trainer that dies while a receipt is missing."""
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import nn
 
+from ckpt import Checkpointer
 from ckpt.saving.messages import Channel, Job, Setup, SliceRow, Slot
 from ckpt.saving.presence import Presence, wait_for_orphans
 from ckpt.saving.segment import Segment
@@ -65,3 +69,16 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
             saver.kill()
             saver.wait()
     assert StoreSource(store).latest("r").world_size == 2
+
+
+def test_a_saver_keeps_to_its_cpu_budget_and_gives_way(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"w": torch.randn(24 << 20)})  # 96 MiB
+    budget, burst_s, chunk_s = 0.02, 1.0, 0.01
+    with Checkpointer(str(tmp_path), run="r", compress="fast", slots=1, cpu_budget=budget) as checkpointer:
+        handle = checkpointer.save_async(model, None, 1)
+        assert handle.result(60).step == 1
+        assert checkpointer.saver_pid is not None
+        assert os.sched_getscheduler(checkpointer.saver_pid) == os.SCHED_BATCH
+        assert os.getpriority(os.PRIO_PROCESS, checkpointer.saver_pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    timings = handle.timings
+    assert 0 < timings.cpu_s <= budget * (timings.encode_s + timings.upload_s + burst_s) + chunk_s

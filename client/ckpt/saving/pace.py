@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-NICENESS = 10
+NICENESS = 5
 _BURST_S = 1.0
 """The budget is kept over about this time."""
 _SHORTEST_S = 0.001
