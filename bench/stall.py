@@ -83,11 +83,10 @@ def _stall(trainer: Trainer, peer: Peer, folders: Iterator[Path]) -> Callable[[]
 
 def _memcpy(state: State) -> Callable[[], float]:
     """Seconds of libc's memcpy of all tensors, one after the other."""
-    buffer = touched(state.num_bytes)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    target = ctypes.c_char.from_buffer(touched(state.num_bytes))
 
     def copy(sources: list[tuple[int, int]]) -> None:
-        at = start
+        at = ctypes.addressof(target)
         for source, size in sources:
             ctypes.memmove(at, source, size)
             at += size
@@ -128,8 +127,7 @@ def _report(state: State, found: dict[str, list[float]], first: dict[str, float]
         ],
         goals=[
             *(Goal(name, MEMCPY, ratios.get(name, float("nan")), goal, "at most") for name, goal in GOALS.items()),
-            Goal("overlap", "best peer", spreads[OVERLAP].median / best, 1.0, "at most"),
-            Goal("eager", "best peer", spreads[EAGER].median / best, 1.0, "at most"),
+            Goal(OVERLAP, "best peer", spreads[OVERLAP].median / best, 1.0, "at most"),
             Goal("first save, eager", "later ones", first[EAGER] / spreads[EAGER].median, FIRST_GOAL, "at most"),
         ],
         limit=spreads[MEMCPY].median,

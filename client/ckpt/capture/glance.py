@@ -17,8 +17,8 @@ from ckpt.capture import modules
 from ckpt.capture.optimizers import state_holder
 from ckpt.capture.subject import Subject
 
-_TENSORS = (nn.Parameter, torch.Tensor, nn.Buffer)
-_CONSTANTS = (type(None), bool, int, float, str)
+_TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
+_CONSTANTS = frozenset((type(None), bool, int, float, str))
 _OWN_WAYS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters", "named_modules")
 """Methods that tell a module's state; a class that has its own is asked every time."""
 
@@ -87,28 +87,25 @@ class Glance:
         return True
 
     def _named(self, values: dict[str, Any]) -> bool:
-        self.marks.extend(values)
+        marks = self.marks
+        marks.extend(values)
         for value in values.values():
-            if type(value) in _CONSTANTS:
-                self.marks.append((type(value), value))
-            elif not self._tensor(value):
+            local = value
+            if type(value) not in _TENSORS:
+                if type(value) in _CONSTANTS:
+                    marks.append((type(value), value))
+                    continue
+                if not isinstance(value, DTensor):
+                    return False
+                marks.append(value._spec)
+                local = value._local_tensor
+            if local.layout is not torch.strided:
                 return False
-        return True
-
-    def _tensor(self, tensor: Any) -> bool:
-        local = tensor
-        if type(tensor) not in _TENSORS:
-            if not isinstance(tensor, DTensor):
-                return False
-            self.marks.append(tensor._spec)
-            local = tensor._local_tensor
-        if local.layout is not torch.strided:
-            return False
-        self.marks += (
-            id(tensor), local.data_ptr(), local.dtype, local.shape, local.stride(), local.get_device(),
-            local.is_conj(), local.is_neg(), tensor.requires_grad,
-        )  # fmt: skip
-        self.tensors.append(tensor)
+            marks.extend((
+                id(value), local.data_ptr(), local.dtype, local.shape, local.stride(), local.get_device(),
+                local.is_conj(), local.is_neg(), value.requires_grad,
+            ))  # fmt: skip
+            self.tensors.append(value)
         return True
 
 

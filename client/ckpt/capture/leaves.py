@@ -55,6 +55,8 @@ class Captured:
     trees: dict[str, JSON] = field(default_factory=dict)
     local: dict[str, JSON] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    sameness: object | None = None
+    """If two captures have the same object here, their leaves are the same slices and lie in the same memory."""
 
 
 class Collector:

@@ -37,9 +37,10 @@ class _Place(NamedTuple):
     """Which of those that a glance sees."""
     view: _View | None
     change: Change
+    distributed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Described:
     """What objects were described as, and what they looked like then."""
 
@@ -78,10 +79,11 @@ class Capturer:
             self._described = described
         else:
             collector = _again(described, subject, glance.tensors)
-        if described is not None:
-            collector = collector.beside(collector.captured)
-        capture_local(collector, subject)
-        return collector.captured
+        captured = collector.captured
+        shared = len(captured.leaves)
+        capture_local(collector if described is None else collector.beside(captured), subject)
+        captured.sameness = described if len(captured.leaves) == shared else None
+        return captured
 
 
 def _describe(subject: Subject, ownership: Ownership, glance: Glance, collector: Collector) -> _Described | None:
@@ -92,7 +94,7 @@ def _describe(subject: Subject, ownership: Ownership, glance: Glance, collector:
         number = numbers.get(id(leaf.origin))
         if number is None:
             return None
-        places.append(_Place(leaf.slice, number, _view(leaf), leaf.change))
+        places.append(_Place(leaf.slice, number, _view(leaf), leaf.change, isinstance(leaf.origin, DTensor)))
     parameters, captured = subject.parameters(), collector.captured
     groups = {
         item: [[[n for held in group for n in held] for group in optimizers.named_groups(o, parameters)] for o in found]
@@ -117,9 +119,9 @@ def _view(leaf: Leaf) -> _View | None:
 def _again(described: _Described, subject: Subject, tensors: Sequence[torch.Tensor]) -> Collector:
     """What is captured of objects that look as they did."""
     captured = Captured(trees=dict(described.trees), aliases=dict(described.aliases))
-    for piece, number, view, change in described.places:
+    for piece, number, view, change, distributed in described.places:
         origin = tensors[number]
-        local = _local(origin)
+        local = origin._local_tensor if distributed else origin  # type: ignore[attr-defined]
         captured.leaves.append(Leaf(piece, local if view is None else local.as_strided(*view), origin, change))
     for item, of_optimizers in described.groups.items():
         frame: JSON = {}

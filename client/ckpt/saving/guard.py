@@ -58,6 +58,8 @@ class Steadiness:
     """
 
     def __init__(self) -> None:
+        self.changes = 0
+        """Times that the answer for some parameter has changed."""
         self._digests: dict[Slice, int] = {}
         self._steady: set[Slice] = set()
 
@@ -68,11 +70,14 @@ class Steadiness:
         """Look at copies in a slot. stepped: whether an optimizer has stepped since the save before."""
         for place in frozen:
             digest = _sample(segment.view[place.at : place.at + place.slice.bytes])
-            if self._digests.get(place.slice) != digest:
-                self._steady.discard(place.slice)
-            elif stepped:
-                self._steady.add(place.slice)
+            known, steady = self._digests.get(place.slice), place.slice in self
             self._digests[place.slice] = digest
+            if steady and known != digest:
+                self._steady.remove(place.slice)
+                self.changes += 1
+            elif not steady and known == digest and stepped:
+                self._steady.add(place.slice)
+                self.changes += 1
 
 
 def _sample(data: memoryview) -> int:

@@ -24,7 +24,7 @@ from typing import cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.capture.leaves import Change, Leaf
+from ckpt.capture.leaves import Captured, Change, Leaf
 from ckpt.saving.arena import ArenaSlot
 from ckpt.saving.client import SaveClient
 from ckpt.saving.guard import Guard, Steadiness
@@ -47,22 +47,22 @@ _NAMED = 3
 def copy_snapshot(
     client: SaveClient,
     slot: ArenaSlot,
-    leaves: Sequence[Leaf],
+    captured: Captured,
     layout: Layout,
     job: Job,
     handle: SaveHandle,
     overlap: Overlap | None,
 ) -> None:
     """Copy the leaves into the slot, and submit the job when all are copied: now, or in the background."""
-    began = time.perf_counter()
+    began, leaves = time.perf_counter(), captured.leaves
     if overlap is not None and overlap.on:
-        transfer = slot.stager.begin(leaves, layout, overlap.may_wait)
+        transfer = slot.stager.begin(leaves, layout, overlap.may_wait, overlap.sameness(captured))
         if transfer.later:
             overlap.begin(client, Flight(transfer, Guard(transfer.later), job, handle, slot, _frozen(leaves, layout)))
             return
         transfer.finish()
     else:
-        slot.stager.stage(leaves, layout)
+        slot.stager.stage(leaves, layout, captured.sameness)
     handle._measure(stage_s=time.perf_counter() - began)
     client.submit(job, handle)
 
@@ -121,6 +121,10 @@ class Overlap:
         if leaf.change is Change.NEVER:
             return leaf.slice.bytes >= _FROZEN_BYTES and leaf.slice in self._steadiness
         return leaf.tensor.is_cuda or leaf.slice.bytes >= _SMALL_BYTES
+
+    def sameness(self, captured: Captured) -> object | None:
+        """Equal for captures whose leaves are the same and may wait alike; None where that is not known."""
+        return captured.sameness and (captured.sameness, self._steadiness.changes)
 
     def begin(self, client: SaveClient, flight: Flight) -> None:
         """Copy in the background, then submit the job. The flight before has been joined."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ckpt.capture.leaves import Leaf
 from ckpt.saving.messages import SliceRow
 from ckpt.saving.segment import Segment
-from ckpt.saving.transfer import Transfer, pin
+from ckpt.saving.transfer import Move, Transfer, pin
 from ckptstore.shards import Placed, Slice, place_slices, raw_bytes
 
 Later = Callable[[Leaf], bool]
@@ -48,6 +48,17 @@ class Layout:
         return Layout(slices, placed, order, rows, raw_bytes(placed))
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How leaves get into a slot: by address where they are plain memory."""
+
+    sameness: object | None
+    now: list[Move] = field(default_factory=list)
+    later: list[tuple[Move, int]] = field(default_factory=list)
+    others: list[tuple[Placed, int, bool]] = field(default_factory=list)
+    """Not plain memory, and whether they may wait."""
+
+
 class Stager:
     """Copies into one segment. The training thread begins a copy; the transfer that it gets may be finished by another.
 
@@ -59,38 +70,58 @@ class Stager:
         self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
         self._address = self._arena.data_ptr()
         self._pinned = False
+        self._plan: _Plan | None = None
 
-    def stage(self, leaves: Sequence[Leaf], layout: Layout) -> None:
-        """Copy all leaves. On return the slot holds them, also those from a GPU."""
-        self.begin(leaves, layout, None).finish()
+    def stage(self, leaves: Sequence[Leaf], layout: Layout, sameness: object | None = None) -> None:
+        """Copy all leaves. On return the slot holds them, also those from a GPU. sameness: see `Captured`."""
+        self.begin(leaves, layout, None, sameness).finish()
 
     @torch.no_grad()
-    def begin(self, leaves: Sequence[Leaf], layout: Layout, later: Later | None) -> Transfer:
+    def begin(
+        self, leaves: Sequence[Leaf], layout: Layout, later: Later | None, sameness: object | None = None
+    ) -> Transfer:
         """Copy the leaves that may change at any time, but for those that are on a GPU: they are on their way, in the
-        order of the current stream. What `later` says may wait goes with `Transfer.copy`."""
+        order of the current stream. What `later` says may wait goes with `Transfer.copy`.
+
+        sameness: if it is not None and equals the one before, leaves and `later` are as they were then.
+        """
+        plan = self._plan
+        if plan is None or sameness is None or plan.sameness != sameness:
+            plan = self._plan = self._make_plan(leaves, layout, later, sameness)
         transfer = Transfer()
-        for place, i in zip(layout.placed, layout.order, strict=True):
-            leaf = leaves[i]
-            tensor, waits = leaf.tensor, later is not None and later(leaf)
-            if is_plain(tensor):
-                # torch copies with all of its threads and waits for the slowest: several times slower than one
-                # thread as soon as a core is busy, with the saver for instance. memmove releases the GIL.
-                move = (self._address + place.at, tensor.data_ptr(), tensor.nbytes)
-                if waits:
-                    transfer.add_move(move, leaf)
-                else:
-                    ctypes.memmove(*move)
-                continue
-            view = self._view(place, tensor)
-            if tensor.is_cuda:
-                self._pin()
-                transfer.add_device_copy(view, leaf, waits)
-            elif waits:
-                transfer.add_copy(view, leaf)
-            else:
-                view.copy_(tensor)
+        # torch copies with all of its threads and waits for the slowest: several times slower than one
+        # thread as soon as a core is busy, with the saver for instance. memmove releases the GIL.
+        for move in plan.now:
+            ctypes.memmove(*move)
+        for move, i in plan.later:
+            transfer.add_move(move, leaves[i])
+        for place, i, waits in plan.others:
+            self._begin_other(transfer, place, leaves[i], waits)
         transfer.begun()
         return transfer
+
+    def _make_plan(self, leaves: Sequence[Leaf], layout: Layout, later: Later | None, sameness: object | None) -> _Plan:
+        plan = _Plan(sameness)
+        for place, i in zip(layout.placed, layout.order, strict=True):
+            tensor, waits = leaves[i].tensor, later is not None and later(leaves[i])
+            move = (self._address + place.at, tensor.data_ptr(), tensor.nbytes)
+            if not is_plain(tensor):
+                plan.others.append((place, i, waits))
+            elif waits:
+                plan.later.append((move, i))
+            else:
+                plan.now.append(move)
+        return plan
+
+    def _begin_other(self, transfer: Transfer, place: Placed, leaf: Leaf, waits: bool) -> None:
+        view = self._view(place, leaf.tensor)
+        if leaf.tensor.is_cuda:
+            self._pin()
+            transfer.add_device_copy(view, leaf, waits)
+        elif waits:
+            transfer.add_copy(view, leaf)
+        else:
+            view.copy_(leaf.tensor)
 
     def _view(self, place: Placed, tensor: torch.Tensor) -> torch.Tensor:
         flat = self._arena[place.at : place.at + place.slice.bytes]

@@ -47,7 +47,7 @@ def take_snapshot(client: SaveClient, save: Save, handle: SaveHandle, overlap: O
         stream_snapshot(client, slot, save.captured.leaves, layout, job, handle)
     else:
         try:
-            copy_snapshot(client, slot, save.captured.leaves, layout, job, handle, overlap)
+            copy_snapshot(client, slot, save.captured, layout, job, handle, overlap)
         except BaseException:
             client.release(slot)
             raise

@@ -14,6 +14,9 @@ import torch
 from ckpt.capture.leaves import Leaf
 from ckpt.saving.segment import Segment
 
+Move = tuple[int, int, int]
+"""Addresses to copy to and from, and bytes."""
+
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -23,13 +26,13 @@ class Transfer:
     def __init__(self) -> None:
         self.later: list[Leaf] = []
         """What is left for `copy`."""
-        self._moves: list[tuple[int, int, int]] = []
+        self._moves: list[Move] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept: list[torch.UntypedStorage] = []
         self._devices: dict[torch.device, DeviceCopies] = {}
 
-    def add_move(self, move: tuple[int, int, int], leaf: Leaf) -> None:
-        """Copy memory later: to, from, bytes. The memory lives until then, whatever becomes of the tensor."""
+    def add_move(self, move: Move, leaf: Leaf) -> None:
+        """Copy memory later. The memory lives until then, whatever becomes of the tensor."""
         self.later.append(leaf)
         self._moves.append(move)
         self._kept.append(leaf.tensor.untyped_storage())
