@@ -188,6 +188,7 @@ def train(args: argparse.Namespace) -> None:
                     handle = checkpoints.save_async(
                         model, optim, step, scheduler=sched, loader=loader, metrics={"loss": loss}
                     )
+                    handle.staged(timeout=None)  # from here on the save survives SIGKILL, as the log is about to say
                 display.step(step, loss, saving)
                 if handle is not None:
                     display.save(handle)
