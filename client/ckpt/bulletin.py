@@ -16,6 +16,7 @@ from ckptstore.errors import RankLost
 _NEWS = "news"
 _REQUESTS = "requests"
 _HURRY_S = 0.02
+_PATIENCE_S = 2.0
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
@@ -75,11 +76,11 @@ class Bulletin:
         self._asked += 1
 
     def close(self) -> None:
-        """Publish what was told last, and end the thread."""
+        """Publish what was told last, and end the thread; one that the store keeps waiting is left behind."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(_PATIENCE_S)
 
     def _check(self) -> None:
         if self._error is not None:

@@ -59,3 +59,4 @@ def test_a_rank_that_hears_nothing_says_so_in_time(outcomes: dict[object, Outcom
     assert "rank 0" in result["said"]
     assert result["seconds"] == pytest.approx(_TIMEOUT_S, abs=1.0)
     assert 100 <= result["step"] < 10_000
+    assert result["closing"] < 4.0, "the thread may still wait for the store"

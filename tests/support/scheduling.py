@@ -81,5 +81,7 @@ def lose_rank_zero(timeout_s: float) -> dict[str, Any]:
             started = time.monotonic()
             schedule.due(step)
     except RankLost as error:
-        return {"said": str(error), "seconds": time.monotonic() - started, "step": step}
+        seconds, started = time.monotonic() - started, time.monotonic()
+        schedule.close()
+        return {"said": str(error), "seconds": seconds, "step": step, "closing": time.monotonic() - started}
     return {"said": "nothing", "step": step}
