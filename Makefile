@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup browser demo test check fmt bench bench-full clean
+.PHONY: setup browser demo test check fmt bench bench-full bench-gpu clean
 
 setup: .venv/.ready
 
@@ -40,6 +40,10 @@ bench: .venv/.peers
 
 bench-full: .venv/.peers
 	$(BIN)/python -m bench all
+
+# Needs a CUDA device and some eight minutes; the verdict goes to bench/results/.
+bench-gpu: setup
+	$(BIN)/python -m bench.gpu
 
 # A peer that cannot be installed is no reason not to measure: the benchmarks list it as missing.
 .venv/.peers: .venv/.ready

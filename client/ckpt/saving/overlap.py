@@ -57,7 +57,7 @@ def copy_snapshot(
     began, leaves = time.perf_counter(), captured.leaves
     if overlap is not None and overlap.on:
         transfer = slot.stager.begin(leaves, layout, overlap.may_wait, overlap.sameness(captured))
-        if transfer.later:
+        if transfer.under_way:
             overlap.begin(client, Flight(transfer, Guard(transfer.later), job, handle, slot, _frozen(leaves, layout)))
             return
         transfer.finish()

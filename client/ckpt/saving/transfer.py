@@ -51,6 +51,11 @@ class Transfer:
             self.later.append(leaf)
         self._devices[device].add(view, leaf.tensor, later)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether something is still to be copied, or is being copied by a GPU."""
+        return bool(self.later or self._devices)
+
     def begun(self) -> None:
         """All that was asked of GPUs so far comes first."""
         for copies in self._devices.values():

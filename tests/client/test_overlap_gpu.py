@@ -1,0 +1,97 @@
+"""Overlap on a GPU: copies beside the stream that trains, which waits for them before a step; the CPU does not."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from ckpt import Checkpointer
+from tests.support.training import same_state
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw-fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "adamw-foreach": lambda p: AdamW(p, lr=0.01, foreach=True),
+    "adamw-capturable": lambda p: AdamW(p, lr=0.01, capturable=True),
+    "sgd": lambda p: SGD(p, lr=0.01, momentum=0.9),
+}
+
+
+def make(optimizer: Callable[[Any], Any], width: int = 512) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width)).cuda()
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    return model, optimizer(model.parameters())
+
+
+def step(model: Any, optim: Any) -> None:
+    model(torch.randn(32, model[0].in_features, device="cuda")).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def _occupy(cycles: int) -> None:
+    """The GPU does nothing else on this stream: two billion cycles are about a second."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_what_is_stored_is_the_state_of_the_save(optimizer: Callable[[Any], Any], tmp_path: Path) -> None:
+    model, optim = make(optimizer)
+    states = []
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        for number in range(6):
+            states.append(copy.deepcopy((model.state_dict(), optim.state_dict())))
+            checkpointer.save_async(model, optim, number)
+            step(model, optim)  # enqueued at once: nothing here waits for the GPU
+        checkpointer.wait()
+        for number, state in enumerate(states):
+            other = make(optimizer)
+            checkpointer.restore(*other, checkpoint=number)
+            assert same_state((other[0].state_dict(), other[1].state_dict()), state), number
+
+
+def test_neither_the_save_nor_the_gate_waits_for_the_gpu(tmp_path: Path) -> None:
+    model, optim = make(OPTIMIZERS["adamw-fused"], width=4096)
+    step(model, optim)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, optim, 0)
+        step(model, optim)
+        state = copy.deepcopy((model.state_dict(), optim.state_dict()))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        _occupy(2_000_000_000)
+        handle = checkpointer.save_async(model, optim, 1)
+        step(model, optim)
+        assert time.perf_counter() - began < 0.5
+        assert not handle.staged()
+        handle.result(60)
+        other = make(OPTIMIZERS["adamw-fused"], width=4096)
+        checkpointer.restore(*other, checkpoint=1)
+        assert same_state((other[0].state_dict(), other[1].state_dict()), state)
+
+
+def test_a_change_before_the_step_has_the_copy_taken_again(tmp_path: Path) -> None:
+    model, optim = make(OPTIMIZERS["adamw-foreach"])
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        _occupy(500_000_000)
+        handle = checkpointer.save_async(model, optim, 1)
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.01, 0.01)
+        clamped = model[0].weight.detach().clone()
+        step(model, optim)
+        handle.result(60)
+        found = checkpointer.load(1, "model/0.weight")["model/0.weight"]
+        assert torch.equal(found, clamped.cpu())
