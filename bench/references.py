@@ -1,0 +1,177 @@
+"""What is stored of saves between which little changes, over what changed; and what looking for it costs elsewhere.
+
+A frozen, trained GPT with low-rank adapters beside its linear layers: they and their AdamW state are trained for a step
+before each save. Stored is all that lies in the store's folder in the end, with documents and marks. Changed are the
+raw bytes of all tensors of the first save, and after it those of the tensors that are not as they were at the save
+before, compared bit by bit. Nothing is compressed, so that the two are of one kind. The cost is that of a state which
+changes throughout.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.report import Goal, Report
+from bench.state import State, batch, sources, trained, wanted_bytes
+from ckpt import Checkpointer
+from ckptstore import human
+
+SAVES = 20
+RANK = 8
+CONTEXT = 4
+REPETITIONS = 5
+GOAL = 1.05
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, and a low-rank change to it that is trained."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, RANK, bias=False)
+        self.up = nn.Linear(RANK, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the base, and a little more."""
+        change: Tensor = self.up(self.down(x.float()))
+        result: Tensor = self.base(x) + change.to(x.dtype)
+        return result
+
+
+def adapt(state: State) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Freeze a model, and give it adapters."""
+    model = state.model.requires_grad_(False)
+    for block in model.blocks:
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(block, name, Adapted(layer))
+    return model, torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
+
+
+def tensors(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All that a save holds, by name."""
+    found = dict(model.state_dict())
+    for name, weight in model.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optim.state.get(weight, {}).items()}
+    return found
+
+
+def changes(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator[int]:
+    """Raw bytes that changed since it was last asked; all of them at first."""
+    before: dict[str, Tensor] = {}
+    while True:
+        now = tensors(model, optim)
+        changed = [name for name, value in now.items() if name not in before or not torch.equal(before[name], value)]
+        before |= {name: now[name].clone() for name in changed}
+        yield sum(now[name].nbytes for name in changed)
+
+
+def measure(quick: bool) -> Report:
+    """On a folder of the default temporary file system."""
+    num_bytes = wanted_bytes(quick)
+    model, optim = adapt(trained("bf16", num_bytes))
+    state_bytes, stored, changed, again = _adapters(model, optim)
+    costs = _cost(num_bytes // 2)
+    cost = {name: median(found) for name, found in costs.items()}
+    rows = [
+        ("changed bytes of all saves", human.size(changed), "1.00"),
+        ("stored by them, with all documents", human.size(stored), f"{stored / changed:.3f}"),
+        ("states themselves", human.size(SAVES * state_bytes), f"{SAVES * state_bytes / changed:.2f}"),
+        ("stored by one more save of the same", human.size(again), ""),
+        ("saver, all changes, reference=True", f"{cost['True']:.3f} core-s/GB", ""),
+        ("saver, all changes, reference=False", f"{cost['False']:.3f} core-s/GB", ""),
+    ]
+    return Report(
+        bench="references",
+        what=f"{SAVES} saves of a frozen model of {state_bytes / 1e6:.0f} MB with adapters of rank {RANK}",
+        columns=("", "bytes", "/ changed"),
+        rows=rows,
+        goals=[Goal("stored", "changed bytes", stored / changed, GOAL, "at most")],
+        state_bytes=state_bytes,
+        facts={
+            "stored_bytes": stored,
+            "changed_bytes": changed,
+            "repeated_bytes": again,
+            "core_s_per_gb": cost["True"],
+            "core_s_per_gb_without": cost["False"],
+        },
+    )
+
+
+def _adapters(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[int, int, int, int]:
+    """Sizes of the state, of all that was stored, of what changed, and of what a save of the same adds."""
+    text, asked, changed = sources(), changes(model, optim), 0
+    with tempfile.TemporaryDirectory() as folder:
+        with Checkpointer(folder, run="bench", slots=1, compress="off") as checkpointer:
+            for step in range(SAVES):
+                _train(model, optim, batch(text, 1, CONTEXT))
+                checkpointer.save(model, optim, step)
+                changed += next(asked)
+            stored = _size(folder)
+            checkpointer.save(model, optim, SAVES)
+            again = _size(folder) - stored
+            _check(checkpointer, model, optim)
+        return sum(tensor.nbytes for tensor in tensors(model, optim).values()), stored, changed, again
+
+
+def _train(model: Any, optim: torch.optim.Optimizer, tokens: Tensor) -> None:
+    model.loss(tokens).backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def _check(checkpointer: Checkpointer, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """What is restored is what was saved, bit by bit."""
+    saved = {name: tensor.clone() for name, tensor in tensors(model, optim).items()}
+    with torch.no_grad():
+        for tensor in tensors(model, optim).values():
+            tensor.fill_(3)
+    checkpointer.restore(model, optim)
+    if not all(torch.equal(tensor, saved[name]) for name, tensor in tensors(model, optim).items()):
+        raise AssertionError("what was restored is not what was saved")
+
+
+def _size(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def _cost(num_bytes: int) -> dict[str, list[float]]:
+    """Core-seconds per GB of the saver for states that change throughout, in turns, after a first save."""
+    model = nn.ParameterDict({str(n): torch.randn(num_bytes // 16) for n in range(4)})
+    found: dict[str, list[float]] = {"True": [], "False": []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Checkpointer(folder, run="True", slots=1, compress="fast") as with_them,
+    ):
+        without = Checkpointer(folder, run="False", slots=1, compress="fast", reference=False)
+        with without:
+            savers: dict[str, Callable[[int], float]] = {
+                name: _saver(checkpointer, model) for name, checkpointer in (("True", with_them), ("False", without))
+            }
+            for step in range(REPETITIONS + 1):
+                for name, save in savers.items():
+                    taken = save(step)
+                    if step:
+                        found[name].append(taken / (num_bytes / 1e9))
+    return found
+
+
+def _saver(checkpointer: Checkpointer, model: nn.ParameterDict) -> Callable[[int], float]:
+    def save(step: int) -> float:
+        with torch.no_grad():
+            for weight in model.values():
+                weight.mul_(1.001)
+        handle = checkpointer.save_async(model, None, step)
+        handle.result()
+        return handle.timings.cpu_s
+
+    return save
