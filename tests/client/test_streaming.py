@@ -19,7 +19,7 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.saving import writers
 from ckpt.saving.streaming import LEAST_BYTES, Intake, Outlet, places
-from ckptstore.errors import InvalidRequest, SaveFailed, SaverDied, StoreUnavailable
+from ckptstore.errors import InvalidRequest, SaveFailed, SaverDied, SnapshotTorn, StoreUnavailable
 from ckptstore.shards import ChunkSpan
 from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
@@ -170,3 +170,57 @@ def test_a_stream_that_is_cut_ends_for_both_sides() -> None:
     outlet.fail(SaveFailed("gone"))
     with pytest.raises(SaveFailed, match="gone"):
         outlet.wait(outlet.places[0])
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A state of one and a half slots."""
+    model = nn.Sequential(nn.Linear(1400, 1400), nn.BatchNorm1d(1400))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 1400)).sum().backward()
+    optimizer.step()
+
+
+def test_with_overlap_only_the_next_step_waits_for_a_stream(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    with Checkpointer(str(tmp_path), run="r", staging_bytes=LEAST_BYTES) as checkpointer:
+        checkpointer.prepare(model, optimizer)
+        assert checkpointer.saver_pid is not None
+        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        handle = checkpointer.save_async(model, optimizer, 1)
+        assert not handle.staged()
+        model(torch.randn(4, 1400)).sum().backward()  # moves the buffers
+        waking = threading.Timer(0.3, os.kill, (checkpointer.saver_pid, signal.SIGCONT))
+        waking.start()
+        optimizer.step()
+        assert not waking.is_alive()
+        assert handle.result(30).step == 1
+        other, _ = trained()
+        checkpointer.restore(other)
+    assert handle.timings.raw_bytes > LEAST_BYTES
+    assert same_state(dict(other.state_dict()), expected)
+
+
+def test_a_state_that_changes_while_it_passes_fails_its_save_and_no_other(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    with Checkpointer(str(tmp_path), run="r", staging_bytes=LEAST_BYTES) as checkpointer:
+        checkpointer.prepare(model, optimizer)
+        assert checkpointer.saver_pid is not None
+        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
+        torn = checkpointer.save_async(model, optimizer, 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        os.kill(checkpointer.saver_pid, signal.SIGCONT)
+        optimizer.step()
+        with pytest.raises(SnapshotTorn):
+            checkpointer.save_async(model, optimizer, 2)
+        assert torn.done()
+        assert checkpointer.save_async(model, optimizer, 3).result(30).step == 3
+        assert checkpointer.counters.failed == 1
+    assert [checkpoint.step for checkpoint in StoreSource(open_store(str(tmp_path))).checkpoints("r")] == [3]

@@ -112,11 +112,17 @@ class SaveClient:
         self._end(handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
     def abandon(self, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
-        """A save failed before a job was submitted for it; the next call raises the error."""
+        """A save failed before its job was submitted, or at the end of its stream; the next call raises the error."""
+        if handle.done():
+            return  # the stream had failed already
         with self._lock:
             self._finished.append(handle)
+            streams = [number for number, (one, _) in self._under_way.items() if one is handle]
         self._end(handle, error)
-        self._arena.release(slot.number)
+        for number in streams:
+            self.cut(number)  # the saver says when it has let go of the slot
+        if not streams:
+            self._arena.release(slot.number)
 
     def next_number(self) -> int:
         """A number for a job."""
@@ -124,8 +130,11 @@ class SaveClient:
         return self._numbers
 
     def submit(self, job: Job, handle: SaveHandle) -> None:
-        """Hand a staged snapshot over; from now on its slot is the writer's."""
-        self._send(job, handle)
+        """Hand a staged snapshot over, or the end of a streamed one; from now on its slot is the writer's."""
+        if handle._outlet is None:
+            self._send(job, handle)
+        else:
+            self.staged(job.number, len(handle._outlet.spans))
         handle._hand_over()
         self._arena.prepare_rest()
 
@@ -198,7 +207,8 @@ class SaveClient:
                 self._under_way[report.number] = (handle, None)
             elif isinstance(report, Done | Failed):
                 del self._under_way[report.number]
-                self._finished.append(handle)
+                if not handle.done():
+                    self._finished.append(handle)
         if slot is not None and isinstance(report, Released | Failed):
             self._arena.release(slot)
         self._tell(handle, report)
@@ -224,6 +234,8 @@ class SaveClient:
         self._end(handle, error)
 
     def _end(self, handle: SaveHandle, error: CkptError) -> None:
+        if handle.done():
+            return  # a stream that was cut
         self._tally.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
         handle._fail(error)
 

@@ -11,48 +11,116 @@ import torch
 from ckpt.capture.leaves import Leaf
 from ckpt.saving.arena import ArenaSlot
 from ckpt.saving.client import SaveClient
+from ckpt.saving.guard import Guard
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.messages import Job
+from ckpt.saving.overlap import Flight, Overlap
 from ckpt.saving.segment import Segment
 from ckpt.saving.stage import Layout, is_plain
 from ckpt.saving.streaming import Outlet
+from ckpt.saving.transfer import Transfer
+from ckptstore.errors import SnapshotTorn
 from ckptstore.shards import ChunkSpan, plan_chunks
+
+_CLONED_BYTES = 32 << 20
+"""What cannot wait is cloned, so that the rest can be copied beside training, if it is not more than this."""
 
 
 def stream_snapshot(
-    client: SaveClient, slot: ArenaSlot, leaves: Sequence[Leaf], layout: Layout, job: Job, handle: SaveHandle
+    client: SaveClient,
+    slot: ArenaSlot,
+    leaves: Sequence[Leaf],
+    layout: Layout,
+    job: Job,
+    handle: SaveHandle,
+    overlap: Overlap | None,
 ) -> None:
-    """Copy the leaves through the slot, in step with the upload; return when the saver has all of them.
+    """Copy the leaves through the slot, in step with the upload, and return when the saver has all of them; with
+    overlap, return at once: then `optim.step()` waits for it.
 
     Raises the error of the save if it fails meanwhile, such as SaverDied; then nothing was taken.
     """
     outlet = Outlet(plan_chunks(layout.placed), slot.segment.num_bytes)
-    stream = _Stream(slot.segment, leaves, layout)
+    waits = [_may_wait(leaf, overlap) for leaf in leaves]
+    if overlap is not None and _worthwhile(leaves, waits):
+        pairs = list(zip(leaves, waits, strict=True))
+        stream = _Stream(slot.segment, [leaf.tensor if wait else leaf.tensor.clone() for leaf, wait in pairs], layout)
+        client.stream(job, handle, outlet)
+        transfer = StreamTransfer(stream, client, outlet, job, handle, [leaf for leaf, wait in pairs if wait])
+        overlap.begin(client, Flight(transfer, Guard(transfer.later), job, handle, slot, []))
+        return
+    stream = _Stream(slot.segment, [leaf.tensor for leaf in leaves], layout)
     client.stream(job, handle, outlet)
-    waited_s, began = 0.0, time.perf_counter()
     try:
-        for number, (span, place) in enumerate(zip(outlet.spans, outlet.places, strict=True)):
-            asked = time.perf_counter()
-            outlet.wait(place)
-            waited_s += time.perf_counter() - asked
-            stream.copy(span, place.at)
-            client.staged(job.number, number + 1)
-        outlet.check()
+        StreamTransfer(stream, client, outlet, job, handle, []).copy()
+        client.submit(job, handle)
     except BaseException:
         client.cut(job.number)
         client.seen(handle)  # it is raised here, and not once more by the next save
         raise
-    handle._hand_over()
-    handle._measure(wait_s=handle.timings.wait_s + waited_s, stage_s=time.perf_counter() - began - waited_s)
+
+
+def _may_wait(leaf: Leaf, overlap: Overlap | None) -> bool:
+    return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.may_wait(leaf)
+
+
+def _worthwhile(leaves: Sequence[Leaf], waits: Sequence[bool]) -> bool:
+    rest = sum(leaf.slice.bytes for leaf, wait in zip(leaves, waits, strict=True) if not wait)
+    return any(waits) and rest <= _CLONED_BYTES
+
+
+class StreamTransfer(Transfer):
+    """A snapshot on its way through a slot. The saver cannot end it before the job is submitted."""
+
+    def __init__(
+        self, stream: _Stream, client: SaveClient, outlet: Outlet, job: Job, handle: SaveHandle, later: list[Leaf]
+    ) -> None:
+        super().__init__()
+        self.later = later
+        self._stream = stream
+        self._client = client
+        self._outlet = outlet
+        self._job = job
+        self._handle = handle
+        self._torn = False
+
+    def copy(self) -> None:
+        """Copy everything, and tell the saver of all but the last chunk. Raises the error of a save that fails."""
+        outlet, waited_s, began = self._outlet, 0.0, time.perf_counter()
+        for number, (span, place) in enumerate(zip(outlet.spans, outlet.places, strict=True)):
+            asked = time.perf_counter()
+            outlet.wait(place)
+            waited_s += time.perf_counter() - asked
+            self._stream.copy(span, place.at)
+            self._client.staged(self._job.number, min(number + 1, len(outlet.spans) - 1))
+        outlet.check()
+        wait_s = self._handle.timings.wait_s + waited_s
+        self._handle._measure(wait_s=wait_s, stage_s=time.perf_counter() - began - waited_s)
+
+    def again(self) -> None:
+        """Most of it has gone already."""
+        self._torn = True
+
+    def hold(self) -> None:
+        """Nothing is copied any more."""
+
+    def finish(self) -> None:
+        """Raises SnapshotTorn if it would have to be copied again."""
+        if self._torn:
+            raise SnapshotTorn(
+                "the state changed while it passed through its slot, which cannot be done again",
+                "Pass overlap=False to the Checkpointer if anything but optim.step() changes parameters between "
+                "save_async and the next step; this process now goes on as if you had",
+            )
 
 
 class _Stream:
     """The raw stream of a snapshot, read from live tensors from front to back."""
 
-    def __init__(self, segment: Segment, leaves: Sequence[Leaf], layout: Layout) -> None:
+    def __init__(self, segment: Segment, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
         self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
         pairs = zip(layout.placed, layout.order, strict=True)
-        self._left = iter([(place, leaves[i].tensor) for place, i in pairs if place.slice.bytes])
+        self._left = iter([(place, tensors[i]) for place, i in pairs if place.slice.bytes])
         self._at, self._source = 0, torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()

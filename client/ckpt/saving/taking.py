@@ -44,7 +44,7 @@ def take_snapshot(client: SaveClient, save: Save, handle: SaveHandle, overlap: O
     if slot is None:
         client.submit(job, handle)
     elif streamed:
-        stream_snapshot(client, slot, save.captured.leaves, layout, job, handle)
+        stream_snapshot(client, slot, save.captured.leaves, layout, job, handle, overlap)
     else:
         try:
             copy_snapshot(client, slot, save.captured, layout, job, handle, overlap)
