@@ -42,10 +42,10 @@ class Ours:
         self._into = memoryview(np.ones(CHUNK_BYTES, np.uint8).data)
         self._raw_bytes = CHUNK_BYTES
 
-    def encode(self, raw: memoryview, dtype: str) -> bytes | bytearray | memoryview:
+    def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes | bytearray | memoryview:
         """One chunk."""
         self._raw_bytes = len(raw)
-        return encode(fast(dtype).codec, raw, self._level)[1]
+        return encode(fast(dtype).codec, memoryview(raw), self._level)[1]
 
     def decode(self, stored: bytes, dtype: str) -> memoryview:
         """Into the same memory each time, as a restore decodes into tensors that are there."""
@@ -57,7 +57,7 @@ class Ours:
 class Zstd:
     """Plain zstd."""
 
-    def encode(self, raw: memoryview, dtype: str) -> bytes:
+    def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes:
         """At the level that `compress="fast"` uses for what is not floating point."""
         return zstandard.ZstdCompressor(level=1).compress(raw)
 
@@ -126,8 +126,9 @@ def chunks_of(kind: Kind) -> list[memoryview]:
 
 
 def _turn(codec: Codec, dtype: str, chunks: list[memoryview]) -> Turn:
+    copies = [bytearray(chunk) for chunk in chunks]  # one of them spoils its input
     began = time.process_time()
-    stored = [codec.encode(chunk, dtype) for chunk in chunks]
+    stored = [codec.encode(copy, dtype) for copy in copies]
     encoded = time.process_time()
     for one in stored:
         raw = codec.decode(one, dtype)

@@ -10,7 +10,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Blosc2:
     """One thread, its fastest level of zstd."""
 
-    def encode(self, raw: memoryview, dtype: str) -> bytes:
+    def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes:
         """Less than 2 GB at once."""
         encoded: bytes = blosc2.compress2(
             raw,

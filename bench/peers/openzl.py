@@ -19,7 +19,7 @@ class Openzl:
     def __init__(self) -> None:
         self.compressors = {dtype: _compressor(dtype) for dtype in NODES}
 
-    def encode(self, raw: memoryview, dtype: str) -> bytes:
+    def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes:
         """One frame."""
         context = CCtx()
         context.ref_compressor(self.compressors[dtype])

@@ -72,8 +72,8 @@ class Peer(ABC):
 class Codec(Protocol):
     """One library that makes bytes of tensors smaller, with one thread."""
 
-    def encode(self, raw: memoryview, dtype: str) -> bytes:
-        """dtype as torch spells it: float32, bfloat16, float16."""
+    def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes:
+        """dtype as torch spells it: float32, bfloat16, float16. A bytearray may be changed in place."""
         ...
 
     def decode(self, stored: bytes, dtype: str) -> bytes | bytearray | memoryview:

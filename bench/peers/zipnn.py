@@ -14,9 +14,9 @@ class Zipnn:
             for dtype in ("float32", "bfloat16", "float16")
         }
 
-    def encode(self, raw: memoryview, dtype: str) -> bytes:
-        """It changes its input in place, so it gets a copy."""
-        encoded: bytes = self.by_dtype[dtype].compress(bytearray(raw))
+    def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes:
+        """It changes its input in place, so it gets a copy; a bytearray is its own already."""
+        encoded: bytes = self.by_dtype[dtype].compress(raw if isinstance(raw, bytearray) else bytearray(raw))
         return encoded
 
     def decode(self, stored: bytes, dtype: str) -> bytes:
