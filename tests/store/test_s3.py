@@ -208,6 +208,27 @@ def test_s3fs_does_what_signed_urls_cannot(
     assert not [request for request in proxy.requests if SIGNED in request]
 
 
+@pytest.mark.parametrize(
+    ("environment", "direct"),
+    [
+        ({}, True),
+        ({"no_proxy": "127.0.0.1"}, True),
+        ({"http_proxy": "http://127.0.0.1:9", "no_proxy": "127.0.0.1"}, True),
+        ({"http_proxy": "http://127.0.0.1:9"}, False),
+    ],
+)
+def test_proxies_are_left_to_s3fs(
+    s3_store: S3Location, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], direct: bool
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    store: Any = open_store(s3_store.url, s3_store.options)
+    assert store._transfers.suitable == direct
+
+
 def test_errors_tell_no_secrets(s3_service: S3Service, caplog: pytest.LogCaptureFixture) -> None:
     secrets = {"secret": f"not {SECRET_KEY}", "token": "T0KEN"}
     refused = open_store(f"s3://{BUCKET}/x", {**s3_service.options, **secrets})

@@ -18,6 +18,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import urllib3
 from urllib3 import BaseHTTPResponse
@@ -92,7 +93,9 @@ class Transfers:
         config = {"connect_timeout": fs.connect_timeout, "read_timeout": _READ_TIMEOUT_S, **fs.config_kwargs}
         verify = fs.client_kwargs.get("verify", True)
         # Whether signed URLs are known to do, or not known not to.
-        self.suitable = verify is not False and not (config.get("proxies") or urllib.request.getproxies())
+        self.suitable = verify is not False and not config.get("proxies") and not _proxied(fs.endpoint_url)
+        if not self.suitable:
+            logger.info("s3fs does all transfers, which is slower: a proxy, or no certificates, are asked for")
         self._checksums = config.get("request_checksum_calculation") != "when_required"
         self._connections = urllib3.PoolManager(
             maxsize=_CONNECTIONS,
@@ -268,6 +271,13 @@ class Stretch:
     def _read_by_s3fs(self, buffer: memoryview) -> None:
         self.close()
         self.at += self._transfers.read_by_s3fs(self._path, self.at, buffer)
+
+
+def _proxied(endpoint: str | None) -> bool:
+    """Whether the environment wants a proxy to be asked."""
+    host = urlsplit(endpoint).netloc if endpoint else ""
+    wanted = {"http", "https", "all"} & set(urllib.request.getproxies())
+    return bool(wanted) and not (host and urllib.request.proxy_bypass(host))
 
 
 def _try(request: Callable[[], _T], stop: threading.Event) -> _T:
