@@ -214,12 +214,13 @@ class SavePipeline:
 
     def _upload_shard(self, snapshot: _Snapshot) -> Uploaded:
         setup, job = self._setup, snapshot.job
+        not_stored = snapshot.not_stored_bytes  # a look at every chunk: once, not for each
         return upload_shard(
             self._store,
             names.shard_key(setup.run, Attempt.parse(job.attempt), names.shard_name(setup.rank)),
             snapshot.saving.changed_bytes,
             snapshot.encoding,
-            lambda done: self._report(Progress(job.number, snapshot.not_stored_bytes + done)),
+            lambda done: self._report(Progress(job.number, not_stored + done)),
         )
 
     def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
