@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from ckpt.restoring.fetching import how_to_share
 from ckpt.restoring.sharing import Stretch, divide
 from ckptd.app import create_app
 from ckptd.settings import Settings
-from ckptstore.documents import Chunks, Content, Entries, Shard, Slices
+from ckptstore.documents import Chunks, Content, Entries, References, Shard, Slices
 from ckptstore.names import shard_name
 from ckptstore.stores import open_store
 from tests.support.counting import CountingStore, serving
@@ -209,3 +210,16 @@ def test_a_stretch_is_no_larger_than_one_read() -> None:
     stretches: list[Stretch] = [stretch for one in _divide(content, needs) for stretch in one]
     assert {stretch.bytes for stretch in stretches} == {8 * MB}
     assert Counter(stretch.reader for stretch in stretches) == {0: 3, 1: 3, 2: 3, 3: 3, 4: 2, 5: 2, 6: 2, 7: 2}
+
+
+def test_a_stretch_lies_together_although_its_chunks_are_references() -> None:
+    """Neighbours in the raw stream may lie in different files, or apart in one."""
+    (shard,) = _content([[100] * 6]).shards
+    references = References(
+        attempts=["000000000001-01HF0000000000000000000000"],
+        chunk=np.array([1, 2, 4]), attempt=np.array([0, 0, 0]), offset=np.array([700, 800, 0]),
+    )  # fmt: skip
+    content = msgspec.structs.replace(_content([]), shards=[msgspec.structs.replace(shard, references=references)])
+    every = [(0, chunk) for chunk in range(6)]
+    stretches = [stretch.chunks for one in _divide(content, [every, every]) for stretch in one]
+    assert sorted(stretches) == [(0,), (1, 2), (3,), (4,), (5,)]
