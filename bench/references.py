@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.measuring import rotated
 from bench.report import Goal, Report
 from bench.state import State, batch, sources, trained, wanted_bytes
 from ckpt import Checkpointer
@@ -158,8 +159,8 @@ def _cost(num_bytes: int) -> dict[str, list[float]]:
                 name: _saver(checkpointer, model) for name, checkpointer in (("True", with_them), ("False", without))
             }
             for step in range(REPETITIONS + 1):
-                for name, save in savers.items():
-                    taken = save(step)
+                for name in rotated(list(savers), step):
+                    taken = savers[name](step)
                     if step:
                         found[name].append(taken / (num_bytes / 1e9))
     return found
