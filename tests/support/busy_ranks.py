@@ -32,7 +32,7 @@ def rank_one_is_busy(store: str, on_busy: Literal["skip", "supersede"]) -> dict[
             gate.close()
         handles = {}
         for step in (2, 3, 4, 5):
-            nn.init.constant_(model[f"stage{rank}"].weight, step)
+            nn.init.constant_(model.get_parameter(f"stage{rank}.weight"), step)
             handles[step] = checkpointer.save_async(model, None, step)
             if rank == 1:
                 until(lambda: gate.waiting == 1)
