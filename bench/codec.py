@@ -23,9 +23,9 @@ from bench.peers import open_codecs
 from bench.peers.peer import Codec
 from bench.report import Goal, Report
 from bench.state import trained, wanted_bytes
-from ckptstore.codecs import decode, encode
-from ckptstore.codings import fast, smallest
-from ckptstore.shards import CHUNK_BYTES
+from ckptstore.format.codecs import decode, encode
+from ckptstore.format.codings import fast, smallest
+from ckptstore.format.shards import CHUNK_BYTES
 
 REPETITIONS = 7
 MOST_BYTES = 64 << 20

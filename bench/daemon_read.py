@@ -26,7 +26,8 @@ from torch import nn
 from bench.readers import RANGE_BYTES
 from bench.report import Goal, Report
 from ckpt import Checkpointer
-from ckptstore import names, wire
+from ckptstore import names
+from ckptstore.daemon import wire
 
 GOAL = 0.5
 """Throughput of the daemon, as a part of nginx's."""

@@ -26,7 +26,7 @@ from bench.gpt import GPT
 from bench.report import Goal, Report
 from ckpt import Checkpointer
 from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import open_store
 
 REPETITIONS = 5

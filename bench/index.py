@@ -25,7 +25,7 @@ from ckptd.metrics import Metrics
 from ckptd.services import Catalogue, Freshness, Synchronizing
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.documents import FORMAT, Committed, Outcome, Summary, seal
+from ckptstore.format.documents import FORMAT, Committed, Outcome, Summary, seal
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.stores import open_store
 

@@ -12,8 +12,8 @@ from bench.state import State
 from ckpt import Checkpointer
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint
 from ckptstore.errors import CheckpointHeld
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import open_store
 
 

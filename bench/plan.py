@@ -20,8 +20,8 @@ import numpy as np
 
 from bench.report import Goal, Report
 from ckptstore import names
-from ckptstore.columns import column
-from ckptstore.documents import (
+from ckptstore.format.columns import column
+from ckptstore.format.documents import (
     FORMAT,
     Chunks,
     Content,
@@ -33,8 +33,8 @@ from ckptstore.documents import (
     pack_manifest,
     parse_manifest,
 )
+from ckptstore.format.planning import Want, plan_reads
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.planning import Want, plan_reads
 
 GOAL_S = 1.0
 MEMORY_BYTES = 1 << 30

@@ -22,8 +22,8 @@ from ckptd.server import serve as serve_app
 from ckptd.services.tokens import Tokens
 from ckptd.settings import AUTH_OFF, KNOBS
 from ckptstore.clock import system_clock
+from ckptstore.daemon.wire import Scope, TokenRequest
 from ckptstore.errors import CkptError
-from ckptstore.wire import Scope, TokenRequest
 
 _LOG = logging.getLogger(__name__)
 _METAVARS = {str: "TEXT", int: "N", float: "SECONDS"}

@@ -8,8 +8,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ckptstore.documents import digest
 from ckptstore.errors import InvalidRequest
+from ckptstore.format.documents import digest
 
 DEFAULT_PORT = 8470
 AUTH_OFF = "off"

@@ -12,8 +12,8 @@ from fastapi import Depends, Request
 
 from ckptd.api.rules import JOBS, in_body, rule_of
 from ckptd.services.callers import Caller
+from ckptstore.daemon.wire import JobRequest, Scope
 from ckptstore.names import Reference
-from ckptstore.wire import JobRequest, Scope
 
 CALLER = "ckptd_caller"
 """Where the request keeps its caller."""

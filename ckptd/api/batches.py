@@ -19,7 +19,7 @@ from ckptd.api.openapi import documented
 from ckptd.api.ranges import ByteRange
 from ckptd.api.streaming import Reader, unsatisfiable
 from ckptd.services.objects import StoredObject
-from ckptstore import wire
+from ckptstore.daemon import wire
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Reference
 

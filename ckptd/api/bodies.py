@@ -1,4 +1,4 @@
-"""JSON bodies, in and out, as ckptstore.wire defines them."""
+"""JSON bodies, in and out, as ckptstore.daemon.wire defines them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ckptd.api.access import check_body
-from ckptstore.decoding import decode_json
 from ckptstore.errors import InvalidRequest
+from ckptstore.format.decoding import decode_json
 
 MAX_BODY_BYTES = 64 << 10
 _B = TypeVar("_B")

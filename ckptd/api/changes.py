@@ -13,12 +13,12 @@ from ckptd.api.context import Given
 from ckptd.api.filtering import check_glob
 from ckptd.api.openapi import documented
 from ckptd.services.pruning import Pruned
-from ckptstore import wire
+from ckptstore.daemon import wire
 from ckptstore.errors import InvalidPolicy
 from ckptstore.names import Attempt, Reference, check_run
-from ckptstore.policies import policy_of
-from ckptstore.pruning import Prune
-from ckptstore.retention import Policy
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.policies import policy_of
+from ckptstore.retention.pruning import Prune
 
 router = APIRouter()
 

@@ -18,8 +18,8 @@ from ckptd.api.openapi import documented
 from ckptd.api.streaming import client_of, matches, object_response
 from ckptd.api.waiting import happens
 from ckptd.services.events import CHECKPOINTS
-from ckptstore import wire
 from ckptstore.catalog import Checkpoint
+from ckptstore.daemon import wire
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, check_run
 

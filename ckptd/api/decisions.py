@@ -10,8 +10,8 @@ from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
 from ckptd.api.openapi import documented
 from ckptd.services.deciding import Proposal
-from ckptstore import wire
-from ckptstore.wire import Scope
+from ckptstore.daemon import wire
+from ckptstore.daemon.wire import Scope
 
 router = APIRouter()
 _MAX_BODY_BYTES = 1 << 20

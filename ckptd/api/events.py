@@ -21,7 +21,7 @@ from ckptd.api.streaming import client_of
 from ckptd.api.waiting import happens
 from ckptd.index import Event
 from ckptd.services.events import ANY, EventPage
-from ckptstore import wire
+from ckptstore.daemon import wire
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.names import Reference, check_run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptstore import wire
 from ckptstore.catalog import State
+from ckptstore.daemon import wire
 
 _ULID = "01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN"
 _ID = f"gpt@1000.{_ULID}"

@@ -15,7 +15,7 @@ from ckptd.api.filtering import check_glob
 from ckptd.api.openapi import documented
 from ckptd.index import Job
 from ckptd.services.jobs import job_values
-from ckptstore import wire
+from ckptstore.daemon import wire
 
 router = APIRouter()
 

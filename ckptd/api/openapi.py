@@ -1,4 +1,4 @@
-"""What the OpenAPI document says: answers, errors and bodies of every endpoint, with the schemas of ckptstore.wire."""
+"""What the OpenAPI document says: answers, errors and bodies of every endpoint, with the schemas of the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 from ckptd.api.examples import EXAMPLES
-from ckptstore import wire
+from ckptstore.daemon import wire
 
 _REF = "#/components/schemas/{name}"
 _ALWAYS = (401, 403, 414, 422, 429, 431, 500, 503)

@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from ckptd.api.bodies import json_response
 from ckptd.api.context import Context, Given
 from ckptd.api.openapi import documented
-from ckptstore import wire
+from ckptstore.daemon import wire
 from ckptstore.errors import IndexUnavailable
 
 router = APIRouter()

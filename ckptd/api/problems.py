@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ckptd.logs import REQUEST_ID
-from ckptstore import wire
+from ckptstore.daemon import wire
 from ckptstore.errors import CkptError, InvalidRequest, Unavailable
 
 _RETRY_AFTER_S = 5

@@ -14,7 +14,7 @@ from ckptd.api.openapi import documented
 from ckptd.api.waiting import happens
 from ckptd.index import RankProgress, Restore
 from ckptd.services.restores import RestoreView
-from ckptstore import wire
+from ckptstore.daemon import wire
 
 router = APIRouter()
 

@@ -12,9 +12,9 @@ from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import Id
 from ckptd.api.context import Given
 from ckptd.api.openapi import documented
-from ckptstore import wire
-from ckptstore.labels import LabelChange
+from ckptstore.daemon import wire
 from ckptstore.names import Reference
+from ckptstore.retention.labels import LabelChange
 
 router = APIRouter()
 

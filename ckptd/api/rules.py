@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import Request
 
 from ckptd.api.context import Context
-from ckptstore import wire
+from ckptstore.daemon import wire
+from ckptstore.daemon.wire import Scope
 from ckptstore.names import Reference
-from ckptstore.wire import Scope
 
 Naming = Callable[[Request], Awaitable[str | None]]
 """Finds the run that a request is about; None: all runs."""

@@ -12,7 +12,7 @@ from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
 from ckptd.api.openapi import documented
-from ckptstore import wire
+from ckptstore.daemon import wire
 
 router = APIRouter()
 

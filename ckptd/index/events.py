@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import events, origin
 from ckptstore.clock import Clock
-from ckptstore.wire import EventKind
+from ckptstore.daemon.wire import EventKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

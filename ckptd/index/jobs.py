@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Row, delete, insert, select, update
 
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import jobs
-from ckptstore.wire import JobState
+from ckptstore.daemon.wire import JobState
 
 _LIVE = (JobState.QUEUED, JobState.RUNNING)
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ckptd.index.events import News
 from ckptstore.catalog import Checkpoint, State
+from ckptstore.daemon.wire import EventKind
 from ckptstore.names import Attempt, checkpoint_id
-from ckptstore.wire import EventKind
 
 
 def news_of(

@@ -13,8 +13,8 @@ from sqlalchemy.exc import IntegrityError
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import restore_ranks, restores
 from ckptstore.catalog import Checkpoint
-from ckptstore.decoding import decode_json
-from ckptstore.wire import CheckpointBody, Phase, RestoreState
+from ckptstore.daemon.wire import CheckpointBody, Phase, RestoreState
+from ckptstore.format.decoding import decode_json
 
 _NEWEST_FIRST = (restores.c.created_at.desc(), restores.c.id.desc())
 

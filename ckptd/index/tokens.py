@@ -12,9 +12,9 @@ from sqlalchemy.exc import IntegrityError
 
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import tokens
-from ckptstore.decoding import decode_json
+from ckptstore.daemon.wire import Scope
 from ckptstore.errors import NoToken, TokenExists
-from ckptstore.wire import Scope
+from ckptstore.format.decoding import decode_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

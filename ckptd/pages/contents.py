@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckptd.pages.charts import Bars, bars
 from ckptd.pages.treemap import Box, treemap
 from ckptstore import human
-from ckptstore.wire import EntryBody, ShardBody
+from ckptstore.daemon.wire import EntryBody, ShardBody
 
 _SHARDS_SHOWN = 32
 _ENTRIES_SHOWN = 20

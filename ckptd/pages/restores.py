@@ -10,7 +10,7 @@ from ckptd.pages.charts import Cell
 from ckptd.services.progress import fraction
 from ckptd.services.restores import RestoreView
 from ckptstore import human
-from ckptstore.wire import Phase
+from ckptstore.daemon.wire import Phase
 
 _CELL = 18.0
 _STEP = 21.0

@@ -22,9 +22,9 @@ from ckptd.services.callers import Caller
 from ckptd.services.keeping import Kept
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
+from ckptstore.daemon.wire import AttemptBody, ProbeBody, RestoreState, Scope
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, NoCheckpoint, Unavailable
 from ckptstore.names import MAX_STEP, Reference, check_run
-from ckptstore.wire import AttemptBody, ProbeBody, RestoreState, Scope
 
 MOST_CHECKPOINTS = 5_000
 """Of one run, on its page."""

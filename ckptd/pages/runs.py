@@ -13,7 +13,7 @@ from ckptd.pages.charts import Plot, Point, compact, plot, sparkline
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.names import Attempt
-from ckptstore.retention import Best, Policy, Verdict
+from ckptstore.retention.judging import Best, Policy, Verdict
 
 SAVE_SECONDS = "save seconds"
 SIZE = "size"

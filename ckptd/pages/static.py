@@ -7,7 +7,7 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from ckptstore.documents import digest
+from ckptstore.format.documents import digest
 
 PREFIX = "/static/"
 _MEDIA = {"ckptd.css": "text/css", "live.js": "text/javascript", "icon.svg": "image/svg+xml"}

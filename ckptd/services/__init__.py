@@ -18,7 +18,7 @@ from ckptd.services.retention import Retention
 from ckptd.services.synchronizing import Synchronizing
 from ckptd.services.tokens import Tokens
 from ckptd.services.uploads import Uploads
-from ckptstore.wire import ProbeBody
+from ckptstore.daemon.wire import ProbeBody
 
 
 @dataclass(frozen=True, slots=True)

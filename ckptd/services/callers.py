@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from ckptstore.daemon.wire import Scope
 from ckptstore.errors import Forbidden
-from ckptstore.wire import Scope
 
 _WILD = frozenset("*?")
 

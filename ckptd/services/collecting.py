@@ -10,11 +10,11 @@ import logging
 from ckptd.metrics import Metrics
 from ckptstore.catalog import list_runs
 from ckptstore.clock import Clock
-from ckptstore.deletion import collect
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.probing import check_store
+from ckptstore.retention.deletion import collect
+from ckptstore.retention.trash import Waste, measure_waste
 from ckptstore.stores import Store
-from ckptstore.trash import Waste, measure_waste
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from ckptd.services.catalogue import Catalogue
 from ckptd.services.objects import Objects
-from ckptstore.documents import Content
+from ckptstore.daemon.wire import EntriesBody, EntryBody, ShardBody, ShardsBody
 from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.format.documents import Content
+from ckptstore.format.planning import entry_bytes
 from ckptstore.names import Reference
-from ckptstore.planning import entry_bytes
 from ckptstore.source import check_manifest_data
-from ckptstore.wire import EntriesBody, EntryBody, ShardBody, ShardsBody
 
 MAX_MANIFEST_BYTES = 64 << 20
 _KEPT = 4

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from ckptd.index import Decision, DecisionIndex
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.documents import Committed, Outcome, parse_sealed
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, ObjectMissing
+from ckptstore.format.documents import Committed, Outcome, parse_sealed
+from ckptstore.format.records import Fate
 from ckptstore.names import Attempt
-from ckptstore.records import Fate
+from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.stores import Store
-from ckptstore.tombstones import TOMBSTONE_KEPT_S
 
 _LOG = logging.getLogger(__name__)
 _KEPT_S = 2 * TOMBSTONE_KEPT_S

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ckptd.index import Event, EventLog, Job, News, RestoreIndex
 from ckptstore.catalog import Checkpoint
+from ckptstore.daemon.wire import MAX_EVENTS, EventKind
 from ckptstore.errors import CkptError
 from ckptstore.names import check_run
-from ckptstore.wire import MAX_EVENTS, EventKind
 
 _LOG = logging.getLogger(__name__)
 KEPT = 10_000

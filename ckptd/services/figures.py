@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ckptd.index import Event
 from ckptd.metrics import Metrics
-from ckptstore.wire import EventKind, RestoreState
+from ckptstore.daemon.wire import EventKind, RestoreState
 
 
 class Figures:

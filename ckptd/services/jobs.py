@@ -14,9 +14,9 @@ import msgspec
 from ckptd.index import Job, JobIndex
 from ckptd.services.events import Events
 from ckptstore.clock import Clock
+from ckptstore.daemon.wire import JobRequest, JobState
 from ckptstore.errors import CkptError, NoJob, TooManyRequests
 from ckptstore.names import check_ulid, new_ulid
-from ckptstore.wire import JobRequest, JobState
 
 _LOG = logging.getLogger(__name__)
 WORKERS = 2

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.findings import verified_at
-from ckptstore.holds import Holds, active_holds
 from ckptstore.names import Attempt
-from ckptstore.policies import policy_for, read_policies
-from ckptstore.retention import Policy, Verdict, judge
+from ckptstore.retention.findings import verified_at
+from ckptstore.retention.holds import Holds, active_holds
+from ckptstore.retention.judging import Policy, Verdict, judge
+from ckptstore.retention.policies import policy_for, read_policies
 from ckptstore.stores import Store
 
 

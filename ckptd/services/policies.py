@@ -11,13 +11,13 @@ from ckptd.index import Index
 from ckptd.metrics import Metrics
 from ckptd.services.pruning import Pruning
 from ckptstore.clock import Clock
-from ckptstore.deletion import plan_prune
 from ckptstore.errors import CkptError, LeadershipLost, TooMuchToDelete
+from ckptstore.format.records import PoliciesVersion, PolicySet
 from ckptstore.names import check_run
-from ckptstore.policies import change_policies, policies_history, policy_for, read_policies
-from ckptstore.pruning import PrunePlans
-from ckptstore.records import PoliciesVersion, PolicySet
-from ckptstore.retention import Policy
+from ckptstore.retention.deletion import plan_prune
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.policies import change_policies, policies_history, policy_for, read_policies
+from ckptstore.retention.pruning import PrunePlans
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ckptd.index import RankProgress, Restore
-from ckptstore.wire import Phase, RankReport, RestoreState
+from ckptstore.daemon.wire import Phase, RankReport, RestoreState
 
 MAX_STRAGGLERS = 100
 _MAX_PROBLEM = 1000

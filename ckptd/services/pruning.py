@@ -9,8 +9,8 @@ from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
-from ckptstore.retention import Verdict
+from ckptstore.retention.judging import Verdict
+from ckptstore.retention.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
 from ckptstore.stores import Store
 
 

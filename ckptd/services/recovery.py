@@ -12,9 +12,9 @@ from ckptd.services.periodic import Pace
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commit import receipt_ranks
-from ckptstore.deletion import advance, undecided_attempts
 from ckptstore.errors import CkptError, LeadershipLost, Unavailable
 from ckptstore.names import Attempt, checkpoint_id
+from ckptstore.retention.deletion import advance, undecided_attempts
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from ckptd.index import Restore, RestoreIndex
 from ckptd.metrics import Metrics
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
+from ckptstore.daemon.wire import RestoreState
 from ckptstore.errors import CkptError, NoCheckpoint, Unavailable
-from ckptstore.leases import release_lease, renew_lease, take_lease
+from ckptstore.retention.leases import release_lease, renew_lease, take_lease
 from ckptstore.stores import Store
-from ckptstore.wire import RestoreState
 
 _LOG = logging.getLogger(__name__)
 _OUTLIVES_S = 600.0

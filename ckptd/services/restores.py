@@ -13,6 +13,7 @@ from ckptd.services.restore_leases import RestoreLeases
 from ckptstore import catalog
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.clock import Clock
+from ckptstore.daemon.wire import RankReport, RestoreRequest, RestoreState
 from ckptstore.errors import (
     CkptError,
     CorruptObject,
@@ -27,7 +28,6 @@ from ckptstore.errors import (
 )
 from ckptstore.names import Reference, check_run, check_ulid, new_ulid
 from ckptstore.stores import Store
-from ckptstore.wire import RankReport, RestoreRequest, RestoreState
 
 MAX_LIVE = 1000
 _KEPT_S = 24 * 3600.0

@@ -6,18 +6,18 @@ from itertools import islice
 
 from ckptd.services.catalogue import Catalogue
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore import pins
-from ckptstore.audit import read_log
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.deletion import delete_checkpoint
-from ckptstore.labels import LabelChange, change_labels
+from ckptstore.daemon.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
 from ckptstore.names import Reference, check_run, checkpoint_id
-from ckptstore.policies import change_policies, policies_history, read_policies
+from ckptstore.retention import pins
+from ckptstore.retention.audit import read_log
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.retention.labels import LabelChange, change_labels
+from ckptstore.retention.policies import change_policies, policies_history, read_policies
+from ckptstore.retention.tombstones import SWEEP_GRACE_S, find_hidden, undelete
+from ckptstore.retention.trash import list_deleted
 from ckptstore.stores import Store
-from ckptstore.tombstones import SWEEP_GRACE_S, find_hidden, undelete
-from ckptstore.trash import list_deleted
-from ckptstore.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
 
 
 class Retention:

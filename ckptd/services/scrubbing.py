@@ -12,7 +12,7 @@ from ckptstore.catalog import Checkpoint, list_runs
 from ckptstore.clock import Clock
 from ckptstore.commit import identity
 from ckptstore.errors import CkptError, LeadershipLost
-from ckptstore.scrubbing import Pace, due_for_scrub, scrub
+from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)

@@ -39,8 +39,8 @@ from ckptstore.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from ckptstore.labels import label_versions, labelled, newest_labels, with_labels
 from ckptstore.names import Attempt, check_run, checkpoint_id
+from ckptstore.retention.labels import label_versions, labelled, newest_labels, with_labels
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)

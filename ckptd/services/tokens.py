@@ -18,8 +18,8 @@ from types import MappingProxyType
 from ckptd.index import Token, TokenIndex
 from ckptd.services.callers import Caller
 from ckptstore.clock import Clock
+from ckptstore.daemon.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 from ckptstore.errors import IndexUnavailable, InvalidName, InvalidRequest
-from ckptstore.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 
 BOOTSTRAP = "bootstrap"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")

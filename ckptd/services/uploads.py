@@ -10,11 +10,11 @@ from ckptstore import names
 from ckptstore.catalog import list_runs
 from ckptstore.clock import Clock
 from ckptstore.commit import read_receipt
-from ckptstore.deletion import undecided_attempts
+from ckptstore.daemon.wire import AttemptBody
 from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.names import Attempt, check_run
+from ckptstore.retention.deletion import undecided_attempts
 from ckptstore.stores import Store
-from ckptstore.wire import AttemptBody
 
 MAX_ATTEMPTS = 200
 _MOST_MISSING = 100

@@ -20,8 +20,8 @@ import msgspec
 from ckptd.index import Event
 from ckptd.metrics import Metrics
 from ckptstore.clock import Clock
+from ckptstore.daemon.wire import EventBody, EventKind
 from ckptstore.errors import InvalidRequest
-from ckptstore.wire import EventBody, EventKind
 
 _LOG = logging.getLogger(__name__)
 KINDS = frozenset((EventKind.COMMITTED, EventKind.CORRUPT, EventKind.RESTORE_ENDED, EventKind.PRUNED))

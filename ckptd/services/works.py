@@ -11,16 +11,16 @@ from ckptd.services.synchronizing import Synchronizing
 from ckptstore import catalog
 from ckptstore.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.clock import Clock
-from ckptstore.deletion import collect
+from ckptstore.daemon.wire import CollectJob, PruneJob, ReindexJob, VerifyJob
 from ckptstore.errors import InvalidPolicy, NoCheckpoint
 from ckptstore.names import Reference, check_run
-from ckptstore.policies import policy_of
 from ckptstore.probing import check_store
-from ckptstore.pruning import Prune
-from ckptstore.retention import Policy
-from ckptstore.scrubbing import scrub
+from ckptstore.retention.deletion import collect
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.policies import policy_of
+from ckptstore.retention.pruning import Prune
+from ckptstore.retention.scrubbing import scrub
 from ckptstore.stores import Store
-from ckptstore.wire import CollectJob, PruneJob, ReindexJob, VerifyJob
 
 
 class Works:

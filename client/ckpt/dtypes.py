@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ckptstore.dtypes import ITEM_BYTES
+from ckptstore.format.dtypes import ITEM_BYTES
 
 BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 """Those of the format's types that this torch has."""

@@ -20,13 +20,13 @@ from uuid import uuid4
 
 from ckptctl.exits import NotWritten
 from ckptstore.catalog import Checkpoint
-from ckptstore.documents import Content
 from ckptstore.errors import InvalidRequest
-from ckptstore.planning import Want, entry_bytes, plan_reads
+from ckptstore.format.documents import Content
+from ckptstore.format.planning import Want, entry_bytes, plan_reads
+from ckptstore.format.trees import leaves
 from ckptstore.reading import DEFAULT_THREADS, Progress, fetch
 from ckptstore.source import Source
 from ckptstore.stores.local import sync_folder
-from ckptstore.trees import leaves
 
 Entry = tuple[str, str, tuple[int, ...]]
 """Name, type and shape."""

@@ -10,9 +10,9 @@ import msgspec
 
 from ckptctl.exporting import Entry, Export, FileFormat, mapped
 from ckptctl.safetensors_file import Layout, plan_file
-from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import InvalidRequest
-from ckptstore.planning import Want
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.planning import Want
 
 Writer = Callable[[Export, Path], None]
 """Writes to a path: a file that is there and empty, or a folder. Not yet durable on return."""

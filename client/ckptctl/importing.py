@@ -11,17 +11,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ckpt.foreign.parts import Foreign, Read
 from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
-from ckptstore.boxes import Box
 from ckptstore.catalog import Checkpoint, find, from_outcome
 from ckptstore.clock import Clock
-from ckptstore.codings import fast
 from ckptstore.commit import StoredReceipt, commit_attempt
-from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
 from ckptstore.errors import InvalidRequest, NoCheckpoint
-from ckptstore.names import Attempt, Reference, new_ulid
-from ckptstore.planning import check_cover
-from ckptstore.reading import Progress
-from ckptstore.shards import (
+from ckptstore.format.boxes import Box
+from ckptstore.format.codings import fast
+from ckptstore.format.documents import FORMAT, Content, Receipt, Shard, seal
+from ckptstore.format.planning import check_cover
+from ckptstore.format.shards import (
     ChunkSpan,
     EncodedChunk,
     Placed,
@@ -31,6 +29,8 @@ from ckptstore.shards import (
     raw_bytes,
     slice_tables,
 )
+from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.reading import Progress
 from ckptstore.stores import Store
 
 _THREADS = min(4, max(1, os.cpu_count() or 1))

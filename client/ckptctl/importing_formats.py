@@ -11,10 +11,10 @@ import msgspec
 from ckpt.foreign.parts import Foreign, Part, file_read
 from ckptctl.exporting_formats import INDEX, ONLY, missing_torch
 from ckptctl.safetensors_file import StoredTensor, read_header
-from ckptstore.documents import JSON
 from ckptstore.errors import CorruptObject, InvalidRequest
-from ckptstore.shards import Slice
-from ckptstore.trees import TAG
+from ckptstore.format.documents import JSON
+from ckptstore.format.shards import Slice
+from ckptstore.format.trees import TAG
 
 
 class ForeignFormat(StrEnum):

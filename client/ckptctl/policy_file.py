@@ -10,8 +10,8 @@ import yaml
 
 from ckptstore import human
 from ckptstore.errors import InvalidPolicy
-from ckptstore.policies import check_policies
-from ckptstore.records import PolicySet
+from ckptstore.format.records import PolicySet
+from ckptstore.retention.policies import check_policies
 
 EXAMPLE = """\
 default:                     # for runs that no override matches; leave it out: they are never pruned

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ckptctl.session import Session
-from ckptstore.audit import operator
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.policies import rules_of
-from ckptstore.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
+from ckptstore.daemon.wire import CheckpointBody, PruneBody, PruneItem
 from ckptstore.reading import Progress
+from ckptstore.retention.audit import operator
+from ckptstore.retention.policies import rules_of
+from ckptstore.retention.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
 from ckptstore.stores import Store
-from ckptstore.wire import CheckpointBody, PruneBody, PruneItem
 
 if TYPE_CHECKING:
-    from ckptstore.daemon import DaemonClient
+    from ckptstore.daemon.client import DaemonClient
 
 
 class Pruning(Protocol):

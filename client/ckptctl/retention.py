@@ -6,16 +6,17 @@ from itertools import islice
 from typing import Protocol
 
 from ckptctl.session import Session
-from ckptstore import catalog, deletion, pins, policies, tombstones
-from ckptstore.audit import operator, read_log
+from ckptstore import catalog
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.labels import LabelChange, change_labels, with_labels
+from ckptstore.daemon.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
 from ckptstore.names import Reference, check_run, checkpoint_id
 from ckptstore.probing import check_store
+from ckptstore.retention import deletion, pins, policies, tombstones
+from ckptstore.retention.audit import operator, read_log
+from ckptstore.retention.labels import LabelChange, change_labels, with_labels
+from ckptstore.retention.trash import list_deleted
 from ckptstore.stores import Store
-from ckptstore.trash import list_deleted
-from ckptstore.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
 
 
 class Retention(Protocol):

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.format.dtypes import ITEM_BYTES
 
 TYPES: dict[str, str] = {
     "float64": "F64",

@@ -16,7 +16,7 @@ from ckptstore.source import Source, StoreSource
 from ckptstore.stores import Store
 
 if TYPE_CHECKING:
-    from ckptstore.daemon import DaemonClient
+    from ckptstore.daemon.client import DaemonClient
 
 
 class Session:

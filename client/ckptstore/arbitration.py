@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
-from ckptstore.codecs import Buffer
 from ckptstore.errors import InvalidName, ObjectMissing, StoreUnsafe, Unavailable
+from ckptstore.format.codecs import Buffer
 from ckptstore.names import Attempt
 from ckptstore.probing import creates_once
 from ckptstore.stores import Store, WrappedStore
 
 if TYPE_CHECKING:
-    from ckptstore.daemon import DaemonClient
+    from ckptstore.daemon.client import DaemonClient
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class DaemonArbiter:
         # Whoever never asks needs no HTTP client.
         import httpx
 
-        from ckptstore.daemon import DaemonClient
+        from ckptstore.daemon.client import DaemonClient
 
         with closing(DaemonClient(self._url, self._token, httpx.Timeout(self._answer_s), retries=0)) as client:
             decided = self._ask(client, key, proposal)

@@ -15,8 +15,8 @@ from itertools import groupby
 
 from ckptstore import names
 from ckptstore.commit import read_outcome
-from ckptstore.documents import Outcome
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
+from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.stores import Store
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.columns import Column, column, concatenate
-from ckptstore.documents import (
+from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
+from ckptstore.format.columns import Column, column, concatenate
+from ckptstore.format.documents import (
     FORMAT,
     JSON,
     Committed,
@@ -42,12 +43,11 @@ from ckptstore.documents import (
     parse_sealed,
     seal,
 )
-from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
+from ckptstore.format.planning import check_cover
+from ckptstore.format.trees import leaves, merge_trees
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.planning import check_cover
 from ckptstore.references import lost, mark, referenced_attempts
 from ckptstore.stores import Store
-from ckptstore.trees import leaves, merge_trees
 
 _TRIES = 3
 

@@ -6,7 +6,7 @@ import re
 
 from ckptstore.clock import Clock
 from ckptstore.commit import decide
-from ckptstore.documents import Outcome
+from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt
 from ckptstore.stores import Store
 

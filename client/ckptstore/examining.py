@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from ckptstore import names
 from ckptstore.clock import Clock
+from ckptstore.daemon.wire import ProbeBody, ProbeCheck
 from ckptstore.errors import CkptError, ObjectMissing, StoreUnavailable
 from ckptstore.names import new_ulid
 from ckptstore.probing import Probe, probe_store
 from ckptstore.stores import Store
-from ckptstore.wire import ProbeBody, ProbeCheck
 
 _SKEW_ALLOWED_S = 60.0
 _DATA = bytes(range(256)) * 256

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ckptstore.casting import cast_into
 from ckptstore.catalog import Checkpoint
-from ckptstore.codecs import RAW, decode
-from ckptstore.dividing import Stretches
-from ckptstore.documents import digest
 from ckptstore.errors import CkptError, CorruptObject
-from ckptstore.planning import ChunkRead, Piece, ShardRead
+from ckptstore.format.casting import cast_into
+from ckptstore.format.codecs import RAW, decode
+from ckptstore.format.dividing import Stretches
+from ckptstore.format.documents import digest
+from ckptstore.format.planning import ChunkRead, Piece, ShardRead
 from ckptstore.source import Source
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.documents import FORMAT, Content, seal
 from ckptstore.errors import InvalidName, ReferenceLost
+from ckptstore.format.documents import FORMAT, Content, seal
+from ckptstore.format.records import ReferenceMark
 from ckptstore.names import Attempt, checkpoint_id
-from ckptstore.records import ReferenceMark
 from ckptstore.stores import Store
 
 _NAMED = 3

@@ -8,13 +8,14 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, Protocol
 
-from ckptstore import catalog, leases, names
+from ckptstore import catalog, names
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock, system_clock
-from ckptstore.documents import Manifest, Receipt, digest, parse_manifest, parse_sealed
 from ckptstore.errors import CorruptObject, NoCheckpoint
-from ckptstore.labels import with_labels
+from ckptstore.format.documents import Manifest, Receipt, digest, parse_manifest, parse_sealed
 from ckptstore.names import Reference
+from ckptstore.retention import leases
+from ckptstore.retention.labels import with_labels
 from ckptstore.stores import ObjectReader, Store, open_store
 
 _RECEIPT_THREADS = 16
@@ -132,7 +133,7 @@ def open_source(
     """
     if url.startswith(("http://", "https://")):
         # Trainers that read the store itself need no HTTP client.
-        from ckptstore.daemon import DaemonClient
+        from ckptstore.daemon.client import DaemonClient
 
         return DaemonClient(url, token, patience_s=patience_s)
     return StoreSource(open_store(url, options))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
-from ckptstore.planning import ChunkRead, ShardRead, check_cover, plan_all
+from ckptstore.format.planning import ChunkRead, ShardRead, check_cover, plan_all
 from ckptstore.reading import DEFAULT_THREADS, Progress, check_chunk, fetch_stored
 from ckptstore.source import Source, read_manifest, read_receipt
 

@@ -30,7 +30,7 @@ def loaded_by(statement: str) -> set[str]:
 
 def test_the_shared_format_loads_neither_torch_nor_a_web_framework_nor_sql() -> None:
     loaded = loaded_by(f"import {', '.join(CKPTSTORE)}")
-    assert "ckptstore.documents" in loaded
+    assert "ckptstore.format.documents" in loaded
     assert loaded & {"torch", "ckpt", "ckptd", *WEB_AND_SQL} == set()
 
 

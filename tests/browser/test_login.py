@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptstore import wire
+from ckptstore.daemon import wire
 from tests.browser.conftest import ADMIN, Dashboard
 from tests.support.browser import Browser
 from tests.support.daemons import wait_until

@@ -13,8 +13,6 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckptstore.clock import system_clock
-from ckptstore.deletion import apply_prune, plan_prune
-from ckptstore.documents import Outcome, digest, parse_sealed, seal
 from ckptstore.errors import (
     BadInput,
     CkptError,
@@ -29,7 +27,9 @@ from ckptstore.errors import (
     UnsupportedFormat,
     UnsupportedObject,
 )
-from ckptstore.retention import Policy
+from ckptstore.format.documents import Outcome, digest, parse_sealed, seal
+from ckptstore.retention.deletion import apply_prune, plan_prune
+from ckptstore.retention.judging import Policy
 from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
 from ckptstore.verify import verify

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckptstore import boxes
-from ckptstore.boxes import Box
-from ckptstore.columns import column
-from ckptstore.documents import Content, Entries, Shard, Slices
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
+from ckptstore.format.columns import column
+from ckptstore.format.documents import Content, Entries, Shard, Slices
+from ckptstore.format.planning import Want, plan_reads
+from ckptstore.format.shards import EncodedChunk, Slice, chunk_table, place_slices, plan_chunks
 from ckptstore.names import shard_name
-from ckptstore.planning import Want, plan_reads
-from ckptstore.shards import EncodedChunk, Slice, chunk_table, place_slices, plan_chunks
 from ckptstore.source import StoreSource
 from tests.support.counting import CountingStore
 from tests.support.parallel.runner import Scenario, run_scenarios

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.saving.choosing import INTERVAL_SHARE, Figure, choose
-from ckptstore.codings import Coding
+from ckptstore.format.codings import Coding
 
 GB = 1_000_000_000
 RAW, SPLIT, ZSTD, ZSTD_MORE = Coding("raw"), Coding("float-split/float32"), Coding("zstd"), Coding("zstd", 9)

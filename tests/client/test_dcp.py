@@ -18,8 +18,8 @@ from ckpt import Checkpointer
 from ckpt.dcp import StorageReader, StorageWriter
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject, InvalidName, InvalidRequest, StateMismatch, UnsupportedObject
-from ckptstore.leases import active_leases
 from ckptstore.names import Reference, shard_key, shard_name
+from ckptstore.retention.leases import active_leases
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store
 from tests.support.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save

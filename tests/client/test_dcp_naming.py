@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt.dcp.naming import Value, flatten, nest
-from ckptstore.documents import JSON
 from ckptstore.errors import CorruptObject, UnsupportedObject
-from ckptstore.trees import encode_tree
+from ckptstore.format.documents import JSON
+from ckptstore.format.trees import encode_tree
 
 KEYS = st.text("ab.$", min_size=1, max_size=3)
 VALUES = st.one_of(st.none(), st.integers(0, 9), st.just(torch.zeros(1)))

@@ -10,8 +10,8 @@ import torch
 from ckpt import Checkpointer
 from ckpt.dcp import StorageReader
 from ckptstore.clock import system_clock
-from ckptstore.deletion import advance, undecided_attempts
 from ckptstore.names import Reference
+from ckptstore.retention.deletion import advance, undecided_attempts
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from ckptstore.verify import verify

@@ -16,14 +16,14 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.saving.messages import Done, Failed, Job, Report, Setup, SliceRow
 from ckpt.saving.pipeline import SavePipeline
-from ckptstore.boxes import Box
-from ckptstore.casting import CAST_TYPES, cast, cast_into, is_cast
 from ckptstore.clock import system_clock
-from ckptstore.columns import column
-from ckptstore.documents import Content, check_manifest
 from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.format.boxes import Box
+from ckptstore.format.casting import CAST_TYPES, cast, cast_into, is_cast
+from ckptstore.format.columns import column
+from ckptstore.format.documents import Content, check_manifest
+from ckptstore.format.planning import Want, derived_bytes, plan_reads
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.planning import Want, derived_bytes, plan_reads
 from ckptstore.reading import fetch
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import Store, open_store

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.saving.encode import BUDGET_BYTES, Encoder, encode_stream
 from ckpt.saving.pace import Pace
-from ckptstore.shards import ChunkSpan, EncodedChunk
+from ckptstore.format.shards import ChunkSpan, EncodedChunk
 from tests.support.trainers import until
 
 SIZE = 100

@@ -17,8 +17,8 @@ from torch.serialization import skip_data
 from ckpt import Checkpointer
 from ckpt.foreign.torch_file import read_torch
 from ckptstore.catalog import list_checkpoints
-from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject
+from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.stores import open_store
 from tests.support.command_line import Finished, invoke
 from tests.support.dcp_state import make_model, make_optimizer, same

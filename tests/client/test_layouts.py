@@ -8,9 +8,9 @@ from math import prod
 
 import pytest
 
-from ckptstore import boxes
-from ckptstore.boxes import Box
-from ckptstore.documents import Content
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
+from ckptstore.format.documents import Content
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.layouts import box_of

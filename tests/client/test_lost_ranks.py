@@ -13,8 +13,8 @@ import pytest
 
 from ckpt import Checkpointer
 from ckptstore.clock import system_clock
-from ckptstore.deletion import collect, undecided_attempts
-from ckptstore.leases import active_leases
+from ckptstore.retention.deletion import collect, undecided_attempts
+from ckptstore.retention.leases import active_leases
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store
 from ckptstore.verify import verify

@@ -12,8 +12,8 @@ from ckpt.saving.measuring import MeasuredCodings
 from ckpt.saving.messages import Done, Failed, Job, Released, Report, Setup, SliceRow
 from ckpt.saving.pipeline import SavePipeline
 from ckptstore.clock import system_clock
+from ckptstore.format.shards import ChunkSpan
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.shards import ChunkSpan
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.sinks import Sink

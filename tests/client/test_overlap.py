@@ -224,13 +224,12 @@ def test_a_change_without_an_optimizer_fails_the_save(tmp_path: Path, past_the_c
 
 def test_an_unseen_torn_snapshot_is_raised_by_the_next_save(tmp_path: Path) -> None:
     loop = Loop(OPTIMIZERS["adamw"])
-    with open_run(tmp_path) as checkpointer:
-        with held_copies() as brake:
-            checkpointer.save_async(loop.model, loop.optim, 1)
-            nn.init.zeros_(loop.model.last.bias)
-            brake.released.set()
-            with pytest.raises(SnapshotTorn):
-                checkpointer.save_async(loop.model, loop.optim, 2)
+    with open_run(tmp_path) as checkpointer, held_copies() as brake:
+        checkpointer.save_async(loop.model, loop.optim, 1)
+        nn.init.zeros_(loop.model.last.bias)
+        brake.released.set()
+        with pytest.raises(SnapshotTorn):
+            checkpointer.save_async(loop.model, loop.optim, 2)
 
 
 def test_a_copy_that_fails_fails_the_save_and_lets_the_optimizer_go_on(

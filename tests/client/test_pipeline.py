@@ -11,7 +11,7 @@ import pytest
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup, SliceRow
 from ckpt.saving.pipeline import SavePipeline
 from ckptstore.clock import system_clock
-from ckptstore.documents import Outcome, parse_sealed
+from ckptstore.format.documents import Outcome, parse_sealed
 from ckptstore.names import Attempt, attempts_prefix, new_ulid
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store

@@ -16,10 +16,10 @@ from ckpt import Checkpointer
 from ckptstore import names
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
-from ckptstore.deletion import plan_prune
 from ckptstore.errors import CorruptObject, ObjectMissing
-from ckptstore.leases import active_leases
-from ckptstore.retention import Policy
+from ckptstore.retention.deletion import plan_prune
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.leases import active_leases
 from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.ddp import ROOT

@@ -14,9 +14,9 @@ import pytest
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore import names
+from ckptstore.daemon.wire import RestoreBody, RestoreState
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store
-from ckptstore.wire import RestoreBody, RestoreState
 from tests.support.command_line import invoke
 from tests.support.counting import CountingStore, serving
 from tests.support.daemons import Daemon, running_daemon, wait_until

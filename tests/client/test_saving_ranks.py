@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.planning import entry_bytes
+from ckptstore.format.planning import entry_bytes
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix

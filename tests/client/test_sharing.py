@@ -19,7 +19,7 @@ from ckpt.restoring.fetching import how_to_share
 from ckpt.restoring.sharing import Stretch, divide
 from ckptd.app import create_app
 from ckptd.settings import Settings
-from ckptstore.documents import Chunks, Content, Entries, References, Shard, Slices
+from ckptstore.format.documents import Chunks, Content, Entries, References, Shard, Slices
 from ckptstore.names import shard_name
 from ckptstore.stores import open_store
 from tests.support.counting import CountingStore, serving

@@ -20,7 +20,7 @@ from ckpt import Checkpointer
 from ckpt.saving import writers
 from ckpt.saving.streaming import LEAST_BYTES, Intake, Outlet, places
 from ckptstore.errors import InvalidRequest, SaveFailed, SaverDied, SnapshotTorn, StoreUnavailable
-from ckptstore.shards import ChunkSpan
+from ckptstore.format.shards import ChunkSpan
 from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.ddp import ROOT

@@ -23,12 +23,12 @@ from ckpt.saving.unchanged import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, Know
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint
 from ckptstore.errors import SaverDied
-from ckptstore.leases import active_leases
+from ckptstore.format.shards import EncodedChunk
 from ckptstore.references import marks
-from ckptstore.scrubbing import scrub
-from ckptstore.shards import EncodedChunk
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.retention.leases import active_leases
+from ckptstore.retention.scrubbing import scrub
 from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
 from ckptstore.verify import verify

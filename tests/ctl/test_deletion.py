@@ -5,8 +5,8 @@ import pytest
 from ckptstore import names
 from ckptstore.catalog import list_checkpoints, visible_attempts
 from ckptstore.clock import system_clock
-from ckptstore.leases import take_lease
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.retention.leases import take_lease
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.command_line import invoke

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore import names, wire
+from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon import wire
+from ckptstore.daemon.client import DaemonClient
 from ckptstore.examining import examine
 from ckptstore.stores import open_store
 from tests.support.command_line import invoke

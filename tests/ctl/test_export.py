@@ -15,11 +15,11 @@ from ckptctl.exporting import FileFormat, write_whole
 from ckptctl.exporting_formats import writer_of
 from ckptstore import names
 from ckptstore.catalog import list_checkpoints
-from ckptstore.columns import column
-from ckptstore.documents import Content, Entries, Slices
-from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
-from ckptstore.shards import Slice
+from ckptstore.format.columns import column
+from ckptstore.format.documents import Content, Entries, Slices
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.shards import Slice
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import invoke, run

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from ckptstore import names
 from ckptstore.catalog import list_checkpoints
-from ckptstore.dtypes import ITEM_BYTES
-from ckptstore.shards import Slice
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.shards import Slice
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import PROGRAM, clean_environment, invoke

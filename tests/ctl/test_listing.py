@@ -5,8 +5,8 @@ import msgspec
 
 from ckptstore import names
 from ckptstore.catalog import list_checkpoints
+from ckptstore.daemon.wire import CheckpointBody
 from ckptstore.stores import Store
-from ckptstore.wire import CheckpointBody
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptstore import names, planning
+from ckptstore import names
 from ckptstore.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.leases import release_lease, take_lease
-from ckptstore.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.format import planning
+from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.reading import fetch
+from ckptstore.retention.leases import release_lease, take_lease
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from ckptstore.verify import verify

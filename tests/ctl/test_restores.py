@@ -9,9 +9,9 @@ from uuid import uuid4
 
 import pytest
 
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon.client import DaemonClient
+from ckptstore.daemon.wire import Phase
 from ckptstore.stores import Store, open_store
-from ckptstore.wire import Phase
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import PROGRAM, Terminal, clean_environment, invoke
 from tests.support.daemons import Daemon, running_daemon

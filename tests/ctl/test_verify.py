@@ -4,7 +4,7 @@ import pytest
 
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, list_checkpoints
-from ckptstore.leases import active_leases
+from ckptstore.retention.leases import active_leases
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 

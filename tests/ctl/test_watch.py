@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.command_line import PROGRAM, clean_environment, invoke

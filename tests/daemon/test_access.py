@@ -13,11 +13,11 @@ import pytest
 
 from ckptd.api.rules import RULES, in_body
 from ckptd.api.throttle import MAX_FAILURES, WINDOW_S, Throttle
-from ckptstore import wire
 from ckptstore.catalog import Checkpoint
+from ckptstore.daemon import wire
+from ckptstore.daemon.wire import Scope, TokenRequest
 from ckptstore.errors import Denied, Forbidden, TooManyFailures, Unauthorized
 from ckptstore.stores import Store, open_store
-from ckptstore.wire import Scope, TokenRequest
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
 

@@ -15,9 +15,10 @@ import pytest
 from ckptd.api.sharing import FairTurns, Limits
 from ckptd.app import create_app
 from ckptd.settings import Settings
-from ckptstore import names, wire
+from ckptstore import names
+from ckptstore.daemon import wire
+from ckptstore.daemon.operations import Fill
 from ckptstore.errors import TooManyRequests
-from ckptstore.operations import Fill
 from ckptstore.stores import open_store
 from tests.conftest import S3Location
 from tests.daemon.conftest import Served

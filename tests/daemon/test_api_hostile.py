@@ -16,7 +16,8 @@ import zstandard
 from ckptd.api.bounds import MAX_HEADERS, MAX_QUERY_BYTES
 from ckptd.api.cursors import read_cursor, write_cursor
 from ckptd.index import Sort
-from ckptstore import names, wire
+from ckptstore import names
+from ckptstore.daemon import wire
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
 from tests.daemon.conftest import Served

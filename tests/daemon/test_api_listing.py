@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ckptstore import wire
+from ckptstore.daemon import wire
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon

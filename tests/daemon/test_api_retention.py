@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ckptstore import wire
 from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.labels import LabelChange, change_labels
+from ckptstore.daemon import wire
+from ckptstore.format.records import Action
 from ckptstore.names import Reference
-from ckptstore.records import Action
+from ckptstore.retention.labels import LabelChange, change_labels
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until

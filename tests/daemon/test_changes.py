@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptstore import names, wire
+from ckptstore import names
 from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
 from ckptstore.commit import commit_attempt, decide
-from ckptstore.daemon import DaemonClient
-from ckptstore.deletion import delete_checkpoint
+from ckptstore.daemon import wire
+from ckptstore.daemon.client import DaemonClient
 from ckptstore.errors import AttemptAborted, InvalidPolicy, NoCheckpoint
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from ckptstore.verify import verify
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank

@@ -18,12 +18,13 @@ from torch.distributed import checkpoint as dcp
 from ckpt.dcp import StorageWriter
 from ckptd.index import Database, DecisionIndex
 from ckptd.services.deciding import Deciding
-from ckptstore import names, wire
+from ckptstore import names
 from ckptstore.arbitration import ArbitratedStore, DaemonArbiter, arbitrated
 from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
 from ckptstore.commit import commit_attempt, decide, read_outcome
-from ckptstore.documents import FORMAT, Outcome, seal
+from ckptstore.daemon import wire
+from ckptstore.daemon.wire import Scope, TokenRequest
 from ckptstore.errors import (
     AttemptAborted,
     DaemonUnavailable,
@@ -33,10 +34,10 @@ from ckptstore.errors import (
     StoreUnavailable,
     StoreUnsafe,
 )
+from ckptstore.format.documents import FORMAT, Outcome, seal
+from ckptstore.format.records import Fate
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.records import Fate
 from ckptstore.stores import Store, open_store
-from ckptstore.wire import Scope, TokenRequest
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.command_line import run

@@ -15,13 +15,13 @@ import pytest
 
 from ckptd.index import Database, EventLog, Index, News
 from ckptd.services.events import Events
-from ckptstore import wire
 from ckptstore.clock import system_clock
-from ckptstore.daemon import DaemonClient
-from ckptstore.deletion import delete_checkpoint
+from ckptstore.daemon import wire
+from ckptstore.daemon.client import DaemonClient
+from ckptstore.daemon.wire import EventKind
 from ckptstore.names import new_ulid
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store, open_store
-from ckptstore.wire import EventKind
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until

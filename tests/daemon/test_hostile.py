@@ -7,7 +7,7 @@ from base64 import urlsafe_b64encode
 import httpx
 import pytest
 
-from ckptstore import wire
+from ckptstore.daemon import wire
 from tests.daemon.conftest import Served
 from tests.support.daemons import wait_until
 

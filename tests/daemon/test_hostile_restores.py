@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from ckptstore import wire
+from ckptstore.daemon import wire
+from ckptstore.daemon.wire import Phase
 from ckptstore.errors import InvalidName, NoRestore
-from ckptstore.wire import Phase
 from tests.daemon.conftest import Served
 
 _GOOD_ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"

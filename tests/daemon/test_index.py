@@ -25,9 +25,9 @@ from ckptd.services.recovery import Recovery
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint
 from ckptstore.errors import IndexUnavailable, StoreUnavailable, UnsupportedFormat
 from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint, write_rank

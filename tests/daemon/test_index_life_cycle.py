@@ -23,7 +23,7 @@ from ckptd.services.synchronizing import Synchronizing
 from ckptstore.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
 from ckptstore.names import Attempt, Reference
-from ckptstore.retention import Policy
+from ckptstore.retention.judging import Policy
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint

@@ -17,8 +17,8 @@ from ckptd.services.synchronizing import Synchronizing
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint
 from ckptstore.errors import CkptError, NoCheckpoint
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint

@@ -12,13 +12,14 @@ import pytest
 from ckptd.index import Database, EventLog, Index, Job, JobIndex
 from ckptd.services.events import Events
 from ckptd.services.jobs import MAX_LIVE, Jobs, Progress
-from ckptstore import names, wire
+from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon import wire
+from ckptstore.daemon.client import DaemonClient
+from ckptstore.daemon.wire import EventKind, JobState
 from ckptstore.errors import CkptError, InvalidPolicy, NoCheckpoint, NoJob, TooManyRequests
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store, open_store
-from ckptstore.wire import EventKind, JobState
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon, wait_until

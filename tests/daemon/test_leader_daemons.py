@@ -15,8 +15,8 @@ import pytest
 from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.retention.tombstones import hide
 from ckptstore.stores import Store
-from ckptstore.tombstones import hide
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.counted_daemon import STOP_AT
 from tests.support.daemons import Daemon, running_daemon, wait_until

@@ -18,10 +18,10 @@ import pytest
 from ckptd.settings import default_db
 from ckptstore.clock import system_clock
 from ckptstore.commit import read_outcome
-from ckptstore.daemon import DaemonClient
-from ckptstore.deletion import delete_checkpoint
+from ckptstore.daemon.client import DaemonClient
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Attempt, attempt_prefix, new_ulid
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon, wait_until

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import trustme
 
-from ckptstore import wire
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon import wire
+from ckptstore.daemon.client import DaemonClient
 from ckptstore.errors import DaemonUnavailable
 from ckptstore.stores import Store
 from tests.conftest import S3Location

@@ -11,7 +11,8 @@ import httpx
 import numpy.typing as npt
 import pytest
 
-from ckptstore import names, wire
+from ckptstore import names
+from ckptstore.daemon import wire
 from ckptstore.names import Reference
 from ckptstore.stores import Store, open_store
 from ckptstore.verify import verify

@@ -17,9 +17,9 @@ from ckptd.pages.sessions import LIFETIME_S, Sessions
 from ckptd.pages.treemap import Area, squarified, treemap
 from ckptd.services.restores import RestoreView
 from ckptstore.catalog import Checkpoint, State
+from ckptstore.daemon.wire import EntryBody, Phase, ShardBody
 from ckptstore.names import Attempt
-from ckptstore.retention import Best, Policy, judge
-from ckptstore.wire import EntryBody, Phase, ShardBody
+from ckptstore.retention.judging import Best, Policy, judge
 
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)

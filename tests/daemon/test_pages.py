@@ -13,7 +13,7 @@ import pytest
 
 from ckptd.api.rules import RULES
 from ckptd.pages.routes import router
-from ckptstore import wire
+from ckptstore.daemon import wire
 from tests.daemon.conftest import Served
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ckptstore import names
 from ckptstore.catalog import latest, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.findings import verified_at
-from ckptstore.pins import pin
-from ckptstore.policies import change_policies
-from ckptstore.records import Override, PolicySet, Rules
+from ckptstore.format.records import Override, PolicySet, Rules
+from ckptstore.retention.findings import verified_at
+from ckptstore.retention.pins import pin
+from ckptstore.retention.policies import change_policies
+from ckptstore.retention.tombstones import list_hidden, undelete
 from ckptstore.stores import Store
-from ckptstore.tombstones import list_hidden, undelete
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import running_daemon, wait_until
 

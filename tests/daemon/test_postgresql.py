@@ -14,9 +14,9 @@ import pytest
 
 from ckptd.index import Database, Index
 from ckptstore.clock import system_clock
-from ckptstore.daemon import DaemonClient
-from ckptstore.deletion import delete_checkpoint
+from ckptstore.daemon.client import DaemonClient
 from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until

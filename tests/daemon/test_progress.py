@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ckptd.index import RankProgress, Restore
 from ckptd.services import progress
 from ckptstore.catalog import Checkpoint, State
+from ckptstore.daemon.wire import Phase, RankReport, RestoreState
 from ckptstore.names import Attempt
-from ckptstore.wire import Phase, RankReport, RestoreState
 
 _ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
 _BEGAN = 1000.0

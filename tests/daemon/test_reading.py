@@ -6,11 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptstore import names, wire
-from ckptstore.daemon import DaemonClient
+from ckptstore import names
+from ckptstore.daemon import wire
+from ckptstore.daemon.client import DaemonClient
 from ckptstore.errors import NoCheckpoint
+from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.names import Reference
-from ckptstore.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.reading import fetch
 from ckptstore.source import StoreSource, open_source, read_manifest, read_receipt
 from ckptstore.verify import verify

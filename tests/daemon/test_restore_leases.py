@@ -19,11 +19,11 @@ from ckptd.services.restores import Restores
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore import names
 from ckptstore.catalog import Checkpoint
-from ckptstore.deletion import delete_checkpoint
+from ckptstore.daemon.wire import Phase, RankReport, RestoreRequest, RestoreState
 from ckptstore.errors import CheckpointHeld, NoCheckpoint, NoRestore, StoreUnavailable, TooManyRestores
-from ckptstore.leases import active_leases
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.retention.leases import active_leases
 from ckptstore.stores import Store
-from ckptstore.wire import Phase, RankReport, RestoreRequest, RestoreState
 from tests.support.runs import RUN, count_calls, intact, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 

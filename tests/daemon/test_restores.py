@@ -13,9 +13,11 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from ckptstore import names, wire
+from ckptstore import names
 from ckptstore.catalog import Checkpoint, list_checkpoints
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon import wire
+from ckptstore.daemon.client import DaemonClient
+from ckptstore.daemon.wire import Phase, RestoreState
 from ckptstore.errors import (
     CorruptObject,
     DaemonUnavailable,
@@ -27,7 +29,6 @@ from ckptstore.errors import (
     StoreUnavailable,
 )
 from ckptstore.stores import Store, open_store
-from ckptstore.wire import Phase, RestoreState
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
 from tests.support.runs import SMALL

@@ -15,9 +15,9 @@ import pytest
 from ckptd.index import Database, TokenIndex
 from ckptd.services.callers import Caller
 from ckptd.services.tokens import BOOTSTRAP, Tokens
+from ckptstore.daemon.wire import RotateRequest, Scope, TokenRequest
 from ckptstore.errors import CkptError, Forbidden, InvalidName, InvalidRequest, NoToken, TokenExists, Unauthorized
 from ckptstore.stores import Store
-from ckptstore.wire import RotateRequest, Scope, TokenRequest
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke, run
 from tests.support.daemons import Daemon, running_daemon, wait_until

@@ -17,9 +17,9 @@ import pytest
 from ckptd.index import Event, News
 from ckptd.metrics import Metrics
 from ckptd.services.webhooks import QUEUED, TRIES, Webhooks
+from ckptstore.daemon.wire import EventKind
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
-from ckptstore.wire import EventKind
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import running_daemon, wait_until
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import yaml
 
+from ckptstore.daemon.wire import Scope
 from ckptstore.stores import open_store
-from ckptstore.wire import Scope
 from tests.support import seaweed
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import running_daemon, wait_until

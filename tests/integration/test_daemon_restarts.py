@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from ckpt import Checkpointer, SaveHandle
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon.client import DaemonClient
 from tests.support.daemons import Daemon, running_daemon, wait_until
 
 RUN = "busy"

@@ -16,10 +16,10 @@ import torch
 
 from ckpt.restoring.tensors import load_tensors
 from ckptstore.clock import system_clock
-from ckptstore.deletion import apply_prune, collect, plan_prune
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import attempts_prefix
-from ckptstore.retention import Policy
+from ckptstore.retention.deletion import apply_prune, collect, plan_prune
+from ckptstore.retention.judging import Policy
 from ckptstore.source import Source, StoreSource
 from ckptstore.stores import open_store
 from ckptstore.verify import verify

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore import boxes
-from ckptstore.boxes import Box, flat_boxes, untiled
-from ckptstore.columns import column
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box, flat_boxes, untiled
+from ckptstore.format.columns import column
 from tests.support.layouts import cut, region, tilings
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)

@@ -19,9 +19,9 @@ from ckptstore.catalog import (
     supersede,
 )
 from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.source import StoreSource, open_source
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint

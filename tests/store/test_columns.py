@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.columns import column, concatenate, pack, unpack
+from ckptstore.format.columns import column, concatenate, pack, unpack
 
 
 @given(st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 300), max_size=20))

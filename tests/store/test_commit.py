@@ -24,10 +24,10 @@ from ckptstore.commit import (
     receipt_ranks,
     roll_forward,
 )
-from ckptstore.deletion import advance, collect, delete_checkpoint, undecided_attempts
-from ckptstore.documents import Outcome, pack_manifest
 from ckptstore.errors import AttemptAborted, CorruptObject, StoreUnavailable
+from ckptstore.format.documents import Outcome, pack_manifest
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.retention.deletion import advance, collect, delete_checkpoint, undecided_attempts
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store
 from ckptstore.verify import verify

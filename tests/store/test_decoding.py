@@ -9,7 +9,7 @@ import sys
 _PROGRAM = """
 import sys, threading
 import msgspec
-from ckptstore.decoding import decode_json
+from ckptstore.format.decoding import decode_json
 
 sys.setswitchinterval(1e-6)
 for number in range(300):

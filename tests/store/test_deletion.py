@@ -11,7 +11,9 @@ from ckptstore import names
 from ckptstore.catalog import Checkpoint, decided_attempts, hidden_attempts, latest, list_checkpoints
 from ckptstore.clock import system_clock
 from ckptstore.commit import decide, read_outcome
-from ckptstore.deletion import (
+from ckptstore.errors import StoreUnavailable
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.retention.deletion import (
     ORPHAN_GRACE_S,
     apply_prune,
     collect,
@@ -19,12 +21,10 @@ from ckptstore.deletion import (
     plan_prune,
     undecided_attempts,
 )
-from ckptstore.errors import StoreUnavailable
-from ckptstore.leases import take_lease
-from ckptstore.names import Attempt, new_ulid
-from ckptstore.retention import Policy
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.leases import take_lease
+from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.stores import Store
-from ckptstore.tombstones import TOMBSTONE_KEPT_S
 from tests.support.checkpoints import write_rank
 from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune, steps, write
 from tests.support.stores import Faults, FaultyStore, MovableClock

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from ckptstore.dividing import Stretches
+from ckptstore.format.dividing import Stretches
 from tests.support.stores import race
 
 

@@ -15,11 +15,12 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore import documents
 from ckptstore.clock import system_clock
-from ckptstore.columns import column, pack, unpack
 from ckptstore.commit import merge
-from ckptstore.documents import (
+from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedFormat
+from ckptstore.format import documents
+from ckptstore.format.columns import column, pack, unpack
+from ckptstore.format.documents import (
     FORMAT,
     Lease,
     Manifest,
@@ -30,9 +31,8 @@ from ckptstore.documents import (
     parse_sealed,
     seal,
 )
-from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedFormat
+from ckptstore.format.planning import check_cover, plan_reads, whole_entries
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.planning import check_cover, plan_reads, whole_entries
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_rank
 from tests.support.sealed import KEY, KINDS, SAMPLES

@@ -10,9 +10,9 @@ import pytest
 
 from ckptstore import names
 from ckptstore.catalog import latest
-from ckptstore.codecs import CODECS
-from ckptstore.dtypes import ITEM_BYTES
-from ckptstore.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.format.codecs import CODECS
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.reading import fetch
 from ckptstore.source import StoreSource, read_manifest, read_receipt
 from ckptstore.stores import Store, open_store

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from ckptstore.audit import read_log
 from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.deletion import delete_checkpoint, plan_prune
 from ckptstore.errors import InvalidRequest, NoCheckpoint, StoreUnavailable
-from ckptstore.labels import MAX_LABELS, LabelChange, change_labels, label_versions, read_labels, with_labels
-from ckptstore.records import Action
-from ckptstore.retention import Best, Policy
+from ckptstore.format.records import Action
+from ckptstore.retention.audit import read_log
+from ckptstore.retention.deletion import delete_checkpoint, plan_prune
+from ckptstore.retention.judging import Best, Policy
+from ckptstore.retention.labels import MAX_LABELS, LabelChange, change_labels, label_versions, read_labels, with_labels
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store, WrappedStore, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint

@@ -10,19 +10,19 @@ import pytest
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, hidden_attempts, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.deletion import (
+from ckptstore.errors import CheckpointHeld, NoCheckpoint
+from ckptstore.names import new_ulid
+from ckptstore.retention.deletion import (
     apply_prune,
     collect,
     delete_checkpoint,
     plan_prune,
 )
-from ckptstore.errors import CheckpointHeld, NoCheckpoint
-from ckptstore.leases import active_leases, expired_leases, release_lease, take_lease
-from ckptstore.names import new_ulid
-from ckptstore.pins import pin
-from ckptstore.retention import Policy
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.leases import active_leases, expired_leases, release_lease, take_lease
+from ckptstore.retention.pins import pin
+from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.stores import Store
-from ckptstore.tombstones import TOMBSTONE_KEPT_S
 from tests.support.runs import RUN, clear, count_calls, intact, keys, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 

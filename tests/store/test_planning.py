@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore import boxes, planning
-from ckptstore.boxes import Box
 from ckptstore.catalog import Checkpoint, State
-from ckptstore.checks import check_content
-from ckptstore.columns import column, concatenate
-from ckptstore.documents import Chunks, Content, Entries, Shard, Slices
 from ckptstore.errors import CorruptObject
+from ckptstore.format import boxes, planning
+from ckptstore.format.boxes import Box
+from ckptstore.format.checks import check_content
+from ckptstore.format.columns import column, concatenate
+from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices
+from ckptstore.format.planning import ShardRead, Want, check_cover, entry_bytes, plan_all, plan_reads, whole_entries
+from ckptstore.format.shards import CHUNK_BYTES, Slice, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.planning import ShardRead, Want, check_cover, entry_bytes, plan_all, plan_reads, whole_entries
 from ckptstore.reading import place_chunk
-from ckptstore.shards import CHUNK_BYTES, Slice, place_slices, plan_chunks, slice_tables
 from tests.support.layouts import Layout, box_of, boxes_within, deal, layouts, region, with_slices
 
 CHECKPOINT = Checkpoint("gpt", Attempt(1, new_ulid(1_700_000_000.0)), State.COMMITTED)

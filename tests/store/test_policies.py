@@ -8,11 +8,11 @@ import pytest
 
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.documents import FORMAT, seal
 from ckptstore.errors import CorruptObject, InvalidPolicy, PoliciesChanged, StoreUnavailable
-from ckptstore.policies import change_policies, policies_history, policy_for, read_policies
-from ckptstore.records import Override, PoliciesVersion, PolicySet, Rules
-from ckptstore.retention import Best, Policy
+from ckptstore.format.documents import FORMAT, seal
+from ckptstore.format.records import Override, PoliciesVersion, PolicySet, Rules
+from ckptstore.retention.judging import Best, Policy
+from ckptstore.retention.policies import change_policies, policies_history, policy_for, read_policies
 from ckptstore.stores import Store
 from tests.support.stores import Faults, FaultyStore, race
 

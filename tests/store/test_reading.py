@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from ckptstore import names, planning
+from ckptstore import names
 from ckptstore.catalog import Checkpoint, latest
 from ckptstore.clock import system_clock
-from ckptstore.codings import Policy, fast, off
 from ckptstore.commit import commit_attempt
-from ckptstore.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, ObjectMissing
+from ckptstore.format import planning
+from ckptstore.format.codings import Policy, fast, off
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.planning import ShardRead, Want, entry_bytes, plan_all, plan_reads, whole_entries
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.planning import ShardRead, Want, entry_bytes, plan_all, plan_reads, whole_entries
 from ckptstore.reading import fetch
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import Store

@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.codings import Coding
-from ckptstore.dtypes import ITEM_BYTES
-from ckptstore.shards import CHUNK_BYTES, Slice, encode_chunk, place_slices, plan_chunks, raw_bytes
+from ckptstore.format.codings import Coding
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.shards import CHUNK_BYTES, Slice, encode_chunk, place_slices, plan_chunks, raw_bytes
 
 MIB = 1 << 20
 SHAPES = st.one_of(

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptObject, UnsupportedObject
-from ckptstore.trees import decode_tree, encode_tree, leaves, merge_trees, unsupported
+from ckptstore.format.trees import decode_tree, encode_tree, leaves, merge_trees, unsupported
 
 
 class Weird:

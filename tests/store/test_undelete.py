@@ -16,17 +16,17 @@ from typing import Literal
 import pytest
 
 from ckptstore import names
-from ckptstore.audit import read_log
 from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.deletion import apply_prune, collect, delete_checkpoint, plan_prune
 from ckptstore.errors import CheckpointHeld, CorruptObject, NoCheckpoint, StoreUnavailable, SweepBegun
-from ckptstore.leases import release_lease, take_lease
 from ckptstore.names import new_ulid
-from ckptstore.retention import Policy
+from ckptstore.retention.audit import read_log
+from ckptstore.retention.deletion import apply_prune, collect, delete_checkpoint, plan_prune
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.leases import release_lease, take_lease
+from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, list_hidden, sweep, undelete
+from ckptstore.retention.trash import list_deleted
 from ckptstore.stores import Store
-from ckptstore.tombstones import SWEEP_GRACE_S, hide, list_hidden, sweep, undelete
-from ckptstore.trash import list_deleted
 from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
@@ -265,10 +265,10 @@ def test_a_damaged_tombstone_hides_and_waits_for_the_usual_grace(store: Store) -
 _KILLED = """
 import sys
 from ckptstore.clock import system_clock
-from ckptstore.deletion import apply_prune, collect, plan_prune
-from ckptstore.retention import Policy
+from ckptstore.retention.deletion import apply_prune, collect, plan_prune
+from ckptstore.retention.judging import Policy
 from ckptstore.stores import open_store
-from ckptstore.tombstones import list_hidden, undelete
+from ckptstore.retention.tombstones import list_hidden, undelete
 
 store = open_store(sys.argv[1])
 print("ready", flush=True)

@@ -11,13 +11,12 @@ import numpy.typing as npt
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import Clock, system_clock
-from ckptstore.codings import Policy, fast
-from ckptstore.columns import column
 from ckptstore.commit import StoredReceipt, commit_attempt, read_receipt
-from ckptstore.documents import FORMAT, Content, Receipt, References, Shard, seal
-from ckptstore.names import Attempt, new_ulid
-from ckptstore.places import Places
-from ckptstore.shards import (
+from ckptstore.format.codings import Policy, fast
+from ckptstore.format.columns import column
+from ckptstore.format.documents import FORMAT, Content, Receipt, References, Shard, seal
+from ckptstore.format.places import Places
+from ckptstore.format.shards import (
     EncodedChunk,
     Slice,
     chunk_table,
@@ -27,6 +26,7 @@ from ckptstore.shards import (
     raw_bytes,
     slice_tables,
 )
+from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store
 
 Arrays = Mapping[str, npt.NDArray[Any]]

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon.client import DaemonClient
 
 _DEADLINE_S = 60.0
 _EXIT_S = 30.0

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptstore import wire
 from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commit import commit_attempt
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon import wire
+from ckptstore.daemon.client import DaemonClient
+from ckptstore.format.records import PolicySet, Rules
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.pins import pin
-from ckptstore.policies import change_policies
-from ckptstore.records import PolicySet, Rules
+from ckptstore.retention.pins import pin
+from ckptstore.retention.policies import change_policies
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
 

@@ -10,11 +10,11 @@ import torch
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import system_clock
-from ckptstore.codings import fast
 from ckptstore.commit import StoredReceipt, commit_attempt
-from ckptstore.documents import FORMAT, Content, Receipt, Shard, seal
+from ckptstore.format.codings import fast
+from ckptstore.format.documents import FORMAT, Content, Receipt, Shard, seal
+from ckptstore.format.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, slice_tables
 from ckptstore.stores import Store
 
 TREES: dict[str, Any] = {

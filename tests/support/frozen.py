@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from ckptstore import names
-from ckptstore.codings import fast
 from ckptstore.commit import StoredReceipt, commit_attempt
-from ckptstore.documents import FORMAT, JSON, Content, Receipt, Shard, seal
-from ckptstore.names import Attempt
-from ckptstore.shards import (
+from ckptstore.format.codings import fast
+from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard, seal
+from ckptstore.format.shards import (
     Placed,
     Slice,
     chunk_table,
@@ -27,6 +26,7 @@ from ckptstore.shards import (
     raw_bytes,
     slice_tables,
 )
+from ckptstore.names import Attempt
 from ckptstore.stores import Store
 
 RUN = "frozen"

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from ckptstore import boxes, names
-from ckptstore.boxes import Box
-from ckptstore.columns import column
-from ckptstore.documents import Chunks, Content, Entries, Shard, Slices, digest
+from ckptstore import names
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
+from ckptstore.format.columns import column
+from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices, digest
 
 DTYPES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 

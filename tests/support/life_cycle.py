@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ckptstore import names
 from ckptstore.catalog import Checkpoint, State, list_checkpoints, newest_first
 from ckptstore.commit import commit_attempt
-from ckptstore.deletion import ORPHAN_GRACE_S, apply_prune, collect, delete_checkpoint, plan_prune
 from ckptstore.errors import (
     CheckpointHeld,
     CkptError,
@@ -23,16 +22,17 @@ from ckptstore.errors import (
     StoreUnavailable,
     SweepBegun,
 )
-from ckptstore.leases import release_lease, take_lease
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.pins import pin, pinned, unpin
 from ckptstore.probing import check_store
 from ckptstore.references import Mark, marks
-from ckptstore.retention import Policy
-from ckptstore.scrubbing import scrub
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, apply_prune, collect, delete_checkpoint, plan_prune
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.leases import release_lease, take_lease
+from ckptstore.retention.pins import pin, pinned, unpin
+from ckptstore.retention.scrubbing import scrub
+from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store
-from ckptstore.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
 from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock

@@ -8,13 +8,13 @@ import numpy as np
 
 from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.deletion import apply_prune, collect, plan_prune
 from ckptstore.errors import NoCheckpoint, SweepBegun
 from ckptstore.names import Attempt
-from ckptstore.retention import Policy
+from ckptstore.retention.deletion import apply_prune, collect, plan_prune
+from ckptstore.retention.judging import Policy
+from ckptstore.retention.tombstones import SWEEP_GRACE_S, undelete
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store
-from ckptstore.tombstones import SWEEP_GRACE_S, undelete
 from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import Faults, FaultyStore, MovableClock

@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from ckptstore.commit import merge, read_outcome
-from ckptstore.documents import FORMAT, Lease, Outcome, Receipt, Tombstone, manifest_bytes, seal
+from ckptstore.format.documents import FORMAT, Lease, Outcome, Receipt, Tombstone, manifest_bytes, seal
+from ckptstore.format.records import (
+    Action,
+    AuditRecord,
+    Fate,
+    Finding,
+    Override,
+    Pin,
+    PoliciesVersion,
+    PolicySet,
+    Rules,
+)
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.records import Action, AuditRecord, Fate, Finding, Override, Pin, PoliciesVersion, PolicySet, Rules
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 

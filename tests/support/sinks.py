@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ckptstore.codecs import Buffer
+from ckptstore.format.codecs import Buffer
 from ckptstore.stores import ObjectWriter, Store
 from ckptstore.stores.wrapping import WrappedStore
 

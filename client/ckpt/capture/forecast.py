@@ -17,7 +17,7 @@ from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import part_of
 from ckpt.capture.state import capture
 from ckpt.capture.subject import Subject
-from ckptstore import boxes
+from ckptstore.format import boxes
 
 _NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiable": False}
 """Options that a rehearsal on the CPU does without."""

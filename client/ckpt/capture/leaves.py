@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.dtypes import BY_NAME, NAMES
-from ckptstore.documents import JSON
-from ckptstore.dtypes import NUMPY
 from ckptstore.errors import CorruptObject, UnsupportedObject
-from ckptstore.shards import Slice
-from ckptstore.trees import TAG, decode_bytes, encode_bytes, encode_tree, unsupported
+from ckptstore.format.documents import JSON
+from ckptstore.format.dtypes import NUMPY
+from ckptstore.format.shards import Slice
+from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, unsupported
 
 _INLINE_BYTES = 64 << 10
 """Rank-local tensors up to this size lie in the receipt, so that a rank without other state writes no shard."""

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ckptstore import boxes
-from ckptstore.boxes import Box
 from ckptstore.errors import UnsupportedObject
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
 
 Run = tuple[int, int]
 """First index of a dimension, and how many."""

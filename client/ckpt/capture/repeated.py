@@ -16,9 +16,9 @@ from ckpt.capture.leaves import Captured, Change, Collector, Leaf
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.state import capture, capture_local, capture_objects
 from ckpt.capture.subject import Subject
-from ckptstore.documents import JSON
-from ckptstore.shards import Slice
-from ckptstore.trees import merge_trees
+from ckptstore.format.documents import JSON
+from ckptstore.format.shards import Slice
+from ckptstore.format.trees import merge_trees
 
 
 class _View(NamedTuple):

@@ -17,9 +17,9 @@ from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import part_of
 from ckpt.capture.rng import rng_state
 from ckpt.capture.subject import GRADIENTS, RNG, Stateful, Subject
-from ckptstore.documents import JSON
 from ckptstore.errors import InvalidRequest
-from ckptstore.trees import mapping, merge_trees
+from ckptstore.format.documents import JSON
+from ckptstore.format.trees import mapping, merge_trees
 
 
 @torch.no_grad()

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
 from ckpt.dcp.naming import Value
 from ckpt.dtypes import BY_NAME
-from ckptstore.boxes import Box
-from ckptstore.documents import Content
 from ckptstore.errors import CorruptObject
-from ckptstore.planning import Want
-from ckptstore.trees import TAG, decode_tree
+from ckptstore.format.boxes import Box
+from ckptstore.format.documents import Content
+from ckptstore.format.planning import Want
+from ckptstore.format.trees import TAG, decode_tree
 
 
 class Loading:

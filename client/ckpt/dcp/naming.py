@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.capture.leaves import small_value
-from ckptstore.documents import JSON
 from ckptstore.errors import CorruptObject, InvalidName, UnsupportedObject
+from ckptstore.format.documents import JSON
+from ckptstore.format.trees import TAG, decode_tree, encode_tree
 from ckptstore.names import Reference
-from ckptstore.trees import TAG, decode_tree, encode_tree
 
 Path = tuple[str | int, ...]
 """Keys of dicts and indices of lists, from the outside in; the first is the item."""

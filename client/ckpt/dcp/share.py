@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckpt.capture.leaves import small_leaf, tensor_bytes
 from ckpt.dcp.naming import Path, Value, entry_name, is_value, path_of
 from ckpt.dtypes import NAMES
-from ckptstore.documents import JSON
 from ckptstore.errors import UnsupportedObject
-from ckptstore.shards import ChunkSpan, Placed, Slice, place_slices, plan_chunks
-from ckptstore.trees import TAG, encode_tree, unsupported
+from ckptstore.format.documents import JSON
+from ckptstore.format.shards import ChunkSpan, Placed, Slice, place_slices, plan_chunks
+from ckptstore.format.trees import TAG, encode_tree, unsupported
 
 _Tensors = dict[Slice, Callable[[], torch.Tensor]]
 

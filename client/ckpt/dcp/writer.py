@@ -27,12 +27,12 @@ from ckpt.saving.upload import upload_shard
 from ckptstore import names
 from ckptstore.arbitration import arbitrated
 from ckptstore.clock import system_clock
-from ckptstore.codings import POLICIES
 from ckptstore.commit import StoredReceipt, commit_attempt, read_receipt
-from ckptstore.documents import FORMAT, JSON, Content, Receipt, Shard, seal
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
+from ckptstore.format.codings import POLICIES
+from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard, seal
+from ckptstore.format.shards import raw_bytes, slice_tables
 from ckptstore.names import Attempt, check_run, check_step, new_ulid
-from ckptstore.shards import raw_bytes, slice_tables
 from ckptstore.stores import Store, open_store
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptstore.documents import JSON
 from ckptstore.errors import CorruptObject
-from ckptstore.shards import Slice
+from ckptstore.format.documents import JSON
+from ckptstore.format.shards import Slice
 
 Read = Callable[[int, memoryview], None]
 """Fill the buffer from this byte of the slice's row-major bytes. From any thread. Raises CorruptObject."""

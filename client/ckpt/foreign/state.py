@@ -13,11 +13,11 @@ from ckpt.capture.subject import MODEL, OPTIMIZER
 from ckpt.dtypes import NAMES
 from ckpt.foreign.parts import Foreign, Part, Read
 from ckpt.foreign.strided import tensor_read
-from ckptstore.boxes import Box
-from ckptstore.documents import JSON
 from ckptstore.errors import InvalidRequest, UnsupportedObject
-from ckptstore.shards import Slice
-from ckptstore.trees import TAG, encode_tree, unsupported
+from ckptstore.format.boxes import Box
+from ckptstore.format.documents import JSON
+from ckptstore.format.shards import Slice
+from ckptstore.format.trees import TAG, encode_tree, unsupported
 
 _RENAMED = {
     "state_dict": MODEL,

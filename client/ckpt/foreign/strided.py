@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ckpt.foreign.parts import Read
-from ckptstore import boxes
+from ckptstore.format import boxes
 
 
 def tensor_read(tensor: torch.Tensor) -> Read:

@@ -17,9 +17,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ckpt.capture.leaves import inline_tensor, small_value
 from ckpt.dtypes import BY_NAME
-from ckptstore.documents import Content
 from ckptstore.errors import CorruptObject, UnsupportedObject
-from ckptstore.trees import TAG, decode_tree
+from ckptstore.format.documents import Content
+from ckptstore.format.trees import TAG, decode_tree
 
 Data = Mapping[str, memoryview]
 """Writable row-major bytes by entry name."""

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.dtypes import BY_NAME
-from ckptstore.boxes import Box, sizes
-from ckptstore.documents import JSON, Content
 from ckptstore.errors import CorruptObject, UnsupportedFormat
-from ckptstore.planning import Want
+from ckptstore.format.boxes import Box, sizes
+from ckptstore.format.documents import JSON, Content
+from ckptstore.format.planning import Want
+from ckptstore.format.trees import TAG, decode_tree
 from ckptstore.reading import Buffers
-from ckptstore.trees import TAG, decode_tree
 
 
 class Destinations:

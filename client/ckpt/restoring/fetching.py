@@ -12,10 +12,10 @@ from ckpt.config import Config
 from ckpt.distributed import World
 from ckpt.restoring.sharing import fetch_shared, share_bytes
 from ckptstore.catalog import Checkpoint
-from ckptstore.daemon import DaemonClient
-from ckptstore.documents import Content, Manifest
+from ckptstore.daemon.client import DaemonClient
 from ckptstore.errors import DaemonUnavailable
-from ckptstore.planning import ShardRead
+from ckptstore.format.documents import Content, Manifest
+from ckptstore.format.planning import ShardRead
 from ckptstore.reading import Buffers, fetch
 from ckptstore.source import Source, check_manifest_data
 

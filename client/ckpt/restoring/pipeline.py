@@ -22,7 +22,7 @@ from ckpt.restoring.resolve import candidates, release_lease, settle, take_lease
 from ckpt.restoring.session import RestoreSession
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.clock import system_clock
-from ckptstore.documents import JSON, Manifest
+from ckptstore.daemon.wire import CheckpointBody, Phase
 from ckptstore.errors import (
     CkptError,
     CorruptObject,
@@ -32,11 +32,11 @@ from ckptstore.errors import (
     RestoreFailed,
     error_from_code,
 )
+from ckptstore.format.documents import JSON, Manifest
+from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.names import Reference, new_ulid
-from ckptstore.planning import ShardRead, plan_reads
 from ckptstore.reading import Buffers
 from ckptstore.source import Source, read_receipt, read_receipts
-from ckptstore.wire import CheckpointBody, Phase
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from ckpt.capture.rng import load_rng_state
 from ckpt.capture.subject import GRADIENTS, MODEL, RNG, Stateful, Subject
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.ties import Ties, give_to_all, ties, without_further_names
-from ckptstore.documents import JSON, Content
 from ckptstore.errors import CorruptObject, StateMismatch
-from ckptstore.trees import TAG, merge_trees
+from ckptstore.format.documents import JSON, Content
+from ckptstore.format.trees import TAG, merge_trees
 
 _SHOWN = 8
 

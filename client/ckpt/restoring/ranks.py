@@ -16,8 +16,8 @@ import msgspec
 import xxhash
 
 from ckpt.capture.subject import RNG
-from ckptstore.documents import JSON
 from ckptstore.errors import StateMismatch
+from ckptstore.format.documents import JSON
 
 Items = Mapping[str, JSON]
 

@@ -11,9 +11,9 @@ from ckptstore.arbitration import arbitrated
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.commit import identity
-from ckptstore.deletion import advance, undecided_attempts
 from ckptstore.errors import CkptError, StoreReadOnly
 from ckptstore.names import Reference
+from ckptstore.retention.deletion import advance, undecided_attempts
 from ckptstore.source import Source, StoreSource
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import httpx
 
 from ckpt.config import Config
 from ckptstore.catalog import Checkpoint
-from ckptstore.daemon import DaemonClient
+from ckptstore.daemon.client import DaemonClient
+from ckptstore.daemon.wire import Phase, RestoreState
 from ckptstore.errors import CkptError, RankLost
-from ckptstore.wire import Phase, RestoreState
 
 logger = logging.getLogger(__name__)
 

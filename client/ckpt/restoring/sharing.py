@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from ckpt.distributed import World
 from ckptstore.catalog import Checkpoint
-from ckptstore.documents import Content
 from ckptstore.errors import CorruptObject
-from ckptstore.places import Places
-from ckptstore.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
+from ckptstore.format.documents import Content
+from ckptstore.format.places import Places
+from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
 from ckptstore.reading import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk
 from ckptstore.source import Source
 

@@ -9,7 +9,7 @@ import torch
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.resolve import release_lease, take_lease
 from ckptstore.catalog import Checkpoint
-from ckptstore.planning import plan_reads
+from ckptstore.format.planning import plan_reads
 from ckptstore.reading import fetch
 from ckptstore.source import Source, read_manifest
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckptstore.codings import Coding
+from ckptstore.format.codings import Coding
 
 INTERVAL_SHARE = 0.5
 """A save is to be durable within this share of the interval between saves."""

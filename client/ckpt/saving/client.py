@@ -18,8 +18,8 @@ from ckpt.saving.streaming import Outlet
 from ckpt.saving.writers import ProcessWriter, ThreadWriter, Writer
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, from_outcome
-from ckptstore.documents import Outcome, parse_sealed
 from ckptstore.errors import CkptError, SaverDied, SaveSkipped, error_from_code
+from ckptstore.format.documents import Outcome, parse_sealed
 
 logger = logging.getLogger(__name__)
 

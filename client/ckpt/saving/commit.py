@@ -21,10 +21,10 @@ from ckptstore.commit import (
     receipt_ranks,
 )
 from ckptstore.declining import declined_by
-from ckptstore.documents import FORMAT, Content, Outcome, Receipt, Shard, seal
 from ckptstore.errors import AttemptAborted, ReceiptsMissing, SaveSkipped
+from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard, seal
+from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
-from ckptstore.shards import Placed, slice_tables
 from ckptstore.stores import Store
 
 _T = TypeVar("_T")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckptstore.boxes import Box
-from ckptstore.casting import CAST_TYPES, SOURCE, cast, is_cast
-from ckptstore.shards import Placed
+from ckptstore.format.boxes import Box
+from ckptstore.format.casting import CAST_TYPES, SOURCE, cast, is_cast
+from ckptstore.format.shards import Placed
 
 LEAST_BYTES = 64 << 10
 """Smaller slices are stored: they share chunks, and are few bytes together."""

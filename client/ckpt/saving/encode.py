@@ -15,8 +15,8 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from ckpt.saving.pace import Pace
-from ckptstore.codings import Policy
-from ckptstore.shards import ChunkSpan, EncodedChunk, encode_chunk
+from ckptstore.format.codings import Policy
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
 BUDGET_BYTES = 64 << 20

@@ -10,7 +10,7 @@ import xxhash
 
 from ckpt.capture.leaves import Leaf
 from ckpt.saving.segment import Segment
-from ckptstore.shards import Placed, Slice
+from ckptstore.format.shards import Placed, Slice
 
 _WITNESS_BYTES = 64
 _PAGE_BYTES = 4 << 10

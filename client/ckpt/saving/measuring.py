@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ckpt.saving.choosing import INTERVAL_SHARE, Choice, Figure, Figures, choose
-from ckptstore.codings import POLICIES, Coding, Policy, codings
-from ckptstore.shards import ChunkSpan, EncodedChunk, encode_chunk
+from ckptstore.format.codings import POLICIES, Coding, Policy, codings
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 LOCAL_UPLOAD_S = 1 / 2e9
 REMOTE_UPLOAD_S = 1 / 0.3e9

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from ckptstore.decoding import decode_json
-from ckptstore.documents import JSON
+from ckptstore.format.decoding import decode_json
+from ckptstore.format.documents import JSON
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 4

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from ckptstore.documents import Outcome
 from ckptstore.errors import CkptError
+from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Notifier:
         # Savers without a daemon need no HTTP client.
         import httpx
 
-        from ckptstore.daemon import DaemonClient
+        from ckptstore.daemon.client import DaemonClient
 
         client = DaemonClient(self._daemon, self._token, timeout=httpx.Timeout(_TIMEOUT_S), retries=0)
         while (outcome := self._next()) is not None:

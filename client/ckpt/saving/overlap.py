@@ -33,7 +33,7 @@ from ckpt.saving.messages import Job
 from ckpt.saving.stage import Layout
 from ckpt.saving.transfer import Transfer
 from ckptstore.errors import CkptError, SaveFailed, SnapshotTorn
-from ckptstore.shards import Placed
+from ckptstore.format.shards import Placed
 
 logger = logging.getLogger(__name__)
 

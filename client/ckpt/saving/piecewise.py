@@ -20,7 +20,7 @@ from ckpt.saving.stage import Layout, is_plain
 from ckpt.saving.streaming import Outlet
 from ckpt.saving.transfer import Transfer
 from ckptstore.errors import SnapshotTorn
-from ckptstore.shards import ChunkSpan, plan_chunks
+from ckptstore.format.shards import ChunkSpan, plan_chunks
 
 _CLONED_BYTES = 32 << 20
 """What cannot wait is cloned, so that the rest can be copied beside training, if it is not more than this."""

@@ -29,11 +29,11 @@ from ckptstore.arbitration import arbitrated
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commit import StoredReceipt
 from ckptstore.declining import decline
-from ckptstore.documents import seal
 from ckptstore.errors import CkptError, SaveSkipped
-from ckptstore.leases import release_lease
+from ckptstore.format.documents import seal
+from ckptstore.format.shards import Placed, Slice, plan_chunks
 from ckptstore.names import Attempt
-from ckptstore.shards import Placed, Slice, plan_chunks
+from ckptstore.retention.leases import release_lease
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)

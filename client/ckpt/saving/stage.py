@@ -16,7 +16,7 @@ from ckpt.capture.leaves import Leaf
 from ckpt.saving.messages import SliceRow
 from ckpt.saving.segment import Segment
 from ckpt.saving.transfer import Move, Transfer, pin
-from ckptstore.shards import Placed, Slice, place_slices, raw_bytes
+from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
 Later = Callable[[Leaf], bool]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptstore.errors import CkptError, SaveFailed
-from ckptstore.shards import CHUNK_BYTES, ChunkSpan
+from ckptstore.format.shards import CHUNK_BYTES, ChunkSpan
 
 LEAST_BYTES = 2 * CHUNK_BYTES
 """Of a slot: one chunk is copied while another one is encoded."""

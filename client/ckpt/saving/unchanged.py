@@ -21,19 +21,19 @@ from msgspec.structs import replace as with_fields
 from ckpt.saving.encode import Encode
 from ckpt.saving.messages import Setup
 from ckptstore import names
-from ckptstore.boxes import Box, same_dimensions
 from ckptstore.catalog import latest, quarantined_attempts
 from ckptstore.clock import Clock
-from ckptstore.codecs import RAW
-from ckptstore.columns import column
 from ckptstore.commit import read_receipt
-from ckptstore.documents import DIGEST_BYTES, Chunks, Content, References, Shard
 from ckptstore.errors import CkptError, NoCheckpoint
-from ckptstore.leases import release_lease, take_lease
+from ckptstore.format.boxes import Box, same_dimensions
+from ckptstore.format.codecs import RAW
+from ckptstore.format.columns import column
+from ckptstore.format.documents import DIGEST_BYTES, Chunks, Content, References, Shard
+from ckptstore.format.places import Places
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, chunk_table
 from ckptstore.names import Attempt
-from ckptstore.places import Places
 from ckptstore.references import marks
-from ckptstore.shards import ChunkSpan, EncodedChunk, Placed, chunk_table
+from ckptstore.retention.leases import release_lease, take_lease
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)

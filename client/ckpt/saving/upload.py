@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ckptstore.documents import Chunks
-from ckptstore.shards import EncodedChunk, chunk_table
+from ckptstore.format.documents import Chunks
+from ckptstore.format.shards import EncodedChunk, chunk_table
 from ckptstore.stores import Store
 
 

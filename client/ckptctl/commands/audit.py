@@ -11,7 +11,7 @@ from ckptctl.render import Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.wire import MAX_PAGE
+from ckptstore.daemon.wire import MAX_PAGE
 
 
 def register(app: typer.Typer) -> None:

@@ -14,12 +14,12 @@ from ckptctl.render import Block, Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.audit import operator
-from ckptstore.deletion import ORPHAN_GRACE_S, Collected, collect
+from ckptstore.daemon.wire import CheckpointBody, CollectJob, DeletedBody
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, checkpoint_id
 from ckptstore.probing import check_store
-from ckptstore.wire import CheckpointBody, CollectJob, DeletedBody
+from ckptstore.retention.audit import operator
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, Collected, collect
 
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
 

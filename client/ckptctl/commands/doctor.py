@@ -12,8 +12,8 @@ from ckptctl.exits import Unhealthy
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
+from ckptstore.daemon.wire import ProbeBody
 from ckptstore.errors import CkptError
-from ckptstore.wire import ProbeBody
 
 _SKEW_S = 10.0
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red"}

@@ -13,11 +13,11 @@ from ckptctl.exits import PartlyDone
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
+from ckptstore.daemon.wire import MAX_PAGE, JobBody, JobRequest, JobState
 from ckptstore.errors import InvalidRequest, error_from_code
-from ckptstore.wire import MAX_PAGE, JobBody, JobRequest, JobState
 
 if TYPE_CHECKING:
-    from ckptstore.daemon import DaemonClient
+    from ckptstore.daemon.client import DaemonClient
 
 _STYLES = {
     JobState.QUEUED: "dim",

@@ -12,7 +12,7 @@ from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
-from ckptstore.wire import CheckpointBody, RunBody
+from ckptstore.daemon.wire import CheckpointBody, RunBody
 
 STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.CORRUPT: "red"}
 

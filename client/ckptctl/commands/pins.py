@@ -11,8 +11,8 @@ from ckptctl.commands.deletion import ReasonOption
 from ckptctl.render import Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
+from ckptstore.daemon.wire import PinBody
 from ckptstore.names import Reference
-from ckptstore.wire import PinBody
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The pin's name, for instance: paper.")]
 

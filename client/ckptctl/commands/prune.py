@@ -26,9 +26,9 @@ from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
+from ckptstore.daemon.wire import PruneBody, PruneItem
 from ckptstore.errors import CheckpointHeld
-from ckptstore.pruning import Prune
-from ckptstore.wire import PruneBody, PruneItem
+from ckptstore.retention.pruning import Prune
 
 _EXAMPLES = """\b
 Examples:

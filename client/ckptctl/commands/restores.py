@@ -13,8 +13,8 @@ from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
+from ckptstore.daemon.wire import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
 from ckptstore.errors import InvalidRequest
-from ckptstore.wire import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
 
 _STYLES = {
     RestoreState.RESTORING: "",

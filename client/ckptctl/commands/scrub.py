@@ -15,16 +15,16 @@ from ckptctl.completion import checkpoint_names
 from ckptctl.render import Screen
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.audit import operator
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
+from ckptstore.daemon.wire import VerifyJob
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import Reference
 from ckptstore.reading import Progress
-from ckptstore.scrubbing import Pace, due_for_scrub, scrub
+from ckptstore.retention.audit import operator
+from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
 from ckptstore.stores import Store
 from ckptstore.verify import Verification
-from ckptstore.wire import VerifyJob
 
 
 def register(app: typer.Typer) -> None:

@@ -12,7 +12,7 @@ from ckptctl.commands.show import find_readable
 from ckptctl.render import Column, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.documents import Shard
+from ckptstore.format.documents import Shard
 from ckptstore.source import read_manifest
 
 

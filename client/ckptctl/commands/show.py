@@ -15,13 +15,13 @@ from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
-from ckptstore.documents import Content, Shard
+from ckptstore.daemon.wire import CheckpointBody
 from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.format.documents import Content, Shard
+from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.names import Reference, checkpoint_id
-from ckptstore.planning import derived_bytes, entry_bytes
 from ckptstore.references import referenced_attempts
 from ckptstore.source import Source, read_manifest
-from ckptstore.wire import CheckpointBody
 
 
 class EntryBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,10 +11,10 @@ from ckptctl.commands.deletion import ReasonOption
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
+from ckptstore.daemon.wire import CheckpointBody
 from ckptstore.errors import InvalidRequest
-from ckptstore.labels import LabelChange
 from ckptstore.names import Reference
-from ckptstore.wire import CheckpointBody
+from ckptstore.retention.labels import LabelChange
 
 LabelsArgument = Annotated[
     list[str] | None,

@@ -10,7 +10,7 @@ import typer
 from ckptctl.render import Column, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
+from ckptstore.daemon.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the token: what it is for.")]
 

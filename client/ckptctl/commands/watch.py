@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.session import Session
-from ckptstore import human, wire
+from ckptstore import human
 from ckptstore.catalog import Checkpoint, State
+from ckptstore.daemon import wire
+from ckptstore.daemon.wire import EventBody, EventKind
 from ckptstore.errors import Unavailable
 from ckptstore.names import check_run
 from ckptstore.source import Source
-from ckptstore.wire import EventBody, EventKind
 
 if TYPE_CHECKING:
-    from ckptstore.daemon import DaemonClient
+    from ckptstore.daemon.client import DaemonClient
 
 _PAUSE_S = 1.0
 _LOOK_S = 2.0

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptstore.clock import system_clock
-from ckptstore.codecs import Buffer
+from ckptstore.format.codecs import Buffer
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, too_short
 from ckptstore.stores.direct import DirectFile

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from ckptstore.codecs import Buffer
+from ckptstore.format.codecs import Buffer
 from ckptstore.stores.base import ObjectWriter
 from ckptstore.stores.busy import BusyTime
 from ckptstore.stores.failures import store_errors

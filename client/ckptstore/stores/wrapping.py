@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckptstore.codecs import Buffer
+from ckptstore.format.codecs import Buffer
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store
 
 

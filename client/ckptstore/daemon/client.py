@@ -1,0 +1,223 @@
+"""The HTTP client of ckptd: a Source, plus what only a daemon can do. One method per endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from urllib.parse import quote
+
+import httpx
+
+from ckptstore.catalog import Checkpoint, State
+from ckptstore.daemon import wire
+from ckptstore.daemon.operations import Operations
+from ckptstore.errors import CorruptObject
+from ckptstore.format.records import Rules
+from ckptstore.names import Attempt, Reference, check_ulid
+from ckptstore.stores import PARALLEL_READS, ObjectReader, RangeReader
+
+_ANSWER_S = 60.0
+
+
+class DaemonClient(Operations):
+    """A client of one daemon; use it from any thread, close it when done.
+
+    Every method raises DaemonUnavailable when no answer comes, or the error the daemon names.
+    """
+
+    # Source
+
+    parallel_reads = PARALLEL_READS
+
+    def runs(self) -> list[str]:
+        """Names of the runs."""
+        return [item.run for item in self.run_summaries()]
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        """All checkpoints of a run, by falling step; reads every page."""
+        return list(self._pages(run))
+
+    def candidates(self, run: str) -> Iterator[Checkpoint]:
+        """What a restore tries in turn, by falling step; corrupt ones only to be reported."""
+        return (c for c in self._pages(run) if c.state is not State.SUPERSEDED)
+
+    def latest(self, run: str | None = None) -> Checkpoint:
+        """The newest checkpoint of a run; without a run, the one committed last."""
+        query = {"run": run} if run is not None else {}
+        return self._json("GET", wire.LATEST, wire.CheckpointBody, params=query).checkpoint()
+
+    def find(self, reference: Reference) -> Checkpoint:
+        """The checkpoint that a reference names."""
+        if reference.step is None:
+            return self.latest(reference.run)
+        return self._json("GET", self._path(str(reference)), wire.CheckpointBody).checkpoint()
+
+    def manifest_data(self, checkpoint: Checkpoint) -> bytes:
+        """The stored manifest, unchecked."""
+        return self._request("GET", self._path(checkpoint.id, "manifest")).content
+
+    def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """The stored receipt of a rank, unchecked."""
+        return self._request("GET", self._path(checkpoint.id, "receipts", str(rank))).content
+
+    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
+        """Read stored bytes of a shard, unchecked: a request for each read."""
+        path = self._path(checkpoint.id, "shards", shard)
+        return RangeReader(lambda offset, buffer: self._patiently(partial(self._read_shard, path, offset, buffer)))
+
+    def _read_shard(self, path: str, offset: int, buffer: memoryview) -> None:
+        if not len(buffer):
+            return
+        headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
+        done = 0
+        try:
+            with self._http.stream("GET", path, headers=headers) as response:
+                self._raise_for(response)
+                for part in response.iter_bytes(1 << 20):
+                    buffer[done : done + len(part)] = part[: len(buffer) - done]
+                    done += len(part)
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        if done != len(buffer):
+            raise CorruptObject(f"{self.url}{path} gave {done} bytes, {len(buffer)} were asked for")
+
+    def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
+        """Protect a checkpoint from deletion for `ttl_s` seconds."""
+        request = wire.LeaseRequest(id=checkpoint.id, holder=holder, ttl_s=ttl_s)
+        # Asked again after a lost reply, a second lease is left to expire.
+        return self._patiently(partial(self._json, "POST", wire.LEASES, wire.LeaseBody, body=request)).lease
+
+    def release_lease(self, run: str, lease: str) -> None:
+        """End a lease."""
+        self._request("DELETE", f"{wire.LEASES}/{quote(run, safe='')}/{quote(lease, safe='')}")
+
+    # What only a daemon does
+
+    def run_summaries(self) -> list[wire.RunBody]:
+        """All runs with their sizes and newest checkpoints."""
+        return self._json("GET", wire.RUNS, wire.RunsBody).items
+
+    def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> wire.Page:
+        """One page of a listing, by run and falling step."""
+        query: dict[str, str | int] = {"limit": limit}
+        if run is not None:
+            query["run"] = run
+        if cursor is not None:
+            query["cursor"] = cursor
+        return self._json("GET", wire.CHECKPOINTS, wire.Page, params=query)
+
+    def notify(self, run: str, attempt: Attempt) -> None:
+        """Tell the daemon that an attempt was committed; it checks for itself."""
+        self._request("POST", wire.NOTIFY, body=wire.NotifyRequest(run, str(attempt)))
+
+    def prune(
+        self,
+        keep_last: int | None = None,
+        run: str | None = None,
+        dry_run: bool = True,
+        rules: Rules | None = None,
+        grace_s: float | None = None,
+        force: bool = False,
+    ) -> wire.PruneBody:
+        """Plan, and without dry_run execute, a prune of the runs that a glob names, or of all.
+
+        Without keep_last and rules, the policies in force say what stays. grace_s: for so long it can be taken back.
+        """
+        request = wire.PruneRequest(
+            keep_last=keep_last, rules=rules, run=run, grace_s=grace_s, force=force, dry_run=dry_run
+        )
+        return self._json("POST", wire.PRUNE, wire.PruneBody, body=request, timeout=3600)
+
+    def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
+        """Propose an outcome of an attempt, or the fate of a tombstone; returns what was proposed first, by anybody.
+
+        For stores that overwrite on create (arbitration.py). What was decided is in the daemon's store on return.
+        """
+        request = wire.DecisionRequest(run=run, attempt=str(attempt), tombstone=tombstone, proposal=proposal.decode())
+        return self._json("POST", wire.DECISIONS, wire.DecisionBody, body=request).document.encode()
+
+    def reindex(self) -> wire.ReindexBody:
+        """Rebuild the daemon's index from the store."""
+        return self._json("POST", wire.REINDEX, wire.ReindexBody, timeout=3600)
+
+    # Tokens, for admins
+
+    def tokens(self) -> list[wire.TokenBody]:
+        """All tokens, by name, without their secrets."""
+        return self._json("GET", wire.TOKENS, wire.TokensBody).items
+
+    def create_token(self, request: wire.TokenRequest) -> wire.NewTokenBody:
+        """Make a token; in force on return, and its secret is told this once."""
+        return self._json("POST", wire.TOKENS, wire.NewTokenBody, body=request)
+
+    def rotate_token(self, name: str, request: wire.RotateRequest) -> wire.NewTokenBody:
+        """Give a token a new secret."""
+        return self._json("POST", f"{wire.TOKENS}/{quote(name, safe='')}/rotate", wire.NewTokenBody, body=request)
+
+    def revoke_token(self, name: str) -> None:
+        """Remove a token; the daemon refuses it on return."""
+        self._request("DELETE", f"{wire.TOKENS}/{quote(name, safe='')}")
+
+    # Restore sessions. Every call may be repeated: after a lost reply the second answer is as good as the first.
+    # An id that is none raises InvalidName.
+
+    def join_restore(
+        self,
+        run: str,
+        key: str,
+        world_size: int,
+        rank: int,
+        checkpoint: str | None = None,
+        ttl_s: float = wire.SILENCE_S,
+    ) -> wire.RestoreBody:
+        """Join the restore that a job calls `key`; all ranks get the same checkpoint, held by a lease until the end.
+
+        Who needs the checkpoint for longer takes a lease of its own before it reports that it is restored.
+        checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for so long ends the session.
+        Raises NoCheckpoint, RestoreEnded, or RestoreMismatch if the ranks do not ask for the same.
+        """
+        request = wire.RestoreRequest(
+            run=run, key=key, world_size=world_size, rank=rank, checkpoint=checkpoint, ttl_s=ttl_s
+        )
+        return self._json("POST", wire.RESTORES, wire.RestoreBody, body=request)
+
+    def report_restore(
+        self, id: str, rank: int, phase: wire.Phase, done_bytes: int = 0, total_bytes: int = 0, problem: str = ""
+    ) -> wire.RestoreStatus:
+        """Say how far a rank is; the answer tells if the session has ended, and why. Raises NoRestore."""
+        report = wire.RankReport(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, problem=problem)
+        return self._json("PUT", f"{_restore_path(id)}/ranks/{rank}", wire.RestoreStatus, body=report)
+
+    def restore_session(self, id: str, wait_s: float = 0, ranks: bool = True) -> wire.RestoreBody:
+        """One session, when it has ended or `wait_s` (wire.MAX_WAIT_S at most) is over. Raises NoRestore.
+
+        ranks: list them and look for stragglers; for one or a few callers, not for each of thousands of ranks.
+        """
+        query: dict[str, str | int] = {"wait": str(wait_s), "ranks": str(ranks).lower()}
+        timeout = wait_s + _ANSWER_S
+        return self._json("GET", _restore_path(id), wire.RestoreBody, params=query, timeout=timeout)
+
+    def restore_sessions(self, run: str | None = None, limit: int = 100) -> list[wire.RestoreBody]:
+        """Sessions of one run or all, newest first, without their ranks."""
+        query: dict[str, str | int] = {"limit": limit} if run is None else {"limit": limit, "run": run}
+        return self._json("GET", wire.RESTORES, wire.RestoresBody, params=query).items
+
+    def cancel_restore(self, id: str) -> wire.RestoreBody:
+        """End a session and release its lease; one that has ended stays as it is. Raises NoRestore."""
+        return self._json("DELETE", _restore_path(id), wire.RestoreBody)
+
+    def _pages(self, run: str) -> Iterator[Checkpoint]:
+        cursor = None
+        while True:
+            page = self.page(run, limit=wire.MAX_PAGE, cursor=cursor)
+            yield from (item.checkpoint() for item in page.items)
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    def _path(self, *parts: str) -> str:
+        return "/".join((wire.CHECKPOINTS, *(quote(part, safe="@") for part in parts)))
+
+
+def _restore_path(id: str) -> str:
+    return f"{wire.RESTORES}/{check_ulid(id)}"

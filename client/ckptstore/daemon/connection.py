@@ -1,0 +1,134 @@
+"""One daemon over HTTP: requests, answers, and errors that became one of ours."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from ckptstore.daemon import wire
+from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable, error_from_code
+from ckptstore.format.decoding import decode_json
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+_RETRIES = 3
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+_B = TypeVar("_B", bound=msgspec.Struct)
+_T = TypeVar("_T")
+
+
+class Connection:
+    """Connections to one daemon; use it from any thread, close it when done.
+
+    Every method raises DaemonUnavailable when no answer comes, or the error the daemon names.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout: httpx.Timeout = _TIMEOUT,
+        retries: int = _RETRIES,
+        patience_s: float = 0.0,
+    ) -> None:
+        """patience_s: for so long a read is asked again while no answer comes; a restarted daemon goes unnoticed."""
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._patience_s = patience_s
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout,
+            transport=httpx.HTTPTransport(retries=retries),
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def read_past_caches(self) -> None:
+        """From now on be answered by the store itself, past the cache of the daemon and of any proxy."""
+        self._http.headers["Cache-Control"] = "no-cache"
+
+    def _json(self, method: str, path: str, kind: type[_B], **options: Any) -> _B:
+        response = self._request(method, path, **options)
+        try:
+            return decode_json(response.content, kind)
+        except msgspec.DecodeError as error:
+            raise DaemonUnavailable(
+                f"{self.url}{path} gave an answer that is not ckptd's: {error}", "Is this the daemon's URL?"
+            ) from error
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None = None,
+        params: dict[str, str | int] | None = None,
+        timeout: float | None = None,
+    ) -> httpx.Response:
+        once = partial(self._request_once, method, path, body, params, timeout)
+        return self._patiently(once) if method == "GET" else once()
+
+    def _patiently(self, ask: Callable[[], _T]) -> _T:
+        """What `ask` gives; asked again, ever more rarely, while it is Unavailable and there is patience left."""
+        deadline, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return ask()
+            except Unavailable as error:
+                if time.monotonic() + pause > deadline:
+                    raise
+                logger.warning("asking again: %s", error)
+            time.sleep(pause * random.uniform(0.5, 1.0))  # many readers would come back at once
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _request_once(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        params: dict[str, str | int] | None,
+        timeout: float | None,
+    ) -> httpx.Response:
+        content = msgspec.json.encode(body) if body is not None else None
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        wait = httpx.Timeout(timeout, connect=5.0) if timeout else self._timeout
+        try:
+            response = self._http.request(method, path, params=params, content=content, headers=headers, timeout=wait)
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        self._raise_for(response)
+        return response
+
+    def _raise_for(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        response.read()
+        raise self._error(response)
+
+    def _error(self, response: httpx.Response) -> CkptError:
+        try:
+            problem = decode_json(response.content, wire.Problem)
+        except msgspec.DecodeError:
+            where = f"{response.request.method} {response.request.url}"
+            return DaemonUnavailable(
+                f"{where} answered {response.status_code}", "Is this the daemon's URL, and is it healthy?"
+            )
+        return error_from_code(problem.code, problem.detail, problem.hint)
+
+    def _unavailable(self, error: httpx.HTTPError) -> DaemonUnavailable:
+        return DaemonUnavailable(
+            f"ckptd at {self.url} did not answer: {type(error).__name__}: {error}",
+            "Check that it runs and that the URL is right; saves and restores also work straight from the store",
+        )

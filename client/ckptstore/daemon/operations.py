@@ -1,0 +1,224 @@
+"""What operators ask a daemon: retention, events, jobs, live uploads, the probe; and reads of many ranges at once."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from ckptstore.catalog import Checkpoint
+from ckptstore.daemon import wire
+from ckptstore.daemon.connection import Connection
+from ckptstore.errors import CorruptObject, DaemonUnavailable
+from ckptstore.format.decoding import decode_json
+from ckptstore.names import Reference, check_pin, check_ulid
+from ckptstore.retention.labels import LabelChange
+
+_SILENCE_S = 60.0
+"""A stream of events says something every quarter of it."""
+_PART_BYTES = 1 << 20
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Stored bytes of a shard, and where they are to go."""
+
+    shard: str
+    offset: int
+    buffer: memoryview
+
+
+class Operations(Connection):
+    """A part of DaemonClient. One method per endpoint."""
+
+    # Retention. Who asks is named in the audit log by his token.
+
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
+        """Hide a checkpoint, for good after the grace; durable on return. Raises NoCheckpoint or CheckpointHeld."""
+        self._request("DELETE", _path(checkpoint), params={"grace_s": str(grace_s), "reason": reason})
+
+    def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
+        """Take a deletion back; listed again on return. Raises NoCheckpoint or SweepBegun."""
+        path = f"{wire.CHECKPOINTS}/{quote(str(reference), safe='@')}/undelete"
+        return self._json("POST", path, wire.CheckpointBody, body=wire.UndeleteRequest(reason)).checkpoint()
+
+    def deleted(self, run: str) -> list[wire.DeletedBody]:
+        """Checkpoints of a run that are hidden and can be taken back, by falling step."""
+        return self._json("GET", wire.DELETED, wire.DeletedListBody, params={"run": run}).items
+
+    def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
+        """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
+        self._request("PUT", f"{_path(checkpoint)}/pins/{check_pin(name)}", params={"reason": reason})
+
+    def unpin(self, checkpoint: Checkpoint, name: str) -> None:
+        """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
+        self._request("DELETE", f"{_path(checkpoint)}/pins/{check_pin(name)}")
+
+    def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
+        """Change tags and metrics; durable on return. Raises InvalidRequest or NoCheckpoint."""
+        body = wire.LabelsRequest(tags=dict(change.tags), metrics=dict(change.metrics), reason=reason)
+        return self._json("PATCH", _path(checkpoint), wire.CheckpointBody, body=body).checkpoint()
+
+    def pins(self, run: str) -> list[wire.PinBody]:
+        """All pins of a run, by falling step."""
+        return self._json("GET", wire.PINS, wire.PinsBody, params={"run": run}).items
+
+    def audit(self, run: str, limit: int = 100) -> list[wire.AuditBody]:
+        """Who set out to do what to checkpoints of a run, the newest first; wire.MAX_PAGE at most."""
+        query: dict[str, str | int] = {"run": run, "limit": limit}
+        return self._json("GET", wire.AUDIT, wire.AuditListBody, params=query).items
+
+    def policies(self) -> wire.PoliciesBody:
+        """The policies in force; version 0: none were ever set."""
+        return self._json("GET", wire.POLICIES, wire.PoliciesBody)
+
+    def policies_history(self, limit: int = 100) -> list[wire.PoliciesBody]:
+        """The newest versions of the policies, the newest first; wire.MAX_PAGE at most."""
+        return self._json("GET", f"{wire.POLICIES}/history", wire.PoliciesListBody, params={"limit": limit}).items
+
+    def change_policies(self, request: wire.PoliciesRequest) -> wire.PoliciesBody:
+        """Put policies in force; durable on return. Raises InvalidPolicy or PoliciesChanged."""
+        return self._json("PUT", wire.POLICIES, wire.PoliciesBody, body=request)
+
+    # What happens, and what is done for long
+
+    def events(self, after: int = 0, run: str | None = None, limit: int = 100) -> wire.EventsBody:
+        """Events after an id, oldest first."""
+        query: dict[str, str | int] = {"after": after, "limit": limit} | ({"run": run} if run is not None else {})
+        return self._json("GET", wire.EVENTS, wire.EventsBody, params=query)
+
+    def event_stream(self, after: int | None = None, run: str | None = None) -> Iterator[wire.EventBody]:
+        """Events as they happen, after an id or from now on; ends when the daemon leaves.
+
+        The first one is of kind wire.OPEN: its id is where the stream begins. One of kind wire.GAP says that events
+        before the next one are not kept any more.
+        """
+        headers = {"Accept": wire.EVENT_STREAM} | ({"Last-Event-ID": str(after)} if after is not None else {})
+        timeout = httpx.Timeout(_SILENCE_S, connect=5.0)
+        query = {"run": run} if run is not None else {}
+        try:
+            with self._http.stream("GET", wire.EVENTS, params=query, headers=headers, timeout=timeout) as response:
+                self._raise_for(response)
+                yield from _parse(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        except (msgspec.DecodeError, ValueError) as error:
+            raise DaemonUnavailable(f"{self.url} sent an event that is not ckptd's: {error}") from error
+
+    def start_job(self, request: wire.JobRequest) -> wire.JobBody:
+        """Start a job; it is written down on return."""
+        return self._json("POST", wire.JOBS, wire.JobBody, body=request)
+
+    def jobs(self, limit: int = 100) -> list[wire.JobBody]:
+        """Jobs, newest first, without their logs."""
+        return self._json("GET", wire.JOBS, wire.JobsBody, params={"limit": limit}).items
+
+    def job(self, id: str) -> wire.JobBody:
+        """One job, with the newest lines of its log. Raises InvalidName or NoJob."""
+        return self._json("GET", f"{wire.JOBS}/{check_ulid(id)}", wire.JobBody)
+
+    def cancel_job(self, id: str) -> wire.JobBody:
+        """Ask a job to end. Raises InvalidName or NoJob."""
+        return self._json("DELETE", f"{wire.JOBS}/{check_ulid(id)}", wire.JobBody)
+
+    def attempts(self, run: str | None = None) -> list[wire.AttemptBody]:
+        """Live uploads of one run or all, oldest first."""
+        query = {"run": run} if run is not None else {}
+        return self._json("GET", wire.ATTEMPTS, wire.AttemptsBody, params=query).items
+
+    def probe(self) -> wire.ProbeBody:
+        """Let the daemon examine its store."""
+        return self._json("POST", wire.PROBE, wire.ProbeBody, timeout=300)
+
+    def shards(self, checkpoint: Checkpoint) -> list[wire.ShardBody]:
+        """The shards of a checkpoint, by rank."""
+        return self._json("GET", f"{_path(checkpoint)}/shards", wire.ShardsBody).items
+
+    def readiness(self) -> wire.ReadinessBody:
+        """What the daemon needs, and whether it has it; also if it says that it is not ready."""
+        try:
+            response = self._http.get("/readyz")
+            return decode_json(response.content, wire.ReadinessBody)
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        except msgspec.DecodeError as error:
+            raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
+
+    def about(self) -> wire.AboutBody:
+        """The daemon's version, and the moment by its clock as the answer left it."""
+        response = self._request("GET", "/openapi.json")
+        try:
+            document = msgspec.json.decode(response.content)
+            told = parsedate_to_datetime(response.headers["date"]).timestamp() if "date" in response.headers else None
+            return wire.AboutBody(version=str(document["info"]["version"]), at=told)
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+            raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
+
+    def read_ranges(self, checkpoint: Checkpoint, fills: Sequence[Fill]) -> None:
+        """Fill buffers with stored bytes, unchecked, in one request; wire.MAX_RANGES at most.
+
+        Raises CorruptObject if the answer ends early: then some of the buffers are not filled.
+        """
+        ranges = [wire.ByteRange(shard=fill.shard, offset=fill.offset, count=len(fill.buffer)) for fill in fills]
+        content = msgspec.json.encode(wire.ReadRequest(ranges))
+        headers = {"Content-Type": "application/json"}
+        try:
+            with self._http.stream("POST", f"{_path(checkpoint)}/read", content=content, headers=headers) as response:
+                self._raise_for(response)
+                _unframe(response.iter_bytes(_PART_BYTES), fills, f"{self.url}{_path(checkpoint)}/read")
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+
+
+def _path(checkpoint: Checkpoint) -> str:
+    return f"{wire.CHECKPOINTS}/{quote(checkpoint.id, safe='@')}"
+
+
+def _unframe(parts: Iterator[bytes], fills: Sequence[Fill], url: str) -> None:
+    """Deal out bytes: for each range its length, then its content."""
+    rest = memoryview(b"")
+
+    def take(into: memoryview) -> None:
+        nonlocal rest
+        done = 0
+        while done < len(into):
+            if not rest:
+                rest = memoryview(next(parts, b""))
+                if not rest:
+                    raise CorruptObject(f"{url} ended early")
+            count = min(len(rest), len(into) - done)
+            into[done : done + count] = rest[:count]
+            rest = rest[count:]
+            done += count
+
+    for fill in fills:
+        length = bytearray(_LENGTH.size)
+        take(memoryview(length))
+        if _LENGTH.unpack(length) != (len(fill.buffer),):
+            raise CorruptObject(f"{url} gave {_LENGTH.unpack(length)[0]} bytes, {len(fill.buffer)} were asked for")
+        take(fill.buffer)
+
+
+def _parse(lines: Iterator[str]) -> Iterator[wire.EventBody]:
+    """Server-sent events, as far as ckptd uses them."""
+    fields: dict[str, Any] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        elif kind := fields.get("event"):
+            id = int(fields["id"])
+            if kind in (wire.OPEN, wire.GAP):
+                yield wire.EventBody(id=id, at=0.0, kind=kind)
+            else:
+                yield decode_json(fields["data"], wire.EventBody)
+            fields = {}
+        else:
+            fields = {}

@@ -1,0 +1,127 @@
+"""Restore sessions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+from ckptstore.daemon.wire.checkpoints import CheckpointBody
+
+RESTORES = "/v1/restores"
+MAX_WORLD_SIZE = 1 << 20
+MAX_WAIT_S = 60.0
+MAX_SILENCE_S = 24 * 3600.0
+SILENCE_S = 300.0
+
+
+class RestoreState(StrEnum):
+    """What became of a restore session. All but the first are final."""
+
+    RESTORING = "restoring"
+    RESTORED = "restored"
+    """All ranks are."""
+    FAILED = "failed"
+    """One rank said so."""
+    EXPIRED = "expired"
+    """A rank was silent for too long, or never came."""
+    CANCELLED = "cancelled"
+
+
+class Phase(StrEnum):
+    """How far a rank is with its restore."""
+
+    JOINED = "joined"
+    PLANNING = "planning"
+    FETCHING = "fetching"
+    PLACING = "placing"
+    RESTORED = "restored"
+    FAILED = "failed"
+
+
+WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD_SIZE)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+
+
+class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank joins the restore of its job. The first of a run and key resolves the checkpoint for all."""
+
+    run: str
+    key: str
+    world_size: WorldSize
+    rank: Rank
+    checkpoint: str | None = None
+    """An id; None: the newest usable one."""
+    ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SILENCE_S)] = SILENCE_S
+    """A rank that is silent for so long ends the session; the first one's counts."""
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank says how far it is."""
+
+    phase: Phase
+    done_bytes: Bytes = 0
+    total_bytes: Bytes = 0
+    """0 until it is known."""
+    problem: str = ""
+
+
+class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a report: how the session as a whole is doing."""
+
+    id: str
+    state: RestoreState
+    world_size: int
+    num_joined: int
+    num_restored: int
+    problem: str = ""
+
+
+class RankBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one rank."""
+
+    rank: int
+    phase: Phase
+    done_bytes: int
+    total_bytes: int
+    updated_at: float
+    problem: str = ""
+
+
+class RestoreBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One restore session as JSON."""
+
+    id: str
+    run: str
+    key: str
+    checkpoint: CheckpointBody
+    world_size: int
+    ttl_s: float
+    state: RestoreState
+    created_at: float
+    expires_at: float | None
+    """When it expires if nobody reports any more; None once it ended."""
+    ended_at: float | None
+    num_joined: int
+    num_restored: int
+    done_bytes: int
+    total_bytes: int
+    """Of the ranks that know theirs."""
+    problem: str
+    """Why it failed or expired, with the ranks to blame."""
+    progress: float | None = None
+    """From 0 to 1, the mean over all ranks. As the next two, told only where ranks were looked at: not to a join."""
+    stragglers: list[int] = []
+    """Behind the others: a hundred at most."""
+    slowest: RankBody | None = None
+    """Of those that joined and are not restored."""
+    ranks: list[RankBody] | None = None
+    """Those that joined, by rank; None in listings and where they were not asked for."""
+
+
+class RestoresBody(msgspec.Struct, frozen=True):
+    """Restore sessions, newest first."""
+
+    items: list[RestoreBody]

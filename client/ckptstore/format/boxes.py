@@ -1,0 +1,144 @@
+"""Boxes: parts of an entry with as many dimensions as the entry. Pure.
+
+A box is its offsets, then its sizes, in one tuple; all counts are elements and all orders row-major.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptstore.format.columns import Column, column
+from ckptstore.format.dtypes import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from ckptstore.format.documents import Content
+
+Box = tuple[int, ...]
+Matrix = np.ndarray[Any, np.dtype[np.int64]]
+"""One row per box, one column per dimension."""
+
+_PRIME = (1 << 31) - 1
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of an entry."""
+    return (0,) * len(shape) + tuple(shape)
+
+
+def offsets(box: Box) -> Box:
+    """Where a box begins, in each dimension."""
+    return box[: len(box) // 2]
+
+
+def sizes(box: Box) -> Box:
+    """How far a box goes, in each dimension."""
+    return box[len(box) // 2 :]
+
+
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next, in each dimension."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of a row-major array as boxes, in order; at most two per dimension, less one."""
+    if start >= stop:
+        return []
+    if len(shape) < 2:
+        return [(start, stop - start)] if shape else [()]
+    inner = prod(shape[1:])
+    first, head = divmod(start, inner)
+    end, tail = divmod(stop, inner)
+    if first == end:
+        return _lift(first, flat_boxes(shape[1:], head, tail))
+    found = _lift(first, flat_boxes(shape[1:], head, inner)) if head else []
+    first += bool(head)
+    if first < end:
+        found.append((first, *(0 for _ in shape[1:]), end - first, *shape[1:]))
+    return found + _lift(end, flat_boxes(shape[1:], 0, tail))
+
+
+def _lift(row: int, boxes: list[Box]) -> list[Box]:
+    return [(row, *offsets(box), 1, *sizes(box)) for box in boxes]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxGroup:
+    """Slices whose entries have equally many dimensions."""
+
+    rows: Column
+    """Number of each slice."""
+    boxes: Matrix
+    shapes: Matrix
+    """Of the entries."""
+    bytes: Column
+    """Raw bytes of each slice."""
+
+    @property
+    def offsets(self) -> Matrix:
+        """Where each box begins."""
+        return self.boxes[:, : self.shapes.shape[1]]
+
+    @property
+    def sizes(self) -> Matrix:
+        """How far each box goes."""
+        return self.boxes[:, self.shapes.shape[1] :]
+
+
+def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
+    """The chosen slices, in groups that fit into matrices."""
+    entries, slices = content.entries, content.slices
+    of_entry = column(len(shape) for shape in entries.shape)
+    shape_ends = np.cumsum(of_entry)
+    shapes = column(size for shape in entries.shape for size in shape)
+    dimensions = of_entry[slices.entry]
+    box_ends = np.cumsum(2 * dimensions)
+    items = column(ITEM_BYTES[dtype] for dtype in entries.dtype)
+    for count in np.flatnonzero(np.bincount(dimensions[rows])).tolist():
+        chosen = rows[dimensions[rows] == count]
+        entry = slices.entry[chosen]
+        box = slices.box[(box_ends[chosen] - 2 * count)[:, None] + np.arange(2 * count)]
+        shape = shapes[(shape_ends[entry] - count)[:, None] + np.arange(count)]
+        yield BoxGroup(chosen, box, shape, box[:, count:].prod(axis=1) * items[entry])
+
+
+def untiled(groups: Column, starts: Matrix, lengths: Matrix, shapes: Matrix) -> Column:
+    """The groups of boxes that do not tile their shape, every element once.
+
+    groups: the row of `shapes` of each box. Boxes are within their shape, and none is empty.
+
+    Boxes tile a shape if their indicator functions add up to that of the shape, and so do, in each dimension, the
+    differences of these: +1 where a box begins, -1 where it ends. They are compared as polynomials at points that
+    nobody can foresee, modulo a prime, twice: linear in the boxes however they lie, and wrong once in 10**15 times.
+    """
+    bad = np.bincount(groups, minlength=len(shapes)) == 0
+    for _ in range(2):
+        keys = np.frombuffer(os.urandom(8 * shapes.shape[1]), np.uint64)
+        terms = _difference(starts, starts + lengths, keys)
+        sums = np.zeros(len(shapes), np.int64)
+        # A prime below 2**31 leaves room for as many boxes as fit into memory.
+        np.add.at(sums, groups, terms)
+        bad |= sums % _PRIME != _difference(np.zeros_like(shapes), shapes, keys)
+    return np.flatnonzero(bad)
+
+
+def _difference(begin: Matrix, end: Matrix, keys: np.ndarray[Any, np.dtype[np.uint64]]) -> Column:
+    product = np.ones(len(begin), np.int64)
+    for dimension, key in enumerate(keys):
+        factor = _point(begin[:, dimension], key) - _point(end[:, dimension], key)
+        product = product * (factor % _PRIME) % _PRIME
+    return product
+
+
+def _point(index: Column, key: np.uint64) -> Column:
+    """A number below the prime for each index, as good as random to those who do not know the key (SplitMix64)."""
+    mixed = index.astype(np.uint64) + key
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(_PRIME)).astype(np.int64)

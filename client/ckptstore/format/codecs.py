@@ -1,0 +1,62 @@
+"""Chunk codecs: raw, zstd and float-split. Bytes in, bytes out; every call releases the GIL in its loops.
+
+float-split (float_split.py) stores the exponents of floating-point numbers, which are far from uniform, entropy-coded,
+and sign and mantissa, which are close to noise, as they are. The idea is ZipNN's (arXiv 2411.05239); the layout is ours
+and is specified in docs/format.md.
+"""
+
+from __future__ import annotations
+
+from ckptstore.errors import CorruptObject
+from ckptstore.format import float_split
+from ckptstore.format.frames import Buffer, pack, unpack
+
+__all__ = ["CODECS", "FLOAT_SPLIT", "MAX_CHUNK_BYTES", "RAW", "ZSTD", "Buffer", "best_codec", "decode", "encode"]
+
+MAX_CHUNK_BYTES = 64 << 20
+"""No chunk, encoded or not, is larger; a reader refuses one that claims to be."""
+
+RAW = "raw"
+ZSTD = "zstd"
+FLOAT_SPLIT = {
+    "float32": "float-split/float32",
+    "bfloat16": "float-split/bfloat16",
+    "float16": "float-split/float16",
+}
+CODECS = (RAW, ZSTD, *FLOAT_SPLIT.values())
+"""Every codec name that may stand in a document."""
+_DTYPES = {codec: dtype for dtype, codec in FLOAT_SPLIT.items()}
+
+
+def best_codec(dtype: str) -> str:
+    """The codec that stores `dtype` smallest among those that are fast."""
+    return FLOAT_SPLIT.get(dtype, ZSTD)
+
+
+def encode(codec: str, raw: memoryview, level: int = 1) -> tuple[str, Buffer]:
+    """Encode one chunk.
+
+    raw: contiguous bytes, whole elements. level: higher ones take longer and store less. Returns the codec really used
+    (`raw`, and `raw` itself, where the asked one would not save space) and the encoded bytes.
+    """
+    if codec == RAW or not len(raw):
+        return RAW, raw
+    encoded = pack(raw, level) if codec == ZSTD else float_split.encode(_DTYPES[codec], raw, level)
+    return (codec, encoded) if len(encoded) < len(raw) else (RAW, raw)
+
+
+def decode(codec: str, stored: memoryview, into: memoryview) -> None:
+    """Decode one chunk into `into`, which has exactly the raw size.
+
+    Raises CorruptObject when the bytes are not what the codec writes. Never writes outside `into`.
+    """
+    if codec == RAW:
+        if len(stored) != len(into):
+            raise CorruptObject(f"raw chunk holds {len(stored)} bytes, its document says {len(into)}")
+        into[:] = stored
+    elif codec == ZSTD:
+        into[:] = unpack(stored, len(into))
+    elif codec in _DTYPES:
+        float_split.decode(_DTYPES[codec], stored, into)
+    else:
+        raise CorruptObject(f"chunk codec {codec!r} is unknown")

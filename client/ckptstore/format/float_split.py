@@ -1,0 +1,365 @@
+"""The float-split codecs: exponents entropy-coded, signs and mantissas as they are. docs/format.md has the layout.
+
+Everything is a pass of numpy over planes that stay in the L2 cache, or a call of zstd; both release the GIL. The layout
+is made for few passes: a lane of a plane holds parts of two words, one from each half of a block, so that words are
+taken apart and put together by masks and shifts of whole lanes.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.errors import CorruptObject
+from ckptstore.format.frames import Buffer, pack, pack_huffman, unpack
+
+Plane = npt.NDArray[Any]
+
+BLOCK = 1 << 17
+"""Words of a block at most: its planes stay in the L2 cache."""
+SMALL_BLOCK = 1 << 15
+"""Words of a block at least, unless they are the last: follows changes of scale sooner, and takes longer."""
+GROUP = 8
+"""A block holds a multiple of so many words; what a chunk has left stands at its end as it is."""
+
+_HEADER = struct.Struct("<IIIIHBBxxxx")  # words; sizes of low, rest, codes if compressed; escapes; base; mode
+_ALIGN = 8
+_LARGEST_POSITIVE = 0x7FFF
+_SHIFT16, _WORD16, _LOWER, _UPPER = np.uint32(16), np.uint32(1 << 16), np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+_TWO, _LARGEST_INSIDE = np.uint16(2), np.uint16(0x0FFF)
+_LOWER_NIBBLE, _UPPER_NIBBLE, _UPPER_BYTE = np.uint16(0x0F), np.uint16(0xF0), np.uint16(0xFF00)
+_SWAPPED = np.dtype(">u2")
+_PAIRS, _TOP_BYTES = 1, 2  # bits of a block's mode
+_WINDOW = 16  # codes that half a byte can tell apart
+_MOST_ESCAPES = 512  # one word of so many may lie outside of the window
+_SAMPLE = 64  # one word of so many is looked at to find the window
+_REPEATS = 16  # a plane is searched for repetitions if one lane of so many equals the next
+
+
+class _Fields:
+    """How 16 bits are divided: a code of 8 bits that is compressed, and the rest, 8 bits that are not."""
+
+    def __init__(self, shift: int, rest: int) -> None:
+        self.shift = np.uint16(shift)
+        """Bits below the code."""
+        self.rest = np.uint16(rest)
+        self.unit = np.uint16(1 << shift)
+        self.field = np.uint16(0xFF << shift)
+        # Of pairs, of which the second word's code is in the upper half of a byte.
+        self.pair_field = np.uint16((_WINDOW - 1) << shift)
+        self.pair_shift = np.uint16(shift - 4)
+        self.pair_unit = np.uint16(1 << (shift - 4))
+        self.up = np.uint16(8 - shift)
+
+
+_EXPONENT = _Fields(7, 0x807F)
+_TOP_BYTE = _Fields(8, 0x00FF)
+
+
+class _Scratch(threading.local):
+    """Planes of one block, of each thread, used again and again."""
+
+    def __init__(self) -> None:
+        self.high = np.empty(BLOCK, np.uint16)
+        self.words = np.empty(BLOCK, np.uint16)
+        self.wide = np.empty(BLOCK // 2, np.uint32)
+        self.lanes = np.empty(BLOCK // 2, np.uint16)
+        self.more = np.empty(BLOCK // 2, np.uint16)
+        self.flags = np.empty(BLOCK, np.bool_)
+
+
+_scratch = _Scratch()
+
+
+def encode(dtype: str, raw: memoryview, level: int) -> Buffer:
+    """One chunk of whole elements. The result may be longer than `raw` by a few bytes for each block.
+
+    level: 1 compresses exponents, and other planes only where they repeat themselves; above 1 everything is tried.
+    """
+    words: Plane = np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
+    if level == 1:
+        return _encode(dtype, words, level, BLOCK)
+    return min((_encode(dtype, words, level, size) for size in (BLOCK, SMALL_BLOCK)), key=len)
+
+
+def _encode(dtype: str, words: Plane, level: int, size: int) -> Buffer:
+    whole = len(words) // GROUP * GROUP
+    blocks = -(-whole // size)
+    out = np.empty(words.nbytes + blocks * (_HEADER.size + 4 * _ALIGN), np.uint8)
+    writer = _Writer(dtype, level, out)
+    for start in range(0, whole, size):
+        writer.add(words[start : min(start + size, whole)])
+    tail = words[whole:].view(np.uint8)
+    end = writer.at + len(tail)
+    out[writer.at : end] = tail
+    return out[:end].data
+
+
+class _Writer:
+    """Writes blocks one after the other."""
+
+    def __init__(self, dtype: str, level: int, out: Plane) -> None:
+        self._fields = _TOP_BYTE if dtype == "float16" else _EXPONENT
+        self._pairs = dtype != "float16"
+        self._level = level
+        self._out = out
+        self._base = 0
+        self.at = 0
+
+    def add(self, words: Plane) -> None:
+        """Write one block."""
+        count, begin = len(words), self.at
+        self.at += _HEADER.size
+        high, low_size = words, 0
+        if words.itemsize == 4:
+            low = self._room(2 * count, np.uint32)
+            high = _split_wide(words, low)
+            low_size = self._finish(low)
+        # Without signs the exponent's lowest bit takes their place: that is cheaper than to code seven bits of eight.
+        fields = self._fields if high.max() > _LARGEST_POSITIVE else _TOP_BYTE
+        escapes = self._window(high, fields) if self._pairs else None
+        lanes = high if escapes is None else _scratch.words[:count]
+        rest = self._room(count, np.uint16)
+        _split_rest(lanes, fields, rest)
+        rest_size = self._finish(rest)
+        codes = _split_codes(lanes, fields) if escapes is None else _split_pairs(lanes, fields)
+        mode = _TOP_BYTES if fields is _TOP_BYTE else 0
+        if escapes is not None:
+            mode |= _PAIRS
+            self._put(escapes.astype(np.uint32).data.cast("B"))
+            self._put(high[escapes].data.cast("B"))
+        frame = self._pack(codes, repeats=self._level > 1)
+        codes_size = len(frame) if len(frame) < len(codes) else 0
+        self._put(frame if codes_size else codes.data)
+        num_escapes = 0 if escapes is None else len(escapes)
+        header = count, low_size, rest_size, codes_size, num_escapes, self._base, mode
+        _HEADER.pack_into(self._out.data, begin, *header)
+
+    def _room(self, num_bytes: int, kind: Any) -> Plane:
+        """Where the next plane goes."""
+        return self._out[self.at : self.at + num_bytes].view(kind)
+
+    def _finish(self, plane: Plane) -> int:
+        """Compress a plane in its place where that is promising; returns the compressed size, 0: it is as it was."""
+        equal = np.count_nonzero(plane[:-1:_SAMPLE] == plane[1::_SAMPLE])
+        repeats = bool(equal * _SAMPLE * _REPEATS > len(plane))
+        if repeats or self._level > 1:
+            frame = self._pack(plane, repeats)
+            if len(frame) < plane.nbytes - _ALIGN:
+                self._put(frame)
+                return len(frame)
+        self.at += plane.nbytes
+        return 0
+
+    def _pack(self, plane: Plane, repeats: bool) -> bytes:
+        frames = [pack_huffman(plane.data)]
+        if repeats:
+            frames.append(pack(plane.data, self._level))
+        return min(frames, key=len)
+
+    def _put(self, data: Buffer) -> None:
+        end = self.at + len(data)
+        self._out[self.at : end] = np.frombuffer(data, np.uint8)
+        self.at = end + -end % _ALIGN
+        self._out[end : self.at] = 0
+
+    def _window(self, high: Plane, fields: _Fields) -> Plane | None:
+        """Make codes relative to a window, in the scratch memory; returns the escapes, None if they are too many."""
+        for is_last in (False, True):
+            lanes, outside = _relative(high, self._base, fields)
+            groups = np.flatnonzero(outside.view(np.uint64) != 0)
+            if len(groups) * _MOST_ESCAPES <= len(high):
+                rows, columns = np.nonzero(outside.reshape(-1, GROUP)[groups])
+                escapes: Plane = groups[rows] * GROUP + columns
+                lanes[escapes] = high[escapes] & fields.rest
+                return escapes
+            if not is_last:
+                self._base = _densest(high, fields)
+        return None
+
+
+def _split_wide(words: Plane, low: Plane) -> Plane:
+    """Upper halves of words; `low` gets the lower ones. Both alternate between the halves of the block."""
+    half = len(low)
+    first, second, lanes, high = words[:half], words[half:], _scratch.wide[:half], _scratch.high[: 2 * half]
+    joined = high.view(np.uint32)
+    np.multiply(second, _WORD16, low)
+    np.bitwise_and(first, _LOWER, lanes)
+    np.bitwise_or(low, lanes, low)
+    np.right_shift(first, _SHIFT16, joined)
+    np.bitwise_and(second, _UPPER, lanes)
+    np.bitwise_or(joined, lanes, joined)
+    return high
+
+
+def _join_wide(high: Plane, low: Plane, words: Plane) -> None:
+    half = len(low)
+    first, second, lanes, joined = words[:half], words[half:], _scratch.wide[:half], high.view(np.uint32)
+    np.multiply(joined, _WORD16, first)
+    np.bitwise_and(low, _LOWER, lanes)
+    np.bitwise_or(first, lanes, first)
+    np.bitwise_and(joined, _UPPER, second)
+    np.right_shift(low, _SHIFT16, lanes)
+    np.bitwise_or(second, lanes, second)
+
+
+def _relative(high: Plane, base: int, fields: _Fields) -> tuple[Plane, Plane]:
+    """Words with the code that the window begins with subtracted, and which of them lie outside."""
+    lanes, outside = _scratch.words[: len(high)], _scratch.flags[: len(high)]
+    np.subtract(high, np.uint16(base << int(fields.shift)), lanes)
+    if fields is _TOP_BYTE:
+        np.greater(lanes, _LARGEST_INSIDE, outside)
+    else:
+        without_sign = _scratch.wide[: len(high) // 2].view(np.uint16)
+        np.multiply(lanes, _TWO, without_sign)
+        np.greater(without_sign, _LARGEST_INSIDE, outside)
+    return lanes, outside
+
+
+def _densest(high: Plane, fields: _Fields) -> int:
+    """Where the window begins that most codes lie in, by a sample."""
+    sample = (high[::_SAMPLE] & fields.field) >> fields.shift
+    seen = np.concatenate(([0], np.cumsum(np.bincount(sample, minlength=256))))
+    return int(np.argmax(seen[_WINDOW:] - seen[:-_WINDOW]))
+
+
+def _split_rest(words: Plane, fields: _Fields, rest: Plane) -> None:
+    half = len(rest)
+    lanes = _scratch.lanes[:half]
+    np.bitwise_and(words[half:], fields.rest, lanes)
+    np.copyto(rest, lanes.view(_SWAPPED))
+    np.bitwise_and(words[:half], fields.rest, lanes)
+    np.bitwise_or(rest, lanes, rest)
+
+
+def _join_rest(rest: Plane, fields: _Fields, high: Plane) -> None:
+    half = len(rest)
+    lanes, first, second = _scratch.more[:half], high[:half], high[half:]
+    np.bitwise_and(rest, fields.rest, lanes)
+    np.bitwise_or(first, lanes, first)
+    np.copyto(lanes, rest.view(_SWAPPED))
+    np.bitwise_and(lanes, fields.rest, lanes)
+    np.bitwise_or(second, lanes, second)
+
+
+def _split_pairs(words: Plane, fields: _Fields) -> Plane:
+    half = len(words) // 2
+    codes, second = _scratch.lanes[:half], _scratch.more[:half]
+    np.right_shift(words[:half], fields.shift, codes)
+    np.bitwise_and(codes, _LOWER_NIBBLE, codes)
+    np.right_shift(words[half:], fields.pair_shift, second)
+    np.bitwise_and(second, _UPPER_NIBBLE, second)
+    np.bitwise_or(codes, second, codes)
+    return codes.astype(np.uint8)
+
+
+def _join_pairs(codes: Plane, base: int, rest: Plane, fields: _Fields, high: Plane) -> None:
+    half = len(rest)
+    pairs, first, second = _scratch.lanes[:half], high[:half], high[half:]
+    np.copyto(pairs, codes)
+    np.multiply(pairs, fields.unit, first)
+    np.bitwise_and(first, fields.pair_field, first)
+    np.multiply(pairs, fields.pair_unit, second)
+    np.bitwise_and(second, fields.pair_field, second)
+    _join_rest(rest, fields, high)
+    np.add(high, np.uint16(base << int(fields.shift) & 0xFFFF), high)
+
+
+def _split_codes(words: Plane, fields: _Fields) -> Plane:
+    half = len(words) // 2
+    codes, second = _scratch.lanes[:half], _scratch.more[:half]
+    np.bitwise_and(words[:half], fields.field, codes)
+    np.right_shift(codes, fields.shift, codes)
+    np.left_shift(words[half:], fields.up, second)
+    np.bitwise_and(second, _UPPER_BYTE, second)
+    np.bitwise_or(codes, second, codes)
+    return codes.view(np.uint8)
+
+
+def _join_codes(codes: Plane, rest: Plane, fields: _Fields, high: Plane) -> None:
+    half = len(rest)
+    first, second = high[:half], high[half:]
+    np.multiply(codes, fields.unit, first)
+    np.bitwise_and(first, fields.field, first)
+    np.right_shift(codes, fields.up, second)
+    np.bitwise_and(second, fields.field, second)
+    _join_rest(rest, fields, high)
+
+
+def decode(dtype: str, stored: memoryview, into: memoryview) -> None:
+    """Decode one chunk. Raises CorruptObject; never writes outside `into`."""
+    kind: Any = np.uint32 if dtype == "float32" else np.uint16
+    if len(into) % np.dtype(kind).itemsize:
+        raise CorruptObject(f"float-split chunk has a raw size of {len(into)} bytes, which is not whole elements")
+    words: Plane = np.frombuffer(into, kind)
+    whole = len(words) // GROUP * GROUP
+    reader = _Reader(stored)
+    start = 0
+    while start < whole:
+        start += reader.next(words[start : min(start + BLOCK, whole)])
+    tail = words[whole:].view(np.uint8)
+    tail[:] = np.frombuffer(reader.take(len(tail)), np.uint8)
+    reader.finish()
+
+
+class _Reader:
+    """Reads blocks one after the other. Nothing that is stored is believed."""
+
+    def __init__(self, stored: memoryview) -> None:
+        self._stored = stored
+        self._at = 0
+
+    def next(self, words: Plane) -> int:
+        """Decode one block to the begin of `words`; returns its length."""
+        header = _HEADER.unpack(self.take(_HEADER.size))
+        count, low_size, rest_size, codes_size, num_escapes, base, mode = header
+        # Blocks must not be so small that decoding a chunk takes minutes.
+        if not min(SMALL_BLOCK, len(words)) <= count <= len(words) or count % GROUP:
+            raise CorruptObject(f"float-split chunk has a block of {count} words")
+        if mode & ~(_PAIRS | _TOP_BYTES):
+            raise CorruptObject(f"float-split chunk has a block of unknown mode {mode}")
+        words = words[:count]
+        wide, pairs = words.itemsize == 4, bool(mode & _PAIRS)
+        fields = _TOP_BYTE if mode & _TOP_BYTES else _EXPONENT
+        low = self._plane(2 * count, low_size, np.uint32) if wide else None
+        rest = self._plane(count, rest_size, np.uint16)
+        escapes, escaped = self._plane(4 * num_escapes, 0, np.uint32), self._plane(2 * num_escapes, 0, np.uint16)
+        high = _scratch.high[:count] if wide else words
+        if pairs:
+            codes = self._plane(count // 2, codes_size, np.uint8)
+            _join_pairs(codes, base, rest, fields, high)
+            self._restore(escapes, escaped, high)
+        else:
+            _join_codes(self._plane(count, codes_size, np.uint16), rest, fields, high)
+        if low is not None:
+            _join_wide(high, low, words)
+        return int(count)
+
+    def _restore(self, escapes: Plane, escaped: Plane, high: Plane) -> None:
+        try:
+            high[escapes] = escaped
+        except IndexError:
+            raise CorruptObject("float-split chunk has an escape outside of its block") from None
+
+    def take(self, num_bytes: int) -> memoryview:
+        """The next bytes."""
+        begin, self._at = self._at, self._at + num_bytes
+        if self._at > len(self._stored):
+            raise CorruptObject("float-split chunk ends early")
+        return self._stored[begin : self._at]
+
+    def finish(self) -> None:
+        """Nothing may be left."""
+        if self._at != len(self._stored):
+            raise CorruptObject(f"float-split chunk has {len(self._stored) - self._at} bytes too many")
+
+    def _plane(self, num_bytes: int, packed: int, kind: Any) -> Plane:
+        stored = self.take(packed or num_bytes)
+        self.take(-self._at % _ALIGN)
+        plane = np.frombuffer(unpack(stored, num_bytes) if packed else stored, kind)
+        # Passes over lanes that are not aligned take several times as long as a copy.
+        return plane if plane.flags.aligned else plane.copy()

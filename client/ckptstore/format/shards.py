@@ -1,0 +1,190 @@
+"""The shard file: a raw stream of slices cut into chunks, each encoded on its own, back to back.
+
+Slices are ordered by falling element size, so that every one is aligned in the raw stream without
+padding, and a chunk never mixes element types. Planning is pure; `encode_chunk` does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
+from ckptstore.format.codecs import Buffer, encode
+from ckptstore.format.codings import Coding
+from ckptstore.format.columns import column
+from ckptstore.format.documents import Chunks, Entries, Slices, digest
+from ckptstore.format.dtypes import ITEM_BYTES
+
+CHUNK_BYTES = 8 << 20
+"""Raw size of a chunk at most."""
+EVEN_PARTS = (2, 4, 8)
+"""Chunks end where even splits of an entry's first dimension by these numbers do, so that ranks which hold
+such parts read whole chunks and nothing else."""
+_OWN_CHUNK_BYTES = 64 << 10
+"""A slice of at least this size starts a chunk of its own. Parts smaller than this get no chunks of their own."""
+_SHARED_CHUNK_BYTES = 1 << 20
+"""Smaller slices share chunks of at most this size."""
+_BLOCK_BYTES = 256 << 10
+"""A chunk that is cut for its size alone is a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of an entry, to be stored by one writer."""
+
+    entry: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the entry."""
+    box: Box
+
+    @staticmethod
+    def whole(entry: str, dtype: str, shape: tuple[int, ...]) -> Slice:
+        """All of an entry."""
+        return Slice(entry, dtype, shape, boxes.whole(shape))
+
+    @property
+    def bytes(self) -> int:
+        """Size of its elements."""
+        return prod(boxes.sizes(self.box)) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A slice and where it begins in the raw stream of its shard."""
+
+    slice: Slice
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """A stretch of the raw stream that becomes one chunk."""
+
+    at: int
+    bytes: int
+    dtype: str
+    shared: bool = False
+    """It holds small slices, and may take more of them."""
+
+    def takes(self, at: int, dtype: str, size: int) -> bool:
+        """Whether a small slice that begins there may share it."""
+        adjoins = self.shared and self.dtype == dtype and self.at + self.bytes == at
+        return adjoins and self.bytes + size <= _SHARED_CHUNK_BYTES
+
+    def of(self, raw: memoryview) -> memoryview:
+        """Its bytes of the raw stream."""
+        return raw[self.at : self.at + self.bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk ready to be written."""
+
+    data: Buffer
+    raw: int
+    stored: int
+    codec: str
+    digest: str
+
+
+def place_slices(slices: Iterable[Slice]) -> list[Placed]:
+    """The order and offsets of slices in a raw stream. Pure; equal input gives equal output."""
+    ordered = sorted(slices, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece.dtype))
+    placed, at = [], 0
+    for piece in ordered:
+        placed.append(Placed(piece, at))
+        at += piece.bytes
+    return placed
+
+
+def plan_chunks(placed: Sequence[Placed]) -> list[ChunkSpan]:
+    """How to cut the raw stream: without gaps, one element type per chunk, whole elements. Pure."""
+    spans: list[ChunkSpan] = []
+    for place in placed:
+        size, dtype = place.slice.bytes, place.slice.dtype
+        last = spans[-1] if spans else None
+        if size >= _OWN_CHUNK_BYTES:
+            spans += [ChunkSpan(place.at + start, end - start, dtype) for start, end in pairwise(_cuts(place.slice))]
+        elif last is not None and last.takes(place.at, dtype, size):
+            spans[-1] = ChunkSpan(last.at, last.bytes + size, dtype, shared=True)
+        elif size:
+            spans.append(ChunkSpan(place.at, size, dtype, shared=True))
+    return spans
+
+
+def _cuts(piece: Slice) -> Iterator[int]:
+    """Bytes of a large slice where chunks begin, and its end."""
+    yield 0
+    start = 0
+    for end in [*_even_cuts(piece), piece.bytes]:
+        count = -(-(end - start) // CHUNK_BYTES)
+        size = -(-(end - start) // (count * _BLOCK_BYTES)) * _BLOCK_BYTES
+        yield from range(start + size, end, size)
+        yield end
+        start = end
+
+
+def _even_cuts(piece: Slice) -> list[int]:
+    """Bytes of a slice where even parts of the entry's first dimension end."""
+    if not piece.shape:
+        return []
+    first, rows = boxes.offsets(piece.box)[0], boxes.sizes(piece.box)[0]
+    row_bytes = piece.bytes // rows
+    ends: set[int] = set()
+    for parts in EVEN_PARTS:
+        step = -(-piece.shape[0] // parts)
+        if step * row_bytes >= _OWN_CHUNK_BYTES:
+            ends.update(range((first // step + 1) * step, first + rows, step))
+    return [(row - first) * row_bytes for row in sorted(ends)]
+
+
+def encode_chunk(raw: memoryview, coding: Coding) -> EncodedChunk:
+    """Encode and hash the bytes of one chunk. The result may alias them."""
+    codec, data = encode(coding.codec, raw, coding.level)
+    return EncodedChunk(data, len(raw), len(data), codec, digest(data))
+
+
+def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:
+    """The columns that describe the chunks of a shard in its receipt."""
+    codecs = sorted({chunk.codec for chunk in chunks})
+    return Chunks(
+        raw=column(chunk.raw for chunk in chunks),
+        stored=column(chunk.stored for chunk in chunks),
+        codec=column(codecs.index(chunk.codec) for chunk in chunks),
+        codecs=codecs,
+        digest=bytes.fromhex("".join(chunk.digest for chunk in chunks)),
+    )
+
+
+def slice_tables(stored: Sequence[Placed], derived: Sequence[Placed] = ()) -> tuple[Entries, Slices]:
+    """The columns that describe the slices of one shard in its receipt. derived: each placed where its source is."""
+    placed = [*stored, *derived]
+    index: dict[str, int] = {}
+    entries = Entries(name=[], dtype=[], shape=[])
+    for place in placed:
+        piece = place.slice
+        if piece.entry not in index:
+            index[piece.entry] = len(index)
+            entries.name.append(piece.entry)
+            entries.dtype.append(piece.dtype)
+            entries.shape.append(list(piece.shape))
+    slices = Slices(
+        entry=column(index[place.slice.entry] for place in placed),
+        shard=np.zeros(len(placed), np.int64),
+        at=column(place.at for place in placed),
+        box=column(number for place in placed for number in place.slice.box),
+        derived=column(range(len(stored), len(placed))) if derived else None,
+    )
+    return entries, slices
+
+
+def raw_bytes(placed: Sequence[Placed]) -> int:
+    """Length of the raw stream."""
+    return placed[-1].at + placed[-1].slice.bytes if placed else 0

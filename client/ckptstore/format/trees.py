@@ -1,0 +1,243 @@
+"""Plain Python values as tagged JSON, and back, exactly. No pickle, no torch, no I/O.
+
+None, booleans, strings, integers below 2**53, finite floats, lists and dicts with plain string
+keys are themselves. Everything else is an object with the key "$" that names its type:
+
+    {"$": "tuple", "v": [...]}        {"$": "set" | "frozenset", "v": [...]}
+    {"$": "dict", "v": [[k, v]...]}   any other keys, or a key that begins with "$"
+    {"$": "odict" | "counter", "v": [[k, v]...]}   OrderedDict, Counter
+    {"$": "int", "v": "-0x1f..."}     {"$": "float", "v": "nan" | "inf" | "-inf"}
+    {"$": "complex", "v": [re, im]}   {"$": "bytes", "v": "<base64>"}
+    {"$": "tensor" | "array", ...}    a leaf that lies in a shard ("name") or here ("dtype", "shape", "data")
+    {"$": <other>, ...}               a leaf of the caller's own
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.format.documents import JSON
+
+_SAFE_INT = 1 << 53
+_MAX_DEPTH = 100
+_MAX_JSON_DEPTH = 2 * _MAX_DEPTH + 2  # a mapping with odd keys is two levels of JSON
+TAG = "$"
+
+Leaf = Callable[[str, Any], JSON]
+"""(path, object) to JSON for types this module does not know, or raise UnsupportedObject."""
+Unleaf = Callable[[str, dict[str, Any]], Any]
+"""(path, tagged object) to a value for tags this module does not know."""
+
+
+def unsupported(path: str, value: object) -> UnsupportedObject:
+    """The error for a leaf that cannot be stored."""
+    kind = type(value)
+    return UnsupportedObject(
+        f"state at {path!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without pickle",
+        "Convert it to numbers, strings, lists, dicts, tensors or arrays, or give the object "
+        "state_dict/load_state_dict",
+    )
+
+
+def encode_tree(value: Any, path: str, leaf: Leaf, depth: int = 0) -> JSON:
+    """`value` as tagged JSON. `leaf` handles tensors and whatever else; subclasses are not silently reduced."""
+    if depth > _MAX_DEPTH:
+        raise UnsupportedObject(f"state at {path!r} is nested more than {_MAX_DEPTH} deep", "Does it contain itself?")
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is str:
+        return _text(value, path)
+    if kind in _SCALARS:
+        return _SCALARS[kind](value)
+
+    def child(key: object, item: Any) -> JSON:
+        return encode_tree(item, f"{path}/{key}", leaf, depth + 1)
+
+    if kind is list:
+        return [child(i, item) for i, item in enumerate(value)]
+    if kind in (tuple, set, frozenset):
+        return {TAG: kind.__name__, "v": [child(i, item) for i, item in enumerate(value)]}
+    if kind is dict and all(type(key) is str for key in value):
+        return mapping({_text(key, path): child(key, item) for key, item in value.items()})
+    if kind in _MAPPINGS:
+        return {TAG: _MAPPINGS[kind], "v": [[child("key", key), child(key, item)] for key, item in value.items()]}
+    return leaf(path, value)
+
+
+def mapping(items: dict[str, JSON]) -> JSON:
+    """A dict whose values are trees already, as a tree."""
+    if any(key.startswith(TAG) for key in items):
+        return {TAG: "dict", "v": [[key, item] for key, item in items.items()]}
+    return items
+
+
+def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
+    """The value that `encode_tree` was given. Raises CorruptObject where the JSON is not a tagged tree."""
+    _check_depth(depth, path)
+
+    def child(key: object, item: JSON) -> Any:
+        return decode_tree(item, f"{path}/{key}", unleaf, depth + 1)
+
+    if isinstance(tree, list):
+        return [child(i, item) for i, item in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    if TAG not in tree:
+        return {key: child(key, item) for key, item in tree.items()}
+    tag = tree[TAG]
+    try:
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag]([child(i, item) for i, item in enumerate(tree["v"])])
+        if tag in _ATOMS:
+            return _ATOMS[tag](tree["v"])
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed {tag!r}: {error}") from error
+    return unleaf(path, tree)
+
+
+def merge_trees(first: JSON, second: JSON, path: str, depth: int = 0) -> JSON:
+    """What two ranks say of one item: dicts are joined key by key, lists one after the other; all else must be equal.
+
+    Raises CorruptObject where the ranks disagree, or a dict is malformed.
+    """
+    _check_depth(depth, path)
+    if isinstance(first, list) and isinstance(second, list):
+        return first + second
+    ours, theirs = _pairs(first, path), _pairs(second, path)
+    if ours is None or theirs is None or first.get(TAG, "dict") != second.get(TAG, "dict"):
+        if _without_device(first) != _without_device(second):
+            raise CorruptObject(f"two ranks disagree about the state at {path!r}")
+        return first
+    for name, (key, value) in theirs.items():
+        merged = merge_trees(ours[name][1], value, f"{path}/{key}", depth + 1) if name in ours else value
+        ours[name] = (key, merged)
+    if TAG not in first and TAG not in second:
+        return dict(ours.values())
+    return {TAG: first.get(TAG, "dict"), "v": [list(pair) for pair in ours.values()]}
+
+
+def _pairs(tree: JSON, path: str) -> dict[bytes, tuple[JSON, JSON]] | None:
+    """Keys and values of a dict by the text of the key, however its keys made it be written; None for anything else."""
+    if not isinstance(tree, dict):
+        return None
+    if TAG not in tree:
+        return {msgspec.json.encode(key): (key, value) for key, value in tree.items()}
+    if tree[TAG] not in _MAPPINGS.values():
+        return None
+    try:
+        return {msgspec.json.encode(key): (key, value) for key, value in tree["v"]}
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed {tree[TAG]!r}: {error}") from error
+
+
+def _without_device(leaf: JSON) -> bytes:
+    """The text of a leaf: in Python, 1 equals True and 1.0."""
+    said = {key: value for key, value in leaf.items() if key != "device"} if isinstance(leaf, dict) else leaf
+    return msgspec.json.encode(said)
+
+
+def leaves(tree: JSON, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, tagged object) of each tensor and array in a tree, in order. Raises CorruptObject like decode_tree."""
+    _check_depth(depth, path)
+    if isinstance(tree, list):
+        for i, item in enumerate(tree):
+            yield from leaves(item, f"{path}/{i}", depth + 1)
+    elif isinstance(tree, dict):
+        if tree.get(TAG) in ("tensor", "array"):
+            yield path, tree
+        elif TAG in tree:
+            yield from _tagged_leaves(tree, path, depth)
+        else:
+            for key, item in tree.items():
+                yield from leaves(item, f"{path}/{key}", depth + 1)
+
+
+def _tagged_leaves(tree: dict[str, Any], path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    items = tree.get("v")
+    if not isinstance(items, list):
+        return
+    if tree[TAG] not in _MAPPINGS.values():
+        yield from leaves(items, path, depth + 1)
+        return
+    for pair in items:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise CorruptObject(f"tree at {path!r} holds a malformed {tree[TAG]!r}")
+        yield from leaves(pair[1], f"{path}/{pair[0]}", depth + 2)
+
+
+def _check_depth(depth: int, path: str) -> None:
+    if depth > _MAX_JSON_DEPTH:
+        raise CorruptObject(f"tree at {path[:80]!r}... is nested more than {_MAX_JSON_DEPTH} deep")
+
+
+def encode_bytes(data: bytes | bytearray | memoryview) -> str:
+    """Base64 text of `data`."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def decode_bytes(text: str) -> bytes:
+    """The bytes that `encode_bytes` was given, or ValueError."""
+    return base64.b64decode(text, validate=True)
+
+
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedObject(
+            f"state at {path!r} holds text that is not Unicode: {value[:80]!r}", "Store it as bytes (os.fsencode)"
+        ) from error
+    return value
+
+
+def _int(value: int) -> JSON:
+    # Hexadecimal: Python limits the digits of decimal conversions.
+    return value if -_SAFE_INT < value < _SAFE_INT else {TAG: "int", "v": hex(value)}
+
+
+def _float(value: float) -> JSON:
+    # JSON cannot say nan and inf. Payloads of NaN are kept in tensors and arrays only.
+    return value if math.isfinite(value) else {TAG: "float", "v": str(value)}
+
+
+def _complex(value: complex) -> JSON:
+    return {TAG: "complex", "v": [_float(value.real), _float(value.imag)]}
+
+
+def _bytes(value: bytes) -> JSON:
+    return {TAG: "bytes", "v": encode_bytes(value)}
+
+
+def _real(value: JSON) -> float:
+    return float(value["v"]) if isinstance(value, dict) else float(value)
+
+
+_SCALARS: dict[type, Callable[[Any], JSON]] = {
+    int: _int,
+    float: _float,
+    complex: _complex,
+    bytes: _bytes,
+}
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
+_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "odict": OrderedDict,
+    "counter": lambda items: Counter(dict(items)),
+}
+_ATOMS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda v: int(v, 16),
+    "float": float,
+    "complex": lambda v: complex(_real(v[0]), _real(v[1])),
+    "bytes": decode_bytes,
+}

@@ -1,0 +1,69 @@
+"""Who deleted what, when and why: one object per action in the store, never changed, forgotten after a year.
+
+A record is durable before its action begins. After a crash the log may therefore name what was not done;
+what was done is never missing.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Iterable, Iterator
+
+from ulid import ULID
+
+from ckptstore import names
+from ckptstore.clock import Clock
+from ckptstore.errors import Damaged, InvalidName, ObjectMissing
+from ckptstore.format.documents import FORMAT, parse_sealed, seal
+from ckptstore.format.records import Action, AuditRecord
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.stores import Store
+
+KEPT_S = 365 * 24 * 3600.0
+
+
+def operator() -> str:
+    """The person or service account of this process, for the log: user@host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+def record(
+    store: Store, run: str, action: Action, attempts: Iterable[Attempt], by: str, reason: str, clock: Clock
+) -> None:
+    """Write down what is about to be done; durable on return."""
+    now = clock()
+    document = AuditRecord(
+        format=FORMAT, kind="audit", action=action, attempts=[str(a) for a in attempts], by=by, at=now, reason=reason
+    )
+    store.put(f"{names.audit_prefix(run)}{new_ulid(now)}.json", seal(document))
+
+
+def read_log(store: Store, run: str, limit: int = 0) -> Iterator[AuditRecord]:
+    """The records of a run, newest first; limit 0: all. Damaged ones are left out."""
+    keys = sorted((info.key for info in store.list(names.audit_prefix(run))), reverse=True)
+    for key in keys[:limit] if limit else keys:
+        try:
+            yield parse_sealed(store.get(key), AuditRecord, store.object_url(key))
+        except (Damaged, ObjectMissing):
+            continue
+
+
+def forget_old(store: Store, run: str, clock: Clock) -> None:
+    """Delete records older than a year."""
+    cutoff = clock() - KEPT_S
+    store.delete_many(
+        [info.key for info in list(store.list(names.audit_prefix(run))) if _written_at(info.key) < cutoff]
+    )
+
+
+def _written_at(key: str) -> float:
+    try:
+        ulid = names.check_ulid(key.rsplit("/", 1)[-1].removesuffix(".json"))
+    except InvalidName:
+        return float("inf")  # not ours
+    return ULID.from_str(ulid).timestamp

@@ -1,0 +1,183 @@
+"""Labels: tags and further metrics of a checkpoint, which people and evaluation jobs add after its commit.
+
+A commit is never rewritten. Labels lie beside it, as versions of one create-only object: of two who change the same
+version one is told that the other was faster, and does it again on top. The highest version counts; the ones below are
+removed when it is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from math import isfinite
+
+from ckptstore import names
+from ckptstore.catalog import Checkpoint, decided_attempts, hidden_attempts
+from ckptstore.clock import Clock
+from ckptstore.errors import Damaged, InvalidName, InvalidRequest, NoCheckpoint, ObjectMissing, StoreUnavailable
+from ckptstore.format.documents import FORMAT, parse_sealed, seal
+from ckptstore.format.records import Action, Labels
+from ckptstore.names import Attempt, checkpoint_id
+from ckptstore.retention import audit
+from ckptstore.stores import Store
+
+MAX_LABELS = 64
+"""Tags of a checkpoint at most, and as many metrics."""
+
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
+_VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,256}")
+_READERS = 16
+_TRIES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class LabelChange:
+    """What to set, and with None what to remove. A metric that is removed is again as it was saved."""
+
+    tags: Mapping[str, str | None] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Return if it makes sense. Raises InvalidRequest."""
+        for name in (*self.tags, *self.metrics):
+            if not _NAME.fullmatch(name):
+                raise InvalidRequest(
+                    f"{name[:80]!r} cannot name a tag or a metric",
+                    "Use 1 to 64 letters, digits, '.', '_', '/' or '-', starting with a letter or digit",
+                )
+        for name, value in self.tags.items():
+            if value is not None and not _VALUE.fullmatch(value):
+                raise InvalidRequest(f"the value of tag {name!r} is not allowed", "Use up to 256 printable characters")
+        for name, number in self.metrics.items():
+            if number is not None and not isfinite(number):
+                raise InvalidRequest(f"metric {name!r} is {number}", "Use a finite number")
+
+
+def change_labels(
+    store: Store, run: str, attempt: Attempt, change: LabelChange, by: str, clock: Clock, reason: str = ""
+) -> Labels:
+    """Change the labels of a checkpoint; durable on return. Changes of several people all count.
+
+    Raises InvalidRequest, or NoCheckpoint if the checkpoint is being deleted.
+    """
+    change.check()
+    audit.record(store, run, Action.LABEL, [attempt], by, reason or _said(change), clock)
+    for _ in range(_TRIES):
+        versions = label_versions(store, run).get(attempt, [])
+        try:
+            before = _read(store, run, attempt, versions[-1]) if versions else None
+        except ObjectMissing:
+            continue  # somebody was faster
+        after = _changed(attempt, before, change, by, clock())
+        key = names.labels_key(run, attempt, after.version)
+        if store.put_if_absent(key, seal(after)) or _read_if_there(store, run, attempt, after.version) == after:
+            # A lost reply makes the winner look like the loser: what is there tells.
+            store.delete_many(names.labels_key(run, attempt, version) for version in versions)
+            _check_still_there(store, run, attempt, key)
+            return after
+    raise StoreUnavailable(
+        f"the labels of {checkpoint_id(run, attempt)} change faster than they can be read", "Try again"
+    )
+
+
+def label_versions(store: Store, run: str) -> dict[Attempt, list[int]]:
+    """The versions of labels that are there, rising; usually one. One listing."""
+    found: dict[Attempt, list[int]] = {}
+    for info in store.list(names.labels_prefix(run)):
+        try:
+            attempt, version = names.attempt_and_name(info.key)
+        except InvalidName:
+            continue  # not ours
+        if version.isascii() and version.isdigit():
+            found.setdefault(attempt, []).append(int(version))
+    return {attempt: sorted(versions) for attempt, versions in found.items()}
+
+
+def read_labels(store: Store, run: str, attempts: Iterable[Attempt] | None = None) -> dict[Attempt, Labels]:
+    """The labels of these attempts, or of all of a run. Labels that are damaged are left out, with a warning."""
+    there = label_versions(store, run)
+    wanted = [attempt for attempt in (there if attempts is None else attempts) if attempt in there]
+    if not wanted:
+        return {}
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-labels") as pool:
+        found = pool.map(lambda attempt: newest_labels(store, run, attempt, there[attempt][-1]), wanted)
+        return {attempt: labels for attempt, labels in zip(wanted, found, strict=True) if labels is not None}
+
+
+def newest_labels(store: Store, run: str, attempt: Attempt, version: int) -> Labels | None:
+    """The labels of one checkpoint, of which a listing told `version`; None if they are gone, or damaged."""
+    for _ in range(_TRIES):
+        try:
+            return _read(store, run, attempt, version)
+        except ObjectMissing:
+            # Changed since the listing.
+            versions = label_versions(store, run).get(attempt)
+            if not versions:
+                return None
+            version = versions[-1]
+        except Damaged as error:
+            _LOG.warning("labels of %s are left out: %s", checkpoint_id(run, attempt), error)
+            return None
+    return None
+
+
+def labelled(checkpoint: Checkpoint, labels: Labels | None) -> Checkpoint:
+    """The checkpoint with its tags, and with metrics that were added or corrected after the save. Pure."""
+    if labels is None:
+        return checkpoint
+    return replace(checkpoint, tags=labels.tags, metrics={**checkpoint.metrics, **labels.metrics})
+
+
+def with_labels(store: Store, run: str, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """These checkpoints of a run with their labels: one listing, and a read for each that has some."""
+    found = read_labels(store, run, [checkpoint.attempt for checkpoint in checkpoints])
+    return [labelled(checkpoint, found.get(checkpoint.attempt)) for checkpoint in checkpoints]
+
+
+def _changed(attempt: Attempt, before: Labels | None, change: LabelChange, by: str, now: float) -> Labels:
+    tags = {**(before.tags if before else {}), **change.tags}
+    metrics = {**(before.metrics if before else {}), **change.metrics}
+    after = Labels(
+        format=FORMAT,
+        kind="labels",
+        attempt=str(attempt),
+        version=before.version + 1 if before else 1,
+        tags={name: value for name, value in sorted(tags.items()) if value is not None},
+        metrics={name: number for name, number in sorted(metrics.items()) if number is not None},
+        by=by,
+        at=now,
+    )
+    if max(len(after.tags), len(after.metrics)) > MAX_LABELS:
+        raise InvalidRequest(f"a checkpoint has at most {MAX_LABELS} tags, and as many metrics", "Remove some")
+    return after
+
+
+def _read(store: Store, run: str, attempt: Attempt, version: int) -> Labels:
+    key = names.labels_key(run, attempt, version)
+    return parse_sealed(store.get(key), Labels, store.object_url(key))
+
+
+def _read_if_there(store: Store, run: str, attempt: Attempt, version: int) -> Labels | None:
+    try:
+        return _read(store, run, attempt, version)
+    except (Damaged, ObjectMissing):
+        return None
+
+
+def _check_still_there(store: Store, run: str, attempt: Attempt, key: str) -> None:
+    """Labels that nobody would see or sweep are not left behind."""
+    if attempt not in decided_attempts(store, run):
+        store.delete_many([key])
+        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} was deleted", "ckptctl ls shows what there is")
+    if attempt in hidden_attempts(store, run):
+        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "ckptctl undelete takes that back")
+
+
+def _said(change: LabelChange) -> str:
+    return ", ".join(
+        f"{name}-" if value is None else f"{name}={value}" for name, value in {**change.tags, **change.metrics}.items()
+    )

@@ -1,0 +1,51 @@
+"""Pins: named holds of checkpoints that never expire, one object each.
+
+The key of a pin says all that counts, so that a listing is enough, and a damaged pin still holds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ckptstore import names
+from ckptstore.catalog import hidden_attempts
+from ckptstore.clock import Clock
+from ckptstore.errors import InvalidName, NoCheckpoint
+from ckptstore.format.documents import FORMAT, seal
+from ckptstore.format.records import Action, Pin
+from ckptstore.names import Attempt, checkpoint_id
+from ckptstore.retention import audit
+from ckptstore.stores import Store
+
+
+def pin(store: Store, run: str, attempt: Attempt, name: str, by: str, clock: Clock, reason: str = "") -> None:
+    """Keep a checkpoint until the pin is removed; durable on return. Pinned under that name already is fine.
+
+    Raises InvalidName, or NoCheckpoint if the checkpoint is being deleted: nothing is pinned then.
+    """
+    key = names.pin_key(run, attempt, name)
+    audit.record(store, run, Action.PIN, [attempt], by, reason or name, clock)
+    document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=by, at=clock(), reason=reason)
+    store.put(key, seal(document))
+    if attempt in hidden_attempts(store, run):
+        store.delete_many([key])
+        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "ckptctl undelete takes that back")
+
+
+def unpin(store: Store, run: str, attempt: Attempt, name: str, by: str, clock: Clock) -> None:
+    """Remove a pin; gone on return. One that is gone already is fine."""
+    key = names.pin_key(run, attempt, name)
+    audit.record(store, run, Action.UNPIN, [attempt], by, name, clock)
+    store.delete_many([key])
+
+
+def pinned(store: Store, run: str) -> dict[Attempt, list[str]]:
+    """The names under which attempts are pinned."""
+    found: dict[Attempt, list[str]] = defaultdict(list)
+    for info in store.list(names.pins_prefix(run)):
+        try:
+            attempt, name = names.attempt_and_name(info.key)
+        except InvalidName:
+            continue  # not ours
+        found[attempt].append(name)
+    return dict(found)

@@ -1,0 +1,86 @@
+"""Scrubbing: reading checkpoints whole at rest, those first that nobody has looked at for the longest time.
+
+Slowly, so that training does not notice; every finding is durable before the next checkpoint, so that whoever is
+stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from ckptstore.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.clock import Clock
+from ckptstore.errors import NoCheckpoint
+from ckptstore.reading import Progress
+from ckptstore.retention.findings import record_finding, verified_at
+from ckptstore.retention.leases import release_lease, take_lease
+from ckptstore.source import StoreSource
+from ckptstore.stores import Store
+from ckptstore.verify import Verification, verify
+
+_LEASE_S = 3600.0
+_BURST_S = 0.5
+
+
+class Pace:
+    """Holds those who call it back to so many bytes per second, all together. For any thread."""
+
+    def __init__(self, bytes_per_s: float, clock: Clock, sleep: Callable[[float], object]) -> None:
+        """bytes_per_s: 0 for no limit."""
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def __call__(self, count: int) -> None:
+        """`count` bytes were read."""
+        if not self._bytes_per_s:
+            return
+        with self._lock:
+            now = self._clock()
+            self._free_at = max(self._free_at, now) + count / self._bytes_per_s
+            ahead_s = self._free_at - now
+        if ahead_s > _BURST_S:
+            self._sleep(ahead_s)
+
+
+def due_for_scrub(store: Store, runs: Iterable[str], older_than: float = float("inf")) -> list[Checkpoint]:
+    """Checkpoints never verified, then those verified before `older_than` (seconds since the epoch), oldest first.
+
+    One that is damaged already is not looked at again, unless somebody names it.
+    """
+    due = []
+    for run in runs:
+        verified = verified_at(store, run)
+        for checkpoint in list_checkpoints(store, run):
+            at = verified.get(checkpoint.attempt, 0.0)
+            if checkpoint.state is not State.CORRUPT and at < older_than:
+                due.append((at, checkpoint.committed_at, checkpoint))
+    return [checkpoint for _, _, checkpoint in sorted(due, key=lambda item: item[:2])]
+
+
+def scrub(
+    store: Store, checkpoints: Iterable[Checkpoint], by: str, clock: Clock, progress: Progress = lambda _: None
+) -> Iterator[Verification]:
+    """Read checkpoints one by one, and keep what was found; durable when it is yielded.
+
+    progress is called with stored bytes, from several threads, and may wait (Pace). Those deleted meanwhile are
+    passed over. Raises Unavailable: that proves nothing.
+    """
+    source = StoreSource(store, clock)
+    for checkpoint in checkpoints:
+        try:
+            lease = take_lease(store, checkpoint.run, checkpoint.attempt, f"scrub by {by}", _LEASE_S, clock)
+        except NoCheckpoint:
+            continue
+        try:
+            # What a finding says of it is asked anew; an outcome that cannot be read is a finding itself.
+            known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
+            result = verify(source, known, progress)
+            record_finding(store, result, by, clock)
+        finally:
+            release_lease(store, checkpoint.run, lease)
+        yield result
