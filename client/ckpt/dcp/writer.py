@@ -80,7 +80,7 @@ class StorageWriter(TorchStorageWriter):
         self._token = token or os.environ.get("CKPT_TOKEN")
         self._run = check_run(run)
         self._step = None if step is None else check_step(step)
-        self._encode = encode_by(POLICIES[compress])
+        self._compress = compress
         self._is_coordinator = False
         self._plans: dict[int, SavePlan] = {}
         self._share: tuple[Assignment, Content] | None = None
@@ -137,7 +137,7 @@ class StorageWriter(TorchStorageWriter):
                 store,
                 names.shard_key(assignment.run, assignment.attempt, name),
                 raw_bytes(share.placed),
-                encode_stream(share.chunks(), self._encode),
+                encode_stream(share.chunks(), encode_by(POLICIES[self._compress])),
                 lambda _: None,
             )
             shards = [Shard(name=name, rank=assignment.rank, chunks=uploaded.chunks)]
