@@ -76,24 +76,27 @@ def _kept(benches: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 def _lines(bench: str, full: Mapping[str, Any] | None, quick: Mapping[str, Any] | None) -> list[str]:
     """One for each goal."""
-    goals = {goal["name"]: goal for verdict in (quick, full) if verdict for goal in verdict.get("goals", [])}
+    goals = {_ratio(goal): goal for verdict in (quick, full) if verdict for goal in verdict.get("goals", [])}
     if not goals:
         return [f"| {bench} | | | {_cell(full, '')} | {_cell(quick, '')} |"]
     return [
-        f"| {bench} | {name} / {goal['vs']} | {goal['direction']} {goal['goal']:.3g} "
-        f"| {_cell(full, name)} | {_cell(quick, name)} |"
-        for name, goal in goals.items()
+        f"| {bench} | {ratio} | {goal['direction']} {goal['goal']:.3g} | {_cell(full, ratio)} | {_cell(quick, ratio)} |"
+        for ratio, goal in goals.items()
     ]
 
 
-def _cell(verdict: Mapping[str, Any] | None, name: str) -> str:
+def _ratio(goal: Mapping[str, Any]) -> str:
+    return f"{goal['name']} / {goal['vs']}"
+
+
+def _cell(verdict: Mapping[str, Any] | None, wanted: str) -> str:
     if verdict is None:
         return "not run"
     if "error" in verdict:
         problem: str = verdict["error"]
         return "did not run: " + problem.replace("|", "\\|")
     for goal in verdict["goals"]:
-        if goal["name"] == name:
+        if _ratio(goal) == wanted:
             ratio = "not measured" if goal["ratio"] is None else f"{goal['ratio']:.3g}"
             return ratio if goal["ok"] else f"**{ratio}**, missed"
     return ""

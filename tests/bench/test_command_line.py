@@ -53,6 +53,7 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
     goals = [
         {"name": "eager", "vs": "memcpy", "ratio": 1.234, "goal": 1.1, "direction": "at most", "ok": False},
         {"name": "overlap", "vs": "memcpy", "ratio": 0.01, "goal": 0.05, "direction": "at most", "ok": True},
+        {"name": "overlap", "vs": "best peer", "ratio": 2.0, "goal": 1, "direction": "at most", "ok": False},
     ]
     stall = {"bench": "stall", "goals": goals, "problems": {"dcp": "broken"}, "machine": "M", "state_bytes": 1 << 20}
     (tmp_path / "quick" / "stall.json").write_text(json.dumps(stall | {"versions": {"torch": "2"}}))
@@ -65,6 +66,7 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
     for line in (
         "| stall | eager / memcpy | at most 1.1 | not run | **1.23**, missed |",
         "| stall | overlap / memcpy | at most 0.05 | not run | 0.01 |",
+        "| stall | overlap / best peer | at most 1 | not run | **2**, missed |",
         "| codec | | | not run | did not run: a\\|b |",
         "| plan | | | not run | not run |",
         "Quick: M; states of 1.0 MiB to 1.0 MiB.",
