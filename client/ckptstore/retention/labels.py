@@ -76,6 +76,10 @@ def change_labels(
         key = names.labels_key(run, attempt, after.version)
         if store.put_if_absent(key, seal(after)) or _read_if_there(store, run, attempt, after.version) == after:
             # A lost reply makes the winner look like the loser: what is there tells.
+            if max(label_versions(store, run).get(attempt, [0])) > after.version:
+                # Made in the place of one that was removed because a later one is there, which does not know of it.
+                store.delete_many([key])
+                continue
             store.delete_many(names.labels_key(run, attempt, version) for version in versions)
             _check_still_there(store, run, attempt, key)
             return after
