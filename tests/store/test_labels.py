@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from ckptstore.retention.labels import MAX_LABELS, LabelChange, change_labels, l
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store, WrappedStore, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
-from tests.support.stores import race
+from tests.support.stores import FaultyStore, Interleaving, race
 
 SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
 
@@ -70,6 +71,24 @@ def test_changes_at_the_same_time_all_count(folder_store: Store) -> None:
     results = race(*(partial(change, folder_store, first, tags={name: "x"}) for name in names))
     assert results == [None] * len(names)
     assert only(folder_store, 1).tags == dict.fromkeys(names, "x")
+
+
+def test_two_changes_at_any_moment_of_a_third_all_count(folder_store: Store) -> None:
+    first = only(folder_store, 1)
+
+    def two_others() -> None:
+        change(folder_store, first, tags={"a": "1"})
+        change(folder_store, first, tags={"b": "2"})
+
+    for at in itertools.count():
+        change(folder_store, first, tags={"a": None, "b": None, "c": None, "before": ""})
+        meanwhile = Interleaving(at, two_others)
+        change(FaultyStore(folder_store, meanwhile), first, tags={"c": "3"})
+        if len(meanwhile.calls) <= at:
+            break
+        assert only(folder_store, 1).tags == {"a": "1", "b": "2", "before": "", "c": "3"}, meanwhile.calls[at]
+        assert [len(versions) for versions in label_versions(folder_store, "gpt").values()] == [1]
+    assert at > 6
 
 
 class _LosesReplies(WrappedStore):
