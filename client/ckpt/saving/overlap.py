@@ -183,8 +183,8 @@ class Overlap:
     def _take_again(self, flight: Flight, torn: Sequence[str]) -> None:
         self.on = False
         logger.warning(
-            "%s changed after save_async and before optim.step(): the snapshot was taken again before the step, and "
-            "from now on save_async returns when the copy is taken, as with overlap=False",
+            "%s changed after save_async and before optim.step(): the snapshot is taken again, unless it is a stream, "
+            "and from now on save_async returns when the copy is taken, as with overlap=False",
             _names(torn),
         )
         flight.transfer.again()
