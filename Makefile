@@ -22,7 +22,9 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: check browser
-	$(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term || { \
+	echo "== what failed has a second try, alone; what passes now is unstable, which is a bug too (CONTRIBUTING.md)"; \
+	$(BIN)/pytest --last-failed --last-failed-no-failures none -v; }
 
 check: setup
 	$(BIN)/ruff check
