@@ -1,14 +1,17 @@
 """Reading: fetch what was planned, verify, decode, place.
 
 Every chunk is checked against its checksum before it counts. Uncompressed ones are read from local disks straight
-into their destination and checked there; all others before a byte of them reaches it.
+into their destination and checked there; all others before a byte of them reaches it. Chunks that lie together are
+read at once, however many tensors they belong to: what costs time there is the interpreter, not the bytes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,8 +32,22 @@ Progress = Callable[[int], None]
 Buffers = Mapping[str, memoryview]
 """Writable bytes by the names that pieces give."""
 
-_CACHED_BYTES = 512 << 10
-"""Stays in a core's own cache from the read to the checksum."""
+
+class Receiver(Mapping[str, memoryview]):
+    """Buffers of which some are not memory of the host, so that their bytes pass through memory that is lent."""
+
+    @abstractmethod
+    def divide(self, read: ShardRead) -> Iterable[ShardRead]:
+        """Parts of a stretch, each of which there is memory for."""
+
+    @abstractmethod
+    def receive(self, read: ShardRead) -> AbstractContextManager[tuple[ShardRead, Buffers]]:
+        """Such a part, with lent memory in the place of what is not the host's. What lies there at the end of the block
+        is sent on, unless it raised."""
+
+
+_CACHED_BYTES = 1 << 20
+"""Read at once; stays in a processor's cache until it is hashed."""
 DEFAULT_THREADS = PARALLEL_READS
 _ELEMENTS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -61,35 +78,41 @@ def fetch(
     Returns when all bytes are checked and placed. On the first error the rest is given up, and buffers hold a
     mixture, damaged bytes among it.
     """
+    if isinstance(buffers, Receiver):
+        reads = [part for read in reads for part in buffers.divide(read)]
     threads = max(1, min(threads or source.parallel_reads, len(reads)))
     stretches = Stretches(reads, threads)
     stop = threading.Event()
 
     def work(thread: int) -> None:
         try:
-            with _Fetch(source, checkpoint, buffers, progress) as one:
+            with _Fetch(source, checkpoint, progress) as one:
                 while not stop.is_set() and (read := stretches.take(thread)) is not None:
-                    one.fetch(read)
-        except BaseException:
+                    with received(read, buffers) as (part, one.buffers):
+                        one.fetch(part)
+        except BaseException:  # an interrupt as well: the pool waits for all that is begun
             stop.set()
             raise
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-fetch") as pool:
-        try:
-            for future in [pool.submit(work, thread) for thread in range(threads)]:
-                future.result()
-        except BaseException:  # an interrupt as well: the pool waits for all that is begun
-            stop.set()
-            raise
+        others = [pool.submit(work, thread) for thread in range(1, threads)]
+        work(0)
+        for other in others:
+            other.result()
+
+
+def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[ShardRead, Buffers]]:
+    """What to read, and buffers of the host to put it into; at the end of the block it is on its way to `buffers`."""
+    return buffers.receive(read) if isinstance(buffers, Receiver) else nullcontext((read, buffers))
 
 
 class _Fetch:
     """What one thread has open."""
 
-    def __init__(self, source: Source, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
+    def __init__(self, source: Source, checkpoint: Checkpoint, progress: Progress) -> None:
+        self.buffers: Buffers = {}
         self._source = source
         self._checkpoint = checkpoint
-        self._buffers = buffers
         self._progress = progress
         self._stored, self._raw = Scratch(), Scratch()
         self._shard: ObjectReader | None = None
@@ -108,16 +131,18 @@ class _Fetch:
         if not shard.small_reads:
             stored = self._stored.take(read.bytes)
             shard.read(read.offset, stored)
-        for chunk in read.chunks:
-            if not shard.small_reads:
+            for chunk in read.chunks:
                 self._place(chunk, stored[chunk.offset - read.offset :][: chunk.stored])
-            elif chunk.codec == RAW and (target := _own_memory(chunk, self._buffers)) is not None:
-                self._read_into(shard, chunk, target)
+                self._progress(chunk.raw)
+            return
+        for chunks in _together(read.chunks):
+            first = chunks[0]
+            target = _own_memory(first, self.buffers) if first.codec == RAW else None
+            if target is not None and first.stored > _CACHED_BYTES:
+                self._read_into(shard, first, target)
             else:
-                stored = self._stored.take(chunk.stored)
-                shard.read(chunk.offset, stored)
-                self._place(chunk, stored)
-            self._progress(chunk.raw)
+                self._read_together(shard, chunks)
+            self._progress(sum(chunk.raw for chunk in chunks))
 
     def _open(self, read: ShardRead) -> ObjectReader:
         if self._shard is None or self._opened != (read.shard, read.attempt):
@@ -131,8 +156,25 @@ class _Fetch:
         if shard is not None:
             shard.close()
 
+    def _read_together(self, shard: ObjectReader, chunks: Sequence[ChunkRead]) -> None:
+        """Read chunks that adjoin, each raw one where it belongs, and check them while they are in the cache."""
+        rest = self._stored.take(sum(chunk.stored for chunk in chunks))
+        parts, placed = [], []
+        for chunk in chunks:
+            part = _own_memory(chunk, self.buffers) if chunk.codec == RAW else None
+            placed.append(part is not None)
+            if part is None:
+                part, rest = rest[: chunk.stored], rest[chunk.stored :]
+            parts.append(part)
+        shard.read_parts(chunks[0].offset, parts)
+        for chunk, part, is_placed in zip(chunks, parts, placed, strict=True):
+            if is_placed:
+                check_chunk(self._checkpoint, chunk, part)
+            else:
+                self._place(chunk, part)
+
     def _read_into(self, shard: ObjectReader, chunk: ChunkRead, target: memoryview) -> None:
-        """Read a raw chunk where it belongs, hashing what just came while it is in the processor's cache."""
+        """The same for one that is too large to stay in the cache: part by part."""
         seen = xxhash.xxh3_128()
         for at in range(0, chunk.stored, _CACHED_BYTES):
             part = target[at : at + _CACHED_BYTES]
@@ -142,7 +184,21 @@ class _Fetch:
             raise _wrong(self._checkpoint, chunk)
 
     def _place(self, chunk: ChunkRead, stored: memoryview) -> None:
-        place_chunk(self._checkpoint, chunk, stored, self._buffers, self._raw)
+        place_chunk(self._checkpoint, chunk, stored, self.buffers, self._raw)
+
+
+def _together(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
+    """Runs of chunks without gaps that are read at once."""
+    run: list[ChunkRead] = []
+    end = size = 0
+    for chunk in chunks:
+        if run and (chunk.offset != end or size + chunk.stored > _CACHED_BYTES):
+            yield run
+            run, size = [], 0
+        run.append(chunk)
+        size += chunk.stored
+        end = chunk.offset + chunk.stored
+    yield run
 
 
 def fetch_stored(source: Source, checkpoint: Checkpoint, read: ShardRead) -> memoryview:
@@ -179,8 +235,8 @@ def place_chunk(
 def _own_memory(chunk: ChunkRead, buffers: Buffers) -> memoryview | None:
     """Where the decoded bytes of the chunk lie in the end, if it is one place."""
     first = chunk.pieces[0]
-    if len(chunk.pieces) == 1 and first.is_flat and first.bytes == chunk.raw:
-        return buffers[first.buffer][first.to : first.to + first.bytes]
+    if len(chunk.pieces) == 1 and first.is_flat and first.shape[0] * first.item == chunk.raw:
+        return buffers[first.buffer][first.to : first.to + chunk.raw]
     return None
 
 

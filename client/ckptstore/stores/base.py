@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -87,6 +87,12 @@ class ObjectReader(ABC):
     @abstractmethod
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
+
+    def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill one buffer after the other with the bytes from `offset` on."""
+        for buffer in buffers:
+            self.read(offset, buffer)
+            offset += len(buffer)
 
     @abstractmethod
     def close(self) -> None:
