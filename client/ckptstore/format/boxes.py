@@ -46,6 +46,13 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def all_strides(shapes: Matrix) -> Matrix:
+    """The same for a shape in each row."""
+    found = np.ones_like(shapes)
+    found[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
+    return found
+
+
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The elements [start, stop) of a row-major array as boxes, in order; at most two per dimension, less one."""
     if start >= stop:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ckptstore.format.documents import Shard
+from ckptstore.format.columns import Column, column, concatenate
+from ckptstore.format.documents import Content, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,9 @@ class Places:
     @staticmethod
     def of(shard: Shard) -> Places:
         """What the document of a shard says."""
-        stored, references = shard.chunks.stored, shard.references
         raw = np.append(0, np.cumsum(shard.chunks.raw))
-        holder = np.zeros(len(stored), np.int64)
-        if references is None:
-            offset = np.cumsum(stored) - stored
-            return Places(raw.tolist(), holder.tolist(), offset.tolist(), stored.tolist())
-        holder[references.chunk] = references.attempt + 1
-        own = np.where(holder == 0, stored, 0)
-        offset = np.cumsum(own) - own
-        offset[references.chunk] = references.offset
-        return Places(raw.tolist(), holder.tolist(), offset.tolist(), stored.tolist())
+        holder, offset = _holder_and_offset(shard)
+        return Places(raw.tolist(), holder.tolist(), offset.tolist(), shard.chunks.stored.tolist())
 
     def order(self, chunk: int) -> tuple[int, int]:
         """By file, and by where it lies in it."""
@@ -48,10 +40,68 @@ class Places:
         holder, offset = self.order(chunk - 1)
         return self.order(chunk) == (holder, offset + self.stored[chunk - 1])
 
-    def split(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """The bytes [at, end) of the raw stream by chunk: (chunk, where it begins, first byte, end)."""
-        chunk = bisect_right(self.raw, at) - 1
-        while at < end:
-            begin, stop = self.raw[chunk], min(end, self.raw[chunk + 1])
-            yield chunk, begin, at, stop
-            at, chunk = stop, chunk + 1
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """The places of all chunks of several shards, as columns: one shard's rows after the other's."""
+
+    shard: Column
+    """Number of the shard."""
+    index: Column
+    """Of the chunk in its shard."""
+    begin: Column
+    """Where it begins if all the raw streams were one, in this order."""
+    raw: Column
+    stored: Column
+    holder: Column
+    offset: Column
+    """As in Places."""
+    streams: Column
+    """By number of a shard: where its raw stream begins in that one."""
+
+    @staticmethod
+    def of(content: Content, numbers: Sequence[int]) -> ChunkTable:
+        """Of the shards with these numbers."""
+        shards = [content.shards[number] for number in numbers]
+        counts = column(len(shard.chunks.raw) for shard in shards)
+        first = np.cumsum(counts) - counts
+        raw = concatenate(shard.chunks.raw for shard in shards)
+        ends = np.append(0, np.cumsum(raw))
+        streams = np.zeros(len(content.shards), np.int64)
+        streams[numbers] = ends[first]
+        places = [_holder_and_offset(shard) for shard in shards]
+        return ChunkTable(
+            shard=np.repeat(np.asarray(numbers, np.int64), counts),
+            index=np.arange(len(raw)) - np.repeat(first, counts),
+            begin=ends[:-1],
+            raw=raw,
+            stored=concatenate(shard.chunks.stored for shard in shards),
+            holder=concatenate(holder for holder, _ in places),
+            offset=concatenate(offset for _, offset in places),
+            streams=streams,
+        )
+
+    def split(self, begin: Column, end: Column) -> tuple[Column, Column, Column, Column]:
+        """Stretches of the one raw stream by chunk: which stretch, row of the chunk, first byte, end."""
+        first = np.searchsorted(self.begin, begin, "right") - 1
+        counts = np.searchsorted(self.begin, end, "left") - first
+        which = np.repeat(np.arange(len(begin)), counts)
+        row = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + first[which]
+        low = np.maximum(begin[which], self.begin[row])
+        return which, row, low, np.minimum(end[which], self.begin[row] + self.raw[row])
+
+    def sorted(self, rows: Column) -> Column:
+        """The rows by shard, by file, and by where they lie in it."""
+        return rows[np.lexsort((self.offset[rows], self.holder[rows], self.shard[rows]))]
+
+
+def _holder_and_offset(shard: Shard) -> tuple[Column, Column]:
+    stored, references = shard.chunks.stored, shard.references
+    holder = np.zeros(len(stored), np.int64)
+    if references is None:
+        return holder, np.cumsum(stored) - stored
+    holder[references.chunk] = references.attempt + 1
+    own = np.where(holder == 0, stored, 0)
+    offset = np.cumsum(own) - own
+    offset[references.chunk] = references.offset
+    return holder, offset

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes
-from ckptstore.format.boxes import Box, BoxGroup, Matrix
+from ckptstore.format.boxes import Box
 from ckptstore.format.casting import SOURCE
-from ckptstore.format.columns import Column
-from ckptstore.format.documents import Content, Shard
+from ckptstore.format.columns import Column, column, concatenate
+from ckptstore.format.documents import Content
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.places import Places
+from ckptstore.format.overlaps import Overlaps, overlaps
+from ckptstore.format.places import ChunkTable
+
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+_Strided = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Shape, and strides in bytes on both sides."""
 
 READ_BYTES = 16 << 20
 """Stored bytes of neighbouring chunks that are fetched at once, at most; a larger chunk is fetched alone."""
@@ -146,175 +153,100 @@ def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
 
     Raises CorruptObject if the slices of a wanted box do not cover it exactly.
     """
-    places: dict[int, Places] = {}
-    pieces: dict[tuple[int, int], list[Piece]] = {}
-    for overlap in _overlaps(content, wants):
-        if overlap.shard not in places:
-            places[overlap.shard] = Places.of(content.shards[overlap.shard])
-        for chunk, piece in _pieces(overlap, places[overlap.shard]):
-            pieces.setdefault((overlap.shard, chunk), []).append(piece)
-    order = sorted(pieces, key=lambda piece: (piece[0], *places[piece[0]].order(piece[1])))
-    return coalesce(
-        _chunk_read(content.shards[shard], places[shard], chunk, pieces[shard, chunk]) for shard, chunk in order
-    )
+    wants = list(wants)
+    found = list(overlaps(content, wants))
+    table = ChunkTable.of(content, np.unique(concatenate(content.slices.shard[one.row] for one in found)).tolist())
+    pieces: dict[int, list[Piece]] = {}
+    for one in found:
+        for row, piece in _pieces(content, wants, table, one):
+            pieces.setdefault(row, []).append(piece)
+    rows = table.sorted(column(pieces))
+    return coalesce(_chunk_reads(content, table, rows, (tuple(pieces[row]) for row in rows.tolist())))
 
 
 def plan_all(content: Content) -> list[ChunkRead]:
     """Every chunk of a checkpoint, for verification. Pure."""
-    return [
-        _chunk_read(shard, places, chunk, ())
-        for shard in content.shards
-        for places in [Places.of(shard)]
-        for chunk in range(len(shard.chunks.raw))
-    ]
+    table = ChunkTable.of(content, range(len(content.shards)))
+    rows = np.arange(len(table.raw))
+    return list(_chunk_reads(content, table, rows, repeat((), len(rows))))
 
 
 def check_cover(content: Content) -> None:
     """CorruptObject unless the slices of every entry cover it exactly."""
-    for _ in _overlaps(content, whole_entries(content.entries.name)):
+    for _ in overlaps(content, whole_entries(content.entries.name)):
         pass
 
 
-class _Overlap(Struct, frozen=True, gc=False):
-    """Where a slice and a wanted box meet."""
+def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: Overlaps) -> Iterator[tuple[int, Piece]]:
+    """What each chunk, a row of the table, gives to each overlap."""
+    slices, half = content.slices, found.box.shape[1] // 2
+    dtypes = [content.entries.dtype[entry] for entry in slices.entry[found.row].tolist()]
+    is_derived = np.isin(found.row, slices.derived_rows)
+    casts = [dtype if derived else None for dtype, derived in zip(dtypes, is_derived.tolist(), strict=True)]
+    to_item = column(ITEM_BYTES[dtype] for dtype in dtypes)
+    item = np.where(is_derived, ITEM_BYTES[SOURCE], to_item)
+    shape, target, length = found.slices[:, half:], found.wanted[:, half:], found.box[:, half:]
+    steps = boxes.all_strides(shape)
+    # Elements from the first of the slice, and of the wanted box, to the first and the last that they share.
+    first = ((found.box[:, :half] - found.slices[:, :half]) * steps).sum(axis=1)
+    last = first + ((length - 1) * steps).sum(axis=1)
+    into = ((found.box[:, :half] - found.wanted[:, :half]) * boxes.all_strides(target)).sum(axis=1)
+    origin = table.streams[slices.shard[found.row]] + slices.at[found.row]
+    which, row, low, high = table.split(origin + first * item, origin + (last + 1) * item)
+    item, to_item = item[which], to_item[which]
+    start, stop = low - origin[which], high - origin[which]
+    _check_whole(content, table, found, which, row, (start % item != 0) | (stop % item != 0))
+    is_flat = ((shape[:, 1:] == length[:, 1:]) & (target[:, 1:] == length[:, 1:])).all(axis=1)[which]
+    to = (into[which] - first[which] + start // item) * to_item
+    columns = (row, which, low - table.begin[row], to, item, to_item, start // item, stop // item, is_flat)
+    numbers = found.want.tolist()
+    for chunk, one, at, place, size, to_size, begin, end, flat in zip(*(c.tolist() for c in columns), strict=True):
+        want = wants[numbers[one]]
+        if flat:
+            yield chunk, Piece(want.buffer, at, want.at + place, size, (end - begin,), (size,), (to_size,), casts[one])
+            continue
+        meeting = _Meeting(*(tuple(matrix[one].tolist()) for matrix in (found.slices, found.wanted, found.box)))
+        for source, goal, merged in meeting.strided(begin, end, (size, to_size)):
+            shift = at + (source - begin) * size
+            yield chunk, Piece(want.buffer, shift, want.at + goal * to_size, size, *merged, casts[one])
 
-    want: Want
-    shard: int
-    at: int
-    """Byte of the slice in the raw stream of its shard."""
-    item: int
-    """Bytes of an element there."""
-    to_item: int
-    """Bytes of an element in the buffer."""
-    cast: str | None
-    slice_box: Box
-    want_box: Box
+
+def _check_whole(
+    content: Content, table: ChunkTable, found: Overlaps, which: Column, row: Column, is_cut: Flags
+) -> None:
+    for number in np.flatnonzero(is_cut)[:1].tolist():
+        entry = content.entries.name[int(content.slices.entry[found.row[which[number]]])]
+        raise CorruptObject(f"chunk {table.index[row[number]]} cuts an element of entry {entry!r}")
+
+
+class _Meeting(Struct, frozen=True, gc=False):
+    """A slice and a wanted box that share elements which lie together in neither of them."""
+
+    slice: Box
+    wanted: Box
     box: Box
 
+    def strided(self, start: int, stop: int, items: tuple[int, int]) -> Iterator[tuple[int, int, _Strided]]:
+        """What the elements [start, stop) of the slice bring of the wanted box.
 
-def _overlaps(content: Content, wants: Iterable[Want]) -> Iterator[_Overlap]:
-    index = {name: number for number, name in enumerate(content.entries.name)}
-    for layer in _layers(wants):
-        yield from _layer_overlaps(content, layer, [index[want.entry] for want in layer])
-
-
-def _layers(wants: Iterable[Want]) -> list[list[Want]]:
-    """The wants, so that each list names an entry once."""
-    layers: list[list[Want]] = []
-    count: dict[str, int] = {}
-    for want in wants:
-        depth = count.get(want.entry, 0)
-        count[want.entry] = depth + 1
-        if depth == len(layers):
-            layers.append([])
-        layers[depth].append(want)
-    return layers
-
-
-def _layer_overlaps(content: Content, wants: Sequence[Want], entry_of: Sequence[int]) -> Iterator[_Overlap]:
-    entries, slices = content.entries, content.slices
-    want_boxes = [
-        boxes.whole(entries.shape[entry]) if want.box is None else want.box
-        for want, entry in zip(wants, entry_of, strict=True)
-    ]
-    missing = {number for number, box in enumerate(want_boxes) if 0 not in boxes.sizes(box)}
-    want_of = np.full(len(entries.name), -1)
-    want_of[entry_of] = np.arange(len(wants))
-    rows = np.flatnonzero(want_of[slices.entry] >= 0)
-    derived = set(slices.derived_rows.tolist())
-    for group in boxes.same_dimensions(content, rows):
-        numbers, low, extent, own = _meeting(group, want_of[slices.entry[group.rows]], want_boxes)
-        _check_tiling(wants, want_boxes, numbers, low, extent)
-        missing.difference_update(numbers.tolist())
-        columns = (numbers, group.rows[own], np.concatenate([low, extent], axis=1), group.boxes[own])
-        for number, row, box, slice_box in zip(*(part.tolist() for part in columns), strict=True):
-            dtype, cast = entries.dtype[entry_of[number]], None
-            item = to_item = ITEM_BYTES[dtype]
-            if row in derived:
-                item, cast = ITEM_BYTES[SOURCE], dtype
-            yield _Overlap(
-                wants[number], int(slices.shard[row]), int(slices.at[row]), item, to_item, cast,
-                tuple(slice_box), want_boxes[number], tuple(box),
-            )  # fmt: skip
-    if missing:
-        raise _gap(wants[min(missing)])
-
-
-def _meeting(group: BoxGroup, numbers: Column, want_boxes: Sequence[Box]) -> tuple[Column, Matrix, Matrix, Column]:
-    """Where slices meet the boxes that are wanted of their entries, in the order of these.
-
-    Gives the want, the first index, the extent, and the row of the group.
-    """
-    dimensions = group.offsets.shape[1]
-    wanted = np.zeros((len(want_boxes), 2 * dimensions), np.int64)
-    for number in np.flatnonzero(np.bincount(numbers)).tolist():
-        wanted[number] = want_boxes[number]
-    begin, length = wanted[numbers, :dimensions], wanted[numbers, dimensions:]
-    low = np.maximum(group.offsets, begin)
-    extent = np.minimum(group.offsets + group.sizes, begin + length) - low
-    meet = np.flatnonzero((extent > 0).all(axis=1))
-    meet = meet[np.argsort(numbers[meet], kind="stable")]
-    return numbers[meet], low[meet], extent[meet], meet
-
-
-def _check_tiling(
-    wants: Sequence[Want], want_boxes: Sequence[Box], numbers: Column, low: Matrix, extent: Matrix
-) -> None:
-    """CorruptObject unless what meets a wanted box covers it exactly."""
-    used, place = np.unique(numbers, return_inverse=True)
-    shape = (len(used), low.shape[1])
-    first = np.array([boxes.offsets(want_boxes[n]) for n in used.tolist()], np.int64).reshape(shape)
-    sizes = np.array([boxes.sizes(want_boxes[n]) for n in used.tolist()], np.int64).reshape(shape)
-    for bad in boxes.untiled(place, low - first[place], extent, sizes).tolist():
-        raise _gap(wants[int(used[bad])])
-
-
-def _gap(want: Want) -> CorruptObject:
-    return CorruptObject(
-        f"the slices of entry {want.entry!r} leave a gap or overlap",
-        "The checkpoint was written by a faulty program; use another one",
-    )
-
-
-def _pieces(overlap: _Overlap, places: Places) -> Iterator[tuple[int, Piece]]:
-    """What each chunk gives to an overlap."""
-    item, to_item, at, want = overlap.item, overlap.to_item, overlap.at, overlap.want
-    shape, target = boxes.sizes(overlap.slice_box), boxes.sizes(overlap.want_box)
-    if overlap.slice_box == overlap.want_box:
-        for chunk, start, low, high in places.split(at, at + prod(shape) * item):
-            _check_whole(chunk, low - at, high - at, overlap)
-            to, count = want.at + (low - at) // item * to_item, (high - low) // item
-            yield chunk, Piece(want.buffer, low - start, to, item, (count,), (item,), (to_item,), overlap.cast)
-        return
-    steps, target_steps = boxes.strides(shape), boxes.strides(target)
-    strides, to_strides = [step * item for step in steps], [step * to_item for step in target_steps]
-    length = boxes.sizes(overlap.box)
-    begin = _minus(overlap.box, overlap.slice_box)
-    shift = _minus(overlap.slice_box, overlap.want_box)
-    first = _dot(begin, steps)
-    last = first + _dot([size - 1 for size in length], steps)
-    for chunk, start, low, high in places.split(at + first * item, at + (last + 1) * item):
-        _check_whole(chunk, low - at, high - at, overlap)
-        for part in boxes.flat_boxes(shape, (low - at) // item, (high - at) // item):
+        As copies of strided arrays: their first elements in the slice and in the wanted box, and how they lie.
+        """
+        steps, to_steps = boxes.strides(boxes.sizes(self.slice)), boxes.strides(boxes.sizes(self.wanted))
+        begin, length = _minus(self.box, self.slice), boxes.sizes(self.box)
+        shift = _minus(self.slice, self.wanted)
+        strides, to_strides = (
+            [step * item for step in each] for each, item in zip((steps, to_steps), items, strict=True)
+        )
+        for part in boxes.flat_boxes(boxes.sizes(self.slice), start, stop):
             corner = [max(a, b) for a, b in zip(boxes.offsets(part), begin, strict=True)]
             ends = zip(boxes.offsets(part), boxes.sizes(part), begin, length, corner, strict=True)
             sizes = [min(a + n, b + m) - c for a, n, b, m, c in ends]
             if all(size > 0 for size in sizes):
-                source = at + _dot(corner, steps) * item - start
                 into = [c + s for c, s in zip(corner, shift, strict=True)]
-                to = want.at + _dot(into, target_steps) * to_item
-                merged = _merge(sizes, strides, to_strides, (item, to_item))
-                yield chunk, Piece(want.buffer, source, to, item, *merged, overlap.cast)
+                yield _dot(corner, steps), _dot(into, to_steps), _merge(sizes, strides, to_strides, items)
 
 
-def _check_whole(chunk: int, low: int, high: int, overlap: _Overlap) -> None:
-    if low % overlap.item or high % overlap.item:
-        raise CorruptObject(f"chunk {chunk} cuts an element of entry {overlap.want.entry!r}")
-
-
-def _merge(
-    sizes: Sequence[int], strides: Sequence[int], to_strides: Sequence[int], items: tuple[int, int]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _merge(sizes: Sequence[int], strides: Sequence[int], to_strides: Sequence[int], items: tuple[int, int]) -> _Strided:
     """Shape and strides, with dimensions joined that lie together on both sides. items: bytes of an element on each."""
     merged: list[tuple[int, int, int]] = [(1, *items)]
     for size, stride, to_stride in reversed(list(zip(sizes, strides, to_strides, strict=True))):
@@ -339,20 +271,19 @@ def _dot(index: Sequence[int], steps: Sequence[int]) -> int:
     return sum(i * step for i, step in zip(index, steps, strict=True))
 
 
-def _chunk_read(shard: Shard, places: Places, chunk: int, pieces: Sequence[Piece]) -> ChunkRead:
-    chunks = shard.chunks
-    holder, offset = places.order(chunk)
-    return ChunkRead(
-        shard=shard.name,
-        attempt=shard.references.attempts[holder - 1] if holder and shard.references is not None else None,
-        index=chunk,
-        offset=offset,
-        stored=places.stored[chunk],
-        raw=places.raw[chunk + 1] - places.raw[chunk],
-        codec=chunks.codec_of(chunk),
-        digest=chunks.digest_of(chunk),
-        pieces=tuple(pieces),
-    )
+def _chunk_reads(
+    content: Content, table: ChunkTable, rows: Column, pieces: Iterable[tuple[Piece, ...]]
+) -> Iterator[ChunkRead]:
+    """The rows of the table as reads."""
+    columns = (table.shard, table.index, table.holder, table.offset, table.stored, table.raw)
+    for number, index, holder, offset, stored, raw, given in zip(
+        *(c[rows].tolist() for c in columns), pieces, strict=True
+    ):
+        shard = content.shards[number]
+        attempt = shard.references.attempts[holder - 1] if holder and shard.references is not None else None
+        chunks = shard.chunks
+        codec, digest = chunks.codec_of(index), chunks.digest_of(index)
+        yield ChunkRead(shard.name, attempt, index, offset, stored, raw, codec, digest, given)
 
 
 def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:

@@ -1,0 +1,112 @@
+"""Where saved slices and wanted boxes meet, on whole columns. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckptstore.errors import CorruptObject
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box, BoxGroup, Matrix
+from ckptstore.format.columns import Column
+
+if TYPE_CHECKING:
+    from ckptstore.format.documents import Content
+    from ckptstore.format.planning import Want
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """Pairs of a slice and a wanted box that meet; all of them have equally many dimensions."""
+
+    want: Column
+    """Number of the want."""
+    row: Column
+    """Number of the slice."""
+    slices: Matrix
+    """The box of each slice."""
+    wanted: Matrix
+    """The box that is wanted."""
+    box: Matrix
+    """Where they meet."""
+
+
+def overlaps(content: Content, wants: Sequence[Want]) -> Iterator[Overlaps]:
+    """All of them. Raises CorruptObject if the slices of a wanted box do not cover it exactly."""
+    index = {name: number for number, name in enumerate(content.entries.name)}
+    for numbers in _layers(wants):
+        yield from _layer(content, wants, numbers, [index[wants[number].entry] for number in numbers])
+
+
+def _layers(wants: Sequence[Want]) -> list[list[int]]:
+    """The numbers of the wants, so that each list names an entry once."""
+    layers: list[list[int]] = []
+    count: dict[str, int] = {}
+    for number, want in enumerate(wants):
+        depth = count.get(want.entry, 0)
+        count[want.entry] = depth + 1
+        if depth == len(layers):
+            layers.append([])
+        layers[depth].append(number)
+    return layers
+
+
+def _layer(
+    content: Content, wants: Sequence[Want], numbers: Sequence[int], entry_of: Sequence[int]
+) -> Iterator[Overlaps]:
+    shapes, slices = content.entries.shape, content.slices
+    wanted = {
+        number: boxes.whole(shapes[entry]) if (box := wants[number].box) is None else box
+        for number, entry in zip(numbers, entry_of, strict=True)
+    }
+    missing = {number for number, box in wanted.items() if 0 not in boxes.sizes(box)}
+    want_of = np.full(len(shapes), -1)
+    want_of[entry_of] = numbers
+    for group in boxes.same_dimensions(content, np.flatnonzero(want_of[slices.entry] >= 0)):
+        found = _meet(group, want_of[slices.entry[group.rows]], wanted)
+        _check_tiling(wants, found)
+        missing.difference_update(found.want.tolist())
+        yield found
+    if missing:
+        raise _gap(wants[min(missing)])
+
+
+def _meet(group: BoxGroup, numbers: Column, wanted: dict[int, Box]) -> Overlaps:
+    """Those of slices that are alike, in the order of the wants. numbers: the want of each slice's entry."""
+    dimensions = group.offsets.shape[1]
+    used, place = np.unique(numbers, return_inverse=True)
+    box = np.array([wanted[number] for number in used.tolist()], np.int64).reshape(len(used), 2 * dimensions)[place]
+    begin, length = box[:, :dimensions], box[:, dimensions:]
+    low = np.maximum(group.offsets, begin)
+    extent = np.minimum(group.offsets + group.sizes, begin + length) - low
+    meet = np.flatnonzero((extent > 0).all(axis=1))
+    meet = meet[np.argsort(numbers[meet], kind="stable")]
+    common = np.concatenate([low[meet], extent[meet]], axis=1)
+    return Overlaps(numbers[meet], group.rows[meet], group.boxes[meet], box[meet], common)
+
+
+def _check_tiling(wants: Sequence[Want], found: Overlaps) -> None:
+    """CorruptObject unless what meets a wanted box covers it exactly."""
+    used, place, times = np.unique(found.want, return_inverse=True, return_counts=True)
+    # One slice that brings all of a box is as common as its proof is simple.
+    parts = np.flatnonzero((times[place] > 1) | (found.box != found.wanted).any(axis=1))
+    if not len(parts):
+        return
+    used, place = np.unique(found.want[parts], return_inverse=True)
+    dimensions = found.box.shape[1] // 2
+    wanted = np.zeros((len(used), 2 * dimensions), np.int64)
+    wanted[place] = found.wanted[parts]
+    box = found.box[parts]
+    begin, sizes = wanted[:, :dimensions], wanted[:, dimensions:]
+    for bad in boxes.untiled(place, box[:, :dimensions] - begin[place], box[:, dimensions:], sizes).tolist():
+        raise _gap(wants[int(used[bad])])
+
+
+def _gap(want: Want) -> CorruptObject:
+    return CorruptObject(
+        f"the slices of entry {want.entry!r} leave a gap or overlap",
+        "The checkpoint was written by a faulty program; use another one",
+    )
