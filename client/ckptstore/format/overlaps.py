@@ -77,15 +77,16 @@ def _layer(
 def _meet(group: BoxGroup, numbers: Column, wanted: dict[int, Box]) -> Overlaps:
     """Those of slices that are alike, in the order of the wants. numbers: the want of each slice's entry."""
     dimensions = group.offsets.shape[1]
-    used, place = np.unique(numbers, return_inverse=True)
-    box = np.array([wanted[number] for number in used.tolist()], np.int64).reshape(len(used), 2 * dimensions)[place]
-    begin, length = box[:, :dimensions], box[:, dimensions:]
+    used = np.flatnonzero(np.bincount(numbers))
+    box = np.zeros((int(used.max(initial=-1)) + 1, 2 * dimensions), np.int64)
+    box[used] = np.array([wanted[number] for number in used.tolist()], np.int64).reshape(len(used), 2 * dimensions)
+    begin, length = box[numbers, :dimensions], box[numbers, dimensions:]
     low = np.maximum(group.offsets, begin)
     extent = np.minimum(group.offsets + group.sizes, begin + length) - low
     meet = np.flatnonzero((extent > 0).all(axis=1))
     meet = meet[np.argsort(numbers[meet], kind="stable")]
     common = np.concatenate([low[meet], extent[meet]], axis=1)
-    return Overlaps(numbers[meet], group.rows[meet], group.boxes[meet], box[meet], common)
+    return Overlaps(numbers[meet], group.rows[meet], group.boxes[meet], box[numbers[meet]], common)
 
 
 def _check_tiling(wants: Sequence[Want], found: Overlaps) -> None:
