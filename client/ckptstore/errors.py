@@ -46,6 +46,7 @@
         ├── SaverDied           saver_died
         ├── SaveSkipped         save_skipped
         ├── SnapshotTorn        snapshot_torn
+        ├── RankFailed          rank_failed
         └── ReceiptsMissing     receipts_missing
 
 The groups say what a handler would do. `http_status` and `exit_code` are the only translations, for all programs.
@@ -380,6 +381,12 @@ class SnapshotTorn(SaveFailed):
     """The state was changed while its snapshot was taken, and not by an optimizer."""
 
     code = "snapshot_torn"
+
+
+class RankFailed(SaveFailed):
+    """Another rank could not do its part of a save, so nothing was committed."""
+
+    code = "rank_failed"
 
 
 class ReceiptsMissing(SaveFailed):

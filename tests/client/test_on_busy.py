@@ -1,4 +1,5 @@
-"""Saves that come while all slots are in use: wait, skip, supersede; and the other ranks."""
+"""Saves that come while all slots are in use: wait, skip, supersede; and what the other ranks hear of it, or of a rank
+that fails."""
 
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.saving import writers
+from ckptstore import names
 from ckptstore.errors import SaveSkipped
+from ckptstore.retention.deletion import collect
 from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.gates import Gate, gated
-from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.saving_ranks import RUN
+from tests.support.stores import MovableClock
 from tests.support.trainers import until
 
 
@@ -104,15 +108,27 @@ def test_save_waits_for_a_slot_whatever_on_busy_says(tmp_path: Path, gate: Gate)
         opening.join()
 
 
-def test_the_other_ranks_hear_at_once_that_one_skipped_or_superseded_a_save(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("busy")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, Outcome]:
     scenarios = {
         on_busy: Scenario(
-            "tests.support.busy_ranks:rank_one_is_busy", 2, {"store": str(tmp_path / on_busy), "on_busy": on_busy}
+            "tests.support.busy_ranks:rank_one_is_busy", 2, {"store": str(folder / on_busy), "on_busy": on_busy}
         )
         for on_busy in ("skip", "supersede")
     }
-    (tmp_path / "ranks").mkdir()
-    outcomes = dict(zip(scenarios, run_scenarios(list(scenarios.values()), tmp_path / "ranks"), strict=True))
+    scenarios["fail"] = Scenario("tests.support.busy_ranks:rank_one_fails", 2, {"store": str(folder / "fail")})
+    (folder / "ranks").mkdir()
+    return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
+
+
+def test_the_other_ranks_hear_at_once_that_one_skipped_or_superseded_a_save(
+    folder: Path, outcomes: dict[str, Outcome]
+) -> None:
     for on_busy, skipped in (("skip", [4, 5]), ("supersede", [3, 4])):
         kept = sorted({1, 2, 3, 4, 5} - set(skipped))
         first, second = outcomes[on_busy].result()
@@ -121,5 +137,25 @@ def test_the_other_ranks_hear_at_once_that_one_skipped_or_superseded_a_save(tmp_
             assert list(rank["skipped"]) == [str(step) for step in skipped]
             assert rank["took_s"] < 30
         assert all("skipped by rank 1" in said for said in first["skipped"].values())
-        source = StoreSource(open_store(str(tmp_path / on_busy)))
+        source = StoreSource(open_store(str(folder / on_busy)))
         assert [checkpoint.step for checkpoint in source.checkpoints(RUN)] == kept[::-1]
+
+
+def test_the_other_ranks_hear_at_once_that_one_has_failed_and_why(folder: Path, outcomes: dict[str, Outcome]) -> None:
+    """Its saver was killed, its shard cannot be written, its snapshot is torn; what it leaves is collected."""
+    first, second = outcomes["fail"].result()
+    causes = {"2": "saver_died", "3": "store_unavailable", "4": "snapshot_torn"}
+    for step, cause in causes.items():
+        code, message = first["errors"][step]
+        assert code == "rank_failed"
+        assert f"rank 1 could not save step {step} " in message
+        assert second["errors"][step][0] == cause
+        assert f": {cause}: " in message
+    assert (first["committed"], second["committed"]) == (5, 5)
+    assert max(first["took_s"], second["took_s"]) < 60
+    store, clock = open_store(str(folder / "fail")), MovableClock()
+    assert [checkpoint.step for checkpoint in StoreSource(store).checkpoints(RUN)] == [5, 1]
+    clock.advance(2 * 24 * 3600)
+    collect(store, RUN, clock)
+    left = {info.key.split("/")[2][:12] for info in store.list(names.attempts_prefix(RUN))}
+    assert left == {f"{step:012d}" for step in (1, 5)}

@@ -1,18 +1,26 @@
-"""Two ranks of which one's uploads stand still: a scenario for tests.support.parallel.runner."""
+"""Two ranks of which one's uploads stand still, or fail: scenarios for tests.support.parallel.runner."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.saving import writers
-from ckptstore.errors import SaveSkipped
+from ckpt.saving.handle import SaveHandle
+from ckptstore import names
+from ckptstore.errors import CkptError, SaveSkipped
+from ckptstore.names import Attempt, derive_ulid
 from tests.support.gates import Gate, gated
+from tests.support.overlapping import held_copies
 from tests.support.saving_ranks import RUN
 from tests.support.trainers import until
 
@@ -45,3 +53,62 @@ def rank_one_is_busy(store: str, on_busy: Literal["skip", "supersede"]) -> dict[
             except SaveSkipped as error:
                 skipped[str(step)] = str(error)
     return {"committed": committed, "skipped": skipped, "took_s": time.monotonic() - began}
+
+
+def rank_one_fails(store: str) -> dict[str, Any]:
+    """Rank 1 loses its saver in step 2, cannot write its shard in step 3, and its snapshot of step 4 is torn."""
+    rank, errors = dist.get_rank(), {}
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(128, 128)})  # of a size that is copied beside training
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    began = time.monotonic()
+    with Checkpointer(store, run=RUN, commit_timeout_s=300) as checkpointer:
+        checkpointer.save(model, optim, 1)
+        for step, fail in ((2, _kill_saver), (3, _block_shard), (4, _tear)):
+            nn.init.constant_(model.get_parameter(f"stage{rank}.weight"), step)
+            handle = fail(checkpointer, model, optim, step, Path(store))
+            errors[step] = _error(handle)
+            try:
+                checkpointer.wait()
+            except CkptError:
+                pass  # the death of the saver, which the save died of
+            dist.barrier()
+        committed = checkpointer.save(model, optim, 5).step
+    return {"errors": errors, "committed": committed, "took_s": time.monotonic() - began}
+
+
+def _kill_saver(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
+    pid = checkpointer.saver_pid
+    assert pid is not None
+    if dist.get_rank() == 1:
+        os.kill(pid, signal.SIGSTOP)
+    handle = checkpointer.save_async(model, optim, step)
+    optim.step()
+    if dist.get_rank() == 1:
+        os.kill(pid, signal.SIGKILL)
+    return handle
+
+
+def _block_shard(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
+    assert checkpointer._agreement is not None
+    attempt = Attempt(step, derive_ulid(checkpointer._agreement.session, step, 0))
+    if dist.get_rank() == 1:
+        (store / names.shard_key(RUN, attempt, names.shard_name(1))).mkdir(parents=True)
+    return checkpointer.save_async(model, optim, step)
+
+
+def _tear(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
+    with held_copies() as brake:
+        handle = checkpointer.save_async(model, optim, step)
+        if dist.get_rank() == 1:
+            nn.init.constant_(model.get_parameter("stage1.weight"), 7.0)
+        brake.released.set()
+        optim.step() if dist.get_rank() == 0 else checkpointer._join()
+    return handle
+
+
+def _error(handle: SaveHandle) -> tuple[str, str]:
+    try:
+        handle.result(60)
+    except CkptError as error:
+        return error.code, error.message
+    raise AssertionError(f"{handle} did not fail")

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from ckpt.saving.arena import Arena, ArenaSlot
+from ckpt.saving.commit import decline_attempts, describe
 from ckpt.saving.counters import Tally
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
@@ -17,9 +20,12 @@ from ckpt.saving.segment import Segment
 from ckpt.saving.streaming import Outlet
 from ckpt.saving.writers import ProcessWriter, ThreadWriter, Writer
 from ckptstore import human
+from ckptstore.arbitration import arbitrated
 from ckptstore.catalog import Checkpoint, from_outcome
+from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, SaverDied, SaveSkipped, error_from_code
 from ckptstore.format.documents import Outcome, parse_sealed
+from ckptstore.stores import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +33,18 @@ OnBusy = Literal["wait", "skip", "supersede"]
 """What becomes of a save when all slots are in use."""
 
 _PATIENCE_S = 30.0
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A job in the writer's hands."""
+
+    handle: SaveHandle
+    attempt: str
+    slot: int | None
+    """None: it uses none any more."""
+    released: bool = False
+    """This rank has done its part."""
 
 
 class SaveClient:
@@ -39,7 +57,7 @@ class SaveClient:
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
         self._lock = threading.Lock()
-        self._under_way: dict[int, tuple[SaveHandle, int | None]] = {}
+        self._under_way: dict[int, _UnderWay] = {}
         self._finished: list[SaveHandle] = []
         self._deaths: list[SaverDied] = []
         self._numbers = 0
@@ -49,7 +67,7 @@ class SaveClient:
     def pending(self) -> list[SaveHandle]:
         """Saves under way, oldest first."""
         with self._lock:
-            return [handle for handle, _ in self._under_way.values()]
+            return [one.handle for one in self._under_way.values()]
 
     @property
     def saver_pid(self) -> int | None:
@@ -111,17 +129,19 @@ class SaveClient:
         self.start().decline(attempt)
         self._end(handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
-    def abandon(self, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
-        """A save failed before its job was submitted, or at the end of its stream; the next call raises the error."""
+    def abandon(self, job: Job, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
+        """A save failed before its job was submitted, or at the end of its stream; the next call raises the error, and
+        the other ranks hear of it."""
         if handle.done():
             return  # the stream had failed already
         with self._lock:
             self._finished.append(handle)
-            streams = [number for number, (one, _) in self._under_way.items() if one is handle]
+            streamed = job.number in self._under_way
         self._end(handle, error)
-        for number in streams:
-            self.cut(number)  # the saver says when it has let go of the slot
-        if not streams:
+        self.start().decline(job.attempt, describe(error))
+        if streamed:
+            self.cut(job.number)  # the saver says when it has let go of the slot
+        else:
             self._arena.release(slot.number)
 
     def next_number(self) -> int:
@@ -179,7 +199,7 @@ class SaveClient:
     def _send(self, job: Job, handle: SaveHandle) -> None:
         writer = self.start()
         with self._lock:
-            self._under_way[job.number] = (handle, job.slot)
+            self._under_way[job.number] = _UnderWay(handle, job.attempt, job.slot)
         writer.submit(job)
         if self._writer is not writer:
             self._missed(job.number)
@@ -202,36 +222,46 @@ class SaveClient:
         with self._lock:
             if report.number not in self._under_way:
                 return  # given up already
-            handle, slot = self._under_way[report.number]
+            one = self._under_way[report.number]
+            slot = one.slot
             if isinstance(report, Released):
-                self._under_way[report.number] = (handle, None)
+                one.slot, one.released = None, True
             elif isinstance(report, Done | Failed):
                 del self._under_way[report.number]
-                if not handle.done():
-                    self._finished.append(handle)
+                if not one.handle.done():
+                    self._finished.append(one.handle)
         if slot is not None and isinstance(report, Released | Failed):
             self._arena.release(slot)
-        self._tell(handle, report)
+        self._tell(one.handle, report)
 
     def _on_death(self, error: SaverDied) -> None:
         with self._lock:
             self._writer = None
             self._deaths.append(error)
             lost, self._under_way = list(self._under_way.values()), {}
-        for handle, slot in lost:
-            self._give_up(handle, slot, error)
+        self._give_up(lost, error)
 
     def _missed(self, number: int) -> None:
         """The writer died, and its death was reported, just before this job was known to be under way."""
         with self._lock:
-            handle, slot = self._under_way.pop(number, (None, None))
-        if handle is not None:
-            self._give_up(handle, slot, SaverDied("the saver process died", "The next save starts a new one"))
+            one = self._under_way.pop(number, None)
+        if one is not None:
+            self._give_up([one], SaverDied("the saver process died", "The next save starts a new one"))
 
-    def _give_up(self, handle: SaveHandle, slot: int | None, error: SaverDied) -> None:
-        if slot is not None:
-            self._arena.release(slot)
-        self._end(handle, error)
+    def _give_up(self, lost: Sequence[_UnderWay], error: SaverDied) -> None:
+        for one in lost:
+            if one.slot is not None:
+                self._arena.release(one.slot)
+            self._end(one.handle, error)
+        attempts = [one.attempt for one in lost if not one.released]
+        if attempts and self._setup.world_size > 1:
+            threading.Thread(target=self._decline, args=(attempts, describe(error)), name="ckpt-decline").start()
+
+    def _decline(self, attempts: Sequence[str], failure: str) -> None:
+        """What a saver would do, for one that is dead."""
+        setup = self._setup
+        store = arbitrated(open_store(setup.store, setup.options), setup.daemon, setup.token)
+        decline_attempts(store, setup, attempts, failure, system_clock)
 
     def _end(self, handle: SaveHandle, error: CkptError) -> None:
         if handle.done():

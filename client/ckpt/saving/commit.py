@@ -5,8 +5,9 @@ Rank 0 learns from receipts in the store that the others are done; the others le
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ckpt.saving.deriving import Derived, in_stream
@@ -20,12 +21,14 @@ from ckptstore.commit import (
     read_receipt,
     receipt_ranks,
 )
-from ckptstore.declining import declined_by
-from ckptstore.errors import AttemptAborted, ReceiptsMissing, SaveSkipped
+from ckptstore.declining import decline, declined_by
+from ckptstore.errors import AttemptAborted, CkptError, RankFailed, ReceiptsMissing, SaveSkipped
 from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard, seal
 from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
 from ckptstore.stores import Store
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _FIRST_WAIT_S = 0.02
@@ -61,7 +64,7 @@ def commit(store: Store, setup: Setup, own: StoredReceipt, clock: Clock) -> Outc
     """The committed outcome of the attempt; the checkpoint exists on return.
 
     Raises ReceiptsMissing if ranks are not done within the time-out, SaveSkipped if one of them takes no part,
-    AttemptAborted if a collector was faster.
+    RankFailed if one of them says that it cannot, AttemptAborted if a collector was faster.
     """
     attempt = Attempt.parse(own.receipt.attempt)
     if setup.rank == 0:
@@ -74,13 +77,39 @@ def commit(store: Store, setup: Setup, own: StoredReceipt, clock: Clock) -> Outc
             f"attempt {attempt} of run {setup.run!r} was not committed within {setup.commit_timeout_s:.0f} s",
             "Look at rank 0: its saver commits for all ranks",
         )
-    if (rank := declined_by(outcome)) is not None:
-        raise SaveSkipped(
-            f"step {attempt.step} of run {setup.run!r} was skipped by rank {rank}, which was busy with earlier saves"
-        )
     if outcome.committed is None:
-        raise AttemptAborted(f"attempt {attempt} of run {setup.run!r} was aborted by {outcome.by}", "Save again")
+        raise _aborted(setup.run, attempt, outcome)
     return outcome
+
+
+def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
+    declined = declined_by(outcome)
+    if declined is None:
+        return AttemptAborted(f"attempt {attempt} of run {run!r} was aborted by {outcome.by}", "Save again")
+    step = f"step {attempt.step} of run {run!r}"
+    if declined.failure is None:
+        return SaveSkipped(f"{step} was skipped by rank {declined.rank}, which was busy with earlier saves")
+    return RankFailed(
+        f"rank {declined.rank} could not save {step}: {declined.failure}",
+        "Look at that rank; nothing was committed, and earlier checkpoints are untouched",
+    )
+
+
+def decline_attempts(store: Store, setup: Setup, attempts: Iterable[str], failure: str | None, clock: Clock) -> None:
+    """Tell the other ranks that this one takes no part in attempts, so that they need not wait for it. Never raises.
+
+    failure: what went wrong here; None if the attempts are skipped.
+    """
+    try:
+        for attempt in attempts:
+            decline(store, setup.run, Attempt.parse(attempt), setup.rank, clock, failure)
+    except CkptError as error:
+        logger.warning("other ranks will wait for this one in vain: %s", error)
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong, for other ranks."""
+    return f"{error.code}: {error.message}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
 
 
 def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt] | None:

@@ -106,6 +106,8 @@ class Decline(msgspec.Struct, frozen=True, tag=True):
     """This rank takes no part in an attempt: tell the others."""
 
     attempt: str
+    failure: str | None = None
+    """What went wrong; None if it skips the attempt."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

@@ -210,7 +210,7 @@ class Overlap:
 
     def _abandon(self, flight: Flight, error: CkptError) -> None:
         assert self._client is not None
-        self._client.abandon(flight.handle, flight.slot, error)
+        self._client.abandon(flight.job, flight.handle, flight.slot, error)
 
 
 def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ckpt.saving.commit import commit, write_receipt
+from ckpt.saving.commit import commit, decline_attempts, describe, write_receipt
 from ckpt.saving.deriving import Derived, divide
 from ckpt.saving.encode import THREADS, Encoder, Encoding
 from ckpt.saving.measuring import SaveCodings, codings_for
@@ -28,8 +28,7 @@ from ckptstore import names
 from ckptstore.arbitration import arbitrated
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commit import StoredReceipt
-from ckptstore.declining import decline
-from ckptstore.errors import CkptError, SaveSkipped
+from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.documents import seal
 from ckptstore.format.shards import Placed, Slice, plan_chunks
 from ckptstore.names import Attempt
@@ -110,7 +109,7 @@ class SavePipeline:
         try:
             self._begin(job, raw, *divide(placed, raw), received_at)
         except BaseException as error:
-            self._fail(job, job.slot, error)
+            self._give_up(job, error)
 
     def _begin(
         self, job: Job, raw: memoryview, placed: list[Placed], derived: list[Derived], received_at: float
@@ -149,13 +148,12 @@ class SavePipeline:
         self.cut(number)
         snapshot.encoding.leave()
         skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
-        self._fail(snapshot.job, snapshot.job.slot, skipped)
-        self.decline(snapshot.job.attempt)
+        self._give_up(snapshot.job, skipped)
 
-    def decline(self, attempt: str) -> None:
+    def decline(self, attempt: str, failure: str | None = None) -> None:
         """Tell the other ranks, if there are any, that this one takes no part in an attempt."""
         if self._setup.world_size > 1:
-            self._declines.submit(self._decline, Attempt.parse(attempt))
+            self._declines.submit(decline_attempts, self._store, self._setup, [attempt], failure, self._clock)
 
     def finish_uploads(self) -> None:
         """Return when this rank has done its part of every job: nothing is read from the slots any more."""
@@ -186,7 +184,7 @@ class SavePipeline:
             self._report(released)
         except BaseException as error:
             snapshot.saving.end(None)
-            self._fail(job, job.slot, error)
+            self._give_up(job, error)
             return
         snapshot.saving.uploaded.set()
         self._commits.submit(self._commit, snapshot, receipt)
@@ -230,18 +228,14 @@ class SavePipeline:
         except BaseException as error:
             snapshot.saving.end(None)
             self._fail(job, None, error)
+            if self._setup.rank == 0 and isinstance(error, ReferenceLost | CorruptObject):
+                self.decline(job.attempt, describe(error))  # nobody else could commit it either
             return
         snapshot.saving.end(receipt.receipt.content)
         self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
         self._release_lease(job)
         if self._notifier is not None:
             self._notifier.commit(outcome)
-
-    def _decline(self, attempt: Attempt) -> None:
-        try:
-            decline(self._store, self._setup.run, attempt, self._setup.rank, self._clock)
-        except CkptError as error:
-            logger.warning("other ranks will wait for this one in vain: %s", error)
 
     def _release_lease(self, job: Job) -> None:
         if job.lease is None:
@@ -250,6 +244,11 @@ class SavePipeline:
             release_lease(self._store, self._setup.run, job.lease)
         except CkptError as error:
             logger.warning("lease %s was not released and will expire: %s", job.lease, error)
+
+    def _give_up(self, job: Job, error: BaseException) -> None:
+        """End a job that has no receipt, and never will."""
+        self._fail(job, job.slot, error)
+        self.decline(job.attempt, None if isinstance(error, SaveSkipped) else describe(error))
 
     def _fail(self, job: Job, slot: int | None, error: BaseException) -> None:
         if not isinstance(error, SaveSkipped):

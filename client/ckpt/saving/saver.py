@@ -77,7 +77,7 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
         elif isinstance(command, Withdraw):
             pipeline.withdraw(command.step)
         elif isinstance(command, Decline):
-            pipeline.decline(command.attempt)
+            pipeline.decline(command.attempt, command.failure)
         else:
             return
 

@@ -63,8 +63,8 @@ class Writer(Protocol):
     def withdraw(self, step: int) -> None:
         """Give up the oldest job whose upload has not begun, if there is one, in favour of a save of `step`."""
 
-    def decline(self, attempt: str) -> None:
-        """Tell other ranks that this one takes no part in an attempt."""
+    def decline(self, attempt: str, failure: str | None = None) -> None:
+        """Tell other ranks that this one takes no part in an attempt. failure: because something went wrong."""
 
     def close(self, timeout_s: float | None) -> None:
         """Finish all jobs and end. Raises TimeoutError if that takes longer."""
@@ -102,9 +102,9 @@ class ThreadWriter:
         """Done on return."""
         self._pipeline.withdraw(step)
 
-    def decline(self, attempt: str) -> None:
+    def decline(self, attempt: str, failure: str | None = None) -> None:
         """Leave it to a thread."""
-        self._pipeline.decline(attempt)
+        self._pipeline.decline(attempt, failure)
 
     def close(self, timeout_s: float | None) -> None:
         """Wait for the threads."""
@@ -165,9 +165,9 @@ class ProcessWriter:
         """Ask for it; a report says so when it is done."""
         self._send(Withdraw(step))
 
-    def decline(self, attempt: str) -> None:
+    def decline(self, attempt: str, failure: str | None = None) -> None:
         """Ask for it."""
-        self._send(Decline(attempt))
+        self._send(Decline(attempt, failure))
 
     def close(self, timeout_s: float | None) -> None:
         """Ask the saver to finish, and wait for it."""
