@@ -38,7 +38,7 @@ async def delete(given: Given, caller: Asking, id: Id, reason: Reason = "", grac
 
 @router.post(_ONE + "/undelete", **documented(wire.CheckpointBody, 404, 410, body=wire.UndeleteRequest))
 async def undelete(request: Request, given: Given, caller: Asking, id: Id) -> Response:
-    """Take a deletion back; 410 if its data is going or gone."""
+    """Take a deletion back, and pin the checkpoint as `undeleted`; 410 if its data is going or gone."""
     body = await read_body(request, wire.UndeleteRequest)
     retention = given.services.retention
     found = await given.threads.store(retention.undelete, Reference.parse(id), caller.name, body.reason)

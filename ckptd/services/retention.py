@@ -15,8 +15,8 @@ from ckptstore.retention.audit import read_log
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.labels import LabelChange, change_labels
 from ckptstore.retention.policies import change_policies, policies_history, read_policies
-from ckptstore.retention.tombstones import SWEEP_GRACE_S, find_hidden, undelete
-from ckptstore.retention.trash import list_deleted
+from ckptstore.retention.tombstones import SWEEP_GRACE_S
+from ckptstore.retention.trash import list_deleted, take_back
 from ckptstore.stores import Store
 
 
@@ -39,13 +39,12 @@ class Retention:
             self._synchronizing.sync_run(found.run)
 
     def undelete(self, reference: Reference, by: str, reason: str) -> Checkpoint:
-        """Take a deletion back; the checkpoint is listed again on return. Raises NoCheckpoint or SweepBegun."""
-        attempt = find_hidden(self._store, reference)
+        """Take a deletion back; the checkpoint is listed and pinned on return. Raises NoCheckpoint or SweepBegun."""
         try:
-            undelete(self._store, reference.run, attempt, by, self._clock, reason)
+            found = take_back(self._store, reference, by, self._clock, reason)
         finally:
             self._synchronizing.sync_run(reference.run)
-        return self._catalogue.find(Reference(reference.run, attempt.step, attempt.ulid))
+        return self._catalogue.find(found)
 
     def deleted(self, run: str) -> list[DeletedBody]:
         """What is hidden and can be taken back, by falling step. Raises InvalidName."""

@@ -12,10 +12,10 @@ from ckptstore.clock import Clock
 from ckptstore.daemon.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
 from ckptstore.names import Reference, check_run, checkpoint_id
 from ckptstore.probing import check_store
-from ckptstore.retention import deletion, pins, policies, tombstones
+from ckptstore.retention import deletion, pins, policies
 from ckptstore.retention.audit import operator, read_log
 from ckptstore.retention.labels import LabelChange, change_labels, with_labels
-from ckptstore.retention.trash import list_deleted
+from ckptstore.retention.trash import list_deleted, take_back
 from ckptstore.stores import Store
 
 
@@ -26,7 +26,7 @@ class Retention(Protocol):
         """Hide a checkpoint, for good after the grace."""
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
-        """Take a deletion back."""
+        """Take a deletion back, and pin the checkpoint."""
 
     def deleted(self, run: str) -> list[DeletedBody]:
         """What can be taken back, by falling step."""
@@ -73,9 +73,7 @@ class _StoreRetention:
         deletion.delete_checkpoint(self._store, checkpoint, reason, self._clock, grace_s, operator())
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
-        attempt = tombstones.find_hidden(self._store, reference)
-        tombstones.undelete(self._store, reference.run, attempt, operator(), self._clock, reason)
-        return catalog.find(self._store, Reference(reference.run, attempt.step, attempt.ulid))
+        return catalog.find(self._store, take_back(self._store, reference, operator(), self._clock, reason))
 
     def deleted(self, run: str) -> list[DeletedBody]:
         return list_deleted(self._store, check_run(run))

@@ -136,13 +136,15 @@ def test_a_deletion_is_seen_and_taken_back(folder: Path, filled: Store) -> None:
     assert {body["reason"] for body in waiting} == {"prune"}
     assert "23h 59m" in invoke("deleted", "--store", folder).stdout
     done = invoke("undelete", "gpt@10", "--reason", "a mistake", "--store", folder)
-    assert (done.code, done.stdout) == (0, f"{before[-1].id} is back\n")
+    assert (done.code, done.stdout) == (0, f"{before[-1].id} is back, and stays until ckptctl unpin gpt@10 undeleted\n")
+    assert invoke("prune", "--keep", 1, "--yes", "--store", folder).code == 0
     assert steps(filled, "gpt") == [40, 10]
     again = invoke("undelete", "gpt@10", "--store", folder, "-o", "json")
     assert (again.code, again.error["code"]) == (4, "no_checkpoint")
     log = invoke("audit", "--run", "gpt", "--store", folder, "-o", "json").json
     assert [(r["action"], r["reason"], len(r["ids"])) for r in log] == [
         ("undelete", "a mistake", 1),
+        ("pin", "undeleted", 1),
         ("delete", "prune", 4),
     ]
     assert "@" in log[0]["by"]
@@ -154,6 +156,7 @@ def test_what_is_swept_does_not_come_back(folder: Path, filled: Store) -> None:
     done = invoke("undelete", "gpt@20", "--store", folder, "-o", "json")
     assert (done.code, done.error["code"]) == (6, "sweep_begun")
     assert invoke("deleted", "--store", folder, "-o", "json").json == []
+    assert invoke("pins", "--store", folder, "-o", "json").json == []
     assert steps(filled, "gpt") == [40, 30, 30, 10]
 
 

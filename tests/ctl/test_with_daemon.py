@@ -129,13 +129,16 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
         (oldest.id, "diverged & blown up", "anybody")
     ]
     done = invoke("undelete", "gpt@10", "--reason", "it did not", "--url", daemon.url)
-    assert (done.code, done.stdout) == (0, f"{oldest.id} is back\n")
+    assert (done.code, done.stdout) == (0, f"{oldest.id} is back, and stays until ckptctl unpin gpt@10 undeleted\n")
+    assert invoke("rm", "gpt@10", "--yes", "--grace", "0s", "--url", daemon.url).code == 6
+    assert invoke("unpin", "gpt@10", "undeleted", "--url", daemon.url).code == 0
     assert invoke("rm", "gpt@10", "--yes", "--grace", "0s", "--url", daemon.url).code == 0
     for through in both(daemon, folder, "undelete", "gpt@10", "-o", "json"):
         assert (through.code, through.error["code"]) == (6, "sweep_begun")
     through, direct = both(daemon, folder, "audit", "--run", "gpt", "-o", "json")
     assert through.json == direct.json
-    assert [record["action"] for record in through.json[2:]] == ["sweep", "delete", "undelete", "delete"]
+    done = ["delete", "pin", "undelete", "unpin", "delete", "sweep"]
+    assert [record["action"] for record in reversed(through.json)][: len(done)] == done
     assert invoke("audit", "--limit", 1, "--url", daemon.url, "-o", "json").json == through.json[:1]
 
 

@@ -45,7 +45,11 @@ def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]
     back = daemon.post("/v1/checkpoints/gpt@3/undelete", {"reason": "it did not"})
     assert (back.status_code, back.json()["step"]) == (200, 3)
     assert daemon.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 3
-    assert [record["action"] for record in daemon.get("/v1/audit?run=gpt").json()["items"]] == ["undelete", "delete"]
+    actions = [record["action"] for record in daemon.get("/v1/audit?run=gpt").json()["items"]]
+    assert actions == ["undelete", "pin", "delete"]
+    assert [pin["name"] for pin in daemon.get("/v1/pins?run=gpt").json()["items"]] == ["undeleted"]
+    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3").json()["code"] == "checkpoint_held"
+    assert len(daemon.get("/v1/audit?run=gpt").json()["items"]) == 3, "what is refused was not done"
     assert daemon.post("/v1/checkpoints/gpt@3/undelete", {}).json()["code"] == "no_checkpoint"
 
 
@@ -99,12 +103,13 @@ def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None
             janitor.unpin(oldest, "paper")
             janitor.delete(oldest, 3600, "diverged")
             assert janitor.undelete(Reference.parse("gpt@1"), "it did not") == oldest
+            janitor.unpin(oldest, "undeleted")
             janitor.prune(keep_last=3, run="gpt", dry_run=False)
             job = janitor.start_job(wire.PruneJob(keep_last=2, run="gpt", dry_run=False))
             wait_until(lambda: not janitor.job(job.id).state.live, "the prune")
             found = [(record.action, record.by) for record in janitor.audit("gpt")]
-    done = [Action.DELETE, Action.DELETE, Action.UNDELETE, Action.DELETE, Action.UNPIN, Action.PIN]
-    assert found == [(action, "janitor") for action in done]
+    done = [Action.PIN, Action.UNPIN, Action.DELETE, Action.PIN, Action.UNDELETE, Action.UNPIN, *[Action.DELETE] * 2]
+    assert found == [(action, "janitor") for action in reversed(done)]
 
 
 def test_labels_are_patched_listed_and_found_in_the_store(served: tuple[Daemon, Store]) -> None:

@@ -6,10 +6,11 @@ from ckptstore import names
 from ckptstore.catalog import latest, list_checkpoints
 from ckptstore.clock import system_clock
 from ckptstore.format.records import Override, PolicySet, Rules
+from ckptstore.names import Reference
 from ckptstore.retention.findings import verified_at
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policies import change_policies
-from ckptstore.retention.tombstones import list_hidden, undelete
+from ckptstore.retention.tombstones import list_hidden
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import running_daemon, wait_until
@@ -42,9 +43,11 @@ def test_policies_are_applied_after_each_commit_and_when_they_change(store: Stor
         assert _steps(store, "paper") == [3, 2, 1, 0]
         hidden = {h.attempt.step for h in list_hidden(store, "gpt")}
         assert hidden == {1, 2}, "and not deleted before the grace"
-        change_policies(store, PolicySet(), 2, "test", system_clock)
-        undelete(store, "gpt", written[1].attempt, "test", system_clock)
-        wait_until(lambda: [c.step for c in client.checkpoints("gpt")] == [4, 3, 1, 0], "what came back")
+        client.undelete(Reference.parse("gpt@1"))
+        assert [c.step for c in client.checkpoints("gpt")] == [4, 3, 1, 0]
+        write_checkpoint(store, step=5)
+        wait_until(lambda: _steps(store) == [5, 4, 1, 0], "a prune that leaves what somebody took back")
+        wait_until(lambda: [c.step for c in client.checkpoints("gpt")] == [5, 4, 1, 0], "the index")
 
 
 def test_a_policy_that_would_take_most_of_a_run_is_refused_and_counted(store: Store) -> None:

@@ -83,7 +83,7 @@ def test_a_deletion_can_be_taken_back_and_done_again(store: Store) -> None:
         undelete(store, RUN, checkpoint.attempt, "me", system_clock)
     assert list_deleted(store, RUN) == []
     actions = [record.action for record in read_log(store, RUN)]
-    assert sorted(actions) == ["delete"] * 3 + ["sweep"] + ["undelete"] * 4
+    assert sorted(actions) == ["delete"] * 4 + ["sweep"] + ["undelete"] * 4
 
 
 def test_what_was_never_deleted_cannot_be_taken_back(store: Store) -> None:

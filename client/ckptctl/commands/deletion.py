@@ -10,6 +10,7 @@ import typer
 
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.commands.jobs import follow, job_blocks
+from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
@@ -20,6 +21,7 @@ from ckptstore.names import Reference, checkpoint_id
 from ckptstore.probing import check_store
 from ckptstore.retention.audit import operator
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, Collected, collect
+from ckptstore.retention.trash import UNDELETED
 
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
 
@@ -72,11 +74,13 @@ def take_back(
 ) -> None:
     """Take a deletion back, as long as its grace lasts.
 
-    The checkpoint is listed again as it was.
+    The checkpoint is listed again as it was. It is pinned as "undeleted", so that the policy which deleted it does not
+    do so again; ckptctl unpin ID undeleted ends that.
     """
     session: Session = ctx.obj
     found = open_retention(session, "undelete").undelete(Reference.parse(checkpoint), reason)
-    session.screen.emit(CheckpointBody.of(found), [found.id], [f"{found.id} is back"])
+    back = f"{found.id} is back, and stays until ckptctl unpin {short_id(found)} {UNDELETED}"
+    session.screen.emit(CheckpointBody.of(found), [found.id], [back])
 
 
 def show_deleted(ctx: typer.Context, run: RunOption = None) -> None:

@@ -45,7 +45,7 @@ class Operations(Connection):
         self._request("DELETE", _path(checkpoint), params={"grace_s": str(grace_s), "reason": reason})
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
-        """Take a deletion back; listed again on return. Raises NoCheckpoint or SweepBegun."""
+        """Take a deletion back; listed, and pinned as `undeleted`, on return. Raises NoCheckpoint or SweepBegun."""
         path = f"{wire.CHECKPOINTS}/{quote(str(reference), safe='@')}/undelete"
         return self._json("POST", path, wire.CheckpointBody, body=wire.UndeleteRequest(reason)).checkpoint()
 

@@ -113,7 +113,6 @@ def apply_prune(
     if not remove:
         return []
     by = by or identity()
-    audit.record(store, plan.run, Action.DELETE, remove, by, reason, clock)
     held = hide(store, plan.run, [*remove], reason, by, clock, grace_s, lambda attempt: progress(remove[attempt]))
     if not grace_s:
         sweep(store, plan.run, clock, by, only=remove.keys() - held.keys())
@@ -129,7 +128,6 @@ def delete_checkpoint(
     """
     run, attempt = checkpoint.run, checkpoint.attempt
     by = by or identity()
-    audit.record(store, run, Action.DELETE, [attempt], by, reason, clock)
     held = hide(store, run, [attempt], reason, by, clock, grace_s)
     if held:
         raise CheckpointHeld(

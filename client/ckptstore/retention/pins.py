@@ -23,13 +23,18 @@ def pin(store: Store, run: str, attempt: Attempt, name: str, by: str, clock: Clo
 
     Raises InvalidName, or NoCheckpoint if the checkpoint is being deleted: nothing is pinned then.
     """
+    hold(store, run, attempt, name, by, clock, reason)
+    if attempt in hidden_attempts(store, run):
+        store.delete_many([names.pin_key(run, attempt, name)])
+        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "ckptctl undelete takes that back")
+
+
+def hold(store: Store, run: str, attempt: Attempt, name: str, by: str, clock: Clock, reason: str = "") -> None:
+    """What `pin` does, of a hidden checkpoint too: that stays hidden, and is not swept. Raises InvalidName."""
     key = names.pin_key(run, attempt, name)
     audit.record(store, run, Action.PIN, [attempt], by, reason or name, clock)
     document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=by, at=clock(), reason=reason)
     store.put(key, seal(document))
-    if attempt in hidden_attempts(store, run):
-        store.delete_many([key])
-        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "ckptctl undelete takes that back")
 
 
 def unpin(store: Store, run: str, attempt: Attempt, name: str, by: str, clock: Clock) -> None:

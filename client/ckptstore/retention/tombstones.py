@@ -69,12 +69,14 @@ def hide(
     grace_s: float = SWEEP_GRACE_S,
     progress: Callable[[Attempt], None] = lambda _: None,
 ) -> Holds:
-    """Phase 1: nobody sees these checkpoints any more; durable on return. Writes no audit record.
+    """Phase 1: nobody sees these checkpoints any more; durable on return.
 
     Returns those that are held, and why: they are untouched, or, if the hold came in this very moment, back again.
     A call that fails has hidden some of them, and may be repeated.
     """
     held = dict(active_holds(store, run, clock))
+    if free := [attempt for attempt in attempts if attempt not in held]:
+        audit.record(store, run, Action.DELETE, free, by, reason, clock)
     hidden: dict[Attempt, str] = {}
     for attempt in attempts:
         if attempt not in held:

@@ -8,11 +8,15 @@ from ckptstore import names
 from ckptstore.catalog import decided_attempts
 from ckptstore.clock import Clock
 from ckptstore.daemon.wire import DeletedBody
-from ckptstore.names import Attempt, checkpoint_id
+from ckptstore.errors import SweepBegun
+from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.retention.deletion import undecided_attempts
-from ckptstore.retention.tombstones import SWEEP_GRACE_S, list_hidden, read_tombstone
+from ckptstore.retention.pins import hold
+from ckptstore.retention.tombstones import SWEEP_GRACE_S, find_hidden, list_hidden, read_tombstone, undelete
 from ckptstore.stores import Store
 
+UNDELETED = "undeleted"
+"""The pin of what was taken back."""
 _IDLE_S = 3600.0
 
 
@@ -41,6 +45,23 @@ def _extent(store: Store, run: str, attempt: Attempt) -> tuple[int, float]:
     """Bytes of an attempt, and when it was last written to."""
     objects = list(store.list(names.attempt_prefix(run, attempt)))
     return sum(info.bytes for info in objects), max((info.modified_at for info in objects), default=0.0)
+
+
+def take_back(store: Store, reference: Reference, by: str, clock: Clock, reason: str = "") -> Reference:
+    """Take a deletion back for good: the checkpoint is listed and pinned on return. Returns its full name.
+
+    Without the pin, the policy that deleted it would do so again at once. A call that fails may be repeated.
+    Raises NoCheckpoint or SweepBegun: nothing is pinned then.
+    """
+    run, attempt = reference.run, find_hidden(store, reference)
+    # The pin first: nobody finds the checkpoint without it.
+    hold(store, run, attempt, UNDELETED, by, clock)
+    try:
+        undelete(store, run, attempt, by, clock, reason)
+    except SweepBegun:
+        store.delete_many([names.pin_key(run, attempt, UNDELETED)])
+        raise
+    return Reference(run, attempt.step, attempt.ulid)
 
 
 def list_deleted(store: Store, run: str) -> list[DeletedBody]:
