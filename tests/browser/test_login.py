@@ -48,8 +48,9 @@ def test_who_has_a_token_comes_in_and_stays_until_he_leaves(
 def test_logging_in_needs_no_script_and_no_mouse(browser: Browser, guarded: Dashboard) -> None:
     browser.scripts(False)
     browser.open(guarded.daemon.url)
+    browser.wait_for_focus("#token")
     for character in ADMIN:
-        browser.press(character)  # the field has the focus already
+        browser.press(character)
     browser.press(_ENTER)
     wait_until(lambda: "Log out" in browser.source(), "the first page")
     assert "gpt" in browser.source()

@@ -73,6 +73,11 @@ class Browser:
         actions = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
         self._post("/actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
 
+    def wait_for_focus(self, selector: str) -> None:
+        """Return when the first element that matches has the focus; a page may give it after it has loaded."""
+        wanted = self._find(selector)
+        wait_until(lambda: self._get("/element/active")[_ELEMENT] == wanted, f"the focus of {selector}")
+
     def focused(self) -> str:
         """The text of the element that has the focus."""
         return str(self.run("return document.activeElement.innerText"))
