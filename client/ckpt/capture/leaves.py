@@ -22,6 +22,8 @@ from ckptstore.format.dtypes import NUMPY
 from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, unsupported
 
+_BUFFER_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8})
+"""Those that Python's own views of memory know; there are more."""
 _INLINE_BYTES = 64 << 10
 """Rank-local tensors up to this size lie in the receipt, so that a rank without other state writes no shard."""
 
@@ -187,7 +189,10 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable in place."""
     if not tensor.numel():
         return memoryview(bytearray())
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    plain = tensor.detach()
+    if plain.dtype in _BUFFER_TYPES:
+        return memoryview(plain.numpy()).cast("B")  # a third of what two views cost, for each tensor of a state
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def small_leaf(path: str, value: Any) -> JSON:
