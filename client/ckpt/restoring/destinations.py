@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.dtypes import BY_NAME
+from ckpt.restoring.landing import LANES, Arrival, Landing, is_direct
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format.boxes import Box, sizes
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.planning import Want
+from ckptstore.format.planning import ShardRead, Want
 from ckptstore.format.trees import TAG, decode_tree
 from ckptstore.reading import Buffers
+
+_Key = tuple[str, Box, torch.device | None]
+"""Entry, box, and the device if there is a lane to it."""
 
 
 class Destinations:
@@ -29,8 +34,8 @@ class Destinations:
             name: (dtype, tuple(shape))
             for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
         }
-        self._targets: dict[tuple[str, Box], list[torch.Tensor]] = defaultdict(list)
-        self._hosts: dict[tuple[str, Box], torch.Tensor] = {}
+        self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
+        self._hosts: dict[_Key, torch.Tensor] = {}
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of an entry. Raises CorruptObject, or UnsupportedFormat for a type this torch lacks."""
@@ -44,7 +49,7 @@ class Destinations:
     def fill(self, name: str, part: Part) -> None:
         """Have a part of the entry placed where it lives; the shapes agree, another type is cast."""
         for piece in part.pieces:
-            self._targets[name, piece.box].append(piece.tensor)
+            self._targets[name, piece.box, _lane_of(piece.tensor)].append(piece.tensor)
 
     def new(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new tensor that the whole entry will be placed into."""
@@ -94,40 +99,62 @@ class Destinations:
 
     def wants(self) -> list[Want]:
         """What must be read; each want has a buffer of its own."""
-        return [Want(name, box, str(i)) for i, (name, box) in enumerate(self._targets)]
+        return [Want(name, box, str(i)) for i, (name, box, _) in enumerate(self._targets)]
 
-    def buffers(self) -> Buffers:
-        """Writable host memory for each want: the target's own where it can be."""
-        for (name, box), targets in self._targets.items():
-            dtype, _ = self.describe(name)
-            first = targets[0]
-            direct = first.device.type == "cpu" and first.dtype == dtype and first.is_contiguous()
-            own = direct and not first.is_conj() and not first.is_neg()
-            self._hosts[name, box] = first if own else torch.empty(sizes(box), dtype=dtype)
-        return _Bytes(list(self._hosts.values()))
+    def allocate(self) -> None:
+        """Make host memory for what cannot be read to where it lives, nor passed on to there piece by piece."""
+        for key, targets in self._targets.items():
+            name, box, device = key
+            if device is None:
+                dtype, _ = self.describe(name)
+                own = targets[0].is_cpu and is_direct(targets[0], dtype)
+                self._hosts[key] = targets[0] if own else torch.empty(sizes(box), dtype=dtype)
+
+    @contextmanager
+    def receiving(self, reads: Sequence[ShardRead]) -> Iterator[Buffers]:
+        """Buffers for the wants, to be filled by these reads in the block. After `allocate`.
+
+        What goes to a GPU is there at the end.
+        """
+        hosts = {str(i): self._hosts[key] for i, key in enumerate(self._targets) if key in self._hosts}
+        lanes = {device: LANES[device.type](device) for *_, device in self._targets if device is not None}
+        arrivals = {
+            str(i): Arrival(targets, self.describe(name)[0], lanes[device])
+            for i, ((name, _, device), targets) in enumerate(self._targets.items())
+            if device is not None
+        }
+        if not arrivals:
+            yield _Bytes(hosts)
+            return
+        with Landing(_Bytes(hosts), arrivals, reads) as landing:
+            yield landing
 
     @torch.no_grad()
     def place(self) -> None:
         """After the buffers are filled: copy to every target that is not its own buffer."""
-        for key, targets in self._targets.items():
-            host = self._hosts[key]
-            for target in targets:
+        for key, host in self._hosts.items():
+            for target in self._targets[key]:
                 if target is not host:
                     target.copy_(host)
         self._hosts.clear()
 
 
-class _Bytes(Mapping[str, memoryview]):
-    """The bytes of tensors by number. Made when they are asked for: while other threads read, that costs no time."""
+def _lane_of(tensor: torch.Tensor) -> torch.device | None:
+    """The device whose lane leads to the tensor, if there is one."""
+    return tensor.device if tensor.device.type in LANES else None
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+
+class _Bytes(Mapping[str, memoryview]):
+    """The bytes of tensors. Made when they are asked for: while other threads read, that costs no time."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> memoryview:
-        return tensor_bytes(self._tensors[int(name)])
+        return tensor_bytes(self._tensors[name])
 
     def __iter__(self) -> Iterator[str]:
-        return map(str, range(len(self._tensors)))
+        return iter(self._tensors)
 
     def __len__(self) -> int:
         return len(self._tensors)

@@ -35,7 +35,6 @@ from ckptstore.errors import (
 from ckptstore.format.documents import JSON, Manifest
 from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.names import Reference, new_ulid
-from ckptstore.reading import Buffers
 from ckptstore.source import Source, read_receipt, read_receipts
 
 logger = logging.getLogger(__name__)
@@ -215,12 +214,17 @@ class Restorer:
             self._world.beat()
             session.progress(num_bytes)
 
-        def plan_and_allocate() -> tuple[list[ShardRead], Buffers]:
-            return plan_reads(manifest.content, plan.destinations.wants()), plan.destinations.buffers()
+        def plan_and_allocate() -> list[ShardRead]:
+            plan.destinations.allocate()
+            return plan_reads(manifest.content, plan.destinations.wants())
 
-        (reads, buffers), _ = self._together(plan_and_allocate)
+        reads, _ = self._together(plan_and_allocate)
         total = sum(chunk.raw for read in reads for chunk in read.chunks)
-        fetch = partial(fetcher.fetch, manifest.content, reads, buffers, progress)
+
+        def fetch() -> None:
+            with plan.destinations.receiving(reads) as buffers:
+                fetcher.fetch(manifest.content, reads, buffers, progress)
+
         session.enter(Phase.FETCHING, total)
         try:
             self._together(fetch)

@@ -22,7 +22,7 @@ from ckptstore.errors import CorruptObject
 from ckptstore.format.documents import Content
 from ckptstore.format.places import Places
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
-from ckptstore.reading import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk
+from ckptstore.reading import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk, received
 from ckptstore.source import Source
 
 ROUND_BYTES = 64 << 20
@@ -213,7 +213,8 @@ class _Exchange:
             if self._error is not None:
                 return
             try:
-                place_chunk(self._checkpoint, chunk, stored[at : at + chunk.stored], self._buffers)
+                with received(ShardRead((chunk,)), self._buffers) as (read, buffers):
+                    place_chunk(self._checkpoint, read.chunks[0], stored[at : at + chunk.stored], buffers)
                 self._progress(chunk.raw)
             except Exception as error:
                 self._error = error

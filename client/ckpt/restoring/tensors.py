@@ -23,7 +23,10 @@ def load_tensors(source: Source, checkpoint: Checkpoint, pattern: str) -> dict[s
         entry_of = {**{name: name for name in content.entries.name}, **content.aliases}
         wanted = {name: entry for name, entry in entry_of.items() if fnmatchcase(name, pattern)}
         tensors = {entry: destinations.new(entry) for entry in dict.fromkeys(wanted.values())}
-        fetch(source, checkpoint, plan_reads(content, destinations.wants()), destinations.buffers())
+        destinations.allocate()
+        reads = plan_reads(content, destinations.wants())
+        with destinations.receiving(reads) as buffers:
+            fetch(source, checkpoint, reads, buffers)
         destinations.place()
         return {name: tensors[entry] for name, entry in wanted.items()}
     finally:

@@ -1,0 +1,81 @@
+"""The way into the memory of a GPU: a stream of its own, and pinned memory that copies start from.
+
+Nothing of CUDA is touched before a lane is made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ckpt.restoring.ring import Mark
+
+logger = logging.getLogger(__name__)
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class CudaLane:
+    """Copies to one GPU, in the order in which they were asked for. begin and end belong to the restoring thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _streams[device]
+
+    def begin(self) -> None:
+        """What was asked of the current stream so far comes first: memory that is written to may still be in use."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Pinned memory; ordinary, with a warning, where none can be had: copies then take longer.
+
+        torch keeps pinned memory that is no longer used for whoever needs some next.
+        """
+        with torch.cuda.device(self._device):
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                logger.warning("%d bytes cannot be pinned, so that the restore takes longer: %s", num_bytes, error)
+                return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Have the GPU do what `work` asks of it; returns at once."""
+        with on_stream(self._stream):
+            work()
+
+    def mark(self) -> Mark:
+        """After all work so far."""
+        return _EventMark(self._stream)
+
+    def end(self) -> None:
+        """What is asked of the current stream from now on comes after all work so far. Does not wait."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class _EventMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # A thread that waits for it sleeps instead of spinning.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """As `torch.cuda.stream`, for threads that have no device of their own.
+
+    To such a thread device 0 is the current one, and torch.cuda.stream alone would go back there at the end: that makes
+    a context on GPU 0, hundreds of megabytes, for every process that works on another one.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
