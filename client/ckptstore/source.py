@@ -12,7 +12,15 @@ from ckptstore import catalog, names
 from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import CorruptObject, NoCheckpoint
-from ckptstore.format.documents import Manifest, Receipt, digest, parse_manifest, parse_sealed
+from ckptstore.format.documents import (
+    JSON,
+    Manifest,
+    Receipt,
+    digest,
+    parse_local,
+    parse_manifest,
+    parse_sealed,
+)
 from ckptstore.names import Reference
 from ckptstore.retention import leases
 from ckptstore.retention.labels import with_labels
@@ -155,17 +163,27 @@ def check_manifest_data(checkpoint: Checkpoint, data: bytes) -> Manifest:
 
 def read_receipt(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> Receipt:
     """The checked receipt of a rank. Raises Damaged, ObjectMissing or Unavailable."""
+    data, key = _receipt_data(source, checkpoint, manifest, rank)
+    return parse_sealed(data, Receipt, key)
+
+
+def read_local(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> dict[str, JSON]:
+    """What belongs to a rank alone, from its receipt. Raises Damaged, ObjectMissing or Unavailable."""
+    return parse_local(*_receipt_data(source, checkpoint, manifest, rank))
+
+
+def read_all_local(source: Source, checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, JSON]]:
+    """The same of all ranks, read several at a time."""
+    with ThreadPoolExecutor(_RECEIPT_THREADS, thread_name_prefix="ckpt-receipts") as pool:
+        return list(pool.map(partial(read_local, source, checkpoint, manifest), range(manifest.world_size)))
+
+
+def _receipt_data(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> tuple[bytes, str]:
     key = f"{checkpoint.id}/receipt of rank {rank}"
     data = source.receipt_data(checkpoint, rank)
     if digest(data) != manifest.receipts[rank].digest:
         raise CorruptObject(f"{key} does not match the checksum in its manifest")
-    return parse_sealed(data, Receipt, key)
-
-
-def read_receipts(source: Source, checkpoint: Checkpoint, manifest: Manifest) -> list[Receipt]:
-    """The checked receipts of all ranks, several at a time. Raises Damaged, ObjectMissing or Unavailable."""
-    with ThreadPoolExecutor(_RECEIPT_THREADS, thread_name_prefix="ckpt-receipts") as pool:
-        return list(pool.map(partial(read_receipt, source, checkpoint, manifest), range(manifest.world_size)))
+    return data, key
 
 
 def _first(checkpoints: Iterator[Checkpoint]) -> list[Checkpoint]:

@@ -35,7 +35,7 @@ from ckptstore.errors import (
 from ckptstore.format.documents import JSON, Manifest
 from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.names import Reference, new_ulid
-from ckptstore.source import Source, read_receipt, read_receipts
+from ckptstore.source import Source, read_all_local, read_local
 
 logger = logging.getLogger(__name__)
 
@@ -178,12 +178,11 @@ class Restorer:
         """The items of this rank. Under another world size rank 0 reads all, for everybody."""
         world = self._world
         if manifest.world_size == world.size:
-            receipt, _ = self._together(partial(read_receipt, self._source, checkpoint, manifest, world.rank))
-            return RankState(dict(receipt.local))
+            local, _ = self._together(partial(read_local, self._source, checkpoint, manifest, world.rank))
+            return RankState(local)
 
         def read() -> list[dict[str, JSON]]:
-            saved = read_receipts(self._source, checkpoint, manifest) if world.rank == 0 else []
-            return [receipt.local for receipt in saved]
+            return read_all_local(self._source, checkpoint, manifest) if world.rank == 0 else []
 
         _, told = self._together(read, tell=_itself)
         share = partial(share_out, told[0], world.rank, world.size, subject.others, strict)

@@ -164,6 +164,14 @@ class Receipt(Document, frozen=True):
     metrics: dict[str, float]
 
 
+class LocalState(msgspec.Struct, frozen=True):
+    """Of a receipt, what its manifest does not repeat."""
+
+    format: int
+    kind: Literal["receipt"]
+    local: dict[str, JSON]
+
+
 class ReceiptRef(Document, frozen=True):
     """A receipt as the manifest names it."""
 
@@ -247,6 +255,7 @@ class Tombstone(Document, frozen=True):
 
 
 _D = TypeVar("_D", bound=Document)
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class _Version(msgspec.Struct):
@@ -282,6 +291,14 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
     if isinstance(document, Outcome) and document.committed is not None:
         _checked(key, checks.check_committed, document.committed)
     return document
+
+
+def parse_local(data: bytes, key: str) -> dict[str, JSON]:
+    """What belongs to its rank alone in the receipt in `data`, whose bytes are known to be those of a sound one.
+
+    All else in it stands in the manifest, too: half the work. Raises CorruptObject or UnsupportedFormat.
+    """
+    return _decode(data[: data.find(b"\n")], LocalState, key).local
 
 
 def pack_manifest(manifest: Manifest) -> bytes:
@@ -326,7 +343,7 @@ def _trailer(body: bytes) -> bytes:
     return b'\n{"xxh3_128":"' + digest(body).encode() + b'"}\n'
 
 
-def _decode(body: bytes, kind: type[_D], key: str) -> _D:
+def _decode(body: bytes, kind: type[_S], key: str) -> _S:
     try:
         version = decode_json(body, _Version).format
         if version < 1:
