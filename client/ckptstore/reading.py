@@ -23,7 +23,7 @@ from ckptstore.format.casting import cast_into
 from ckptstore.format.codecs import RAW, decode
 from ckptstore.format.dividing import Stretches
 from ckptstore.format.documents import digest
-from ckptstore.format.planning import ChunkRead, Piece, ShardRead
+from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, join
 from ckptstore.source import Source
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 
@@ -78,9 +78,14 @@ def fetch(
     Returns when all bytes are checked and placed. On the first error the rest is given up, and buffers hold a
     mixture, damaged bytes among it.
     """
+    threads = threads or source.parallel_reads
     if isinstance(buffers, Receiver):
         reads = [part for read in reads for part in buffers.divide(read)]
-    threads = max(1, min(threads or source.parallel_reads, len(reads)))
+    else:
+        # About two for each thread at least: whoever is done first takes over from the others.
+        share = min(source.longest_read, sum(read.bytes for read in reads) // (2 * threads))
+        reads = join(reads, share + READ_BYTES // 2)
+    threads = max(1, min(threads, len(reads)))
     stretches = Stretches(reads, threads)
     stop = threading.Event()
 

@@ -35,6 +35,8 @@ class Source(Protocol):
     url: str
     parallel_reads: int
     """How many stretches of shards at a time are fastest."""
+    longest_read: int
+    """Bytes of such a stretch that are worth one request."""
 
     def runs(self) -> list[str]:
         """Names of the runs."""
@@ -77,6 +79,7 @@ class StoreSource:
         self.store = store
         self.url = store.url
         self.parallel_reads = store.parallel_reads
+        self.longest_read = store.longest_read
         self._clock = clock
 
     def runs(self) -> list[str]:

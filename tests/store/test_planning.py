@@ -19,7 +19,17 @@ from ckptstore.format.boxes import Box
 from ckptstore.format.checks import check_content
 from ckptstore.format.columns import column, concatenate
 from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices
-from ckptstore.format.planning import ShardRead, Want, check_cover, entry_bytes, plan_all, plan_reads, whole_entries
+from ckptstore.format.planning import (
+    READ_BYTES,
+    ShardRead,
+    Want,
+    check_cover,
+    entry_bytes,
+    join,
+    plan_all,
+    plan_reads,
+    whole_entries,
+)
 from ckptstore.format.shards import CHUNK_BYTES, Slice, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading import place_chunk
@@ -218,3 +228,16 @@ def test_one_tensor_of_a_rank_of_eight(shape: tuple[int, int]) -> None:
             want = Want("w", part(shape, 8, reader), "w")
             fetched = sum(read.bytes for read in plan_reads(content, [want]))
             assert fetched <= 1.05 * prod(boxes.sizes(want.box or ())) * 4
+
+
+def test_stretches_that_adjoin_become_one() -> None:
+    content = saved({"w": (40 * CHUNK_BYTES // 4,)}, 2).content
+    reads = plan_reads(content, [Want("w", None, "w")])
+    assert [read.bytes // CHUNK_BYTES for read in reads] == [2] * 20
+    assert join(reads, READ_BYTES) == reads
+    joined = join(reads, 3 * READ_BYTES)
+    assert [(read.shard, read.bytes // READ_BYTES) for read in joined] == [
+        (shard, units) for shard in ("shard-00000.ckpt", "shard-00001.ckpt") for units in (3, 3, 3, 1)
+    ]
+    assert [chunk for read in joined for chunk in read.chunks] == [chunk for read in reads for chunk in read.chunks]
+    assert join([reads[0], reads[2]], 3 * READ_BYTES) == [reads[0], reads[2]], "there is a gap between them"

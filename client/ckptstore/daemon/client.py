@@ -28,6 +28,7 @@ class DaemonClient(Operations):
     # Source
 
     parallel_reads = PARALLEL_READS
+    longest_read = 0
 
     def runs(self) -> list[str]:
         """Names of the runs."""

@@ -286,6 +286,19 @@ def _chunk_reads(
         yield ChunkRead(shard.name, attempt, index, offset, stored, raw, codec, digest, given)
 
 
+def join(reads: Iterable[ShardRead], longest: int) -> list[ShardRead]:
+    """Stretches that adjoin, made one of up to so many bytes; longer ones stay as they are. Pure."""
+    joined: list[ShardRead] = []
+    for read in reads:
+        last = joined[-1] if joined else read
+        together = (last.shard, last.attempt, last.offset + last.bytes) == (read.shard, read.attempt, read.offset)
+        if together and last.bytes + read.bytes <= longest:
+            joined[-1] = ShardRead(last.chunks + read.chunks)
+        else:
+            joined.append(read)
+    return joined
+
+
 def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
     """Chunks in the order they lie in, neighbours joined. Pure."""
     reads: list[ShardRead] = []

@@ -128,6 +128,8 @@ class Store(ABC):
     """Equal for stores that hold the same objects: the URL, and which service answers for it."""
     parallel_reads: int = PARALLEL_READS
     """How many ranged reads at a time are fastest."""
+    longest_read: int = 0
+    """Bytes of an object that one open reader should be asked for at once, where that costs no memory; 0: no matter."""
     shared_between_processes: bool = True
     creates_by_itself: bool = False
     """`put_if_absent` is this program's own doing; a server's word is probed first (arbitration.py)."""

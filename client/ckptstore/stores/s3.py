@@ -15,6 +15,8 @@ from ckptstore.stores.multipart import MultipartWriter
 from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.transfers import Transfers
 
+_LONGEST_READ = 64 << 20
+"""A request costs the service about as much as 3 MB do, and another 3 MB where it begins within what lies together."""
 _LONGEST_GAP = 1 << 20
 """Bytes that are read and thrown away sooner than asked for anew."""
 
@@ -28,6 +30,8 @@ class S3Store(FsspecStore):
         """fs: an s3fs.S3FileSystem."""
         super().__init__(fs, root, url)
         self._transfers = Transfers(fs)
+        # What s3fs reads is in memory as a whole.
+        self.longest_read = _LONGEST_READ if self._transfers.suitable else 0
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """A multipart upload; several parts at a time, within a fixed memory."""

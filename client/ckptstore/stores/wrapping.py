@@ -16,6 +16,7 @@ class WrappedStore(Store):
         self.url = store.url
         self.identity = store.identity
         self.parallel_reads = store.parallel_reads
+        self.longest_read = store.longest_read
         self.shared_between_processes = store.shared_between_processes
         self.creates_by_itself = store.creates_by_itself
         self.arbitrated = store.arbitrated
