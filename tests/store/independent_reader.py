@@ -56,7 +56,7 @@ def decode(codec: str, stored: bytes, size: int) -> bytes:
     while left >= 8:
         n, low, rest, codes, escapes, base, mode = struct.unpack_from("<IIIIHBBxxxx", stored, at)
         at, left = at + 24, left - n
-        low = plane(2 * n, low) if width == 4 else np.zeros(2 * n, np.uint32)
+        mixed, low = not low, plane(2 * n, low) if width == 4 else np.zeros(2 * n, np.uint32)
         q = plane(n, rest).reshape(-1, 2)
         r = (q if mode & 2 else q & 0x7F | q[:, ::-1] & 0x80).T.reshape(-1)
         positions, escaped = (plane(n, 0).astype(np.uint8) for n in (4 * escapes, 2 * escapes))
@@ -65,8 +65,9 @@ def decode(codec: str, stored: bytes, size: int) -> bytes:
         high = c << 8 | r if mode & 2 else (r & 0x80) << 8 | c << 7 | r & 0x7F
         high[positions.view("<u4")] = escaped.view("<u2")
         if width == 4:
-            high = high.reshape(-1, 2).T.reshape(-1)
-            high = high << 16 | low.astype(np.uint8).view("<u2").reshape(-1, 2).T.reshape(-1)
+            lows = low.astype(np.uint8).view("<u2").reshape(-1, 2)
+            lows[:, 1] ^= (high[::2] * mixed).astype("<u2")
+            high = high.reshape(-1, 2).T.reshape(-1) << 16 | lows.T.reshape(-1)
         words.append(high.astype(f"<u{width}").tobytes())
     assert at + left * width == len(stored)
     return b"".join(words) + stored[at:]

@@ -19,8 +19,8 @@ from ckptstore.format.frames import Buffer, pack, pack_huffman, unpack
 
 Plane = npt.NDArray[Any]
 
-BLOCK = 1 << 17
-"""Words of a block at most: its planes stay in the L2 cache."""
+BLOCK_BYTES = 1 << 19
+"""Of the numbers of a block, at most: its planes stay in the L2 cache."""
 SMALL_BLOCK = 1 << 15
 """Words of a block at least, unless they are the last: follows changes of scale sooner, and takes longer."""
 GROUP = 8
@@ -64,12 +64,13 @@ class _Scratch(threading.local):
     """Planes of one block, of each thread, used again and again."""
 
     def __init__(self) -> None:
-        self.high = np.empty(BLOCK, np.uint16)
-        self.words = np.empty(BLOCK, np.uint16)
-        self.wide = np.empty(BLOCK // 2, np.uint32)
-        self.lanes = np.empty(BLOCK // 2, np.uint16)
-        self.more = np.empty(BLOCK // 2, np.uint16)
-        self.flags = np.empty(BLOCK, np.bool_)
+        most = BLOCK_BYTES // 2
+        self.high = np.empty(BLOCK_BYTES // 4, np.uint16)
+        self.words = np.empty(most, np.uint16)
+        self.wide = np.empty(most // 2, np.uint32)
+        self.lanes = np.empty(most // 2, np.uint16)
+        self.more = np.empty(most // 2, np.uint16)
+        self.flags = np.empty(most, np.bool_)
 
 
 _scratch = _Scratch()
@@ -81,9 +82,10 @@ def encode(dtype: str, raw: memoryview, level: int) -> Buffer:
     level: 1 compresses exponents, and other planes only where they repeat themselves; above 1 everything is tried.
     """
     words: Plane = np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
+    largest = BLOCK_BYTES // words.itemsize
     if level == 1:
-        return _encode(dtype, words, level, BLOCK)
-    return min((_encode(dtype, words, level, size) for size in (BLOCK, SMALL_BLOCK)), key=len)
+        return _encode(dtype, words, level, largest)
+    return min((_encode(dtype, words, level, size) for size in (largest, SMALL_BLOCK)), key=len)
 
 
 def _encode(dtype: str, words: Plane, level: int, size: int) -> Buffer:
@@ -116,16 +118,14 @@ class _Writer:
         self.at += _HEADER.size
         high, low_size = words, 0
         if words.itemsize == 4:
-            low = self._room(2 * count, np.uint32)
-            high = _split_wide(words, low)
-            low_size = self._finish(low)
+            high, low_size = self._split(words)
         # Without signs the exponent's lowest bit takes their place: that is cheaper than to code seven bits of eight.
         fields = self._fields if high.max() > _LARGEST_POSITIVE else _TOP_BYTE
         escapes = self._window(high, fields) if self._pairs else None
         lanes = high if escapes is None else _scratch.words[:count]
         rest = self._room(count, np.uint16)
         _split_rest(lanes, fields, rest)
-        rest_size = self._finish(rest)
+        rest_size = self._finish(rest, _repeats(rest))
         codes = _split_codes(lanes, fields) if escapes is None else _split_pairs(lanes, fields)
         mode = _TOP_BYTES if fields is _TOP_BYTE else 0
         if escapes is not None:
@@ -143,10 +143,23 @@ class _Writer:
         """Where the next plane goes."""
         return self._out[self.at : self.at + num_bytes].view(kind)
 
-    def _finish(self, plane: Plane) -> int:
+    def _split(self, words: Plane) -> tuple[Plane, int]:
+        """Write the lower halves of words; returns the upper ones, and the compressed size."""
+        repeats = _repeats(words, _LOWER)
+        low = self._room(2 * len(words), np.uint32)
+        high = _split_wide(words, low)
+        if not repeats and self._level == 1:
+            self.at += low.nbytes
+            return high, 0
+        mixed = high.view(np.uint32) * _WORD16
+        np.bitwise_xor(low, mixed, low)
+        size = self._finish(low, repeats)
+        if not size:
+            np.bitwise_xor(low, mixed, low)
+        return high, size
+
+    def _finish(self, plane: Plane, repeats: bool) -> int:
         """Compress a plane in its place where that is promising; returns the compressed size, 0: it is as it was."""
-        equal = np.count_nonzero(plane[:-1:_SAMPLE] == plane[1::_SAMPLE])
-        repeats = bool(equal * _SAMPLE * _REPEATS > len(plane))
         if repeats or self._level > 1:
             frame = self._pack(plane, repeats)
             if len(frame) < plane.nbytes - _ALIGN:
@@ -182,29 +195,41 @@ class _Writer:
         return None
 
 
+def _repeats(plane: Plane, mask: np.unsignedinteger[Any] | None = None) -> bool:
+    """Whether it is worth while to search a plane for repetitions, by a sample; mask: the bits that count."""
+    differences: Plane = plane[:-1:_SAMPLE] ^ plane[1::_SAMPLE]
+    if mask is not None:
+        differences = differences & mask
+    equal = len(differences) - np.count_nonzero(differences)
+    return bool(equal * _SAMPLE * _REPEATS > len(plane))
+
+
 def _split_wide(words: Plane, low: Plane) -> Plane:
-    """Upper halves of words; `low` gets the lower ones. Both alternate between the halves of the block."""
+    """Upper halves of words; `low` gets the lower ones. Both alternate between the halves of the block.
+
+    The lower halves of the second half come mixed with the upper ones of the first: so nothing needs a mask.
+    """
     half = len(low)
     first, second, lanes, high = words[:half], words[half:], _scratch.wide[:half], _scratch.high[: 2 * half]
     joined = high.view(np.uint32)
     np.multiply(second, _WORD16, low)
-    np.bitwise_and(first, _LOWER, lanes)
-    np.bitwise_or(low, lanes, low)
+    np.bitwise_xor(low, first, low)
     np.right_shift(first, _SHIFT16, joined)
     np.bitwise_and(second, _UPPER, lanes)
     np.bitwise_or(joined, lanes, joined)
     return high
 
 
-def _join_wide(high: Plane, low: Plane, words: Plane) -> None:
+def _join_wide(high: Plane, low: Plane, is_mixed: bool, words: Plane) -> None:
     half = len(low)
-    first, second, lanes, joined = words[:half], words[half:], _scratch.wide[:half], high.view(np.uint32)
+    first, second, joined = words[:half], words[half:], high.view(np.uint32)
+    np.bitwise_and(low, _LOWER, second)
     np.multiply(joined, _WORD16, first)
-    np.bitwise_and(low, _LOWER, lanes)
-    np.bitwise_or(first, lanes, first)
-    np.bitwise_and(joined, _UPPER, second)
-    np.right_shift(low, _SHIFT16, lanes)
-    np.bitwise_or(second, lanes, second)
+    np.bitwise_or(first, second, first)
+    if not is_mixed:
+        np.bitwise_and(joined, _UPPER, joined)
+    np.right_shift(low, _SHIFT16, second)
+    np.bitwise_xor(second, joined, second)
 
 
 def _relative(high: Plane, base: int, fields: _Fields) -> tuple[Plane, Plane]:
@@ -238,7 +263,7 @@ def _split_rest(words: Plane, fields: _Fields, rest: Plane) -> None:
 
 def _join_rest(rest: Plane, fields: _Fields, high: Plane) -> None:
     half = len(rest)
-    lanes, first, second = _scratch.more[:half], high[:half], high[half:]
+    lanes, first, second = _scratch.lanes[:half], high[:half], high[half:]
     np.bitwise_and(rest, fields.rest, lanes)
     np.bitwise_or(first, lanes, first)
     np.copyto(lanes, rest.view(_SWAPPED))
@@ -259,14 +284,15 @@ def _split_pairs(words: Plane, fields: _Fields) -> Plane:
 
 def _join_pairs(codes: Plane, base: int, rest: Plane, fields: _Fields, high: Plane) -> None:
     half = len(rest)
-    pairs, first, second = _scratch.lanes[:half], high[:half], high[half:]
-    np.copyto(pairs, codes)
-    np.multiply(pairs, fields.unit, first)
+    first, second = high[:half], high[half:]
+    np.copyto(first, codes)
+    np.add(first, np.uint16(base << 4), first)  # to the second code, which has nothing above it
+    np.multiply(first, fields.pair_unit, second)
+    np.bitwise_and(second, fields.field, second)
+    np.multiply(first, fields.unit, first)
     np.bitwise_and(first, fields.pair_field, first)
-    np.multiply(pairs, fields.pair_unit, second)
-    np.bitwise_and(second, fields.pair_field, second)
+    np.add(first, np.uint16(base << int(fields.shift)), first)
     _join_rest(rest, fields, high)
-    np.add(high, np.uint16(base << int(fields.shift) & 0xFFFF), high)
 
 
 def _split_codes(words: Plane, fields: _Fields) -> Plane:
@@ -296,13 +322,13 @@ def decode(dtype: str, stored: memoryview, into: memoryview) -> None:
     if len(into) % np.dtype(kind).itemsize:
         raise CorruptObject(f"float-split chunk has a raw size of {len(into)} bytes, which is not whole elements")
     words: Plane = np.frombuffer(into, kind)
-    whole = len(words) // GROUP * GROUP
+    whole, most = len(words) // GROUP * GROUP, BLOCK_BYTES // words.itemsize
     reader = _Reader(stored)
     start = 0
     while start < whole:
-        start += reader.next(words[start : min(start + BLOCK, whole)])
+        start += reader.next(words[start : min(start + most, whole)])
     tail = words[whole:].view(np.uint8)
-    tail[:] = np.frombuffer(reader.take(len(tail)), np.uint8)
+    tail[:] = reader.take(len(tail))
     reader.finish()
 
 
@@ -310,12 +336,14 @@ class _Reader:
     """Reads blocks one after the other. Nothing that is stored is believed."""
 
     def __init__(self, stored: memoryview) -> None:
-        self._stored = stored
+        plane: Plane = np.frombuffer(stored, np.uint8)
+        # Passes over lanes that are not aligned take several times as long as a copy.
+        self._stored = plane if plane.ctypes.data % _ALIGN == 0 else plane.copy()
         self._at = 0
 
     def next(self, words: Plane) -> int:
         """Decode one block to the begin of `words`; returns its length."""
-        header = _HEADER.unpack(self.take(_HEADER.size))
+        header = _HEADER.unpack(self.take(_HEADER.size).data)
         count, low_size, rest_size, codes_size, num_escapes, base, mode = header
         # Blocks must not be so small that decoding a chunk takes minutes.
         if not min(SMALL_BLOCK, len(words)) <= count <= len(words) or count % GROUP:
@@ -336,7 +364,7 @@ class _Reader:
         else:
             _join_codes(self._plane(count, codes_size, np.uint16), rest, fields, high)
         if low is not None:
-            _join_wide(high, low, words)
+            _join_wide(high, low, not low_size, words)
         return int(count)
 
     def _restore(self, escapes: Plane, escaped: Plane, high: Plane) -> None:
@@ -345,7 +373,7 @@ class _Reader:
         except IndexError:
             raise CorruptObject("float-split chunk has an escape outside of its block") from None
 
-    def take(self, num_bytes: int) -> memoryview:
+    def take(self, num_bytes: int) -> Plane:
         """The next bytes."""
         begin, self._at = self._at, self._at + num_bytes
         if self._at > len(self._stored):
@@ -360,6 +388,4 @@ class _Reader:
     def _plane(self, num_bytes: int, packed: int, kind: Any) -> Plane:
         stored = self.take(packed or num_bytes)
         self.take(-self._at % _ALIGN)
-        plane = np.frombuffer(unpack(stored, num_bytes) if packed else stored, kind)
-        # Passes over lanes that are not aligned take several times as long as a copy.
-        return plane if plane.flags.aligned else plane.copy()
+        return np.frombuffer(unpack(stored.data, num_bytes), kind) if packed else stored.view(kind)

@@ -56,7 +56,7 @@ def pack_huffman(raw: Buffer) -> bytes:
 def unpack(stored: Buffer, expected: int) -> bytes:
     """The content of a frame. Raises CorruptObject unless it is exactly so many bytes, and takes no more memory."""
     try:
-        size = zstandard.get_frame_parameters(stored).content_size
+        size = zstandard.frame_content_size(stored)
         if size != expected:
             raise CorruptObject(f"zstd frame holds {size} bytes, its document says {expected}")
         raw = _contexts.decompressor.decompress(stored, max_output_size=expected, allow_extra_data=False)
