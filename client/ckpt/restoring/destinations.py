@@ -141,6 +141,8 @@ class Destinations:
 
 def _lane_of(tensor: torch.Tensor) -> torch.device | None:
     """The device whose lane leads to the tensor, if there is one."""
+    if tensor.is_cpu:  # what most of a state is is looked at quickly
+        return None
     return tensor.device if tensor.device.type in LANES else None
 
 
@@ -149,9 +151,13 @@ class _Bytes(Mapping[str, memoryview]):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
+        self._made: dict[str, memoryview] = {}
 
     def __getitem__(self, name: str) -> memoryview:
-        return tensor_bytes(self._tensors[name])
+        found = self._made.get(name)
+        if found is None:  # two threads may make the same
+            found = self._made[name] = tensor_bytes(self._tensors[name])
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
