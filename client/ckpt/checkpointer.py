@@ -319,7 +319,7 @@ class Checkpointer:
                 commit_timeout_s=self.config.commit_timeout_s,
                 daemon=self.config.daemon,
                 token=self.config.token,
-                reference=self.config.reference and self.config.staging_bytes is None,
+                reference=self.config.reference,
                 derive=self.config.derive,
                 cpu_budget=self.config.cpu_budget,
             )

@@ -40,8 +40,8 @@ class Config:
     """Snapshots in host memory at most, each one state size."""
     staging_bytes: int | None = None
     """Host memory of a slot at most. A larger snapshot passes through one slot of this size, and most of it is
-    uploaded before the saver has all of it: save_async waits for that, or with overlap the next `optim.step()`. With
-    this, nothing is referenced. None: no limit."""
+    uploaded before the saver has all of it: save_async waits for that, or with overlap the next `optim.step()`.
+    None: no limit."""
     compress: Literal["auto", "off", "fast", "max"] = "auto"
     """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless. auto: of
     these, by element type and as measured, the smallest that is durable well inside the interval between saves, and

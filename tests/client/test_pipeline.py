@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup, SliceRow
 from ckpt.saving.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.format.documents import Outcome, parse_sealed
 from ckptstore.names import Attempt, attempts_prefix, new_ulid
+from ckptstore.retention.leases import active_leases, take_lease
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store
 from ckptstore.verify import verify
@@ -112,8 +114,10 @@ def test_a_failed_upload_leaves_no_shard_and_the_next_one_works(tmp_path: Path, 
     blocked.parent.mkdir(parents=True)
     blocked.write_text("a file where the attempt's folder should be")
     later = Attempt(8, new_ulid(system_clock()))
-    reports = run(store, setup(store), [job(attempt, 1), job(later, 2)])
+    lease = take_lease(store, "r", Attempt(6, new_ulid(system_clock())), "a restore", 3600, system_clock)
+    reports = run(store, setup(store), [replace(job(attempt, 1), lease=lease), job(later, 2)])
     failed = next(report for report in reports if isinstance(report, Failed))
     assert (failed.number, failed.slot) == (1, 0)
     assert str(attempt) in failed.message
     assert StoreSource(store).latest("r").step == 8
+    assert active_leases(store, "r", system_clock) == {}, "the commit after it does what this one was to do"

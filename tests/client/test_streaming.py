@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -131,7 +132,9 @@ def test_an_upload_that_fails_while_a_snapshot_passes_is_raised(
 ) -> None:
     faults = Faults()
     monkeypatch.setattr(writers, "open_store", lambda url, options: FaultyStore(open_store(url, options), faults))
-    with Checkpointer(str(tmp_path), run="r", writer="thread", staging_bytes=LEAST_BYTES) as checkpointer:
+    with Checkpointer(
+        str(tmp_path), run="r", writer="thread", reference=False, staging_bytes=LEAST_BYTES
+    ) as checkpointer:
         checkpointer.save(model, None, 1)
         faults.fail_at = len(faults.calls) + 2
         with pytest.raises(StoreUnavailable, match=r"write .* injected"):
@@ -159,7 +162,8 @@ def test_a_trainer_that_dies_while_a_snapshot_passes_leaves_nothing_that_counts(
 
 def test_a_stream_that_is_cut_ends_for_both_sides() -> None:
     spans = [ChunkSpan(10 * number, 10, "uint8") for number in range(3)]
-    intake, outlet = Intake(memoryview(bytes(20)), spans), Outlet(spans, 20)
+    told: list[int] = []
+    intake, outlet = Intake(memoryview(bytes(20)), spans, told.append), Outlet(spans, 20)
     intake.staged(1)
     chunks = intake.chunks(spans)
     assert next(chunks)[1] == spans[0]
@@ -170,6 +174,28 @@ def test_a_stream_that_is_cut_ends_for_both_sides() -> None:
     outlet.fail(SaveFailed("gone"))
     with pytest.raises(SaveFailed, match="gone"):
         outlet.wait(outlet.places[0])
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=30), st.randoms(use_true_random=False))
+def test_a_chunk_leaves_the_slot_when_it_is_written_or_not_to_be(
+    chunks: list[tuple[int, bool]], chance: random.Random
+) -> None:
+    told = [0]
+    intake = Intake(memoryview(bytes(10)), [], told.append)
+    waiting: list[int] = []
+    decided = 0
+    for size, stored in chunks:
+        while waiting and chance.random() < 0.5:
+            waiting.pop(0)
+            intake.written()
+        waiting += [decided] * stored
+        intake.decided(ChunkSpan(decided, size, "uint8"), stored)
+        decided += size
+        assert max(told) <= (waiting[0] if waiting else decided)
+    for _ in waiting:
+        intake.written()
+    assert told == sorted(told)
+    assert told[-1] == decided
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

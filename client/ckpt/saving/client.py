@@ -280,6 +280,7 @@ class SaveClient:
                 upload_s=report.upload_s,
                 cpu_s=report.cpu_s,
                 stored_bytes=report.stored_bytes,
+                referenced_bytes=report.referenced_bytes,
             )
         elif isinstance(report, Done):
             handle._measure(commit_s=report.commit_s)
@@ -292,13 +293,14 @@ class SaveClient:
     def _committed(self, handle: SaveHandle, checkpoint: Checkpoint) -> None:
         timings = handle.timings
         self._tally.add(
-            committed=1, raw_bytes=timings.raw_bytes, stored_bytes=timings.stored_bytes, cpu_s=timings.cpu_s
-        )
+            committed=1, raw_bytes=timings.raw_bytes, stored_bytes=timings.stored_bytes,
+            referenced_bytes=timings.referenced_bytes, cpu_s=timings.cpu_s,
+        )  # fmt: skip
         self._tally.durable(handle.step)
         if self._setup.rank == 0:
             logger.info(
-                "run %s step %d is committed as %s: %s, %s stored, %.2f s after save_async was called",
+                "run %s step %d is committed as %s: %s, %s stored, %s referenced, %.2f s after save_async was called",
                 checkpoint.run, checkpoint.step, checkpoint.id, human.size(checkpoint.raw_bytes),
-                human.size(checkpoint.stored_bytes), handle._age_s,
+                human.size(checkpoint.stored_bytes), human.size(checkpoint.referenced_bytes), handle._age_s,
             )  # fmt: skip
         handle._succeed(checkpoint)

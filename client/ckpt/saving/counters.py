@@ -17,6 +17,9 @@ class Counters:
     raw_bytes: int = 0
     """Of this rank's part of committed saves."""
     stored_bytes: int = 0
+    """What was uploaded."""
+    referenced_bytes: int = 0
+    """Stored bytes of unchanged chunks, which lie in earlier checkpoints; in addition to stored_bytes."""
     blocked_s: float = 0.0
     """The training thread was inside save_async."""
     wait_s: float = 0.0

@@ -33,7 +33,11 @@ class Timings:
     cpu_s: float = 0.0
     """CPU time of the saver process from the end of the queue until the shard was durable; 0 with writer="thread"."""
     raw_bytes: int = 0
+    """Of this rank's part, before it is encoded."""
     stored_bytes: int = 0
+    """What was uploaded."""
+    referenced_bytes: int = 0
+    """Stored bytes of unchanged chunks, which lie in earlier checkpoints; in addition to stored_bytes."""
 
 
 class SaveHandle:

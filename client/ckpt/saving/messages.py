@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     local: dict[str, JSON]
     metrics: dict[str, float]
     lease: str | None
-    """A lease that this commit makes needless."""
+    """A lease that this commit, or the next one, makes needless."""
     streamed: bool = False
     """The snapshot is larger than its slot, and passes through it (streaming.py)."""
 
@@ -131,6 +131,7 @@ class Released(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     queue_s: float
     cpu_s: float
     stored_bytes: int
+    referenced_bytes: int
     coding: str
     """What the chunks were encoded with, and why."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 
 from ckpt.saving.commit import commit, decline_attempts, describe, write_receipt
 from ckpt.saving.deriving import Derived, divide
@@ -88,6 +89,7 @@ class SavePipeline:
         self._encoder = Encoder(Pace(cpu_budget))
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._lock = threading.Lock()
+        self._leases: set[str] = set()
         self._waiting: dict[int, _Snapshot] = {}
         self._intakes: dict[int, Intake] = {}
         self._begins = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
@@ -99,6 +101,8 @@ class SavePipeline:
     def submit(self, job: Job, raw: memoryview) -> None:
         """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
         received_at = time.perf_counter()
+        if job.lease is not None:
+            self._leases.add(job.lease)
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         if self._setup.derive:
             self._begins.submit(self._derive, job, raw, placed, received_at)
@@ -116,11 +120,14 @@ class SavePipeline:
     ) -> None:
         spans = plan_chunks(placed)
         codings = self._codings.begin(spans, job.created_at)
-        saving = self._memory.begin(job.attempt, placed, spans, None if job.streamed else raw, codings.encode)
-        chunks, intake = saving.changed(), None
+        saving = self._memory.begin(job.attempt, placed, spans, codings.encode)
+        intake = None
         if job.streamed:
-            intake = self._intakes[job.number] = Intake(raw, spans)
-            chunks = intake.chunks(span for _, span in chunks)
+            intake = Intake(raw, spans, lambda done: self._report(Progress(job.number, done)))
+            self._intakes[job.number] = intake
+            chunks = saving.changed_in(intake.chunks(spans), intake.decided)
+        else:
+            chunks = saving.changed(raw)
         encoding = self._encoder.begin(chunks, codings.encode)
         snapshot = _Snapshot(job, placed, derived, saving, codings, encoding, intake, received_at)
         with self._lock:
@@ -192,7 +199,7 @@ class SavePipeline:
     def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
         job, placed = snapshot.job, snapshot.placed
         started, cpu = time.perf_counter(), time.process_time()
-        uploaded = self._upload_shard(snapshot) if placed and snapshot.saving.changed_bytes else None
+        uploaded = self._upload_shard(snapshot)
         if uploaded is not None:
             snapshot.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = snapshot.saving.shard(uploaded.chunks if uploaded else None) if placed else None
@@ -206,20 +213,31 @@ class SavePipeline:
             upload_s=upload_s,
             cpu_s=time.process_time() - cpu if self._own_process else 0.0,
             stored_bytes=uploaded.stored_bytes if uploaded else 0,
+            referenced_bytes=shard.referenced_bytes if shard is not None else 0,
             coding=snapshot.codings.reason,
         )
         return receipt, released
 
-    def _upload_shard(self, snapshot: _Snapshot) -> Uploaded:
-        setup, job = self._setup, snapshot.job
-        not_stored = snapshot.not_stored_bytes  # a look at every chunk: once, not for each
+    def _upload_shard(self, snapshot: _Snapshot) -> Uploaded | None:
+        """The shard; None if there is nothing to store, which shows when the first chunk does not come."""
+        setup, chunks = self._setup, iter(snapshot.encoding)
+        first = next(chunks, None)
+        if first is None:
+            return None
         return upload_shard(
             self._store,
-            names.shard_key(setup.run, Attempt.parse(job.attempt), names.shard_name(setup.rank)),
-            snapshot.saving.changed_bytes,
-            snapshot.encoding,
-            lambda done: self._report(Progress(job.number, not_stored + done)),
+            names.shard_key(setup.run, Attempt.parse(snapshot.job.attempt), names.shard_name(setup.rank)),
+            snapshot.saving.expected_bytes,
+            chain([first], chunks),
+            self._progress_of(snapshot),
         )
+
+    def _progress_of(self, snapshot: _Snapshot) -> Callable[[int], None]:
+        """What is told of each written chunk."""
+        if (intake := snapshot.intake) is not None:
+            return lambda _: intake.written()
+        not_stored = snapshot.not_stored_bytes  # a look at every chunk: once, not for each
+        return lambda done: self._report(Progress(snapshot.job.number, not_stored + done))
 
     def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
         job, started = snapshot.job, time.perf_counter()
@@ -233,17 +251,18 @@ class SavePipeline:
             return
         snapshot.saving.end(receipt.receipt.content)
         self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
-        self._release_lease(job)
+        self._release_leases()
         if self._notifier is not None:
             self._notifier.commit(outcome)
 
-    def _release_lease(self, job: Job) -> None:
-        if job.lease is None:
-            return
-        try:
-            release_lease(self._store, self._setup.run, job.lease)
-        except CkptError as error:
-            logger.warning("lease %s was not released and will expire: %s", job.lease, error)
+    def _release_leases(self) -> None:
+        """The run has a commit of its own, be it of another save than of the one that was to have it."""
+        while self._leases:
+            lease = self._leases.pop()
+            try:
+                release_lease(self._store, self._setup.run, lease)
+            except CkptError as error:
+                logger.warning("lease %s was not released and will expire: %s", lease, error)
 
     def _give_up(self, job: Job, error: BaseException) -> None:
         """End a job that has no receipt, and never will."""

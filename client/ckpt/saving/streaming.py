@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -49,14 +50,19 @@ def places(spans: Sequence[ChunkSpan], slot_bytes: int) -> list[Place]:
 
 
 class Intake:
-    """A stream, seen by the saver. One thread takes chunks, another one tells how many there are."""
+    """A stream, seen by the saver. One thread takes chunks, one tells how many there are, one which are written."""
 
-    def __init__(self, slot: memoryview, spans: Sequence[ChunkSpan]) -> None:
+    def __init__(self, slot: memoryview, spans: Sequence[ChunkSpan], progress: Callable[[int], None]) -> None:
+        """progress: told how many bytes of the stream need not stay in the slot."""
         self._slot = slot
+        self._progress = progress
         self._places = places(spans, len(slot))
         self._changed = threading.Condition()
         self._staged = 0
         self._cut = False
+        self._leaving = threading.Lock()
+        self._decided = 0
+        self._to_write: deque[int] = deque()
 
     def staged(self, count: int) -> None:
         """So many chunks are copied."""
@@ -85,6 +91,21 @@ class Intake:
                 if self._staged <= number:
                     raise SaveFailed("the trainer died or gave up while its snapshot passed through the slot")
             yield self._slot[place.at : place.at + span.bytes], span
+
+    def decided(self, span: ChunkSpan, stored: bool) -> None:
+        """Whether the chunk that was taken last is written, or left out."""
+        with self._leaving:
+            if stored:
+                self._to_write.append(self._decided)
+            self._decided += span.bytes
+            if not self._to_write:
+                self._progress(self._decided)
+
+    def written(self) -> None:
+        """The next one of those to be written is."""
+        with self._leaving:
+            self._to_write.popleft()
+            self._progress(self._to_write[0] if self._to_write else self._decided)
 
 
 class Outlet:

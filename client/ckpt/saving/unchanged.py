@@ -12,12 +12,25 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-import xxhash
 from msgspec.structs import replace as with_fields
 
+from ckpt.saving.comparing import (
+    UNKNOWN,
+    UNSEEN,
+    Base,
+    Key,
+    Known,
+    Look,
+    base_of,
+    compare,
+    keys,
+    next_base,
+    rows_of,
+    worthwhile,
+)
+from ckpt.saving.encode import Chunks as Stream
 from ckpt.saving.encode import Encode
 from ckpt.saving.messages import Setup
 from ckptstore import names
@@ -25,12 +38,9 @@ from ckptstore.catalog import latest, quarantined_attempts
 from ckptstore.clock import Clock
 from ckptstore.commit import read_receipt
 from ckptstore.errors import CkptError, NoCheckpoint
-from ckptstore.format.boxes import Box, same_dimensions
-from ckptstore.format.codecs import RAW
 from ckptstore.format.columns import column
-from ckptstore.format.documents import DIGEST_BYTES, Chunks, Content, References, Shard
-from ckptstore.format.places import Places
-from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, chunk_table
+from ckptstore.format.documents import Chunks, Content, References, Shard
+from ckptstore.format.shards import ChunkSpan, Placed, chunk_table
 from ckptstore.names import Attempt
 from ckptstore.references import marks
 from ckptstore.retention.leases import release_lease, take_lease
@@ -38,84 +48,9 @@ from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_BYTES = 64 << 10
-LEAST_SHARE = 16
-"""Chunks of a checkpoint are referenced only if they are at least one in so many bytes of what it stores."""
-MOST_ATTEMPTS = 16
-"""So many checkpoints are referenced by one rank's shard at most."""
 _LEASE_S = 3600.0
 _PATIENCE_S = 0.5
 _LOOK_AGAIN_S = 0.05
-_UNKNOWN = bytes(DIGEST_BYTES)
-
-Key = tuple[str, Box, int, int]
-"""Where a chunk is looked for again: the slice that it begins in (entry and box), the byte of it, the raw size."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A chunk of the last checkpoint that was committed: where it lies, and what tells whether it has changed."""
-
-    attempt: str
-    """Who holds it."""
-    offset: int
-    chunk: EncodedChunk
-    """Without its data."""
-    sample: bytes | None
-    raw_digest: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The last checkpoint that was committed, as far as this rank's shard goes."""
-
-    attempt: Attempt
-    chunks: Mapping[Key, Known]
-    sizes: Mapping[str, int]
-    """Stored bytes of the shard files that these chunks lie in, by attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """What comparing one chunk came to."""
-
-    sample: bytes | None
-    raw_digest: bytes | None
-    known: Known | None
-    """The chunk that it is equal to."""
-
-
-def compare(raw: memoryview, known: Known | None) -> tuple[bytes, bytes | None, bool]:
-    """The digest of the chunk's sample, that of all of it where it may be needed, and whether it is unchanged. Pure."""
-    sample = xxhash.xxh3_128_digest(raw[:SAMPLE_BYTES])
-    if known is not None and known.sample not in (None, sample):
-        return sample, None, False
-    whole = sample if len(raw) <= SAMPLE_BYTES else xxhash.xxh3_128_digest(raw)
-    return sample, whole, known is not None and known.raw_digest == whole
-
-
-def worthwhile(used: Mapping[str, int], sizes: Mapping[str, int], total: int) -> set[str]:
-    """The attempts whose chunks are referenced, of those that could be. Pure.
-
-    used: the stored bytes of each that would be. total: the size of the new checkpoint. What is referenced stays whole,
-    so that it must be worth it: all that stays and nobody uses is together at most as large as the checkpoint.
-    """
-    chosen: set[str] = set()
-    unused = 0
-    for attempt, count in sorted(used.items(), key=lambda item: (-item[1], item[0])):
-        waste = sizes[attempt] - count
-        if len(chosen) < MOST_ATTEMPTS and count * LEAST_SHARE >= sizes[attempt] and unused + waste <= total:
-            chosen.add(attempt)
-            unused += waste
-    return chosen
-
-
-def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int]]) -> Iterator[Key]:
-    """The key of each chunk. slices: entry, box, first byte in the raw stream, rising; chunks: first byte and size."""
-    begins = column(at for _, _, at in slices)
-    for begin, size in chunks:
-        entry, box, at = slices[int(np.searchsorted(begins, begin, side="right")) - 1]
-        yield entry, box, begin - at, size
 
 
 class Memory:
@@ -135,14 +70,9 @@ class Memory:
         self._last: Save | None = None
         self._loaded: Future[None] | None = run_soon(self._load) if setup.reference else None
 
-    def begin(
-        self, attempt: str, placed: Sequence[Placed], spans: Sequence[ChunkSpan], raw: memoryview | None, encode: Encode
-    ) -> Save:
-        """A save whose chunks will be compared when they are asked for. encode: how they are encoded in this save.
-
-        raw: the raw stream; None if it is not there as a whole: then all chunks are stored.
-        """
-        self._last = Save(self, attempt, placed, spans, raw, encode, self._last)
+    def begin(self, attempt: str, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode) -> Save:
+        """A save whose chunks will be compared when they are asked for. encode: how they are encoded in this save."""
+        self._last = Save(self, attempt, placed, spans, encode, self._last)
         return self._last
 
     def settle(self, save: Save, previous: Save | None) -> Base | None:
@@ -199,7 +129,7 @@ class Memory:
 
 
 class Save:
-    """One save, which stores the chunks that changed. `changed` is for one thread; everything else waits for it."""
+    """One save, which stores the chunks that changed. These are for one thread; everything else waits for it."""
 
     def __init__(
         self,
@@ -207,7 +137,6 @@ class Save:
         attempt: str,
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
-        raw: memoryview | None,
         encode: Encode,
         previous: Save | None,
     ) -> None:
@@ -216,16 +145,15 @@ class Save:
         self._attempt = attempt
         self._placed = placed
         self._spans = spans
-        self._raw = raw
         self._encode = encode
         self._previous = previous
-        self._looks: Future[list[_Look]] = Future()
+        self._looks: Future[list[Look]] = Future()
+        self._expected_bytes = sum(span.bytes for span in spans)
         self._sizes: Mapping[str, int] = {}
         self._lease: str | None = None
 
-    def changed(self) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """The chunks to be stored, in order, each with its memory, if that is known. Compares all of them first."""
-        raw, self._raw = self._raw, None
+    def changed(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
+        """The chunks of a raw stream to be stored, in order, each with its memory. Compares all of them first."""
         try:
             self._looks.set_result(self._compare(raw))
         except BaseException as error:
@@ -233,12 +161,40 @@ class Save:
             raise
         for span, look in zip(self._spans, self._looks.result(), strict=True):
             if look.known is None:
-                yield span.of(raw) if raw is not None else memoryview(b""), span
+                yield span.of(raw), span
+
+    def changed_in(
+        self, stream: Stream, decided: Callable[[ChunkSpan, bool], None]
+    ) -> Iterator[tuple[memoryview, ChunkSpan]]:
+        """As `changed`, of all chunks one by one: each is compared as it passes, and nothing is known of those to come.
+
+        decided: told of each whether it is to be stored. What is worth it is judged by what the last checkpoint had in
+        common with the one before; what was not compared then is expected not to change.
+        """
+        looks: list[Look] = []
+        try:
+            base = self._settle()
+            known, usable = (base.chunks, self._expect(base)) if base is not None else ({}, ())
+            for (raw, span), key in zip(stream, self._keys(), strict=True):
+                look = self._chosen(self._look(span, raw, known.get(key)), usable)
+                looks.append(look)
+                decided(span, look.known is None)
+                if look.known is None:
+                    yield raw, span
+        except BaseException as error:
+            self._looks.set_exception(error)
+            raise
+        self._looks.set_result(looks)
 
     @property
     def unchanged_bytes(self) -> int:
         """Raw bytes of the chunks that are referenced."""
         return sum(span.bytes for span in self._spans) - self.changed_bytes
+
+    @property
+    def expected_bytes(self) -> int:
+        """As changed_bytes; while a stream passes, what is expected. Once there is a first chunk to be stored."""
+        return self.changed_bytes if self._looks.done() else self._expected_bytes
 
     @property
     def changed_bytes(self) -> int:
@@ -249,10 +205,10 @@ class Save:
     def shard(self, stored: Chunks | None) -> Shard:
         """The document of the shard. stored: of the chunks that were stored, in order; None if there are none."""
         looks = self._looks.result()
-        rows = iter(_rows(stored) if stored is not None else ())
+        rows = iter(rows_of(stored) if stored is not None else ())
         table = chunk_table([look.known.chunk if look.known is not None else next(rows) for look in looks])
         if any(look.raw_digest for look in looks):
-            table = with_fields(table, raw_digest=b"".join(look.raw_digest or _UNKNOWN for look in looks))
+            table = with_fields(table, raw_digest=b"".join(look.raw_digest or UNKNOWN for look in looks))
         referenced = [(number, look.known) for number, look in enumerate(looks) if look.known is not None]
         attempts = sorted({known.attempt for _, known in referenced})
         references = References(
@@ -267,9 +223,8 @@ class Save:
     def end(self, content: Content | None) -> None:
         """The save is over. content: of a committed one, which the next save is compared with."""
         if content is not None and content.shards and self._memory.enabled:
-            samples = [look.sample for look in self._looks.result()]
             attempt, shard = Attempt.parse(self._attempt), content.shards[0]
-            self._memory.learn(_base(attempt, shard, self._keys(), samples, self._sizes))
+            self._memory.learn(next_base(attempt, shard, self._keys(), self._looks.result(), self._sizes))
         self.uploaded.set()
         self.ended.set()
         self._release()
@@ -279,31 +234,46 @@ class Save:
         if lease is not None:
             self._memory.release(lease)
 
-    def _compare(self, raw: memoryview | None) -> list[_Look]:
-        previous, self._previous = self._previous, None
-        if raw is None or not self._memory.enabled:
-            return [_Look(None, None, None) for _ in self._spans]
-        base = self._memory.settle(self, previous)
+    def _compare(self, raw: memoryview) -> list[Look]:
+        base = self._settle()
         known = base.chunks if base is not None else {}
         looks = []
         for span, key in zip(self._spans, self._keys(), strict=True):
             looks.append(self._look(span, span.of(raw), known.get(key)))
-        usable = self._usable(base, looks) if base is not None else set()
-        return [look if look.known and look.known.attempt in usable else replace(look, known=None) for look in looks]
+        usable = self._usable(base, (look.known for look in looks if look.known)) if base is not None else ()
+        return [self._chosen(look, usable) for look in looks]
 
-    def _look(self, span: ChunkSpan, raw: memoryview, known: Known | None) -> _Look:
+    def _settle(self) -> Base | None:
+        previous, self._previous = self._previous, None
+        return self._memory.settle(self, previous)
+
+    def _expect(self, base: Base) -> Collection[str]:
+        """The attempts that may be referenced in a stream."""
+        pairs = zip(self._spans, map(base.chunks.get, self._keys()), strict=True)
+        expected = [(span, known) for span, known in pairs if known is not None and known.same is not False]
+        usable = self._usable(base, (known for _, known in expected))
+        unchanged = sum(span.bytes for span, known in expected if known.attempt in usable)
+        self._expected_bytes -= unchanged
+        return usable
+
+    @staticmethod
+    def _chosen(look: Look, usable: Collection[str]) -> Look:
+        return look if look.known is None or look.known.attempt in usable else replace(look, known=None)
+
+    def _look(self, span: ChunkSpan, raw: memoryview, known: Known | None) -> Look:
+        if not self._memory.enabled:
+            return UNSEEN
         sample, whole, same = compare(raw, known)
         if known is not None and known.raw_digest is None and known.sample == sample:
             # It changed until now. Encoding makes the same of the same.
             same = replace(self._encode(raw, span), data=b"") == known.chunk
-        return _Look(sample, whole, known if same else None)
+        return Look(sample, whole, same if known is not None else None, known if same else None)
 
-    def _usable(self, base: Base, looks: Sequence[_Look]) -> Collection[str]:
+    def _usable(self, base: Base, unchanged: Iterable[Known]) -> Collection[str]:
         """The attempts that may and should be referenced; from now on none of them can be deleted."""
         used: Counter[str] = Counter()
-        for look in looks:
-            if look.known is not None:
-                used[look.known.attempt] += look.known.chunk.stored
+        for known in unchanged:
+            used[known.attempt] += known.chunk.stored
         chosen = worthwhile(used, base.sizes, sum(span.bytes for span in self._spans))
         if not chosen:
             return ()
@@ -320,42 +290,3 @@ class Save:
     def _keys(self) -> Iterator[Key]:
         slices = [(place.slice.entry, place.slice.box, place.at) for place in self._placed if place.slice.bytes]
         return keys(slices, ((span.at, span.bytes) for span in self._spans))
-
-
-def base_of(attempt: Attempt, content: Content, sizes: Mapping[str, int]) -> Base:
-    """What the receipt of a rank tells of its shard. sizes: of the shard files that it references. Pure."""
-    shard, entries, slices = content.shards[0], content.entries, content.slices
-    found: list[tuple[str, Box, int]] = []
-    stored = np.setdiff1d(np.arange(len(slices.entry)), slices.derived_rows)
-    for group in same_dimensions(content, stored):
-        for row, box, size in zip(group.rows.tolist(), group.boxes.tolist(), group.bytes.tolist(), strict=True):
-            if size:
-                found.append((entries.name[int(slices.entry[row])], tuple(box), int(slices.at[row])))
-    found.sort(key=lambda item: item[2])
-    places = Places.of(shard)
-    chunks = zip(places.raw[:-1], shard.chunks.raw.tolist(), strict=True)
-    return _base(attempt, shard, keys(found, chunks), [None] * len(shard.chunks.raw), sizes)
-
-
-def _base(
-    attempt: Attempt,
-    shard: Shard,
-    found: Iterable[Key],
-    samples: Sequence[bytes | None],
-    sizes: Mapping[str, int],
-) -> Base:
-    places, digests = Places.of(shard), shard.chunks.raw_digest
-    holders = [str(attempt), *(shard.references.attempts if shard.references is not None else ())]
-    chunks = {}
-    for number, (key, row, sample) in enumerate(zip(found, _rows(shard.chunks), samples, strict=True)):
-        holder, offset = places.order(number)
-        digest = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)] if digests is not None else _UNKNOWN
-        if row.codec == RAW:
-            digest = bytes.fromhex(row.digest)
-        chunks[key] = Known(holders[holder], offset, row, sample, digest if digest != _UNKNOWN else None)
-    return Base(attempt, chunks, {str(attempt): shard.stored_bytes, **sizes})
-
-
-def _rows(chunks: Chunks) -> Iterator[EncodedChunk]:
-    for number, (raw, stored) in enumerate(zip(chunks.raw.tolist(), chunks.stored.tolist(), strict=True)):
-        yield EncodedChunk(b"", raw, stored, chunks.codec_of(number), chunks.digest_of(number))

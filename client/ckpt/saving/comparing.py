@@ -1,0 +1,145 @@
+"""What tells whether chunks have changed since a checkpoint, and which of those that have not are referenced. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from ckptstore.format.boxes import Box, same_dimensions
+from ckptstore.format.codecs import RAW
+from ckptstore.format.columns import column
+from ckptstore.format.documents import DIGEST_BYTES, Chunks, Content, Shard
+from ckptstore.format.places import Places
+from ckptstore.format.shards import EncodedChunk
+from ckptstore.names import Attempt
+
+SAMPLE_BYTES = 64 << 10
+LEAST_SHARE = 16
+"""Chunks of a checkpoint are referenced only if they are at least one in so many bytes of what it stores."""
+MOST_ATTEMPTS = 16
+"""So many checkpoints are referenced by one rank's shard at most."""
+UNKNOWN = bytes(DIGEST_BYTES)
+
+Key = tuple[str, Box, int, int]
+"""Where a chunk is looked for again: the slice that it begins in (entry and box), the byte of it, the raw size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A chunk of the last checkpoint that was committed: where it lies, and what tells whether it has changed."""
+
+    attempt: str
+    """Who holds it."""
+    offset: int
+    chunk: EncodedChunk
+    """Without its data."""
+    sample: bytes | None
+    raw_digest: bytes | None
+    same: bool | None
+    """Whether it was equal to the one before, in the checkpoint before that; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The last checkpoint that was committed, as far as this rank's shard goes."""
+
+    attempt: Attempt
+    chunks: Mapping[Key, Known]
+    sizes: Mapping[str, int]
+    """Stored bytes of the shard files that these chunks lie in, by attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What comparing one chunk came to."""
+
+    sample: bytes | None
+    raw_digest: bytes | None
+    same: bool | None
+    """Whether it is equal to the one before; None if there is none."""
+    known: Known | None
+    """The chunk that it is equal to, and that is referenced in its place."""
+
+
+UNSEEN = Look(None, None, None, None)
+
+
+def compare(raw: memoryview, known: Known | None) -> tuple[bytes, bytes | None, bool]:
+    """The digest of the chunk's sample, that of all of it where it may be needed, and whether it is unchanged. Pure."""
+    sample = xxhash.xxh3_128_digest(raw[:SAMPLE_BYTES])
+    if known is not None and known.sample not in (None, sample):
+        return sample, None, False
+    whole = sample if len(raw) <= SAMPLE_BYTES else xxhash.xxh3_128_digest(raw)
+    return sample, whole, known is not None and known.raw_digest == whole
+
+
+def worthwhile(used: Mapping[str, int], sizes: Mapping[str, int], total: int) -> set[str]:
+    """The attempts whose chunks are referenced, of those that could be. Pure.
+
+    used: the stored bytes of each that would be. total: the size of the new checkpoint. What is referenced stays whole,
+    so that it must be worth it: all that stays and nobody uses is together at most as large as the checkpoint.
+    """
+    chosen: set[str] = set()
+    unused = 0
+    for attempt, count in sorted(used.items(), key=lambda item: (-item[1], item[0])):
+        waste = sizes[attempt] - count
+        if len(chosen) < MOST_ATTEMPTS and count * LEAST_SHARE >= sizes[attempt] and unused + waste <= total:
+            chosen.add(attempt)
+            unused += waste
+    return chosen
+
+
+def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int]]) -> Iterator[Key]:
+    """The key of each chunk. slices: entry, box, first byte in the raw stream, rising; chunks: first byte and size."""
+    begins = column(at for _, _, at in slices)
+    for begin, size in chunks:
+        entry, box, at = slices[int(np.searchsorted(begins, begin, side="right")) - 1]
+        yield entry, box, begin - at, size
+
+
+def base_of(attempt: Attempt, content: Content, sizes: Mapping[str, int]) -> Base:
+    """What the receipt of a rank tells of its shard. sizes: of the shard files that it references. Pure."""
+    shard, entries, slices = content.shards[0], content.entries, content.slices
+    found: list[tuple[str, Box, int]] = []
+    stored = np.setdiff1d(np.arange(len(slices.entry)), slices.derived_rows)
+    for group in same_dimensions(content, stored):
+        for row, box, size in zip(group.rows.tolist(), group.boxes.tolist(), group.bytes.tolist(), strict=True):
+            if size:
+                found.append((entries.name[int(slices.entry[row])], tuple(box), int(slices.at[row])))
+    found.sort(key=lambda item: item[2])
+    places = Places.of(shard)
+    chunks = zip(places.raw[:-1], shard.chunks.raw.tolist(), strict=True)
+    return next_base(attempt, shard, keys(found, chunks), [UNSEEN] * len(shard.chunks.raw), sizes)
+
+
+def next_base(
+    attempt: Attempt,
+    shard: Shard,
+    found: Iterable[Key],
+    looks: Sequence[Look],
+    sizes: Mapping[str, int],
+) -> Base:
+    """What a committed shard is for the save after it. Pure.
+
+    found, looks: the key of each chunk, and what it was found to be. sizes: of the shard files that it references.
+    """
+    places, digests = Places.of(shard), shard.chunks.raw_digest
+    holders = [str(attempt), *(shard.references.attempts if shard.references is not None else ())]
+    chunks = {}
+    for number, (key, row, look) in enumerate(zip(found, rows_of(shard.chunks), looks, strict=True)):
+        holder, offset = places.order(number)
+        digest = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)] if digests is not None else UNKNOWN
+        if row.codec == RAW:
+            digest = bytes.fromhex(row.digest)
+        raw_digest = digest if digest != UNKNOWN else None
+        chunks[key] = Known(holders[holder], offset, row, look.sample, raw_digest, look.same)
+    return Base(attempt, chunks, {str(attempt): shard.stored_bytes, **sizes})
+
+
+def rows_of(chunks: Chunks) -> Iterator[EncodedChunk]:
+    """The chunks of a table, without their data. Pure."""
+    for number, (raw, stored) in enumerate(zip(chunks.raw.tolist(), chunks.stored.tolist(), strict=True)):
+        yield EncodedChunk(b"", raw, stored, chunks.codec_of(number), chunks.digest_of(number))
