@@ -164,10 +164,10 @@ class Checkpointer:
         check_step(step)
         agreement = self._agreement or self._agree(subject)
         captured = self._capturer.capture(subject, agreement.ownership, grads)
-        if [leaf.slice for leaf in captured.leaves] != self._layout.slices:
+        if captured.leaves.slices != self._layout.slices:
             # Optimizer state appears with the first step; anything else is for all ranks to agree on.
             agreement.ownership.check(describe(subject, sampled=False))
-            self._layout = Layout.of(captured.leaves)
+            self._layout = Layout.of(captured.leaves.slices)
         attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
         handle = SaveHandle(step, self._layout.num_bytes, started)
         if subject.optimizers and self.config.overlap and self._overlap is None:

@@ -1,14 +1,18 @@
 """A glance at the objects of a training loop: enough to tell, at little cost, whether an older description still holds.
 
-It costs less than a microsecond per tensor; naming and describing each of them costs ten times as much.
+It looks at one aspect of all tensors after the other, in loops that the interpreter does not run: half a microsecond
+per tensor. Naming and describing each of them costs twenty times as much.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,7 +23,9 @@ from ckpt.capture.subject import Subject
 
 _TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
 _CONSTANTS = frozenset((type(None), bool, int, float, str))
-_OWN_WAYS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters", "named_modules")
+_OWN_WAYS = frozenset((
+    "state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters", "named_modules"
+))  # fmt: skip
 """Methods that tell a module's state; a class that has its own is asked every time."""
 
 _as_usual: dict[type, bool] = {}
@@ -32,6 +38,8 @@ class Glance:
         self.marks: list[object] = []
         self.tensors: list[torch.Tensor] = []
         """The live ones, in the order in which they were seen."""
+        self.locals: list[torch.Tensor] = []
+        """What of each lies here: of a DTensor its local tensor, else the same."""
 
     @staticmethod
     def at(subject: Subject) -> Glance | None:
@@ -45,26 +53,27 @@ class Glance:
             glance.marks.append(item)
             if not all(map(glance._optimizer, found)):
                 return None
-        return glance
+        return glance if glance._memory() else None
 
     def _module(self, root: nn.Module) -> bool:
-        waiting: list[nn.Module | None] = [root]
-        while waiting:
-            module = waiting.pop()
-            self.marks.append(id(module))
-            if module is None:
-                continue
-            if not _tells_as_usual(module):
-                return False
-            for tensors in (module._parameters, module._buffers):
-                self.marks.append(len(tensors))
-                if tensors and not self._named(tensors):
-                    return False
-            if module._non_persistent_buffers_set:
-                self.marks.append(frozenset(module._non_persistent_buffers_set))
-            self.marks.extend(module._modules)
-            waiting.extend(module._modules.values())
-        return True
+        found, children, level = [root], [], [root]
+        while level:
+            below = [child for module in level for child in module._modules.values()]
+            children += below
+            level = [child for child in below if child is not None]
+            found += level
+        if not _tell_as_usual(found):
+            return False
+        self.marks += (id(root), list(map(id, children)))
+        self._names([module._modules for module in found])
+        hidden = [module._non_persistent_buffers_set for module in found]
+        self.marks.append([frozenset(names) if names else None for names in hidden])
+        held = [tensors for module in found for tensors in (module._parameters, module._buffers)]
+        self._names(held)
+        begin = len(self.tensors)
+        usual = self._values([value for tensors in held for value in tensors.values()])
+        self.marks.append([tensor.requires_grad for tensor in self.tensors[begin:]])
+        return usual
 
     def _optimizer(self, optimizer: Optimizer) -> bool:
         if (
@@ -76,46 +85,74 @@ class Glance:
             return False
         self.marks.append(id(optimizer))
         for group in optimizer.param_groups:
-            self.marks.append(len(group["params"]))
-            self.marks.extend(map(id, group["params"]))
-            self.marks.extend(group.get("param_names") or ())
+            self.marks.append(list(map(id, group["params"])))
+            self.marks.append(list(group.get("param_names") or ()))
             self.marks.append(bool(group.get("capturable")))
-        for parameter, state in optimizer.state.items():
-            self.marks.append(id(parameter))
-            if type(state) is not dict or not self._named(state):
+        states = list(optimizer.state.values())
+        if any(type(state) is not dict for state in states):
+            return False
+        self.marks.append(list(map(id, optimizer.state)))
+        self._names(states)
+        return self._values([value for state in states for value in state.values()])
+
+    def _names(self, found: Sequence[Mapping[str, Any]]) -> None:
+        self.marks.append(list(map(len, found)))
+        self.marks.append(list(chain.from_iterable(found)))
+
+    def _values(self, values: Sequence[Any]) -> bool:
+        """Keep the tensors. False if there are others than tensors and constants."""
+        kinds = set(map(type, values))
+        if not kinds <= _TENSORS:
+            if not all(kind in _TENSORS or kind in _CONSTANTS or issubclass(kind, DTensor) for kind in kinds):
                 return False
+            # As text, zeros have signs.
+            self.marks.append([repr(value) if type(value) in _CONSTANTS else None for value in values])
+            values = [value for value in values if type(value) not in _CONSTANTS]
+        self.tensors += values
         return True
 
-    def _named(self, values: dict[str, Any]) -> bool:
-        marks = self.marks
-        marks.extend(values)
-        for value in values.values():
-            local = value
-            if type(value) not in _TENSORS:
-                if type(value) in _CONSTANTS:
-                    marks.append((type(value), value))
-                    continue
-                if not isinstance(value, DTensor):
-                    return False
-                marks.append(value._spec)
-                local = value._local_tensor
-            if local.layout is not torch.strided:
-                return False
-            marks.extend((
-                id(value), local.data_ptr(), local.dtype, local.shape, local.stride(), local.get_device(),
-                local.is_conj(), local.is_neg(), value.requires_grad,
-            ))  # fmt: skip
-            self.tensors.append(value)
+    def _memory(self) -> bool:
+        self.locals = self.tensors
+        if not set(map(type, self.tensors)) <= _TENSORS:
+            self.marks.append([tensor._spec if isinstance(tensor, DTensor) else None for tensor in self.tensors])
+            self.locals = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in self.tensors]
+        self.marks.append(list(map(id, self.tensors)))
+        try:
+            self.marks.append(list(map(torch.Tensor.data_ptr, self.locals)))
+        except RuntimeError:
+            return False  # no memory with strides, as of sparse ones
         return True
 
 
-def _tells_as_usual(module: nn.Module) -> bool:
-    """Whether its state is its parameters and buffers, and nothing else."""
-    kind = type(module)
-    if kind not in _as_usual:
-        usual = all(getattr(kind, name) is getattr(nn.Module, name) for name in _OWN_WAYS)
-        _as_usual[kind] = usual and not issubclass(kind, FullyShardedDataParallel)
+class Looks:
+    """What a glance saw, to be compared with a later one. Holds no tensor."""
+
+    def __init__(self, glance: Glance) -> None:
+        self._marks = glance.marks
+        first = {id(tensor): number for number, tensor in reversed(list(enumerate(glance.locals)))}
+        self._distinct = sorted(first.values()) if len(first) < len(glance.locals) else None
+        """Tensors that are others than those before; None: all."""
+        # What torch.compile asks before it uses a graph again: types, shapes, strides, devices, and keys of dispatch,
+        # which tell layouts, conjugates and negatives. A tenth of the time that asking each tensor takes.
+        self._guards = TensorGuards(*self._chosen(glance), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def alike(self, glance: Glance) -> bool:
+        """Whether what was described then is described alike now."""
+        return self._marks == glance.marks and bool(self._guards.check(*self._chosen(glance)))
+
+    def _chosen(self, glance: Glance) -> list[torch.Tensor]:
+        return glance.locals if self._distinct is None else [glance.locals[number] for number in self._distinct]
+
+
+def _tell_as_usual(found: Sequence[nn.Module]) -> bool:
+    """Whether the state of modules is their parameters and buffers, and nothing else."""
+    for kind in set(map(type, found)):
+        if kind not in _as_usual:
+            usual = all(getattr(kind, name) is getattr(nn.Module, name) for name in _OWN_WAYS)
+            _as_usual[kind] = usual and not issubclass(kind, FullyShardedDataParallel)
+        if not _as_usual[kind]:
+            return False
+    if any(module._state_dict_hooks or not _OWN_WAYS.isdisjoint(module.__dict__) for module in found):
+        return False
     # The hook of fully_shard puts shards in the place of gathered parameters; that is done already.
-    hooked = module._state_dict_hooks or (module._state_dict_pre_hooks and not isinstance(module, FSDPModule))
-    overridden = not module.__dict__.keys().isdisjoint(_OWN_WAYS)
-    return _as_usual[kind] and not hooked and not overridden
+    return all(isinstance(module, FSDPModule) for module in found if module._state_dict_pre_hooks)

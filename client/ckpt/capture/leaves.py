@@ -5,9 +5,11 @@ Nothing is copied here: leaves alias live tensors until they are staged.
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -49,11 +51,59 @@ class Leaf(NamedTuple):
     change: Change = Change.ANY_TIME
 
 
+class Leaves(Sequence[Leaf]):
+    """Leaves, column by column: every save looks at all of them, and should make no object for each."""
+
+    def __init__(
+        self,
+        slices: Sequence[Slice] = (),
+        tensors: Sequence[torch.Tensor] = (),
+        origins: Sequence[torch.Tensor] | None = None,
+        changes: Sequence[Change] = (),
+    ) -> None:
+        """origins: None if each tensor is its own."""
+        self.slices = list(slices)
+        self.tensors = list(tensors)
+        self.origins = self.tensors if origins is None else list(origins)
+        self.changes = list(changes)
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    @overload
+    def __getitem__(self, index: int) -> Leaf: ...
+    @overload
+    def __getitem__(self, index: slice) -> Leaves: ...
+    def __getitem__(self, index: int | slice) -> Leaf | Leaves:
+        if isinstance(index, slice):
+            return self.pick(range(len(self))[index])
+        return Leaf(self.slices[index], self.tensors[index], self.origins[index], self.changes[index])
+
+    def append(self, leaf: Leaf) -> None:
+        """One more."""
+        if self.origins is self.tensors:
+            self.origins = list(self.tensors)
+        self.slices.append(leaf.slice)
+        self.tensors.append(leaf.tensor)
+        self.origins.append(leaf.origin)
+        self.changes.append(leaf.change)
+
+    def pick(self, indexes: Iterable[int]) -> Leaves:
+        """Some of them, in another order if need be."""
+        chosen = list(indexes)
+        return Leaves(
+            [self.slices[i] for i in chosen],
+            [self.tensors[i] for i in chosen],
+            None if self.origins is self.tensors else [self.origins[i] for i in chosen],
+            [self.changes[i] for i in chosen],
+        )
+
+
 @dataclass(slots=True)
 class Captured:
     """What one rank saves: leaves for its shard, trees for its receipt."""
 
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: Leaves = field(default_factory=Leaves)
     trees: dict[str, JSON] = field(default_factory=dict)
     local: dict[str, JSON] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -68,13 +118,14 @@ class Collector:
         self.captured = Captured()
         self._ownership = ownership
         self._prefix = f"rank-{ownership.rank:05d}/"
-        self._names: set[str] = set()
-        self._seen: dict[tuple[object, ...], str] = {}
+        self._names: MutableMapping[str, None] = {}
+        self._seen: MutableMapping[tuple[object, ...], str] = {}
 
     def beside(self, captured: Captured) -> Collector:
-        """Another one that goes on with what this one has found so far, for the memory it lies in is the same."""
+        """Another one that goes on with what this one has found so far, for the memory it lies in is the same; this one
+        then finds no more."""
         other = Collector(self._ownership)
-        other.captured, other._names, other._seen = captured, self._names.copy(), self._seen.copy()
+        other.captured, other._names, other._seen = captured, ChainMap({}, self._names), ChainMap({}, self._seen)
         return other
 
     def shared(self, unit: str, path: str, value: Any, change: Change, flat: Flat | None = None) -> JSON:
@@ -146,7 +197,7 @@ class Collector:
         while name in self._names:
             count += 1
             name = f"{path}#{count}"
-        self._names.add(name)
+        self._names[name] = None
         if not part.pieces or not part.pieces[0].tensor.numel():
             return name, name
         local = part.pieces[0].tensor

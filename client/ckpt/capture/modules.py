@@ -44,10 +44,11 @@ def canonical(name: str) -> str:
 
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Have fully_shard put its shards back in the place of parameters that the last forward left gathered. Local."""
-    for module in modules:
-        for child in module.modules():
-            if isinstance(child, FSDPModule):
-                child.reshard()
+    if FSDPModule.__subclasses__():  # of which fully_shard makes one for each class that it is given
+        for module in modules:
+            for child in module.modules():
+                if isinstance(child, FSDPModule):
+                    child.reshard()
 
 
 def raw_state(module: nn.Module, known: Parameters) -> dict[str, Any]:

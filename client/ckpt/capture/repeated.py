@@ -8,17 +8,18 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ckpt.capture import optimizers
 from ckpt.capture.describe import optimizer_frame
-from ckpt.capture.glance import Glance
-from ckpt.capture.leaves import Captured, Change, Collector, Leaf
+from ckpt.capture.glance import Glance, Looks
+from ckpt.capture.leaves import Captured, Change, Collector, Leaf, Leaves
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.state import capture, capture_local, capture_objects
 from ckpt.capture.subject import Subject
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
-from ckptstore.format.trees import merge_trees
+from ckptstore.format.trees import TAG, merge_trees
 
 
 class _View(NamedTuple):
@@ -29,24 +30,25 @@ class _View(NamedTuple):
     offset: int
 
 
-class _Place(NamedTuple):
-    """Where a leaf is found again: no tensor is held between saves."""
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where leaves are found again, column by column: no tensor is held between saves."""
 
-    slice: Slice
-    tensor: int
+    slices: list[Slice]
+    tensors: list[int]
     """Which of those that a glance sees."""
-    view: _View | None
-    change: Change
-    distributed: bool
+    views: dict[int, _View]
+    """Of leaves, by their number, that are a part of their tensor."""
+    changes: list[Change]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Described:
     """What objects were described as, and what they looked like then."""
 
-    marks: list[object]
+    looks: Looks
     ownership: Ownership
-    places: list[_Place]
+    places: _Places
     collector: Collector
     """Knows names and memory; its leaves are given up."""
     trees: Mapping[str, JSON]
@@ -72,29 +74,31 @@ class Capturer:
             glance is None
             or described is None
             or described.ownership is not ownership
-            or described.marks != glance.marks
+            or not described.looks.alike(glance)
         ):
             collector = capture_objects(subject, ownership)
+            captured = collector.captured
             described = None if glance is None else _describe(subject, ownership, glance, collector)
             self._described = described
         else:
-            collector = _again(described, subject, glance.tensors)
-        captured = collector.captured
+            collector, captured = described.collector, _again(described, subject, glance)
         shared = len(captured.leaves)
-        capture_local(collector if described is None else collector.beside(captured), subject)
+        capture_local(collector.beside(captured), subject)
         captured.sameness = described if len(captured.leaves) == shared else None
         return captured
 
 
 def _describe(subject: Subject, ownership: Ownership, glance: Glance, collector: Collector) -> _Described | None:
     """None if leaves lie in tensors that were not seen."""
-    numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
-    places = []
-    for leaf in collector.captured.leaves:
-        number = numbers.get(id(leaf.origin))
-        if number is None:
-            return None
-        places.append(_Place(leaf.slice, number, _view(leaf), leaf.change, isinstance(leaf.origin, DTensor)))
+    numbers, leaves = {id(tensor): number for number, tensor in enumerate(glance.tensors)}, collector.captured.leaves
+    if not all(id(origin) in numbers for origin in leaves.origins):
+        return None
+    places = _Places(
+        slices=list(leaves.slices),
+        tensors=[numbers[id(origin)] for origin in leaves.origins],
+        views={i: view for i, leaf in enumerate(leaves) if (view := _view(leaf)) is not None},
+        changes=list(leaves.changes),
+    )
     parameters, captured = subject.parameters(), collector.captured
     groups = {
         item: [[[n for held in group for n in held] for group in optimizers.named_groups(o, parameters)] for o in found]
@@ -102,7 +106,7 @@ def _describe(subject: Subject, ownership: Ownership, glance: Glance, collector:
         if ownership.owns(optimizer_frame(item, found, parameters))
     }
     known = collector.beside(Captured())
-    return _Described(glance.marks, ownership, places, known, dict(captured.trees), dict(captured.aliases), groups)
+    return _Described(Looks(glance), ownership, places, known, dict(captured.trees), dict(captured.aliases), groups)
 
 
 def _local(origin: torch.Tensor) -> torch.Tensor:
@@ -116,17 +120,33 @@ def _view(leaf: Leaf) -> _View | None:
     return _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _again(described: _Described, subject: Subject, tensors: Sequence[torch.Tensor]) -> Collector:
+def _again(described: _Described, subject: Subject, glance: Glance) -> Captured:
     """What is captured of objects that look as they did."""
-    captured = Captured(trees=dict(described.trees), aliases=dict(described.aliases))
-    for piece, number, view, change, distributed in described.places:
-        origin = tensors[number]
-        local = origin._local_tensor if distributed else origin  # type: ignore[attr-defined]
-        captured.leaves.append(Leaf(piece, local if view is None else local.as_strided(*view), origin, change))
+    places = described.places
+    tensors = [glance.locals[number] for number in places.tensors]
+    origins = None
+    if places.views or glance.locals is not glance.tensors:
+        origins = [glance.tensors[number] for number in places.tensors]
+        for i, view in places.views.items():
+            tensors[i] = tensors[i].as_strided(*view)
+    captured = Captured(
+        leaves=Leaves(places.slices, tensors, origins, places.changes),
+        trees=dict(described.trees),
+        aliases=dict(described.aliases),
+    )
     for item, of_optimizers in described.groups.items():
         frame: JSON = {}
         for optimizer, names in zip(subject.optimizers[item], of_optimizers, strict=True):
-            groups = optimizers.describe_groups(optimizer, names)
-            frame = merge_trees(frame, described.collector.inline(item, {"groups": groups}), item)
+            frame = merge_trees(frame, _groups(described.collector, item, optimizer, names), item)
         captured.trees[item] = {**described.trees[item], **frame}
-    return described.collector.beside(captured)
+    return captured
+
+
+def _groups(collector: Collector, item: str, optimizer: Optimizer, names: Sequence[Sequence[str]]) -> JSON:
+    """The tree of an optimizer's groups; names are text, and need not be encoded each time."""
+    tree = collector.inline(item, {"groups": optimizers.describe_groups(optimizer, [[] for _ in names])})
+    if any(TAG in group for group in tree["groups"]):  # with options of odd names
+        return collector.inline(item, {"groups": optimizers.describe_groups(optimizer, names)})
+    for group, known in zip(tree["groups"], names, strict=True):
+        group["params"] = known
+    return tree

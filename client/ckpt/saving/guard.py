@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import xxhash
 
-from ckpt.capture.leaves import Leaf
+from ckpt.capture.leaves import Leaves
 from ckpt.saving.segment import Segment
 from ckptstore.format.shards import Placed, Slice
 
-_WITNESS_BYTES = 64
+Memory = ctypes.Array[ctypes.c_char]
+
+WITNESS_BYTES = 64
 _PAGE_BYTES = 4 << 10
 _PAGES = 16
+_VERSION: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class Guard:
@@ -25,29 +28,41 @@ class Guard:
     bytes, which sees whatever changes all elements.
     """
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, leaves: Leaves, witnesses: Sequence[Memory]) -> None:
+        """witnesses: the first bytes of each leaf; whoever copies keeps that memory alive."""
         self._leaves = leaves
-        self._witnesses = [_witness(leaf.tensor) for leaf in leaves]
+        self._witnesses = witnesses
         self._seen = self._look()
 
     def changed(self) -> list[str]:
         """The entries that are not what they were."""
-        pairs = zip(self._leaves, self._seen, self._look(), strict=True)
-        return [leaf.slice.entry for leaf, then, now in pairs if then != now]
+        pairs = zip(self._leaves.slices, self._seen, self._look(), strict=True)
+        return [piece.entry for piece, then, now in pairs if then != now]
 
     def _look(self) -> list[tuple[int, int, bytes]]:
         # The counter of a DTensor and that of its local tensor are advanced by different changes.
-        return [
-            (leaf.tensor._version, leaf.origin._version, ctypes.string_at(*witness))
-            for leaf, witness in zip(self._leaves, self._witnesses, strict=True)
-        ]
+        leaves = self._leaves
+        counters, same = list(map(_VERSION, leaves.tensors)), leaves.origins is leaves.tensors
+        return list(
+            zip(
+                counters,
+                counters if same else map(_VERSION, leaves.origins),
+                [witness.raw for witness in self._witnesses],
+                strict=True,
+            )
+        )
 
 
-def _witness(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and size of the first bytes; whoever copies keeps that memory alive."""
+def witness(tensor: torch.Tensor) -> Memory:
+    """The first bytes of a tensor in host memory; nothing of another one."""
     if not tensor.is_cpu or not tensor.is_contiguous():
-        return 0, 0
-    return tensor.data_ptr(), min(_WITNESS_BYTES, tensor.nbytes)
+        return memory_at(0, 0)
+    return memory_at(tensor.data_ptr(), min(WITNESS_BYTES, tensor.nbytes))
+
+
+def memory_at(address: int, num_bytes: int) -> Memory:
+    """Memory as an object. It does not keep it alive."""
+    return (ctypes.c_char * num_bytes).from_address(address)
 
 
 class Steadiness:

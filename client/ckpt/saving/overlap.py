@@ -24,7 +24,7 @@ from typing import cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.capture.leaves import Captured, Change, Leaf
+from ckpt.capture.leaves import Captured, Change, Leaf, Leaves
 from ckpt.saving.arena import ArenaSlot
 from ckpt.saving.client import SaveClient
 from ckpt.saving.guard import Guard, Steadiness
@@ -58,7 +58,8 @@ def copy_snapshot(
     if overlap is not None and overlap.on:
         transfer = slot.stager.begin(leaves, layout, overlap.may_wait, overlap.sameness(captured))
         if transfer.under_way:
-            overlap.begin(client, Flight(transfer, Guard(transfer.later), job, handle, slot, _frozen(leaves, layout)))
+            guard, frozen = Guard(transfer.later, transfer.witnesses), _frozen(leaves, layout)
+            overlap.begin(client, Flight(transfer, guard, job, handle, slot, frozen))
             return
         transfer.finish()
     else:
@@ -67,9 +68,11 @@ def copy_snapshot(
     client.submit(job, handle)
 
 
-def _frozen(leaves: Sequence[Leaf], layout: Layout) -> list[Placed]:
+def _frozen(leaves: Leaves, layout: Layout) -> list[Placed]:
+    if Change.NEVER not in leaves.changes:
+        return []
     pairs = zip(layout.placed, layout.order, strict=True)
-    return [place for place, i in pairs if leaves[i].change is Change.NEVER and place.slice.bytes >= _FROZEN_BYTES]
+    return [place for place, i in pairs if leaves.changes[i] is Change.NEVER and place.slice.bytes >= _FROZEN_BYTES]
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ckpt.capture.leaves import Leaf
+from ckpt.capture.leaves import Leaf, Leaves
 from ckpt.saving.arena import ArenaSlot
 from ckpt.saving.client import SaveClient
-from ckpt.saving.guard import Guard
+from ckpt.saving.guard import Guard, witness
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.messages import Job
 from ckpt.saving.overlap import Flight, Overlap
@@ -29,7 +29,7 @@ _CLONED_BYTES = 32 << 20
 def stream_snapshot(
     client: SaveClient,
     slot: ArenaSlot,
-    leaves: Sequence[Leaf],
+    leaves: Leaves,
     layout: Layout,
     job: Job,
     handle: SaveHandle,
@@ -46,13 +46,14 @@ def stream_snapshot(
         pairs = list(zip(leaves, waits, strict=True))
         stream = _Stream(slot.segment, [leaf.tensor if wait else leaf.tensor.clone() for leaf, wait in pairs], layout)
         client.stream(job, handle, outlet)
-        transfer = StreamTransfer(stream, client, outlet, job, handle, [leaf for leaf, wait in pairs if wait])
-        overlap.begin(client, Flight(transfer, Guard(transfer.later), job, handle, slot, []))
+        later = leaves.pick(i for i, wait in enumerate(waits) if wait)
+        transfer = StreamTransfer(stream, client, outlet, job, handle, later)
+        overlap.begin(client, Flight(transfer, Guard(later, transfer.witnesses), job, handle, slot, []))
         return
-    stream = _Stream(slot.segment, [leaf.tensor for leaf in leaves], layout)
+    stream = _Stream(slot.segment, leaves.tensors, layout)
     client.stream(job, handle, outlet)
     try:
-        StreamTransfer(stream, client, outlet, job, handle, []).copy()
+        StreamTransfer(stream, client, outlet, job, handle, Leaves()).copy()
         client.submit(job, handle)
     except BaseException:
         client.cut(job.number)
@@ -73,10 +74,10 @@ class StreamTransfer(Transfer):
     """A snapshot on its way through a slot. The saver cannot end it before the job is submitted."""
 
     def __init__(
-        self, stream: _Stream, client: SaveClient, outlet: Outlet, job: Job, handle: SaveHandle, later: list[Leaf]
+        self, stream: _Stream, client: SaveClient, outlet: Outlet, job: Job, handle: SaveHandle, later: Leaves
     ) -> None:
         super().__init__()
-        self.later = later
+        self.later, self.witnesses = later, list(map(witness, later.tensors))
         self._stream = stream
         self._client = client
         self._outlet = outlet

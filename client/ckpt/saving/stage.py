@@ -6,19 +6,22 @@ changes in `optim.step()` may be left to another thread meanwhile (overlap.py).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ckpt.capture.leaves import Leaf
+from ckpt.capture.leaves import Leaf, Leaves
+from ckpt.saving.guard import Memory, memory_at, witness
 from ckpt.saving.messages import SliceRow
 from ckpt.saving.segment import Segment
-from ckpt.saving.transfer import Move, Transfer, pin
+from ckpt.saving.transfer import Move, Run, Transfer, move_all, pin
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
 Later = Callable[[Leaf], bool]
+
+_GATHERED_BYTES = 16 << 10
+_ALL_GATHERED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,8 @@ class Layout:
     num_bytes: int
 
     @staticmethod
-    def of(leaves: Sequence[Leaf]) -> Layout:
-        """The layout that these leaves have in every save."""
-        slices = [leaf.slice for leaf in leaves]
+    def of(slices: Sequence[Slice]) -> Layout:
+        """The layout that leaves of these slices have in every save."""
         placed = place_slices(slices)
         index = {piece: i for i, piece in enumerate(slices)}
         order = [index[place.slice] for place in placed]
@@ -45,18 +47,40 @@ class Layout:
             for place in placed
             for piece in [place.slice]
         ]
-        return Layout(slices, placed, order, rows, raw_bytes(placed))
+        return Layout(list(slices), placed, order, rows, raw_bytes(placed))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
-    """How leaves get into a slot: by address where they are plain memory."""
+    """How to copy leaves, as long as they are the same: addresses, and indexes of leaves."""
 
     sameness: object | None
     now: list[Move] = field(default_factory=list)
-    later: list[tuple[Move, int]] = field(default_factory=list)
-    others: list[tuple[Placed, int, bool]] = field(default_factory=list)
-    """Not plain memory, and whether they may wait."""
+    gathered: list[Memory] = field(default_factory=list)
+    """Small memory, which is copied to one place now, and from there to where it belongs later."""
+    runs: list[Run] = field(default_factory=list)
+    later: list[Move] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    """Leaves that are moved later."""
+    witnesses: list[Memory] = field(default_factory=list)
+    """Of these."""
+    others: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
+    """Leaves that are not plain host memory, where they go, and whether they may wait."""
+
+    def gather(self) -> None:
+        """Of what is to be copied now, gather what is small: in all no more than a little."""
+        now, self.now, at = self.now, [], 0
+        for to, source, size in now:
+            if size > _GATHERED_BYTES or at + size > _ALL_GATHERED_BYTES:
+                self.now.append((to, source, size))
+                continue
+            self.gathered.append(memory_at(source, size))
+            if self.runs and to == self.runs[-1][0] + self.runs[-1][2]:
+                begin, first, before = self.runs[-1]
+                self.runs[-1] = (begin, first, before + size)
+            else:
+                self.runs.append((to, at, size))
+            at += size
 
 
 class Stager:
@@ -72,14 +96,12 @@ class Stager:
         self._pinned = False
         self._plan: _Plan | None = None
 
-    def stage(self, leaves: Sequence[Leaf], layout: Layout, sameness: object | None = None) -> None:
+    def stage(self, leaves: Leaves, layout: Layout, sameness: object | None = None) -> None:
         """Copy all leaves. On return the slot holds them, also those from a GPU. sameness: see `Captured`."""
         self.begin(leaves, layout, None, sameness).finish()
 
     @torch.no_grad()
-    def begin(
-        self, leaves: Sequence[Leaf], layout: Layout, later: Later | None, sameness: object | None = None
-    ) -> Transfer:
+    def begin(self, leaves: Leaves, layout: Layout, later: Later | None, sameness: object | None = None) -> Transfer:
         """Copy the leaves that may change at any time, but for those that are on a GPU: they are on their way, in the
         order of the current stream. What `later` says may wait goes with `Transfer.copy`.
 
@@ -89,32 +111,35 @@ class Stager:
         if plan is None or sameness is None or plan.sameness != sameness:
             plan = self._plan = self._make_plan(leaves, layout, later, sameness)
         transfer = Transfer()
-        # torch copies with all of its threads and waits for the slowest: several times slower than one
-        # thread as soon as a core is busy, with the saver for instance. memmove releases the GIL.
-        for move in plan.now:
-            ctypes.memmove(*move)
-        for move, i in plan.later:
-            transfer.add_move(move, leaves[i])
-        for place, i, waits in plan.others:
-            self._begin_other(transfer, place, leaves[i], waits)
+        move_all(plan.now)
+        if plan.later:
+            transfer.add_gathered(b"".join(plan.gathered), plan.runs)
+            transfer.add_moves(plan.later, leaves.pick(plan.waiting), plan.witnesses)
+        for view, i, waits in plan.others:
+            self._begin_other(transfer, view, leaves[i], waits)
         transfer.begun()
         return transfer
 
-    def _make_plan(self, leaves: Sequence[Leaf], layout: Layout, later: Later | None, sameness: object | None) -> _Plan:
+    def _make_plan(self, leaves: Leaves, layout: Layout, later: Later | None, sameness: object | None) -> _Plan:
         plan = _Plan(sameness)
         for place, i in zip(layout.placed, layout.order, strict=True):
-            tensor, waits = leaves[i].tensor, later is not None and later(leaves[i])
-            move = (self._address + place.at, tensor.data_ptr(), tensor.nbytes)
-            if not is_plain(tensor):
-                plan.others.append((place, i, waits))
-            elif waits:
-                plan.later.append((move, i))
+            leaf = leaves[i]
+            waits = later is not None and later(leaf)
+            if not is_plain(leaf.tensor):
+                plan.others.append((self._view(place, leaf.tensor), i, waits))
+                continue
+            move = (self._address + place.at, leaf.tensor.data_ptr(), leaf.tensor.nbytes)
+            if waits:
+                plan.later.append(move)
+                plan.waiting.append(i)
+                plan.witnesses.append(witness(leaf.tensor))
             else:
                 plan.now.append(move)
+        if plan.later:
+            plan.gather()
         return plan
 
-    def _begin_other(self, transfer: Transfer, place: Placed, leaf: Leaf, waits: bool) -> None:
-        view = self._view(place, leaf.tensor)
+    def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: Leaf, waits: bool) -> None:
         if leaf.tensor.is_cuda:
             self._pin()
             transfer.add_device_copy(view, leaf, waits)

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from ckpt.capture.leaves import Leaf
+from ckpt.capture.leaves import Leaf, Leaves
+from ckpt.saving.guard import Memory, witness
 from ckpt.saving.segment import Segment
 
 Move = tuple[int, int, int]
 """Addresses to copy to and from, and bytes."""
+
+Run = tuple[int, int, int]
+"""Address to copy to, where in gathered bytes to copy from, and bytes."""
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -24,22 +29,32 @@ class Transfer:
     """One snapshot on its way. `copy` once, then `finish`; `hold` and `again` belong to the training thread."""
 
     def __init__(self) -> None:
-        self.later: list[Leaf] = []
+        self.later = Leaves()
         """What is left for `copy`."""
-        self._moves: list[Move] = []
+        self.witnesses: list[Memory] = []
+        """Of each of these."""
+        self._moves: Sequence[Move] = ()
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._kept: list[torch.UntypedStorage] = []
+        self._kept: list[object] = []
         self._devices: dict[torch.device, DeviceCopies] = {}
+        self._gathered: Sequence[Move] = ()
 
-    def add_move(self, move: Move, leaf: Leaf) -> None:
-        """Copy memory later. The memory lives until then, whatever becomes of the tensor."""
-        self.later.append(leaf)
-        self._moves.append(move)
-        self._kept.append(leaf.tensor.untyped_storage())
+    def add_moves(self, moves: Sequence[Move], leaves: Leaves, witnesses: Sequence[Memory]) -> None:
+        """Copy memory later, before anything else is added. It lives until then, whatever becomes of the tensors."""
+        self.later, self.witnesses = leaves, list(witnesses)
+        self._moves = moves
+        self._kept += map(torch.Tensor.untyped_storage, leaves.tensors)
+
+    def add_gathered(self, data: bytes, runs: Sequence[Run]) -> None:
+        """Put later in its place what was copied already."""
+        kept = ctypes.c_char_p(data)
+        self._kept.append(kept)
+        begin = ctypes.cast(kept, ctypes.c_void_p).value or 0
+        self._gathered = [(to, begin + at, size) for to, at, size in runs]
 
     def add_copy(self, view: torch.Tensor, leaf: Leaf) -> None:
         """Copy a tensor of host memory later that is not plain memory."""
-        self.later.append(leaf)
+        self._add_later(leaf)
         self._copies.append((view, leaf.tensor.detach()))
 
     def add_device_copy(self, view: torch.Tensor, leaf: Leaf, later: bool) -> None:
@@ -48,8 +63,12 @@ class Transfer:
         if device not in self._devices:
             self._devices[device] = DeviceCopies(device)
         if later:
-            self.later.append(leaf)
+            self._add_later(leaf)
         self._devices[device].add(view, leaf.tensor, later)
+
+    def _add_later(self, leaf: Leaf) -> None:
+        self.later.append(leaf)
+        self.witnesses.append(witness(leaf.tensor))
 
     @property
     def under_way(self) -> bool:
@@ -66,11 +85,11 @@ class Transfer:
         """Copy host memory, and have the GPUs begin."""
         for copies in self._devices.values():
             copies.copy()
+        move_all(self._gathered)
         self._copy_memory()
 
     def _copy_memory(self) -> None:
-        for to, source, size in self._moves:
-            ctypes.memmove(to, source, size)
+        move_all(self._moves)
         for view, tensor in self._copies:
             view.copy_(tensor)
 
@@ -90,6 +109,14 @@ class Transfer:
         """Return when the slot holds everything."""
         for copies in self._devices.values():
             copies.finish()
+
+
+def move_all(moves: Iterable[Move]) -> None:
+    """Copy memory."""
+    # torch copies with all of its threads and waits for the slowest: several times slower than one
+    # thread as soon as a core is busy, with the saver for instance. memmove releases the GIL.
+    for to, source, size in moves:
+        ctypes.memmove(to, source, size)
 
 
 class DeviceCopies:
