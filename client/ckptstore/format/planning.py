@@ -6,6 +6,7 @@ there are many of are msgspec's structs: quicker to make than data classes, and 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -88,7 +89,7 @@ class ChunkRead(Struct, frozen=True, gc=False):
     raw: int
     codec: str
     digest: str
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
     @property
     def name(self) -> str:
@@ -156,12 +157,12 @@ def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
     wants = list(wants)
     found = list(overlaps(content, wants))
     table = ChunkTable.of(content, np.unique(concatenate(content.slices.shard[one.row] for one in found)).tolist())
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[Piece]] = defaultdict(list)
     for one in found:
         for row, piece in _pieces(content, wants, table, one):
-            pieces.setdefault(row, []).append(piece)
+            pieces[row].append(piece)
     rows = table.sorted(column(pieces))
-    return coalesce(_chunk_reads(content, table, rows, (tuple(pieces[row]) for row in rows.tolist())))
+    return coalesce(_chunk_reads(content, table, rows, map(pieces.__getitem__, rows.tolist())))
 
 
 def plan_all(content: Content) -> list[ChunkRead]:
@@ -200,10 +201,12 @@ def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: O
     to = (into[which] - first[which] + start // item) * to_item
     columns = (row, which, low - table.begin[row], to, item, to_item, start // item, stop // item, is_flat)
     numbers = found.want.tolist()
+    alone = {size: (size,) for size in ITEM_BYTES.values()}
     for chunk, one, at, place, size, to_size, begin, end, flat in zip(*(c.tolist() for c in columns), strict=True):
         want = wants[numbers[one]]
         if flat:
-            yield chunk, Piece(want.buffer, at, want.at + place, size, (end - begin,), (size,), (to_size,), casts[one])
+            lies = (end - begin,), alone[size], alone[to_size]
+            yield chunk, Piece(want.buffer, at, want.at + place, size, *lies, casts[one])
             continue
         meeting = _Meeting(*(tuple(matrix[one].tolist()) for matrix in (found.slices, found.wanted, found.box)))
         for source, goal, merged in meeting.strided(begin, end, (size, to_size)):
@@ -272,7 +275,7 @@ def _dot(index: Sequence[int], steps: Sequence[int]) -> int:
 
 
 def _chunk_reads(
-    content: Content, table: ChunkTable, rows: Column, pieces: Iterable[tuple[Piece, ...]]
+    content: Content, table: ChunkTable, rows: Column, pieces: Iterable[Sequence[Piece]]
 ) -> Iterator[ChunkRead]:
     """The rows of the table as reads."""
     columns = (table.shard, table.index, table.holder, table.offset, table.stored, table.raw)
