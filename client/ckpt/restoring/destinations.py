@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.dtypes import BY_NAME
-from ckpt.restoring.landing import LANES, Arrival, Landing, is_direct
+from ckpt.restoring.landing import LANES, Arrival, Landing, Lane, is_direct
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format.boxes import Box, sizes
 from ckptstore.format.documents import JSON, Content
@@ -36,6 +36,7 @@ class Destinations:
         }
         self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
         self._hosts: dict[_Key, torch.Tensor] = {}
+        self._lanes: dict[torch.device, Lane] = {}
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of an entry. Raises CorruptObject, or UnsupportedFormat for a type this torch lacks."""
@@ -102,7 +103,9 @@ class Destinations:
         return [Want(name, box, str(i)) for i, (name, box, _) in enumerate(self._targets)]
 
     def allocate(self) -> None:
-        """Make host memory for what cannot be read to where it lives, nor passed on to there piece by piece."""
+        """Open lanes to GPUs, and make host memory for what is neither theirs nor can be read to where it lives."""
+        devices = {device for *_, device in self._targets if device is not None}
+        self._lanes = {device: LANES[device.type](device) for device in devices}
         for key, targets in self._targets.items():
             name, box, device = key
             if device is None:
@@ -117,9 +120,8 @@ class Destinations:
         What goes to a GPU is there at the end.
         """
         hosts = {str(i): self._hosts[key] for i, key in enumerate(self._targets) if key in self._hosts}
-        lanes = {device: LANES[device.type](device) for *_, device in self._targets if device is not None}
         arrivals = {
-            str(i): Arrival(targets, self.describe(name)[0], lanes[device])
+            str(i): Arrival(targets, self.describe(name)[0], self._lanes[device])
             for i, ((name, _, device), targets) in enumerate(self._targets.items())
             if device is not None
         }
@@ -141,7 +143,7 @@ class Destinations:
 
 def _lane_of(tensor: torch.Tensor) -> torch.device | None:
     """The device whose lane leads to the tensor, if there is one."""
-    if tensor.is_cpu:  # what most of a state is is looked at quickly
+    if tensor.is_cpu and "cpu" not in LANES:  # what most of a state is is looked at quickly
         return None
     return tensor.device if tensor.device.type in LANES else None
 
