@@ -1,4 +1,4 @@
-"""The command line of the daemon: `ckptd serve`, `ckptd config`, `ckptd token`; or `python -m ckptd`."""
+"""The command line of the daemon: `ckptd serve`, `ckptd config`, `ckptd token`."""
 
 from __future__ import annotations
 
@@ -140,12 +140,3 @@ def _create_token(
     finally:
         database.close()
     typer.echo(made.secret)
-
-
-def main() -> None:
-    """The entry point."""
-    cli()
-
-
-if __name__ == "__main__":
-    main()

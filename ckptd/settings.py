@@ -19,6 +19,8 @@ _CHOICES = {
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("text", "json"),
 }
+_LONGEST = 1e9
+"""Of any number of seconds or days: more than the system can wait for is a mistake."""
 _POSITIVE = ("poll_seconds", "collect_seconds", "leader_lease_seconds")
 _NOT_NEGATIVE = (
     "commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds", "scrub_days",
@@ -81,13 +83,19 @@ class Settings:
             raise InvalidRequest(f"port {self.port} is not a port", "Use 0 to 65535")
         if self.store_reads < 1:
             raise InvalidRequest(f"store_reads is {self.store_reads}", "Use at least 1")
+        self._check_numbers()
+        self._check_exposure()
+
+    def _check_numbers(self) -> None:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a positive number of seconds")
         for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a number, not below 0")
-        self._check_exposure()
+        for knob in KNOBS:
+            if isinstance(knob.default, float) and getattr(self, knob.name) > _LONGEST:
+                raise InvalidRequest(f"{knob.name} is {getattr(self, knob.name)}", f"Use at most {_LONGEST:.0f}")
 
     def _check_exposure(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):

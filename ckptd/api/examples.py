@@ -65,7 +65,7 @@ EXAMPLES: tuple[msgspec.Struct, ...] = (
         status=404,
         detail="run 'gpt' has no checkpoint in s3://bucket/ckpt",
         code="no_checkpoint",
-        hint="GET /v1/checkpoints shows what there is",
+        hint="ckptctl ls, or GET /v1/checkpoints, shows what there is",
         request_id="8e1f0c6d5b7a4c8f9d3e2b1a0f9e8d7c",
     ),
 )

@@ -30,7 +30,7 @@ PROBES = frozenset({"/livez", "/readyz"})
 _FREQUENT = PROBES | {"/metrics"}
 _BEARER = "Bearer "
 _HEADERS = {Unauthorized: {"WWW-Authenticate": "Bearer"}, TooManyFailures: {"Retry-After": str(round(WINDOW_S))}}
-_HOW = "Send Authorization: Bearer <token>; ckptd token create makes one"
+_HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token create makes one"
 
 
 class Requests:

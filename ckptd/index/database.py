@@ -95,7 +95,11 @@ class Database:
             self.shared = parsed.get_backend_name() == "postgresql"
             """Other daemons may use it as well."""
             engine = _postgresql(parsed, max_connections) if self.shared else _sqlite(parsed, max_connections)
-        except (ArgumentError, ImportError, SQLAlchemyError) as error:
+        except ImportError as error:
+            raise InvalidRequest(
+                f"the driver of the database is not installed: {error}", "pip install 'ckptd[postgresql]'"
+            ) from error
+        except (ArgumentError, SQLAlchemyError) as error:
             raise InvalidRequest(
                 f"database URL cannot be used: {error}",
                 "Write sqlite:////var/lib/ckptd/index.db or postgresql+psycopg://user@host/database",

@@ -9,6 +9,7 @@ from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference
 
 _ANSWERS_KEPT = 10_000
+_HOW = "ckptctl ls, or GET /v1/checkpoints, shows what there is"
 
 
 class Catalogue:
@@ -36,7 +37,7 @@ class Catalogue:
         if found is None:
             which = f"run {run!r}" if run is not None else "no run"
             has = "has no checkpoint" if run is not None else "has a checkpoint"
-            raise NoCheckpoint(f"{which} {has} in {self.store_url}", "GET /v1/checkpoints shows what there is")
+            raise NoCheckpoint(f"{which} {has} in {self.store_url}", _HOW)
         if len(self._latest) >= _ANSWERS_KEPT:
             self._latest.clear()
         self._latest[run] = (generation, found)
@@ -65,7 +66,7 @@ class Catalogue:
             step = "" if reference.step is None else f" at step {reference.step}"
             raise NoCheckpoint(
                 f"run {reference.run!r} has no checkpoint{step} in {self.store_url}",
-                "GET /v1/checkpoints shows what there is",
+                _HOW,
             )
         return found
 

@@ -113,7 +113,10 @@ class Works:
         if run is None:
             return runs
         if check_run(run) not in runs:
-            raise NoCheckpoint(f"run {run!r} has no checkpoint in {self._store.url}", "GET /v1/runs shows the runs")
+            url = self._store.url
+            raise NoCheckpoint(
+                f"run {run!r} has no checkpoint in {url}", "ckptctl runs, or GET /v1/runs, shows the runs"
+            )
         return [run]
 
 

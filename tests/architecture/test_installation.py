@@ -66,6 +66,9 @@ def test_without_extras_there_is_the_format_and_the_command_line(programs: Path)
     assert run(programs / "ckptctl", "--version").startswith("ckptctl ")
     absent = ["torch", "fastapi", "sqlalchemy", "s3fs", "safetensors"]
     assert missing(programs, "ckptstore", *absent) == absent
+    refused = subprocess.run([programs / "ckptd", "serve"], capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "pip install 'ckptd[server]'" in refused.stderr
 
 
 @pytest.mark.slow

@@ -277,5 +277,5 @@ def test_a_newer_format_is_passed_on_instead_of_an_older_step() -> None:
 
 
 def test_the_daemon_never_loads_torch() -> None:
-    code = "import sys, ckptd.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, ckptd.commands; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -86,6 +86,8 @@ def test_a_wrong_file_is_refused_with_its_name(text: str, says: str, tmp_path: P
         ({"auth": "off"}, {"CKPTD_TOKEN": "x" * 16}, "auth is off, and yet"),
         ({}, {"CKPTD_TOKEN": "x" * 15}, "15 characters"),
         ({"tls_cert": "c"}, {}, "only one"),
+        ({"poll_seconds": "inf"}, {}, "poll_seconds is inf"),
+        ({"drain_seconds": "nan"}, {}, "drain_seconds is nan"),
     ],
 )
 def test_what_makes_no_sense_is_refused(flags: dict[str, str], environment: dict[str, str], says: str) -> None:

@@ -35,13 +35,13 @@ def audit(
     if not found:
         session.screen.note("nothing is recorded")
     columns = (
-        Column("WHEN"),
-        Column("WHO", drop=1),
+        Column("WHEN, UTC"),
+        Column("WHO", drop=2),
         Column("DID"),
-        Column("REASON", drop=2),
+        Column("REASON", drop=1),
         Column("CHECKPOINTS"),
     )
-    rows = [Row((human.moment(b.at), b.by, b.action, b.reason, _ids(b.ids))) for b in found]
+    rows = [Row((human.moment(b.at).removesuffix(" UTC"), b.by, b.action, b.reason, _ids(b.ids))) for b in found]
     session.screen.emit(found, [id for body in found for id in body.ids], [Table(columns, rows)] if rows else [])
 
 

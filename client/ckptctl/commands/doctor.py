@@ -139,8 +139,7 @@ def _probe_blocks(found: ProbeBody) -> Iterator[Block]:
 
 
 def _findings_blocks(findings: list[Finding]) -> Iterator[Block]:
-    columns = (Column("CHECK"), Column("RESULT"), Column("FOUND"), Column("WHAT TO DO"))
-    rows = [
-        Row((f.check, f.verdict, f.found, f.advice), _STYLES[f.verdict] if f.verdict != "ok" else "") for f in findings
-    ]
+    columns = (Column("CHECK"), Column("RESULT"), Column("FOUND"))
+    rows = [Row((f.check, f.verdict, f.found), _STYLES[f.verdict] if f.verdict != "ok" else "") for f in findings]
     yield Table(columns, rows)
+    yield from (f"{f.check}: {f.found}. {f.advice}".removesuffix(". ") for f in findings if f.verdict != "ok")
