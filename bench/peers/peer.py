@@ -22,7 +22,8 @@ class Peer(ABC):
 
     distribution: ClassVar[str]
     """As the package index calls it."""
-    stores_optimizer: ClassVar[bool] = True
+    restores_optimizer: ClassVar[bool] = True
+    """Whether its file says what belongs to an optimizer: else it knows tensors by name, and the rest is the user's."""
     saves: ClassVar[bool] = True
     loads: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = False
@@ -87,12 +88,14 @@ def give_back(tree: dict[str, Any], state: State) -> None:
     if state.kind == "fp32" and state.optim is not None:
         state.optim.load_state_dict(tree["optim"])
     elif state.optim is not None:
-        copy_moments(tree["optim"], state.optim)
+        copy_optimizer(tree["optim"], state.optim)
 
 
 @torch.no_grad()
-def copy_moments(loaded: dict[str, Any], optim: torch.optim.Optimizer) -> None:
-    """Into the live tensors."""
+def copy_optimizer(loaded: dict[str, Any], optim: torch.optim.Optimizer) -> None:
+    """Into the live tensors, and the options."""
+    for group, options in zip(optim.param_groups, loaded["param_groups"], strict=True):
+        group.update((key, value) for key, value in options.items() if key != "params")
     live = optim.state_dict()["state"]
     for number, moments in loaded["state"].items():
         for key, tensor in moments.items():

@@ -19,6 +19,7 @@ class Safetensors(Peer):
     """A flat file of tensors; what else an optimizer keeps is not in it."""
 
     distribution = "safetensors"
+    restores_optimizer = False
 
     def save(self, state: State, folder: Path) -> None:
         """Written through the page cache, as the library does; we sync."""

@@ -13,7 +13,7 @@ from torch_checkpointing.staging import CheckpointStagerConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from bench.measuring import sync_tree
-from bench.peers.peer import Peer, copy_moments
+from bench.peers.peer import Peer, copy_optimizer
 from bench.state import State
 
 
@@ -56,7 +56,7 @@ class TorchCheckpointing(Peer):
         loaded = self.manager.load(str(folder), into=state.tree())
         state.model.load_state_dict(loaded["model"])
         if state.optim is not None:
-            copy_moments(loaded["optim"], state.optim)
+            copy_optimizer(loaded["optim"], state.optim)
 
     def close(self) -> None:
         """End its process."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bench.measuring import sync_folder
-from bench.peers.peer import Peer, copy_moments, give_back
+from bench.peers.peer import Peer, copy_optimizer, give_back
 from bench.state import State
 
 
@@ -40,4 +40,4 @@ class TorchMmap(TorchSave):
         tree = torch.load(folder / "state.pt", weights_only=True, mmap=True)
         state.model.load_state_dict(tree["model"])
         if state.optim is not None:
-            copy_moments(tree["optim"], state.optim)
+            copy_optimizer(tree["optim"], state.optim)
