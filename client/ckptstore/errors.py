@@ -2,54 +2,15 @@
 
     CkptError
     ├── BadInput            the request is wrong; nothing was done
-    │   ├── InvalidName         invalid_name
-    │   ├── InvalidRequest      invalid_request
-    │   ├── InvalidPolicy       invalid_policy
-    │   ├── UnknownScheme       unknown_scheme
-    │   ├── UnsupportedObject   unsupported_object   (also a TypeError)
-    │   └── StateMismatch       state_mismatch
     ├── NotFound            what was asked for does not exist
-    │   ├── NoCheckpoint        no_checkpoint
-    │   ├── ObjectMissing       object_missing
-    │   ├── NoToken             no_token
-    │   ├── NoRestore           no_restore
-    │   └── NoJob               no_job
     ├── Damaged             stored bytes are not what was written, or not readable by this version
-    │   ├── CorruptObject       corrupt
-    │   └── UnsupportedFormat   unsupported_format
     ├── Conflict            somebody else decided otherwise, or still needs the object
-    │   ├── AttemptAborted      attempt_aborted
-    │   ├── CheckpointHeld      checkpoint_held
-    │   ├── ReferenceLost       reference_lost
-    │   ├── SweepBegun          sweep_begun
-    │   ├── TooMuchToDelete     too_much_to_delete
-    │   ├── PoliciesChanged     policies_changed
-    │   ├── TokenExists         token_exists
-    │   ├── RestoreEnded        restore_ended
-    │   └── RestoreMismatch     restore_mismatch
     ├── Denied              the daemon knows who asks, or does not, and says no; nothing was done
-    │   ├── Unauthorized        unauthorized
-    │   ├── Forbidden           forbidden
-    │   └── TooManyFailures     too_many_failures
     ├── Unavailable         the outside world failed; trying again may help
-    │   ├── StoreUnavailable    store_unavailable
-    │   ├── StoreFull           store_full
-    │   ├── StoreReadOnly       store_read_only
-    │   ├── ClockSkew           clock_skew
-    │   ├── StoreUnsafe         store_unsafe
-    │   ├── DaemonUnavailable   daemon_unavailable
-    │   ├── IndexUnavailable    index_unavailable
-    │   ├── LeadershipLost      leadership_lost
-    │   ├── TooManyRestores     too_many_restores
-    │   └── TooManyRequests     too_many_requests
     └── SaveFailed          a background save did not become durable
-        ├── SaverDied           saver_died
-        ├── SaveSkipped         save_skipped
-        ├── SnapshotTorn        snapshot_torn
-        ├── RankFailed          rank_failed
-        └── ReceiptsMissing     receipts_missing
 
-The groups say what a handler would do. `http_status` and `exit_code` are the only translations, for all programs.
+The groups say what a handler would do; docs/errors.md, what people would. `http_status` and `exit_code` are the only
+translations, for all programs.
 """
 
 from __future__ import annotations
