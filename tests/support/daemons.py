@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from ckptstore.daemon.client import DaemonClient
+from tests.support.forking import DAEMON, Fork, fork
 
 _DEADLINE_S = 60.0
 _EXIT_S = 30.0
@@ -32,7 +33,7 @@ class Daemon:
     """A running daemon."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     log_path: Path
 
     def log(self) -> str:
@@ -108,10 +109,9 @@ def running_daemon(
             *options,
         ]
         inherited = os.environ if environment is None else environment
-        clean = {name: value for name, value in inherited.items() if not name.startswith("CKPTD_")}
-        clean |= {name: value for name, value in (environment or {}).items() if name.startswith("CKPTD_")}
+        clean = {**_others(inherited), **_settings(environment or {})}
         with log_path.open("wb") as log:
-            process = subprocess.Popen([sys.executable, *program, *arguments], stderr=log, env=clean)
+            process = _start(program, arguments, log.fileno(), clean)
         try:
             daemon = Daemon(_wait_for_url(process, log_path), process, log_path)
             if ready:
@@ -121,7 +121,26 @@ def running_daemon(
             _end(process)
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], log_path: Path) -> str:
+def _start(
+    program: Sequence[str], arguments: Sequence[str], log: int, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes] | Fork:
+    """A fork, unless the environment has more for it than settings: modules read theirs when they are imported."""
+    if _others(environment) != _others(os.environ):
+        return subprocess.Popen([sys.executable, *program, *arguments], stderr=log, env=environment)
+    flag, module, *first = program
+    assert flag == "-m"
+    return fork(DAEMON, module, [*first, *arguments], stdout=1, stderr=log, environment=environment)
+
+
+def _settings(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith("CKPTD_")}
+
+
+def _others(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith("CKPTD_")}
+
+
+def _wait_for_url(process: subprocess.Popen[bytes] | Fork, log_path: Path) -> str:
     def said() -> bool:
         assert process.poll() is None, f"the daemon ended with {process.returncode}:\n{log_path.read_text()}"
         return _LISTENING in log_path.read_text() and log_path.read_text().endswith("\n")
@@ -132,7 +151,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], log_path: Path) -> str:
     return found[1]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes] | Fork) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

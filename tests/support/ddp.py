@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.support.forking import TRAINER, fork
 
 ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(script: str, world_size: int, folder: Path, *arguments: str, timeout: float = 120) -> list[str]:
     """Run tests.support.<script> in every rank; returns their output, or raises with it."""
-    meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", f"tests.support.{script}", *arguments],
-            cwd=ROOT,
-            env=_environment(rank, world_size, meeting),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    number = len(list(folder.iterdir()))
+    logs = [folder / f"output-{number}-{rank}" for rank in range(world_size)]
+    ranks = []
+    for rank, path in enumerate(logs):
+        environment = _environment(rank, world_size, folder / f"meeting-{number}")
+        with path.open("wb") as log:
+            output = log.fileno()
+            ranks.append(
+                fork(
+                    TRAINER, f"tests.support.{script}", arguments,
+                    stdout=output, stderr=output, environment=environment, strict=True,
+                )
+            )  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+        for running in ranks:
+            running.wait(timeout)
     finally:
-        for rank in ranks:
-            rank.kill()
-    failed = [output for rank, output in zip(ranks, outputs, strict=True) if rank.returncode != 0]
+        for running in ranks:
+            running.kill()
+            running.wait()
+    outputs = [path.read_text() for path in logs]
+    failed = [output for running, output in zip(ranks, outputs, strict=True) if running.returncode != 0]
     if failed:
         raise AssertionError("\n".join(failed))
     return outputs

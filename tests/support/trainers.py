@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.support.ddp import ROOT
+from tests.support.forking import TRAINER, fork
 
 
 class Trainer:
     """A running kill_train and what it said so far."""
 
     def __init__(self, store: Path, daemon: str | None = None) -> None:
-        command = [sys.executable, "-m", "tests.support.kill_train", str(store)]
-        self.process = subprocess.Popen(
-            [*command, *([daemon] if daemon else [])], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        said, says = os.pipe()
+        arguments = [str(store), *([daemon] if daemon else [])]
+        self.process = fork(TRAINER, "tests.support.kill_train", arguments, stdout=says, stderr=2)
+        os.close(says)
+        self._said = open(said)  # noqa: SIM115 - closed when it has ended
         self.resumed: int | None = None
         self.saved = 0
         self.saver = 0
@@ -31,8 +29,7 @@ class Trainer:
         self._listener.start()
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._said:
             if not line.endswith("\n"):
                 return  # killed in the middle of a word
             word, number = line.split()
@@ -50,8 +47,7 @@ class Trainer:
         self.process.kill()
         self.process.wait()
         self._listener.join()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self._said.close()
 
     def wait_for_save(self) -> None:
         """Wait until another save_async returned."""

@@ -23,9 +23,10 @@ from tests.support.parallel.model import Shape
 from tests.support.parallel.referee import differences, full_state
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 
-SAVED_AT = 3
+SAVED_AT = 2
 """Steps before the checkpoint."""
-STEPS_AFTER = 3
+STEPS_AFTER = 2
+"""The loss of the first tells of the weights, that of the second of the optimizer."""
 SAVE = f"{__name__}:save"
 RESTORE = f"{__name__}:restore"
 

@@ -1,0 +1,177 @@
+"""Real processes that start at once: forks of a host that has imported what they need.
+
+    python -m tests.support.forking <socket> <module>...
+
+A daemon takes a second to import itself, and a trainer, with torch, three; hundreds of tests start one. A fork runs a
+module as `python -m` does: with arguments, environment and output of its own, as a process of its own that is killed,
+signalled and waited for like any other. What must begin with a bare interpreter (command lines, measurements of
+memory, installations) uses subprocess.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DAEMON = ("ckptd.app", "ckptd.configuration", "ckptd.server", "psycopg", "typer")
+TRAINER = ("ckpt.checkpointer", "ckpt.restoring", "tests.support.training", "tests.support.ddp", "torch._dynamo")
+_REQUEST_BYTES = 1 << 20
+
+
+class Fork:
+    """A running fork, in the way of subprocess.Popen. Only its creator may wait for it."""
+
+    def __init__(self, host: Host, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._host = host
+        self._descriptor = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same when it has ended. Raises subprocess.TimeoutExpired after so many seconds."""
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """If it has not ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._descriptor], [], [], timeout)[0]:
+            self.returncode = int(self._host.ask({"reap": self.pid}))
+            os.close(self._descriptor)
+        return self.returncode
+
+
+@dataclass
+class Host:
+    """The process that forks, from the side of the tests."""
+
+    connection: socket.socket
+    process: subprocess.Popen[bytes]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, request: dict[str, Any], *descriptors: int) -> int:
+        """One request, one number."""
+        with self.lock:
+            socket.send_fds(self.connection, [json.dumps(request).encode()], descriptors)
+            answer = self.connection.recv(_REQUEST_BYTES)
+        assert answer, "the host of forks is gone"
+        return int(answer)
+
+    def close(self) -> None:
+        """End it, and what it has forked."""
+        self.connection.close()
+        self.process.wait()
+
+
+def fork(
+    imports: Sequence[str],
+    module: str,
+    arguments: Sequence[str],
+    *,
+    stdout: int,
+    stderr: int,
+    environment: Mapping[str, str] | None = None,
+    strict: bool = False,
+) -> Fork:
+    """Run a module as the main program of a fork that has `imports` already; strict: warnings are errors."""
+    host = _host(tuple(imports))
+    request = {"module": module, "arguments": list(arguments), "strict": strict}
+    request["environment"] = dict(os.environ if environment is None else environment)
+    return Fork(host, host.ask(request, stdout, stderr))
+
+
+@functools.cache
+def _host(imports: tuple[str, ...]) -> Host:
+    """One for each test process and set of imports; it ends when that process does."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-m", "tests.support.forking", str(theirs.fileno()), *imports]
+        # A process with threads must not be forked.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
+    host = Host(ours, process)
+    atexit.register(host.close)
+    return host
+
+
+def main(descriptor: int, imports: Sequence[str]) -> None:
+    """Fork whenever asked to; in a fork, run what was asked for."""
+    for name in imports:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
+    gc.freeze()  # else the first collection of each fork copies every page that it shares with the others
+    task = _serve(socket.socket(fileno=descriptor))
+    if task is not None:
+        sys.argv = ["", *task["arguments"]]
+        runpy.run_module(task["module"], run_name="__main__", alter_sys=True)
+
+
+def _serve(connection: socket.socket) -> dict[str, Any] | None:
+    """In the host: None, when nobody can ask any more. In a fork: what it was asked to do."""
+    running: set[int] = set()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 2)
+        if not data:
+            break
+        request: dict[str, Any] = json.loads(data)
+        if "reap" in request:
+            _, status = os.waitpid(request["reap"], 0)
+            running.remove(request["reap"])
+            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _become(request, descriptors)
+            return request
+        for number in descriptors:
+            os.close(number)
+        running.add(pid)
+        connection.send(str(pid).encode())
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    return None
+
+
+def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
+    for number, target in zip(descriptors, (1, 2), strict=True):
+        os.dup2(number, target)
+        os.close(number)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if request["strict"]:
+        warnings.simplefilter("error")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
