@@ -6,16 +6,14 @@ Nothing of CUDA is touched before a lane is made.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
 from ckpt.restoring.ring import Mark
+from ckpt.streams import on_stream, side_stream
 
 logger = logging.getLogger(__name__)
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class CudaLane:
@@ -23,9 +21,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream = _streams[device]
+        self._stream = side_stream(device)
 
     def begin(self) -> None:
         """What was asked of the current stream so far comes first: memory that is written to may still be in use."""
@@ -68,14 +64,3 @@ class _EventMark:
 
     def wait(self) -> None:
         self._event.synchronize()
-
-
-@contextmanager
-def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """As `torch.cuda.stream`, for threads that have no device of their own.
-
-    To such a thread device 0 is the current one, and torch.cuda.stream alone would go back there at the end: that makes
-    a context on GPU 0, hundreds of megabytes, for every process that works on another one.
-    """
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        yield

@@ -49,7 +49,7 @@ def copy_snapshot(
     slot: ArenaSlot,
     captured: Captured,
     layout: Layout,
-    job: Job,
+    make_job: Callable[[], Job],
     handle: SaveHandle,
     overlap: Overlap | None,
 ) -> None:
@@ -59,13 +59,13 @@ def copy_snapshot(
         transfer = slot.stager.begin(leaves, layout, overlap.may_wait, overlap.sameness(captured))
         if transfer.under_way:
             guard, frozen = Guard(transfer.later, transfer.witnesses), _frozen(leaves, layout)
-            overlap.begin(client, Flight(transfer, guard, job, handle, slot, frozen))
+            overlap.begin(client, Flight(transfer, guard, make_job, handle, slot, frozen))
             return
         transfer.finish()
     else:
         slot.stager.stage(leaves, layout, captured.sameness)
     handle._measure(stage_s=time.perf_counter() - began)
-    client.submit(job, handle)
+    client.submit(make_job(), handle)
 
 
 def _frozen(leaves: Leaves, layout: Layout) -> list[Placed]:
@@ -81,7 +81,7 @@ class Flight:
 
     transfer: Transfer
     guard: Guard
-    job: Job
+    make_job: Callable[[], Job]
     handle: SaveHandle
     slot: ArenaSlot
     frozen: Sequence[Placed]
@@ -114,6 +114,7 @@ class Overlap:
         self._client: SaveClient | None = None
         self._steadiness = Steadiness()
         self._stepped = False
+        """Whether an optimizer has come to the gate since the last save."""
         self._gate = threading.Lock()  # backward passes of several devices step from several threads
         self._open = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
 
@@ -123,11 +124,15 @@ class Overlap:
             return False
         if leaf.change is Change.NEVER:
             return leaf.slice.bytes >= _FROZEN_BYTES and leaf.slice in self._steadiness
-        return leaf.tensor.is_cuda or leaf.slice.bytes >= _SMALL_BYTES
+        if leaf.tensor.is_cuda:
+            # A step that is replayed from a CUDA graph comes to no gate, and no guard sees it. What cannot wait for
+            # the gate is copied in the order of the current stream, before whatever is replayed there.
+            return self._stepped
+        return leaf.slice.bytes >= _SMALL_BYTES
 
     def sameness(self, captured: Captured) -> object | None:
         """Equal for captures whose leaves are the same and may wait alike; None where that is not known."""
-        return captured.sameness and (captured.sameness, self._steadiness.changes)
+        return captured.sameness and (captured.sameness, self._steadiness.changes, self._stepped)
 
     def begin(self, client: SaveClient, flight: Flight) -> None:
         """Copy in the background, then submit the job. The flight before has been joined."""
@@ -202,7 +207,7 @@ class Overlap:
 
     def _deliver(self, flight: Flight) -> None:
         assert self._client is not None
-        self._client.submit(flight.job, flight.handle)
+        self._client.submit(flight.make_job(), flight.handle)
 
     def _fail(self, flight: Flight, error: BaseException) -> None:
         flight.error = error
@@ -213,7 +218,7 @@ class Overlap:
 
     def _abandon(self, flight: Flight, error: CkptError) -> None:
         assert self._client is not None
-        self._client.abandon(flight.job, flight.handle, flight.slot, error)
+        self._client.abandon(flight.make_job(), flight.handle, flight.slot, error)
 
 
 def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:

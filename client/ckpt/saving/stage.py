@@ -141,7 +141,7 @@ class Stager:
 
     def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: Leaf, waits: bool) -> None:
         if leaf.tensor.is_cuda:
-            self._pin()
+            self._pin(leaf.tensor.device)
             transfer.add_device_copy(view, leaf, waits)
         elif waits:
             transfer.add_copy(view, leaf)
@@ -154,9 +154,9 @@ class Stager:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return flat.view(tensor.dtype).view(tensor.shape)
 
-    def _pin(self) -> None:
+    def _pin(self, device: torch.device) -> None:
         if not self._pinned:
-            pin(self._segment)
+            pin(self._segment, device)
             self._pinned = True
 
 

@@ -7,22 +7,26 @@ copies by itself, on a stream of its own, which waits for what was asked of the 
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from ckpt.capture.leaves import Leaf, Leaves
 from ckpt.saving.guard import Memory, witness
 from ckpt.saving.segment import Segment
+from ckpt.streams import on_stream, side_stream
+
+logger = logging.getLogger(__name__)
 
 Move = tuple[int, int, int]
 """Addresses to copy to and from, and bytes."""
 
 Run = tuple[int, int, int]
 """Address to copy to, where in gathered bytes to copy from, and bytes."""
-
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class Transfer:
@@ -135,7 +139,7 @@ class DeviceCopies:
         if later:
             self._later.append((view, tensor.detach()))
         else:
-            view.copy_(tensor, non_blocking=True)
+            _ask(view, tensor)
 
     def begun(self) -> None:
         """The state is complete when the current stream has come this far."""
@@ -147,10 +151,8 @@ class DeviceCopies:
         """Have the side stream copy, beside whatever the current stream does next."""
         if not self._later:
             return
-        if self._device not in _side_streams:
-            _side_streams[self._device] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream = _side_streams[self._device]
-        with torch.cuda.stream(stream):
+        stream = side_stream(self._device)
+        with on_stream(stream):
             stream.wait_event(self._ready)
             self._enqueue()
         self._done.record(stream)
@@ -173,12 +175,38 @@ class DeviceCopies:
 
     def _enqueue(self) -> None:
         for view, tensor in self._later:
-            view.copy_(tensor, non_blocking=True)
+            _ask(view, tensor)
 
 
-def pin(segment: Segment) -> None:
-    """Lock a segment's pages, so that GPUs copy into it by themselves. They are unlocked before it is unmapped."""
+def _ask(view: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Have the GPU copy a tensor to host memory."""
+    # Left to itself, torch conjugates and negates in host memory, where the bytes have not arrived yet.
+    view.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
+
+
+def pin(segment: Segment, device: torch.device) -> None:
+    """Lock a segment's pages, so that GPUs copy into it by themselves. They are unlocked before it is unmapped.
+
+    Where the system refuses, a warning says that copies will take longer.
+    """
+    # In a thread of its own: CUDA keeps the last error of each thread, and torch takes it for that of its next kernel.
+    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pin") as thread:
+        code = thread.submit(_register, segment, device).result()
+    if code:
+        logger.warning("%d bytes cannot be pinned (CUDA error %d): copies take longer", segment.num_bytes, code)
+
+
+def _register(segment: Segment, device: torch.device) -> int:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = ctypes.addressof(segment.map)
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, segment.num_bytes, 0)))
-    weakref.finalize(segment.map, cudart.cudaHostUnregister, address).atexit = False
+    with torch.cuda.device(device):
+        code = int(cudart.cudaHostRegister(address, max(1, segment.num_bytes), 0))
+    if not code:
+        weakref.finalize(segment.map, _unregister, address, device, os.getpid()).atexit = False
+    return code
+
+
+def _unregister(address: int, device: torch.device, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has neither the memory nor CUDA
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
