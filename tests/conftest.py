@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import settings
 
@@ -23,6 +24,9 @@ DATABASE_KINDS = ("sqlite", "postgresql")
 # The same examples in every run, and no limit on the time of one: other tests share the cores.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=200)
 settings.load_profile("repeatable")
+
+# For the same reason no request ends after httpx's five seconds, unless a test says so.
+httpx._config.DEFAULT_TIMEOUT_CONFIG.read = httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60.0
 
 
 @dataclass(frozen=True, slots=True)

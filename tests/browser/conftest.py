@@ -33,7 +33,7 @@ class Dashboard:
     shown: Shown
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def running_browser() -> Iterator[Browser]:
     if absent := browsers.missing():
         pytest.skip(f"needs {' and '.join(absent)}: apt-get install chromium chromium-driver")
@@ -56,14 +56,14 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Shown]:
     return store, dashboard.fill(store)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def open_to_all(running_browser: Browser, filled: tuple[Store, Shown]) -> Iterator[Dashboard]:
     """It asks for no token."""
     with running_daemon(filled[0].url, options=_PATIENT) as daemon:
         yield Dashboard(daemon, *filled)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guarded(running_browser: Browser, filled: tuple[Store, Shown]) -> Iterator[Dashboard]:
     """It asks for tokens; ADMIN is one."""
     environment = {**os.environ, "CKPTD_TOKEN": ADMIN}

@@ -34,7 +34,7 @@ def test_trainer_killed_right_after_save_async_returned(tmp_path: Path) -> None:
         until(lambda: trainer.saved >= 1)
         trainer.kill()
     # The saver outlives the trainer, commits all it was given, and ends by itself.
-    until(lambda: not is_alive(trainer.saver), seconds=10)
+    until(lambda: not is_alive(trainer.saver))
     latest = source.latest("kill")
     assert latest.step >= trainer.saved
     check(source, latest)

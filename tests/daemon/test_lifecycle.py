@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.forking import DAEMON, run
 
 _QUESTIONS = (
     "/checkpoints/latest", "/v1/checkpoints/latest?run=gpt", "/v1/checkpoints", "/v1/checkpoints?run=gpt&limit=2",
@@ -221,17 +220,11 @@ def test_settings_that_make_no_sense_end_it_with_a_sentence(
     tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], says: str
 ) -> None:
     standard = ("--store", str(tmp_path / "store"), "--db", f"sqlite:///{tmp_path / 'index.db'}", "--port", "0")
-    ended = subprocess.run(
-        [sys.executable, "-m", "ckptd", "serve", *standard, *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode in (2, 7), ended.stderr
-    assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
+    command = ["serve", *standard, *arguments]
+    code, _, complaint = run(DAEMON, "ckptd", command, environment={**os.environ, **environment})
+    assert code in (2, 7), complaint
+    assert says in complaint
+    assert "Traceback" not in complaint
 
 
 def test_the_default_index_is_a_file_per_store_in_the_state_folder(

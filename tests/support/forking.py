@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 DAEMON = ("ckptd.app", "ckptd.configuration", "ckptd.server", "psycopg", "typer")
 TRAINER = ("ckpt.checkpointer", "ckpt.restoring", "tests.support.training", "tests.support.ddp", "torch._dynamo")
 _REQUEST_BYTES = 1 << 20
+_END_S = 120.0
 
 
 class Fork:
@@ -108,6 +110,20 @@ def fork(
     request = {"module": module, "arguments": list(arguments), "strict": strict}
     request["environment"] = dict(os.environ if environment is None else environment)
     return Fork(host, host.ask(request, stdout, stderr))
+
+
+def run(imports: Sequence[str], module: str, arguments: Sequence[str], **options: Any) -> tuple[int, str, str]:
+    """The same to its end: exit status, standard output and standard error."""
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        started = fork(imports, module, arguments, stdout=stdout.fileno(), stderr=stderr.fileno(), **options)
+        try:
+            code = started.wait(_END_S)
+        finally:
+            started.kill()
+            started.wait()
+        for output in (stdout, stderr):
+            output.seek(0)
+        return code, stdout.read(), stderr.read()
 
 
 @functools.cache

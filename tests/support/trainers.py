@@ -68,7 +68,7 @@ def trainer_on(store: Path, daemon: str | None = None) -> Iterator[Trainer]:
         trainer.kill()
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait for a condition, or fail."""
     deadline = time.monotonic() + seconds
     while not condition():
