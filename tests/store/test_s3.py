@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckptstore.errors import CkptError, CorruptObject, StoreReadOnly, StoreUnavailable
@@ -118,6 +119,26 @@ def test_parts_go_up_side_by_side_within_the_memory(s3_store: S3Location, noise:
     assert watched.most_bytes == 10 * MIB, "two on their way while a third is being filled"
     assert store.get("run/a") == data
     assert [info.bytes for info in store.list("")] == [len(data)]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_only_what_may_change_is_copied(s3_store: S3Location, noise: bytes) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+    buffer = bytearray(noise)
+    sent: list[bool] = []
+
+    def look(part: Part) -> None:
+        sent.extend(np.shares_memory(np.frombuffer(piece, np.uint8), own) for piece in part.pieces)
+
+    watch(store, look)
+    with store.open_writer("run/a", 2 * len(noise)) as writer:
+        own = np.frombuffer(buffer, np.uint8)
+        writer.write(memoryview(buffer))
+        buffer[:] = noise[::-1]
+        writer.write(memoryview(buffer).toreadonly())
+    assert store.get("run/a") == noise + noise[::-1]
+    assert sent == sorted(sent), "the first are copies"
+    assert set(sent) == {False, True}
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -103,6 +103,8 @@ class SavePipeline:
         received_at = time.perf_counter()
         if job.lease is not None:
             self._leases.add(job.lease)
+        if not job.streamed:
+            raw = raw.toreadonly()  # nobody writes to the slot before it is released
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         if self._setup.derive:
             self._begins.submit(self._derive, job, raw, placed, received_at)

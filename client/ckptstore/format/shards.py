@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
-from ckptstore.format.codecs import Buffer, encode
+from ckptstore.format.codecs import RAW, Buffer, encode
 from ckptstore.format.codings import Coding
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Entries, Slices, digest
@@ -148,6 +148,8 @@ def _even_cuts(piece: Slice) -> list[int]:
 def encode_chunk(raw: memoryview, coding: Coding) -> EncodedChunk:
     """Encode and hash the bytes of one chunk. The result may alias them."""
     codec, data = encode(coding.codec, raw, coding.level)
+    if codec != RAW:
+        data = memoryview(data).toreadonly()  # nobody else has it
     return EncodedChunk(data, len(raw), len(data), codec, digest(data))
 
 

@@ -49,7 +49,10 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
-        """Append `data`; the caller may reuse the buffer afterwards."""
+        """Append `data`; the caller may reuse the buffer afterwards.
+
+        Bytes and read-only views need not be copied: they must stay as they are until the block is left.
+        """
 
     @abstractmethod
     def commit(self) -> None:

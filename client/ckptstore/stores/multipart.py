@@ -59,7 +59,9 @@ class MultipartWriter(ObjectWriter):
 
     def write(self, data: Buffer) -> None:
         """Add to parts, and send them; waits while as much as may be is on its way."""
-        rest = memoryview(data if isinstance(data, bytes) else bytes(data))
+        rest = memoryview(data)
+        if not rest.readonly:
+            rest = memoryview(bytes(rest))
         self._bytes += len(rest)
         with store_errors("write", self._url):
             while len(rest):
