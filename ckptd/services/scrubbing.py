@@ -14,6 +14,7 @@ from ckptstore.commit import identity
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
 from ckptstore.stores import Store
+from ckptstore.verify import Checked
 
 _LOG = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 3600.0
@@ -39,6 +40,7 @@ class Scrubbing:
         self._every_s = every_s
         self._pace = Pace(bytes_per_s, clock, time.sleep)
         self._queue: deque[Checkpoint] = deque()
+        self._checked = Checked()
         self._looked_at = float("-inf")
 
     def round(self) -> None:
@@ -57,11 +59,13 @@ class Scrubbing:
     def _scrub_next(self) -> None:
         now = self._clock()
         if not self._queue and now - self._looked_at >= min(_LOOK_AGAIN_S, self._every_s):
+            self._checked = Checked()
             self._queue.extend(due_for_scrub(self._store, list_runs(self._store), now - self._every_s))
             self._looked_at = now
         if not self._queue:
             return
-        for found in scrub(self._store, [self._queue.popleft()], f"ckptd {identity()}", self._clock, self._pace):
+        by, checkpoint = f"ckptd {identity()}", self._queue.popleft()
+        for found in scrub(self._store, [checkpoint], by, self._clock, pace=self._pace, checked=self._checked):
             self._metrics.scrubbed.inc()
             self._metrics.scrubbed_bytes.inc(found.stored_bytes)
             if not found.ok:

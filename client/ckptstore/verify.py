@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from ckptstore.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.format.planning import ChunkRead, ShardRead, check_cover, plan_all
+from ckptstore.names import Attempt
 from ckptstore.reading import DEFAULT_THREADS, Progress, check_chunk, fetch_stored
 from ckptstore.source import Source, read_manifest, read_receipt
 
@@ -28,15 +31,42 @@ class Verification:
         return not self.problems
 
 
+class Checked:
+    """Chunks that were found whole and that several checkpoints need, so that they are read once. For any thread."""
+
+    def __init__(self) -> None:
+        self.referenced: set[tuple[str, Attempt]] = set()
+        """Runs and attempts whose chunks others need; nothing is remembered of chunks that nobody else asks for."""
+        self._found: set[bytes] = set()
+
+    def __contains__(self, chunk: tuple[Checkpoint, ChunkRead]) -> bool:
+        return _identity(*chunk) in self._found
+
+    def add(self, checkpoint: Checkpoint, read: ChunkRead) -> None:
+        """It was found whole."""
+        if read.attempt is not None or (checkpoint.run, checkpoint.attempt) in self.referenced:
+            self._found.add(_identity(checkpoint, read))
+
+
+def _identity(checkpoint: Checkpoint, read: ChunkRead) -> bytes:
+    """The same for the same place and the same checksum."""
+    holder = read.attempt or str(checkpoint.attempt)
+    place = (checkpoint.run, holder, read.shard, read.offset, read.stored, read.raw, read.codec, read.digest)
+    return blake2b(repr(place).encode(), digest_size=16).digest()
+
+
 def verify(
     source: Source,
     checkpoint: Checkpoint,
     progress: Progress = lambda _: None,
     threads: int = DEFAULT_THREADS,
+    checked: Checked | None = None,
+    pace: Progress = lambda _: None,
 ) -> Verification:
     """Read and check everything a checkpoint consists of; goes on after a problem, to report all.
 
-    progress is called with stored bytes. Raises Unavailable if the store cannot answer: that proves nothing.
+    progress is called with stored bytes. checked: these are not read again. pace is called with the bytes that are
+    read, and may wait. Raises Unavailable if the store cannot answer: that proves nothing.
     """
     if checkpoint.state is State.CORRUPT:
         return Verification(checkpoint, 0, 0, (checkpoint.problem,))
@@ -45,6 +75,7 @@ def verify(
         check_cover(manifest.content)
     except (Damaged, ObjectMissing) as error:
         return Verification(checkpoint, 0, 0, (str(error),))
+    known = checked or Checked()
     problems: list[str] = []
     lock = threading.Lock()
 
@@ -53,10 +84,13 @@ def verify(
             problems.append(str(error))
 
     def check(read: ChunkRead) -> None:
-        try:
-            check_chunk(checkpoint, read, fetch_stored(source, checkpoint, ShardRead((read,))))
-        except (Damaged, ObjectMissing) as error:
-            note(error)
+        if (checkpoint, read) not in known:
+            try:
+                check_chunk(checkpoint, read, fetch_stored(source, checkpoint, ShardRead((read,))))
+                known.add(checkpoint, read)
+            except (Damaged, ObjectMissing) as error:
+                note(error)
+            pace(read.stored)
         progress(read.stored)
 
     for rank in range(manifest.world_size):
@@ -65,6 +99,11 @@ def verify(
         except (Damaged, ObjectMissing) as error:
             note(error)
     reads = plan_all(manifest.content)
+    _each(reads, check, threads)
+    return Verification(checkpoint, len(reads), sum(read.stored for read in reads), tuple(sorted(problems)))
+
+
+def _each(reads: Sequence[ChunkRead], check: Callable[[ChunkRead], None], threads: int) -> None:
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="ckpt-verify") as pool:
         try:
             for future in [pool.submit(check, read) for read in reads]:
@@ -72,4 +111,3 @@ def verify(
         except BaseException:  # an interrupt as well: the pool would wait for all that is queued
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return Verification(checkpoint, len(reads), sum(read.stored for read in reads), tuple(sorted(problems)))

@@ -214,6 +214,22 @@ def test_nothing_is_referenced_in_what_was_found_damaged(
     assert restored.checkpoint.id == after.id
 
 
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_a_scrub_reads_what_several_checkpoints_need_once(
+    checkpointer: Checkpointer, tmp_path: Path, newest_first: bool
+) -> None:
+    training, store = Training(), open_store(str(tmp_path))
+    saved = [training.save(checkpointer) for _ in range(4)][:: -1 if newest_first else 1]
+    checked: list[int] = []
+    read: list[int] = []
+    assert all(found.ok for found in scrub(store, saved, "me", system_clock, checked.append, read.append))
+    assert sum(checked) == sum(c.needed_bytes for c in saved)
+    assert sum(read) == sum(c.stored_bytes for c in saved) < 0.5 * sum(checked)
+    shard = tmp_path / names.shard_key(RUN, min(c.attempt for c in saved), names.shard_name(0))
+    shard.write_bytes(bytes(8) + shard.read_bytes()[8:])
+    assert [found.ok for found in scrub(store, saved, "me", system_clock)] == [False] * 4, "damage is said of each"
+
+
 def test_a_saver_that_is_killed_leaves_what_the_next_one_can_use(tmp_path: Path) -> None:
     training = Training()
     with Checkpointer(str(tmp_path), run=RUN) as checkpointer:

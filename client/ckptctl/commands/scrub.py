@@ -20,7 +20,6 @@ from ckptstore.clock import Clock
 from ckptstore.daemon.wire import VerifyJob
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import Reference
-from ckptstore.reading import Progress
 from ckptstore.retention.audit import operator
 from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
 from ckptstore.stores import Store
@@ -100,12 +99,4 @@ def _raise_if_damaged(num_damaged: int, num_checked: int) -> None:
 
 def _scrub(store: Store, due: list[Checkpoint], clock: Clock, screen: Screen, pace: Pace) -> Iterator[Verification]:
     with screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
-        yield from scrub(store, due, operator(), clock, _both(progress, pace))
-
-
-def _both(progress: Progress, pace: Pace) -> Progress:
-    def call(count: int) -> None:
-        progress(count)
-        pace(count)
-
-    return call
+        yield from scrub(store, due, operator(), clock, progress, pace)

@@ -14,11 +14,12 @@ from ckptstore.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.clock import Clock
 from ckptstore.errors import NoCheckpoint
 from ckptstore.reading import Progress
+from ckptstore.references import marks
 from ckptstore.retention.findings import record_finding, verified_at
 from ckptstore.retention.leases import release_lease, take_lease
 from ckptstore.source import StoreSource
 from ckptstore.stores import Store
-from ckptstore.verify import Verification, verify
+from ckptstore.verify import Checked, Verification, verify
 
 _LEASE_S = 3600.0
 _BURST_S = 0.5
@@ -63,14 +64,22 @@ def due_for_scrub(store: Store, runs: Iterable[str], older_than: float = float("
 
 
 def scrub(
-    store: Store, checkpoints: Iterable[Checkpoint], by: str, clock: Clock, progress: Progress = lambda _: None
+    store: Store,
+    checkpoints: Iterable[Checkpoint],
+    by: str,
+    clock: Clock,
+    progress: Progress = lambda _: None,
+    pace: Progress = lambda _: None,
+    checked: Checked | None = None,
 ) -> Iterator[Verification]:
     """Read checkpoints one by one, and keep what was found; durable when it is yielded.
 
-    progress is called with stored bytes, from several threads, and may wait (Pace). Those deleted meanwhile are
-    passed over. Raises Unavailable: that proves nothing.
+    progress is called with stored bytes that are checked, pace with those that are read, and may wait (Pace); both from
+    several threads. checked: of scrubs that belong to this one. A chunk that several checkpoints need is read once,
+    if it is whole. Those deleted meanwhile are passed over. Raises Unavailable: that proves nothing.
     """
     source = StoreSource(store, clock)
+    checked = checked or Checked()
     for checkpoint in checkpoints:
         try:
             lease = take_lease(store, checkpoint.run, checkpoint.attempt, f"scrub by {by}", _LEASE_S, clock)
@@ -79,7 +88,8 @@ def scrub(
         try:
             # What a finding says of it is asked anew; an outcome that cannot be read is a finding itself.
             known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
-            result = verify(source, known, progress)
+            checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(store, checkpoint.run)}
+            result = verify(source, known, progress, checked=checked, pace=pace)
             record_finding(store, result, by, clock)
         finally:
             release_lease(store, checkpoint.run, lease)
