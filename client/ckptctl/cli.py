@@ -35,6 +35,7 @@ from ckptctl.commands import (
     verify,
     watch,
 )
+from ckptctl.examples import add_examples
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
 from ckptctl.render import Output, Screen, report_error
 from ckptctl.session import Session
@@ -121,6 +122,7 @@ for _group in (
     program,
 ):
     _group.register(app)
+add_examples(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,6 +1,11 @@
-import pytest
+import itertools
+import shlex
 
-from ckptctl.cli import hoist
+import pytest
+import typer
+
+from ckptctl.cli import app, hoist
+from ckptctl.examples import EXAMPLES
 from ckptctl.exits import MEANINGS
 from ckptctl.target import Target, choose_target
 from ckptstore.errors import InvalidRequest
@@ -15,11 +20,21 @@ def test_version_and_help() -> None:
         assert f"{code:>3}  {meaning}" in shown.stdout
 
 
-@pytest.mark.parametrize("command", ["ls", "latest", "runs", "show", "verify", "prune", "gc", "export", "reindex"])
-def test_every_command_explains_itself_without_a_target(command: str) -> None:
-    shown = invoke(command, "--help")
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_every_command_explains_itself_with_examples_that_are_right(command: str) -> None:
+    names = command.split()
+    shown = invoke(*names, "--help")
     assert (shown.code, shown.stderr) == (0, "")
-    assert command in invoke("--help").stdout
+    assert f"{names[-1]} " in invoke(*names[:-1], "--help").stdout
+    for example in EXAMPLES[command]:
+        assert f"  {example}\n" in shown.stdout
+        words = itertools.takewhile(lambda word: word not in "|>#", shlex.split(example))
+        _globals, rest = hoist([*words][1:])
+        assert rest[: len(names)] == names
+        program = typer.main.get_command(app)
+        for name in names:
+            program = program.commands[name]  # type: ignore[attr-defined]
+        program.make_context(command, rest[len(names) :])
 
 
 def test_global_options_may_stand_anywhere() -> None:

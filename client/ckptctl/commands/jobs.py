@@ -42,10 +42,7 @@ def jobs(
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Show it when it has ended.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N.")] = 20,
 ) -> None:
-    """Show jobs that a daemon does: verifications, prunes, collections, reindexing.
-
-    Examples: ckptctl jobs; ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel
-    """
+    """Show jobs that a daemon does: verifications, prunes, collections, reindexing."""
     session: Session = ctx.obj
     daemon = session.daemon("jobs")
     if id is None:

@@ -38,18 +38,12 @@ ExpectOption = Annotated[
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the history.")]
 
 
-_SET_EXAMPLES = """\b
-Examples:
-  ckptctl policy set --keep 5 --keep-every 1000
-  ckptctl policy set --run 'exp-*' --keep 2 --max-bytes 500GB --reason 'the disk is small'"""
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change what is kept of which runs.")
     group.command("show")(show)
     group.command("apply", epilog=_EPILOG)(apply)
-    group.command("set", epilog=_SET_EXAMPLES)(change_rules)
+    group.command("set")(change_rules)
     group.command("clear")(clear)
     group.command("history")(history)
     app.add_typer(group, name="policy")

@@ -47,10 +47,7 @@ def version(ctx: typer.Context) -> None:
 
 
 def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")]) -> None:
-    """Print the script that makes a shell complete commands, runs and checkpoints.
-
-    For example: ckptctl completion bash > /etc/bash_completion.d/ckptctl
-    """
+    """Print the script that makes a shell complete commands, runs and checkpoints."""
     print(get_completion_script(prog_name=PROGRAM, complete_var="_CKPTCTL_COMPLETE", shell=shell.value))
 
 

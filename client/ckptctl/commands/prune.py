@@ -30,17 +30,10 @@ from ckptstore.daemon.wire import PruneBody, PruneItem
 from ckptstore.errors import CheckpointHeld
 from ckptstore.retention.pruning import Prune
 
-_EXAMPLES = """\b
-Examples:
-  ckptctl prune --keep 5 --dry-run
-  ckptctl prune --keep 5 --keep-every 1000 --keep-best val_loss:min:3 --run 'exp-*'
-  ckptctl prune --keep 1 --grace 0s --yes      frees the space at once
-  ckptctl prune                                by the policies in force"""
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    app.command("prune", epilog=_EXAMPLES)(prune)
+    app.command("prune")(prune)
 
 
 def prune(

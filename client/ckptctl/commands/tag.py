@@ -42,10 +42,7 @@ def tag(
     metric: MetricOption = None,
     reason: ReasonOption = "",
 ) -> None:
-    """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) goes by them.
-
-    For example: ckptctl tag gpt@1000 paper owner=ann draft- --metric val_loss=2.31
-    """
+    """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) goes by them."""
     session: Session = ctx.obj
     change = LabelChange(dict(map(_tag, labels or ())), dict(map(_metric, metric or ())))
     if not change.tags and not change.metrics:

@@ -35,10 +35,7 @@ def create(
     ] = None,
     expires: Annotated[str | None, typer.Option(metavar="TIME", help="90s, 24h, 30d: not valid after that.")] = None,
 ) -> None:
-    """Make a token, and print its secret: it is never shown again.
-
-    Example: CKPT_TOKEN=$(ckptctl token create trainer-gpt --scope read --scope write --run 'gpt-*')
-    """
+    """Make a token, and print its secret: it is never shown again."""
     session: Session = ctx.obj
     expires_in_s = human.parse_duration(expires) if expires else None
     request = TokenRequest(name=name, scopes=scope, runs=run or [], expires_in_s=expires_in_s)

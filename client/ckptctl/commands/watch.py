@@ -39,8 +39,6 @@ def watch(
 
     Through a daemon also prunes, restores and jobs, each within moments, and none is missed when the connection
     breaks; on a store, which is looked at every two seconds.
-
-    Example: ckptctl watch gpt -o jsonl | while read -r event; do ...; done
     """
     session: Session = ctx.obj
     run = check_run(run) if run is not None else None

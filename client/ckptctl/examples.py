@@ -1,0 +1,66 @@
+"""Examples at the end of every command's --help, in one place, so that a test can try them all."""
+
+from __future__ import annotations
+
+import typer
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "ls": ("ckptctl ls --run gpt-small", "ckptctl ls --tag paper -o id"),
+    "latest": ("ckptctl latest --run gpt-small -o id",),
+    "runs": ("ckptctl runs", "ckptctl runs --store s3://bucket/ckpts"),
+    "show": ("ckptctl show gpt-small@latest", "ckptctl show gpt-small@1000 --entries 'model/*'"),
+    "shards": ("ckptctl shards gpt-small@1000",),
+    "verify": ("ckptctl verify gpt-small@1000", "ckptctl verify --all --run gpt-small"),
+    "scrub": ("ckptctl scrub", "ckptctl scrub --store /mnt/ckpts --older 30d --rate 50MB"),
+    "prune": (
+        "ckptctl prune --keep 5 --dry-run",
+        "ckptctl prune --keep 5 --keep-every 1000 --keep-best val_loss:min:3 --run 'exp-*'",
+        "ckptctl prune --keep 1 --grace 0s --yes      # frees the space at once",
+        "ckptctl prune                                # by the policies in force",
+    ),
+    "rm": ("ckptctl rm gpt-small@1000 --reason diverged",),
+    "undelete": ("ckptctl undelete gpt-small@1000",),
+    "deleted": ("ckptctl deleted --run gpt-small",),
+    "gc": ("ckptctl gc", "ckptctl gc --store /mnt/ckpts --grace 12h"),
+    "pin": ("ckptctl pin gpt-small@1000 paper",),
+    "unpin": ("ckptctl unpin gpt-small@1000 paper",),
+    "pins": ("ckptctl pins --run gpt-small",),
+    "tag": ("ckptctl tag gpt-small@1000 paper owner=ann draft- --metric val_loss=2.31",),
+    "policy show": ("ckptctl policy show --run exp-7", "ckptctl policy show > policy.yaml"),
+    "policy apply": ("ckptctl policy apply policy.yaml --reason 'the disk is small'",),
+    "policy set": (
+        "ckptctl policy set --keep 5 --keep-every 1000",
+        "ckptctl policy set --run 'exp-*' --keep 2 --max-bytes 500GB",
+    ),
+    "policy clear": ("ckptctl policy clear --reason 'nothing is to be deleted for now'",),
+    "policy history": ("ckptctl policy history --limit 5",),
+    "audit": ("ckptctl audit --run gpt-small --limit 10",),
+    "export": (
+        "ckptctl export gpt-small@latest --to gpt-small.safetensors",
+        "ckptctl export gpt-small@1000 --to gpt-small --format huggingface --names 'model/*'",
+    ),
+    "import": ("ckptctl import last.pt gpt-small@0 --store s3://bucket/ckpts",),
+    "restores": ("ckptctl restores --watch",),
+    "watch": ("ckptctl watch gpt-small -o jsonl | while read -r event; do ...; done",),
+    "jobs": ("ckptctl jobs", "ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel"),
+    "probe": ("ckptctl probe --store s3://bucket/ckpts",),
+    "doctor": ("ckptctl doctor", "ckptctl doctor -o json"),
+    "reindex": ("ckptctl reindex",),
+    "token create": ("ckptctl token create trainer --scope read --scope write --run 'gpt-*' -o id > trainer.token",),
+    "token ls": ("ckptctl token ls",),
+    "token rotate": ("ckptctl token rotate trainer --keep-old 24h",),
+    "token revoke": ("ckptctl token revoke trainer",),
+    "config": ("ckptctl config", "ckptctl config --profile prod"),
+    "version": ("ckptctl version -o json",),
+    "completion": ("ckptctl completion bash > /etc/bash_completion.d/ckptctl",),
+}
+
+
+def add_examples(program: typer.Typer, prefix: str = "") -> None:
+    """Put its examples at the end of the help of every command. Raises KeyError for a command without any."""
+    for command in program.registered_commands:
+        lines = ["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[f"{prefix}{command.name}"])]
+        command.epilog = "\n".join(filter(None, [command.epilog, "\n".join(lines)])).replace("\n\b", "\n\n\b")
+    for group in program.registered_groups:
+        if group.typer_instance is not None:
+            add_examples(group.typer_instance, f"{prefix}{group.name} ")
