@@ -81,7 +81,7 @@ def fetch(
     threads = threads or source.parallel_reads
     if isinstance(buffers, Receiver):
         reads = [part for read in reads for part in buffers.divide(read)]
-    else:
+    elif source.longest_read:
         # About two for each thread at least: whoever is done first takes over from the others.
         share = min(source.longest_read, sum(read.bytes for read in reads) // (2 * threads))
         reads = join(reads, share + READ_BYTES // 2)
