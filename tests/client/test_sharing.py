@@ -42,6 +42,8 @@ class Restores:
     by_share: dict[str, list[dict[str, Any]]]
     daemon_bytes: int
     """That the daemon read of the store for share="daemon"."""
+    landed: list[str]
+    """Digests of what two replicas restored to other memory than the host's."""
 
     def read_bytes(self, share: str) -> int:
         return sum(result["read"] for result in self.by_share[share])
@@ -70,11 +72,12 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
             )
             for share in ("broadcast", "none", "daemon")
         ]
-        outcomes = run_scenarios(scenarios, folder / "restore")
+        landing = Scenario("tests.support.replicas:land", 2, {"store": str(folder / "store")})
+        *outcomes, landed = run_scenarios([*scenarios, landing], folder / "restore")
         read = counting.all_bytes - before
     shares = [scenario.arguments["share"] for scenario in scenarios]
     by_share = dict(zip(shares, (outcome.result() for outcome in outcomes), strict=True))
-    return Restores(digests[0], stored, by_share, read)
+    return Restores(digests[0], stored, by_share, read, landed.result())
 
 
 @pytest.mark.parametrize("share", ["broadcast", "daemon", "none"])
@@ -96,6 +99,10 @@ def test_the_daemon_reads_each_byte_once(restores: Restores) -> None:
     """What the replicas read of the store themselves is documents."""
     assert restores.daemon_bytes + restores.read_bytes("daemon") <= _MOST * restores.stored_bytes
     assert restores.daemon_bytes > 20 * restores.read_bytes("daemon")
+
+
+def test_what_is_passed_on_lands_in_other_memory_too(restores: Restores) -> None:
+    assert restores.landed == [restores.digest] * 2
 
 
 def test_without_sharing_each_replica_reads_all(restores: Restores) -> None:

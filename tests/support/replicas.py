@@ -16,6 +16,7 @@ from ckpt import Checkpointer
 from ckptstore.errors import CkptError
 from ckptstore.source import StoreSource
 from tests.support.counting import CountingStore
+from tests.support.lanes import lazy_lanes
 
 RUN = "replicas"
 
@@ -62,6 +63,14 @@ def restore(
     found["digest"] = state_digest(model)
     found["read"] = counting.all_bytes if counting else None
     return found
+
+
+def land(store: str) -> str:
+    """The digest of what this rank restored by lanes, passed on between ranks."""
+    model = replica(0)
+    with lazy_lanes(), Checkpointer(store, run=RUN, writer="thread", share="broadcast") as checkpointer:
+        checkpointer.restore(model, strict=False)
+    return state_digest(model)
 
 
 def _count(checkpointer: Checkpointer) -> CountingStore | None:
