@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,7 @@ from ckptstore.errors import RankLost
 
 _NEWS = "news"
 _REQUESTS = "requests"
+_COST = "cost"
 _HURRY_S = 0.02
 _PATIENCE_S = 2.0
 
@@ -26,6 +27,18 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     num_saves: int
     saves: tuple[int, ...]
     """The newest of them; the steps of all before are past."""
+
+
+class Cost(NamedTuple):
+    """What a save cost a rank. The larger one counts: of a later save, or of the same one with more seconds."""
+
+    save: int
+    """How many were due before it."""
+    seconds: float
+
+
+_WORTH_TELLING = 1.1
+"""A cost that has grown by less since it was told is not told again."""
 
 
 class Bulletin:
@@ -41,6 +54,9 @@ class Bulletin:
         self._hurry = self._closing = False
         self._error: Exception | None = None
         self._asked = 0
+        self._own_cost = Cost(0, 0.0)
+        self.cost = Cost(0, 0.0)
+        """What the last save cost the one of the other ranks that it cost most; for rank 0."""
         self.requests = 0
         """How often other ranks have asked for a save; for rank 0."""
         self._thread = threading.Thread(target=self._run, name="ckpt-bulletin", daemon=True)
@@ -75,6 +91,12 @@ class Bulletin:
         """Ask rank 0 for a save. Takes no lock: a signal handler may call it."""
         self._asked += 1
 
+    def report(self, cost: Cost) -> None:
+        """Have rank 0 know what a save has cost this rank so far; other ranks. Waits for nothing."""
+        told = self._own_cost
+        if cost.save > told.save or cost.seconds > _WORTH_TELLING * told.seconds:
+            self._own_cost = cost
+
     def close(self) -> None:
         """Publish what was told last, and end the thread; one that the store keeps waiting is left behind."""
         with self._changed:
@@ -103,6 +125,7 @@ class Bulletin:
     def _publish(self) -> None:
         told = None
         closing = False
+        self._store.set(_COST, _text(self.cost))  # before any news, and so before anybody has a cost to tell
         while not closing:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._news is not told, self._poll_s)  # noqa: B023
@@ -111,11 +134,15 @@ class Bulletin:
                 self._store.set(_NEWS, msgspec.msgpack.encode(news))
                 told = news
             self.requests = self._store.add(_REQUESTS, 0)
+            self.cost = _cost(self._store.get(_COST))
 
     def _listen(self) -> None:
-        sent = 0
+        sent, told = 0, Cost(0, 0.0)
         there = False
         while True:
+            if (cost := self._own_cost) > told:
+                self._tell_cost(cost)
+                told = cost
             if (asked := self._asked) > sent:
                 self._store.add(_REQUESTS, asked - sent)
                 sent = asked
@@ -131,3 +158,18 @@ class Bulletin:
                     self._changed.wait_for(lambda: self._closing or not self._hurry, _HURRY_S)
                 if self._closing:
                     return
+
+    def _tell_cost(self, cost: Cost) -> None:
+        """Unless another rank has told more. All of them may do so at once."""
+        seen = self._store.get(_COST)
+        while _cost(seen) < cost:
+            seen = self._store.compare_set(_COST, bytes(seen).decode(), _text(cost))
+
+
+def _text(cost: Cost) -> str:
+    return f"{cost.save} {cost.seconds!r}"  # exactly: it is compared
+
+
+def _cost(text: bytes) -> Cost:
+    save, seconds = bytes(text).decode().split()
+    return Cost(int(save), float(seconds))

@@ -231,7 +231,7 @@ class Checkpointer:
         overhead: the share of the time that saves may cost training, as measured: what save_async and the gate of
         optim.step() hold it up, and what steps take longer while a save is under way. None: any. seconds: from save to
         save, at least. Of both, the longer interval counts, and never less than twice the time until a save is durable.
-        Without seconds the first save comes soon, to see what it costs. Rank 0's figures count for all ranks.
+        Without seconds the first save comes soon, to see what it costs. What it cost the rank that it cost most counts.
         """
         schedule = Schedule(lambda: self._newest, seconds, overhead, self.config.peer_timeout_s)
         self._schedules.append(schedule)

@@ -76,11 +76,14 @@ class Costs:
         """A save was asked for; the interval to the next one begins."""
         self._since = now
 
-    def may_save(self, now: float, seconds: float | None, overhead: float | None) -> bool:
-        """Whether it is time for the next save: not while one is under way, nor before the last one is paid for."""
+    def may_save(self, now: float, seconds: float | None, overhead: float | None, others_s: float = 0.0) -> bool:
+        """Whether it is time for the next save: not while one is under way, nor before the last one is paid for.
+
+        others_s: what it cost another rank, for which this one waits in the next collective.
+        """
         if self._under_way:
             return False
         if not self._known and seconds is None:
             return self._ticks > FIRST_AFTER_TICKS or now - self._since >= FIRST_AFTER_S
-        paid_s = self.cost_s / overhead if overhead is not None else 0.0
+        paid_s = max(self.cost_s, others_s) / overhead if overhead is not None else 0.0
         return now - self._since >= max(seconds or 0.0, paid_s, self._durable_s / _DURABLE_SHARE)

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 
-from ckpt.bulletin import Bulletin, News
+from ckpt.bulletin import Bulletin, Cost, News
 from ckpt.costs import FIRST_AFTER_TICKS, Costs
 from ckpt.distributed import World
 from ckpt.saving.handle import SaveHandle
@@ -71,13 +71,12 @@ class Schedule:
         else:
             self._stride = step - self._step
         self._step = step
+        now = self._clock()
+        self._costs.tick(now, self._newest())
         if self._rank == 0:
-            now = self._clock()
-            self._costs.tick(now, self._newest())
             self._decide(step, now)
-        elif self._news.horizon < step:
-            assert self._bulletin is not None
-            self._news = self._bulletin.hear(lambda news: news.horizon >= step, self._peer_timeout_s)
+        else:
+            self._listen(step)
         return self._take(step)
 
     def request(self) -> None:
@@ -102,13 +101,21 @@ class Schedule:
             if self._requests and self._rank:
                 self._bulletin.request()
 
+    def _listen(self, step: int) -> None:
+        """Of the other ranks: tell what the last save cost, and hear what is decided."""
+        assert self._bulletin is not None
+        self._bulletin.report(Cost(self._taken, self._costs.cost_s))
+        if self._news.horizon < step:
+            self._news = self._bulletin.hear(lambda news: news.horizon >= step, self._peer_timeout_s)
+
     def _decide(self, step: int, now: float) -> None:
         """Of rank 0: what is still open, far enough ahead."""
         news, lead = self._news, self._lead()
         horizon, saves = news.horizon, news.saves
         wanted = self._requested()
         pending = news.num_saves > self._taken
-        if not pending and (wanted or self._costs.may_save(now, self._seconds, self._overhead)):
+        others_s = self._bulletin.cost.seconds if self._bulletin is not None else 0.0
+        if not pending and (wanted or self._costs.may_save(now, self._seconds, self._overhead, others_s)):
             save_at = max(step, horizon + 1)
             horizon, saves = save_at, (*saves, save_at)[-_REMEMBERED:]
         if horizon < step + lead / 2:

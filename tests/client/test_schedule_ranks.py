@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
@@ -24,6 +26,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
         arguments = {"slowest": slowest, "stride": stride}
         scenarios["uneven", slowest] = Scenario(f"{module}:train_unevenly", 3, arguments, tcp=store == "tcp")
     for store in _STORES:
+        scenarios["straggler", store] = Scenario(f"{module}:save_with_a_straggler", 3, tcp=store == "tcp")
         limit = {"timeout_s": _TIMEOUT_S}
         scenarios["lost", store] = Scenario(f"{module}:lose_rank_zero", 2, limit, lost=(0,), tcp=store == "tcp")
     (folder / "ranks").mkdir()
@@ -51,6 +54,15 @@ def test_what_is_due_is_saved_by_all(outcomes: dict[object, Outcome]) -> None:
     first, second = outcomes["save"].result()
     assert first == second
     assert len(first["on the store"]) == len(first["saved"]) >= 1
+
+
+@pytest.mark.parametrize("store", _STORES)
+def test_the_rank_that_a_save_costs_most_counts(outcomes: dict[object, Outcome], store: str) -> None:
+    """2 s at 2 % are paid for after 100 s; by rank 0's own figure it would be 10 s."""
+    first, *others = [result["due"] for result in outcomes["straggler", store].result()]
+    assert others == [first, first]
+    assert len(first) >= 4
+    assert min(after - before for before, after in pairwise(first)) >= 10
 
 
 @pytest.mark.parametrize("store", _STORES)

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ckpt import Checkpointer
+from ckpt.saving.handle import SaveHandle
 from ckpt.schedule import Schedule
-from ckptstore.errors import RankLost
+from ckptstore.errors import RankLost, SaveFailed
+from tests.support.trainers import until
 
 _STEPS = 400
 
@@ -67,6 +69,27 @@ def save_by_schedule(store: str) -> dict[str, Any]:
             dist.barrier()
     dist.barrier()
     return {"saved": saved, "on the store": sorted(p.name for p in Path(store, "scheduled", "commits").iterdir())}
+
+
+def save_with_a_straggler() -> dict[str, Any]:
+    """By a clock that the steps move: 10 s each. A save costs rank 0 0.2 s and rank 1 ten times as much."""
+    rank, now = dist.get_rank(), 0.0
+    newest: SaveHandle | None = None
+    schedule = Schedule(lambda: newest, None, 0.02, peer_timeout_s=20.0, clock=lambda: now, lead_s=0.1)
+    due: list[int] = []
+    for step in range(60):
+        now = 10.0 * step
+        if schedule.due(step):
+            due.append(step)
+            newest = SaveHandle(step, 0)
+            newest._measure(blocked_s=0.2, held_s=1.8 if rank == 1 else 0.0)
+            newest._fail(SaveFailed("it does not matter how it ends"))
+        dist.barrier()
+        if rank == 0 and due and step > due[-1]:
+            until(lambda: schedule._bulletin is not None and schedule._bulletin.cost == (len(due), 2.0))
+    dist.barrier()
+    schedule.close()
+    return {"due": due}
 
 
 def lose_rank_zero(timeout_s: float) -> dict[str, Any]:
