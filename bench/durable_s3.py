@@ -12,11 +12,13 @@ from typing import Any
 
 from bench.bucket import (
     COLUMNS,
+    CONCURRENCIES,
     Service,
     Timed,
-    best_concurrency,
     check_restored,
+    fastest,
     goal,
+    key_of,
     median_s,
     read_shard,
     row,
@@ -47,11 +49,11 @@ def measure(quick: bool) -> Report:
         save = ours(service, state, stack)
         shard = stored_bytes(service, state, save)
         raw = RawObstore(service.bucket)
-        concurrency = best_concurrency(lambda at: raw.put(f"{FOLDER}/x", shard[:PROBED_BYTES], at), service)
+        concurrency = fastest(lambda at: raw.put(f"{FOLDER}/x", shard[:PROBED_BYTES], at), CONCURRENCIES, service)
         peers, missing = open_s3_peers(PEERS, service.bucket)
         savers: dict[str, Save] = {RAW: lambda: raw.put(f"{FOLDER}/x", shard, concurrency), OURS: save}
         for name, peer in peers.items():
-            savers[name] = lambda peer=peer: peer.save(state, f"{FOLDER}/state")  # type: ignore[misc]
+            savers[name] = lambda peer=peer, name=name: peer.save(state, f"{FOLDER}/{key_of(name)}")  # type: ignore[misc]
         found, problems = in_turns({name: measured(service, saver) for name, saver in savers.items()})
     sizes = {RAW: len(shard), OURS: len(shard)}
     return Report(

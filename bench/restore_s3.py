@@ -1,7 +1,7 @@
 """How long until a state on S3 is back in the live tensors, against bare ranged reads of the bytes that are stored.
 
-The limit is obstore, a client in Rust, which reads our shard into memory that was touched before, with as many requests
-at a time as are fastest here. Every bit is compared after every restore.
+The limit is obstore, a client in Rust, which reads our shard into memory that was touched before, in ranges as large,
+and with as many requests at a time, as are fastest here. Every bit is compared after every restore.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 from bench.bucket import (
     COLUMNS,
+    CONCURRENCIES,
     Service,
     Timed,
-    best_concurrency,
     check_restored,
+    fastest,
     goal,
+    key_of,
     median_s,
     row,
     running_bucket,
@@ -29,7 +31,9 @@ from bench.state import State, trained, wanted_bytes
 from ckpt import Checkpointer
 
 GOAL = 0.9
-PROBED_BYTES = 200_000_000
+PROBED_BYTES = 256 << 20
+RANGES = [(concurrency, size) for concurrency in CONCURRENCIES for size in (16 << 20, 32 << 20, 64 << 20)]
+"""Requests at a time, and bytes of each."""
 PEERS = ("s3torchconnector", "s3torchconnector, DCP", "torch over s3fs", "runai-model-streamer")
 OURS = {"ckptd, off": "off", "ckptd, fast": "fast"}
 """What they are called, and `compress`."""
@@ -50,10 +54,10 @@ def measure(quick: bool) -> Report:
         memory = memoryview(touched(max(size for _, size in shards.values())))
         probed = min(PROBED_BYTES, min(size for _, size in shards.values()))
         key = shards["ckptd, off"][0]
-        concurrency = best_concurrency(lambda at: raw.get(key, memory[:probed], at), service)
+        concurrency, size = ranges = fastest(lambda way: raw.get(key, memory[:probed], *way), RANGES, service)
         loads: dict[str, Load] = {}
-        for name, (key, size) in shards.items():
-            loads[RAW[name]] = lambda key=key, size=size: raw.get(key, memory[:size], concurrency)  # type: ignore[misc]
+        for name, (key, stored) in shards.items():
+            loads[RAW[name]] = lambda key=key, stored=stored: raw.get(key, memory[:stored], *ranges)  # type: ignore[misc]
         contestants = {name: timed(service, load) for name, load in loads.items()}
         contestants |= {name: checked(service, state, load) for name, load in (ours | theirs).items()}
         found, problems = in_turns(contestants)
@@ -61,7 +65,7 @@ def measure(quick: bool) -> Report:
     return Report(
         bench="restore-s3",
         what=f"{state.num_bytes / 1e9:.2f} GB from SeaweedFS on the same cores; raw: obstore, {concurrency} ranges "
-        "at a time; MB/s and core-s/GB of the state, or of the stored bytes",
+        f"of {size >> 20} MiB at a time; MB/s and core-s/GB of the state, or of the stored bytes",
         columns=COLUMNS,
         rows=[row(name, times, sizes.get(name, state.num_bytes)) for name, times in found.items()],
         goals=[goal("raw GET of the stored bytes", name, found[RAW[name]], found[name], GOAL) for name in OURS],
@@ -102,7 +106,7 @@ def saved_by_peers(service: Service, state: State) -> tuple[dict[str, Load], dic
     peers, problems = open_s3_peers(PEERS, service.bucket)
     loads: dict[str, Load] = {}
     for name, peer in peers.items():
-        key = f"peers/{name.replace(', ', '-').replace(' ', '-')}"
+        key = key_of(name)
         try:
             peer.save(state, key)
         except Exception as error:  # a peer may raise anything

@@ -162,16 +162,16 @@ class RawObstore:
 
         obstore.put(self.store, key, data, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=concurrency)
 
-    def get(self, key: str, into: memoryview, concurrency: int) -> None:
+    def get(self, key: str, into: memoryview, concurrency: int, range_bytes: int = PART_BYTES) -> None:
         """Ranges, copied to where they belong."""
         import obstore
 
         def fetch(at: int) -> None:
-            end = min(at + PART_BYTES, len(into))
+            end = min(at + range_bytes, len(into))
             into[at:end] = memoryview(obstore.get_range(self.store, key, start=at, end=end)).cast("B")
 
         with ThreadPoolExecutor(concurrency) as pool:
-            list(pool.map(fetch, range(0, len(into), PART_BYTES)))
+            list(pool.map(fetch, range(0, len(into), range_bytes)))
 
 
 PEERS: dict[str, Callable[[Bucket], S3Peer]] = {
