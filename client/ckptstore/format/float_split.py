@@ -30,11 +30,12 @@ _HEADER = struct.Struct("<IIIIHBBxxxx")  # words; sizes of low, rest, codes if c
 _ALIGN = 8
 _LARGEST_POSITIVE = 0x7FFF
 _SHIFT16, _WORD16, _LOWER, _UPPER = np.uint32(16), np.uint32(1 << 16), np.uint32(0xFFFF), np.uint32(0xFFFF0000)
-_TWO, _LARGEST_INSIDE = np.uint16(2), np.uint16(0x0FFF)
 _LOWER_NIBBLE, _UPPER_NIBBLE, _UPPER_BYTE = np.uint16(0x0F), np.uint16(0xF0), np.uint16(0xFF00)
 _SWAPPED = np.dtype(">u2")
 _PAIRS, _TOP_BYTES = 1, 2  # bits of a block's mode
 _WINDOW = 16  # codes that half a byte can tell apart
+_WORDS_OF_64_BITS = 4
+_WITHIN_64_BITS = np.arange(_WORDS_OF_64_BITS)
 _MOST_ESCAPES = 512  # one word of so many may lie outside of the window
 _SAMPLE = 64  # one word of so many is looked at to find the window
 _REPEATS = 16  # a plane is searched for repetitions if one lane of so many equals the next
@@ -49,6 +50,7 @@ class _Fields:
         self.rest = np.uint16(rest)
         self.unit = np.uint16(1 << shift)
         self.field = np.uint16(0xFF << shift)
+        self.outside = np.uint16((0xFF - (_WINDOW - 1)) << shift)
         # Of pairs, of which the second word's code is in the upper half of a byte.
         self.pair_field = np.uint16((_WINDOW - 1) << shift)
         self.pair_shift = np.uint16(shift - 4)
@@ -67,10 +69,9 @@ class _Scratch(threading.local):
         most = BLOCK_BYTES // 2
         self.high = np.empty(BLOCK_BYTES // 4, np.uint16)
         self.words = np.empty(most, np.uint16)
-        self.wide = np.empty(most // 2, np.uint32)
+        self.wide = np.empty(BLOCK_BYTES // 8, np.uint32)
         self.lanes = np.empty(most // 2, np.uint16)
         self.more = np.empty(most // 2, np.uint16)
-        self.flags = np.empty(most, np.bool_)
 
 
 _scratch = _Scratch()
@@ -186,8 +187,9 @@ class _Writer:
             lanes, outside = _relative(high, self._base, fields)
             groups = np.flatnonzero(outside.view(np.uint64) != 0)
             if len(groups) * _MOST_ESCAPES <= len(high):
-                rows, columns = np.nonzero(outside.reshape(-1, GROUP)[groups])
-                escapes: Plane = groups[rows] * GROUP + columns
+                suspects = (groups[:, None] * _WORDS_OF_64_BITS + _WITHIN_64_BITS).ravel()
+                suspects = np.concatenate((suspects, suspects + len(outside)))
+                escapes: Plane = suspects[lanes[suspects] & fields.outside != 0]
                 lanes[escapes] = high[escapes] & fields.rest
                 return escapes
             if not is_last:
@@ -233,15 +235,12 @@ def _join_wide(high: Plane, low: Plane, is_mixed: bool, words: Plane) -> None:
 
 
 def _relative(high: Plane, base: int, fields: _Fields) -> tuple[Plane, Plane]:
-    """Words with the code that the window begins with subtracted, and which of them lie outside."""
-    lanes, outside = _scratch.words[: len(high)], _scratch.flags[: len(high)]
+    """Words less the code that the window begins with; and for one of each half, bits if any of them is outside."""
+    half = len(high) // 2
+    lanes, outside = _scratch.words[: len(high)], _scratch.lanes[:half]
     np.subtract(high, np.uint16(base << int(fields.shift)), lanes)
-    if fields is _TOP_BYTE:
-        np.greater(lanes, _LARGEST_INSIDE, outside)
-    else:
-        without_sign = _scratch.wide[: len(high) // 2].view(np.uint16)
-        np.multiply(lanes, _TWO, without_sign)
-        np.greater(without_sign, _LARGEST_INSIDE, outside)
+    np.bitwise_or(lanes[:half], lanes[half:], outside)
+    np.bitwise_and(outside, fields.outside, outside)
     return lanes, outside
 
 
@@ -339,6 +338,7 @@ class _Reader:
         plane: Plane = np.frombuffer(stored, np.uint8)
         # Passes over lanes that are not aligned take several times as long as a copy.
         self._stored = plane if plane.ctypes.data % _ALIGN == 0 else plane.copy()
+        self._size = len(plane)
         self._at = 0
 
     def next(self, words: Plane) -> int:
@@ -376,16 +376,16 @@ class _Reader:
     def take(self, num_bytes: int) -> Plane:
         """The next bytes."""
         begin, self._at = self._at, self._at + num_bytes
-        if self._at > len(self._stored):
+        if self._at > self._size:
             raise CorruptObject("float-split chunk ends early")
         return self._stored[begin : self._at]
 
     def finish(self) -> None:
         """Nothing may be left."""
-        if self._at != len(self._stored):
-            raise CorruptObject(f"float-split chunk has {len(self._stored) - self._at} bytes too many")
+        if self._at != self._size:
+            raise CorruptObject(f"float-split chunk has {self._size - self._at} bytes too many")
 
     def _plane(self, num_bytes: int, packed: int, kind: Any) -> Plane:
-        stored = self.take(packed or num_bytes)
-        self.take(-self._at % _ALIGN)
+        size = packed or num_bytes
+        stored = self.take(size + -size % _ALIGN)[:size]
         return np.frombuffer(unpack(stored.data, num_bytes), kind) if packed else stored.view(kind)
