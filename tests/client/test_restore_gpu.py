@@ -41,7 +41,7 @@ def make(seed: int, device: str = "cuda") -> tuple[Any, AdamW]:
             "across": nn.Linear(300, 512),
             "image": nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
             "norm": nn.BatchNorm1d(512),
-            "half": nn.Linear(128, 128).bfloat16(),
+            "coarse": nn.Linear(128, 128).bfloat16(),
         }
     ).to(device)
     model["across"].weight.data = model["across"].weight.data.t().contiguous().t()
