@@ -1,4 +1,4 @@
-"""python -m bench.gpu [--gigabytes N]: what a save costs on a GPU, against what its link to host memory can do.
+"""python -m bench.gpu [--gigabytes N] [--batch N]: saves and restores against the GPU's link to host memory.
 
 Writes bench/results/gpu-NAME.json. The store is a folder in shared memory where there is room, so that no disk is
 measured; what is durable where is measured by the other benchmarks.
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -30,7 +30,11 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import open_store
 
 REPETITIONS = 5
-DIM, CONTEXT, BATCH = 2048, 256, 8
+DIM, CONTEXT = 2048, 512
+BATCH = 64
+"""Tokens of a step in proportion to the state, as in a real training: a step of a few samples would be over before any
+copy of the state could be."""
+_MOST_STEPS = 50
 BLOCK_BYTES = 12 * 12 * DIM * DIM
 """Weights and moments of one block."""
 RESULTS = Path(__file__).parent / "results"
@@ -39,11 +43,11 @@ RESULTS = Path(__file__).parent / "results"
 class Training:
     """A GPT and its optimizer on the GPU, and one step."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, batch: int) -> None:
         torch.manual_seed(0)
         with torch.device("cuda"):
             self.model = GPT(DIM, max(1, round(num_bytes / BLOCK_BYTES)), CONTEXT)
-            self.tokens = torch.randint(0, 256, (BATCH, CONTEXT + 1))
+            self.tokens = torch.randint(0, 256, (batch, CONTEXT + 1))
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.step()
 
@@ -69,23 +73,24 @@ class Training:
 def main() -> None:
     """Run it, or say why not."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=8.5)
+    parser.add_argument("--gigabytes", type=float, default=8.5, help="of weights and moments")
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"sequences of {CONTEXT} bytes in a step")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device, and torch finds none")
-    report = measure(int(args.gigabytes * 1e9))
+    report = measure(int(args.gigabytes * 1e9), args.batch)
     show(report)
     name = torch.cuda.get_device_name()
-    where = {"gpu": name, "machine": machine.describe(), "versions": machine.versions()}
+    where = {"gpu": name, "cuda": torch.version.cuda, "machine": machine.describe(), "versions": machine.versions()}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
     path.write_text(json.dumps(report.verdict() | where) + "\n")
     print(path)
 
 
-def measure(num_bytes: int) -> Report:
+def measure(num_bytes: int, batch: int) -> Report:
     """All of it, in a few minutes."""
-    training = Training(num_bytes)
+    training = Training(num_bytes, batch)
     num_bytes = training.num_bytes
     down, up = _bandwidth(num_bytes)
     with tempfile.TemporaryDirectory(dir=_folder(num_bytes)) as folder:
@@ -103,8 +108,8 @@ def measure(num_bytes: int) -> Report:
             ("pinned copy to GPU", f"{up:.4f}", f"{num_bytes / up / 1e9:.1f}"),
             ("save_async, overlap=False", f"{seconds['eager, stall']:.4f}", _rate(num_bytes, seconds["eager, stall"])),
             ("save_async", f"{seconds['overlap, stall']:.5f}", ""),
-            ("mean step until durable", f"{seconds['overlap, step']:.4f}", ""),
-            ("step without a save", f"{seconds['overlap, step without']:.4f}", ""),
+            ("mean step while saving", f"{seconds['overlap, step']:.4f}", ""),
+            ("mean step without a save", f"{seconds['overlap, step without']:.4f}", ""),
             ("warm restore", f"{restore_s:.4f}", _rate(num_bytes, restore_s)),
         ],
         goals=[
@@ -168,8 +173,8 @@ def _saves(training: Training, store: str, overlap: bool) -> dict[str, list[floa
                 steps += 1
             with_save = (time.perf_counter() - began) / steps
             delete_checkpoint(open_store(store), handle.result(), "bench", system_clock)
-            without = median(_waited(training.step) for _ in range(min(steps, 50)))
-            if round_:  # the first pins memory
+            without = fmean(_waited(training.step) for _ in range(min(steps, _MOST_STEPS)))
+            if round_:  # the first pins memory, and does not overlap
                 for key, value in zip(found, (stall, with_save, without), strict=True):
                     found[key].append(value)
     return found
