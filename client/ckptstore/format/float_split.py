@@ -36,7 +36,7 @@ _PAIRS, _TOP_BYTES = 1, 2  # bits of a block's mode
 _WINDOW = 16  # codes that half a byte can tell apart
 _WORDS_OF_64_BITS = 4
 _WITHIN_64_BITS = np.arange(_WORDS_OF_64_BITS)
-_MOST_ESCAPES = 512  # one word of so many may lie outside of the window
+_FEW_ESCAPES, _MOST_ESCAPES = 1024, 512  # one word of so many may lie outside of the last block's window, of its own
 _SAMPLE = 64  # one word of so many is looked at to find the window
 _REPEATS = 16  # a plane is searched for repetitions if one lane of so many equals the next
 
@@ -183,16 +183,16 @@ class _Writer:
 
     def _window(self, high: Plane, fields: _Fields) -> Plane | None:
         """Make codes relative to a window, in the scratch memory; returns the escapes, None if they are too many."""
-        for is_last in (False, True):
+        for limit in (_FEW_ESCAPES, _MOST_ESCAPES):
             lanes, outside = _relative(high, self._base, fields)
             groups = np.flatnonzero(outside.view(np.uint64) != 0)
-            if len(groups) * _MOST_ESCAPES <= len(high):
+            if len(groups) * limit <= len(high):
                 suspects = (groups[:, None] * _WORDS_OF_64_BITS + _WITHIN_64_BITS).ravel()
                 suspects = np.concatenate((suspects, suspects + len(outside)))
                 escapes: Plane = suspects[lanes[suspects] & fields.outside != 0]
                 lanes[escapes] = high[escapes] & fields.rest
                 return escapes
-            if not is_last:
+            if limit == _FEW_ESCAPES:
                 self._base = _densest(high, fields)
         return None
 
