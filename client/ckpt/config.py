@@ -55,8 +55,8 @@ class Config:
     derive: bool = False
     """Whether bfloat16 and float16 tensors that are exactly the casts of float32 ones in the same state (the masters of
     mixed precision) are not stored but derived, which is found out tensor by tensor at every save. Of tensors of 64 KiB
-    or more, and of masters of equal shape that the same rank writes. Not with staging_bytes, by which no snapshot is
-    in memory as a whole."""
+    or more, and of masters of equal shape, cut alike where they are sharded, that the same rank writes. Not with
+    staging_bytes, by which no snapshot is in memory as a whole."""
     cpu_budget: float | None = None
     """Share of one core that the saver process keeps to, 0.5 for half of one; None: what is left by others. It does not
     apply to writer="thread"."""

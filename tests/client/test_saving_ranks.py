@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.format.planning import entry_bytes
+from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
@@ -32,7 +32,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
         )
         for layout in _LAYOUTS
     }
-    for name in ("change_layout", "fail_to_describe"):
+    for name in ("change_layout", "fail_to_describe", "derive_under_fsdp2"):
         scenarios[name] = Scenario(f"tests.support.saving_ranks:{name}", 2, {"store": str(folder / name)})
     (folder / "ranks").mkdir()
     return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
@@ -64,6 +64,22 @@ def test_a_rank_that_cannot_describe_its_state_tells_the_others_at_once(outcomes
     first, second = outcomes["fail_to_describe"].result()
     assert "rank 1: cannot describe its state: RuntimeError('a hook of rank 1 fails')" in first["said"]
     assert second["said"] == "a hook of rank 1 fails"
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_ranks_derive_their_slices_of_sharded_weights(outcomes: dict[str, Outcome], folder: Path, spread: bool) -> None:
+    for result in outcomes["derive_under_fsdp2"].result():
+        assert result["alike"] == [True] * 8
+    source = StoreSource(open_store(str(folder / "derive_under_fsdp2" / str(spread))))
+    content = read_manifest(source, source.latest(RUN)).content
+    assert derived_bytes(content) == {f"model/{layer}.weight": 2 * 256 * 512 for layer in (0, 1)}
+
+
+def test_state_of_a_shard_that_does_not_say_so_is_refused(outcomes: dict[str, Outcome]) -> None:
+    """It would be taken for what all ranks hold alike."""
+    for result in outcomes["derive_under_fsdp2"].result():
+        assert result["code"] == "unsupported_object"
+        assert "optim/state/0.weight/" in result["said"]
 
 
 @pytest.fixture(scope="module")

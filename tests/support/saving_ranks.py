@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt import Checkpointer
@@ -122,6 +124,43 @@ def change_layout(store: str) -> dict[str, Any]:
         restored = checkpointer.restore(other)
     assert restored is not None
     return found | {"restored": restored.step, "ones": all(bool((p == 1).all()) for p in other.parameters())}
+
+
+class _Masters(torch.optim.Optimizer):
+    """Keeps float32 masters, as training in mixed precision does, and sets the weights to their casts."""
+
+    def __init__(self, model: nn.Module, sharded: bool) -> None:
+        """sharded: as the parameters are; otherwise as plain tensors of what lies here."""
+        super().__init__(model.parameters(), {})
+        for parameter in self.param_groups[0]["params"]:
+            weight = parameter.detach() if sharded else parameter.detach().to_local()
+            master = weight.float() * 1.001
+            weight.copy_(master)
+            self.state[parameter] = {"exp_avg": torch.ones_like(master), "master": master}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Not used."""
+
+
+def derive_under_fsdp2(store: str) -> dict[str, Any]:
+    """Each rank derives its slices of the weights from its slices of the masters, wherever they are written from."""
+    found: dict[str, Any] = {"alike": []}
+    for spread in (False, True):
+        torch.manual_seed(0)
+        model, other = (nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to(torch.bfloat16) for _ in range(2))
+        for one in (model, other):
+            fully_shard(one, mesh=init_device_mesh("cpu", (2,)))
+        optim, other_optim = _Masters(model, sharded=True), _Masters(other, sharded=True)
+        with Checkpointer(f"{store}/{spread}", run=RUN, derive=True, spread=spread, writer="thread") as checkpointer:
+            checkpointer.save(model, optim, 1)
+            checkpointer.restore(other, other_optim)
+            pairs = zip(model.parameters(), other.parameters(), strict=True)
+            found["alike"] += [torch.equal(first.to_local(), second.to_local()) for first, second in pairs]  # type: ignore[attr-defined]
+            try:
+                checkpointer.save_async(model, _Masters(model, sharded=False), 2)
+            except CkptError as error:
+                found |= {"code": error.code, "said": str(error)}
+    return found
 
 
 def fail_to_describe(store: str) -> dict[str, str]:

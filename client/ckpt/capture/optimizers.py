@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.capture.parameters import Parameters, State
-from ckptstore.errors import StateMismatch
+from ckptstore.errors import StateMismatch, UnsupportedObject
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -59,6 +60,23 @@ def live_state(optimizer: Optimizer, parameter: torch.Tensor, known: Parameters)
     if pack is None:
         return cast(State, state.get(parameter, {}))
     return pack.take(parameter, state.get(pack.parameter, {}))
+
+
+def check_sharded_alike(path: str, parameter: torch.Tensor, state: Any) -> None:
+    """UnsupportedObject if state of a sharded parameter has the shape of this rank's shard, but does not say so.
+
+    It would be taken for a copy that all ranks hold alike, and that of one of them would be saved for all.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(state, dict):
+        return
+    local = parameter._local_tensor.shape
+    for key, value in state.items() if local != parameter.shape else ():
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if plain and value.shape == local and value.numel() > 1:
+            raise UnsupportedObject(
+                f"{path}/{key} is a plain tensor of this rank's shard of a sharded parameter",
+                "Have the optimizer keep it as a DTensor like the parameter, such as torch.zeros_like(parameter) makes",
+            )
 
 
 def optimizer_state(optimizer: Optimizer, known: Parameters) -> dict[str, Any]:

@@ -110,6 +110,8 @@ def _capture_optimizers(
                     f"two optimizers keep state for the parameter {name!r}", "Pass them as a mapping: {name: optimizer}"
                 )
             seen.add(name)
+            if name in held:
+                optimizers.check_sharded_alike(f"{item}/state/{name}", held[name], values)
             unit = state_unit(item, name, optimizer, held[name], parameters) if name in held else frame
             flat = parameters.flats.get(id(held.get(name)))
             change = Change.STEP if id(held.get(name)) in stepped else Change.ANY_TIME
