@@ -17,6 +17,7 @@ import torch
 from ckpt.agreement import Agreement, meet
 from ckpt.capture.describe import describe
 from ckpt.capture.forecast import forecast_bytes
+from ckpt.capture.leaves import Captured
 from ckpt.capture.repeated import Capturer
 from ckpt.capture.subject import Model, Optimizers, Subject
 from ckpt.closing import close_at_exit
@@ -96,17 +97,20 @@ class Checkpointer:
         close_at_exit(self)
 
     def prepare(self, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
-        """Agree with the other ranks on who writes what, start the saver, and have the memory for snapshots made in the
-        background, so that the first save is like the others. A collective of all ranks.
+        """Agree with the other ranks on who writes what, start the saver, look at the state, and make memory for a
+        snapshot, so that the first save is like the others. A collective of all ranks.
 
-        The first save does it by itself, and waits for it. Call it again when the layout of the state has changed:
-        other parameters, or other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
+        That takes about half a second per GB; memory for further slots is made in the background. The first save does
+        it by itself, and waits for it. Call it again when the layout of the state has changed: other parameters, or
+        other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
         """
         client = self._saving_client()
         self._join()
         client.start()
         subject = Subject.of(model, optim, extras)
-        client.expect(forecast_bytes(subject, self._agree(subject).ownership))
+        agreement = self._agree(subject)
+        captured = self._capture(subject.without_others(), agreement, grads=False)
+        client.expect(forecast_bytes(captured, subject, agreement.ownership), wait=True)
 
     def save_async(
         self,
@@ -163,11 +167,7 @@ class Checkpointer:
         client.raise_failure()
         check_step(step)
         agreement = self._agreement or self._agree(subject)
-        captured = self._capturer.capture(subject, agreement.ownership, grads)
-        if captured.leaves.slices != self._layout.slices:
-            # Optimizer state appears with the first step; anything else is for all ranks to agree on.
-            agreement.ownership.check(describe(subject, sampled=False))
-            self._layout = Layout.of(captured.leaves.slices)
+        captured = self._capture(subject, agreement, grads)
         attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
         handle = SaveHandle(step, self._layout.num_bytes, started)
         if subject.optimizers and self.config.overlap and self._overlap is None:
@@ -337,7 +337,8 @@ class Checkpointer:
         try:
             # Saves may be given other objects than the restore, so this is not yet what ranks agree on for them.
             agreement = self._meet(subject)
-            client.expect(forecast_bytes(subject, agreement.ownership))
+            captured = self._capturer.capture(subject.without_others(), agreement.ownership, grads=False)
+            client.expect(forecast_bytes(captured, subject, agreement.ownership))
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
 
@@ -354,6 +355,14 @@ class Checkpointer:
             )
         self._agreement = agreement
         return agreement
+
+    def _capture(self, subject: Subject, agreement: Agreement, grads: bool) -> Captured:
+        captured = self._capturer.capture(subject, agreement.ownership, grads)
+        if captured.leaves.slices != self._layout.slices:
+            # Optimizer state appears with the first step; anything else is for all ranks to agree on.
+            agreement.ownership.check(describe(subject, sampled=False))
+            self._layout = Layout.of(captured.leaves.slices)
+        return captured
 
     def _join(self) -> None:
         """What was still being copied is in the saver's hands, or has failed."""

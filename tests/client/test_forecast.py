@@ -1,4 +1,4 @@
-"""How much memory the first save will need is known before it, and made in the background."""
+"""How much memory the first save will need is known, and made, before it."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def test_the_first_save_after_prepare_makes_no_slot(name: str, tmp_path: Path) -
     optimizer = OPTIMIZERS[name](model)
     with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         checkpointer.prepare(model, optimizer)
+        assert arena_of(checkpointer).segments
         before = made(checkpointer)
         step(model, optimizer)
         handle = checkpointer.save_async(model, optimizer, 1)

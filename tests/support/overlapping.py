@@ -33,8 +33,9 @@ class Brake:
 
 
 @contextmanager
-def held_copies(release_at_gate: bool = False) -> Iterator[Brake]:
-    """Copies of any size wait to be released; with `release_at_gate`, until an optimizer waits for them."""
+def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator[Brake]:
+    """Copies wait to be released; with `release_at_gate`, until an optimizer waits for them. Of any size, unless
+    `small_bytes` is how small those are that do not wait."""
     brake, copy, hold = Brake(), Transfer.copy, Overlap.hold
 
     def held_copy(transfer: Transfer) -> None:
@@ -51,7 +52,7 @@ def held_copies(release_at_gate: bool = False) -> Iterator[Brake]:
     with (
         patch.object(Transfer, "copy", held_copy),
         patch.object(Overlap, "hold", seen_hold),
-        patch.object(overlap, "_SMALL_BYTES", 0),
+        patch.object(overlap, "_SMALL_BYTES", small_bytes),
     ):
         try:
             yield brake

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from ckpt.capture import optimizers
 from ckpt.capture.describe import state_unit
+from ckpt.capture.leaves import Captured
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import part_of
-from ckpt.capture.state import capture
 from ckpt.capture.subject import Subject
 from ckptstore.format import boxes
 
@@ -31,20 +31,19 @@ class _Kept:
     besides: int = 0
 
 
-def forecast_bytes(subject: Subject, ownership: Ownership) -> int:
-    """What this rank will stage once every optimizer has made a step: modules, and state of torch's own optimizers.
+def forecast_bytes(captured: Captured, subject: Subject, ownership: Ownership) -> int:
+    """What this rank will stage once every optimizer has made a step, if it has captured so much now: modules, and
+    state of torch's own optimizers.
 
-    What optimizers of other kinds are still to make, and extras that are not modules, are not in it: they would have
-    to be asked. Raises UnsupportedObject or LayoutChanged.
+    What optimizers of other kinds are still to make is not in it.
     """
-    captured = capture(replace(subject, others={}), ownership, grads=False)
     known = subject.parameters()
     to_come = (
         _bytes_to_come(item, optimizer, ownership, known)
         for item, found in subject.optimizers.items()
         for optimizer in found
     )
-    return sum(leaf.slice.bytes for leaf in captured.leaves) + sum(to_come)
+    return sum(piece.bytes for piece in captured.leaves.slices) + sum(to_come)
 
 
 def _bytes_to_come(item: str, optimizer: Optimizer, ownership: Ownership, known: Parameters) -> int:

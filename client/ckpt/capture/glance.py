@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from ckpt.capture.subject import Subject
 
 _TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
 _CONSTANTS = frozenset((type(None), bool, int, float, str))
+_PARTS = attrgetter(
+    "_parameters", "_buffers", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"
+)
 _OWN_WAYS = frozenset((
     "state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters", "named_modules"
 ))  # fmt: skip
@@ -56,24 +60,26 @@ class Glance:
         return glance if glance._memory() else None
 
     def _module(self, root: nn.Module) -> bool:
-        found, children, level = [root], [], [root]
+        found, dicts, level = [], [], [root]
         while level:
-            below = [child for module in level for child in module._modules.values()]
-            children += below
-            level = [child for child in below if child is not None]
             found += level
-        if not _tell_as_usual(found):
+            below = [module._modules for module in level]
+            dicts += below
+            level = [child for children in below for child in children.values() if child is not None]
+        parameters, buffers, hidden, hooks, pre_hooks = zip(*map(_PARTS, found), strict=True)
+        if not _tell_as_usual(found) or any(hooks) or (any(pre_hooks) and not _sharding_hooks(found)):
             return False
-        self.marks += (id(root), list(map(id, children)))
-        self._names([module._modules for module in found])
-        hidden = [module._non_persistent_buffers_set for module in found]
-        self.marks.append([frozenset(names) if names else None for names in hidden])
-        held = [tensors for module in found for tensors in (module._parameters, module._buffers)]
-        self._names(held)
-        begin = len(self.tensors)
-        usual = self._values([value for tensors in held for value in tensors.values()])
-        self.marks.append([tensor.requires_grad for tensor in self.tensors[begin:]])
-        return usual
+        self.marks.append(id(root))
+        self._names(dicts)
+        self.marks.append([id(child) for children in dicts for child in children.values()])
+        self.marks.append(list(map(frozenset, hidden)) if any(hidden) else None)
+        for held in (parameters, buffers):
+            self._names(held)
+            begin = len(self.tensors)
+            if not self._values([value for tensors in held for value in tensors.values()]):
+                return False
+            self.marks.append([tensor.requires_grad for tensor in self.tensors[begin:]])
+        return True
 
     def _optimizer(self, optimizer: Optimizer) -> bool:
         if (
@@ -145,14 +151,16 @@ class Looks:
 
 
 def _tell_as_usual(found: Sequence[nn.Module]) -> bool:
-    """Whether the state of modules is their parameters and buffers, and nothing else."""
+    """Whether the state of modules is their parameters and buffers and nothing else, but for hooks."""
     for kind in set(map(type, found)):
         if kind not in _as_usual:
             usual = all(getattr(kind, name) is getattr(nn.Module, name) for name in _OWN_WAYS)
             _as_usual[kind] = usual and not issubclass(kind, FullyShardedDataParallel)
         if not _as_usual[kind]:
             return False
-    if any(module._state_dict_hooks or not _OWN_WAYS.isdisjoint(module.__dict__) for module in found):
-        return False
-    # The hook of fully_shard puts shards in the place of gathered parameters; that is done already.
+    return all(_OWN_WAYS.isdisjoint(module.__dict__) for module in found)
+
+
+def _sharding_hooks(found: Sequence[nn.Module]) -> bool:
+    """Whether all hooks are of fully_shard: they put shards in the place of gathered parameters, as is done already."""
     return all(isinstance(module, FSDPModule) for module in found if module._state_dict_pre_hooks)

@@ -106,9 +106,19 @@ class Captured:
     leaves: Leaves = field(default_factory=Leaves)
     trees: dict[str, JSON] = field(default_factory=dict)
     local: dict[str, JSON] = field(default_factory=dict)
+    unwritten: dict[str, Any] = field(default_factory=dict)
+    """More for `local`: values that nobody changes any more."""
     aliases: dict[str, str] = field(default_factory=dict)
     sameness: object | None = None
     """If two captures have the same object here, their leaves are the same slices and lie in the same memory."""
+
+
+    def write(self) -> dict[str, JSON]:
+        """All of `local`. Of any thread: what need not be done while training waits is done now."""
+        for item, value in self.unwritten.items():
+            self.local[item] = encode_tree(value, item, _inline_leaf)
+        self.unwritten = {}
+        return self.local
 
 
 class Collector:
@@ -242,7 +252,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(bytearray())
     plain = tensor.detach()
     if plain.dtype in _BUFFER_TYPES:
-        return memoryview(plain.numpy()).cast("B")  # a third of what two views cost, for each tensor of a state
+        return plain.numpy().data.cast("B")  # a third of what two views cost, for each tensor of a state
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 

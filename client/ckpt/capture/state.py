@@ -50,7 +50,7 @@ def capture_objects(subject: Subject, ownership: Ownership) -> Collector:
 
 def capture_local(collector: Collector, subject: Subject) -> None:
     """What belongs to this rank alone."""
-    collector.add_local(RNG, rng_state())
+    collector.captured.unwritten[RNG] = rng_state()
     for item, value in subject.others.items():
         collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
 

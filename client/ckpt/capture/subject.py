@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -56,6 +56,10 @@ class Subject:
         found |= {name: (value,) for name, value in extras.items() if isinstance(value, nn.Module)}
         others = {name: value for name, value in extras.items() if not isinstance(value, nn.Module)}
         return Subject(found, _named_optimizers(optim), others)
+
+    def without_others(self) -> Subject:
+        """Modules and optimizers alone: to look at them changes nothing, and runs no code of the user's."""
+        return replace(self, others={})
 
     def reshard(self) -> None:
         """Have every parameter in the form in which optimizers know it. Local."""

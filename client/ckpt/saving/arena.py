@@ -14,6 +14,8 @@ from ckpt.saving.stage import Stager
 
 logger = logging.getLogger(__name__)
 
+_NOT_MADE = "no slot was made in advance, and the save that needs one will try again: %s"
+
 
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
@@ -58,13 +60,25 @@ class Arena:
         with self._changed:
             return {number: slot.segment for number, slot in self._slots.items()}
 
-    def expect(self, num_bytes: int) -> None:
-        """Snapshots will have this size: make all slots in the background, so that no save waits for that."""
+    def expect(self, num_bytes: int, wait: bool) -> None:
+        """Snapshots will have this size: make all slots in the background, so that no save waits for that.
+
+        wait: return when there is one, or can be none.
+        """
         with self._changed:
             self._wanted_bytes = num_bytes
             self._drop_small()
-        if num_bytes:
-            self.prepare_rest()
+        if not num_bytes:
+            return
+        if wait:
+            try:
+                slot = self.acquire(num_bytes, 0.0)
+            except OSError as error:
+                logger.warning(_NOT_MADE, error)
+                return
+            if slot is not None:
+                self.release(slot.number)
+        self.prepare_rest()
 
     def limit(self, num_slots: int) -> None:
         """Make no more slots than these."""
@@ -135,8 +149,8 @@ class Arena:
             try:
                 self._make(num_bytes, idle=True)
             except OSError as error:
-                logger.warning("no slot was made in advance: %s", error)
-                return  # the save that needs one says so
+                logger.warning(_NOT_MADE, error)
+                return
 
     def _make(self, num_bytes: int, idle: bool) -> ArenaSlot:
         try:

@@ -100,9 +100,9 @@ class SaveClient:
         if errors:
             raise errors[0]
 
-    def expect(self, num_bytes: int) -> None:
-        """Have slots for snapshots of this size made in the background."""
-        self._arena.expect(self._slot_bytes(num_bytes))
+    def expect(self, num_bytes: int, wait: bool = False) -> None:
+        """Have slots for snapshots of this size made in the background. wait: return when there is one."""
+        self._arena.expect(self._slot_bytes(num_bytes), wait)
 
     def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
         """An idle slot for a save of `step`. If all are in use: None ("skip"), or one after waiting for it ("wait").

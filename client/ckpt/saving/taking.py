@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt.capture.leaves import Captured
 from ckpt.saving.client import OnBusy, SaveClient
@@ -40,30 +41,32 @@ def take_snapshot(client: SaveClient, save: Save, handle: SaveHandle, overlap: O
             return False
     handle._measure(wait_s=time.perf_counter() - waiting)
     streamed = slot is not None and slot.segment.num_bytes < layout.num_bytes
-    job = _job(client.next_number(), slot.number if slot is not None else None, save, streamed)
+    make_job = partial(
+        _job, client.next_number(), slot.number if slot is not None else None, system_clock(), save, streamed
+    )
     if slot is None:
-        client.submit(job, handle)
+        client.submit(make_job(), handle)
     elif streamed:
-        stream_snapshot(client, slot, save.captured.leaves, layout, job, handle, overlap)
+        stream_snapshot(client, slot, save.captured.leaves, layout, make_job(), handle, overlap)
     else:
         try:
-            copy_snapshot(client, slot, save.captured, layout, job, handle, overlap)
+            copy_snapshot(client, slot, save.captured, layout, make_job, handle, overlap)
         except BaseException:
             client.release(slot)
             raise
     return True
 
 
-def _job(number: int, slot: int | None, save: Save, streamed: bool) -> Job:
+def _job(number: int, slot: int | None, created_at: float, save: Save, streamed: bool) -> Job:
     return Job(
         number=number,
         slot=slot,
         attempt=str(save.attempt),
-        created_at=system_clock(),
+        created_at=created_at,
         slices=save.layout.rows,
         aliases=save.captured.aliases,
         trees=save.captured.trees,
-        local=save.captured.local,
+        local=save.captured.write(),
         metrics=dict(save.metrics),
         lease=save.lease,
         streamed=streamed,

@@ -1,0 +1,158 @@
+"""A glance at a training loop notices whatever would have it described differently, and holds nothing of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckpt.capture.glance import Glance, Looks
+from ckpt.capture.subject import Subject
+
+
+class Loop:
+    """A model and an optimizer with state of several kinds."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ModuleDict({"a": nn.Linear(8, 8)}))
+        self.model.register_module("nobody", None)
+        self.model.register_buffer("hidden", torch.ones(3), persistent=False)
+        self.model.register_buffer("turning", torch.ones(3, dtype=torch.complex64))
+        self.optim = torch.optim.AdamW([{"params": [p]} for p in self.model.parameters()])
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optim.step()
+        self.kept["number"], self.kept["none"] = 0.0, None
+
+    @property
+    def weight(self) -> Any:
+        return self.model[0].weight
+
+    @property
+    def kept(self) -> Any:
+        return self.optim.state[self.weight]
+
+    def glance(self) -> Glance | None:
+        return Glance.at(Subject.of(self.model, self.optim, {}))
+
+
+def no_grad(change: Callable[[Loop], object]) -> Callable[[Loop], object]:
+    return torch.no_grad()(change)
+
+
+def assign(values: Any, key: str, value: Any) -> None:
+    values[key] = value
+
+
+NOTICED: dict[str, Callable[[Loop], object]] = {
+    "other memory": lambda loop: setattr(loop.weight, "data", loop.weight.data.clone()),
+    "other strides": no_grad(lambda loop: loop.weight.t_()),
+    "other shape of the same bytes": lambda loop: setattr(loop.weight, "data", loop.weight.data.view(4, 16)),
+    "fewer elements of the same memory": no_grad(lambda loop: loop.kept["exp_avg"].resize_(2, 8)),
+    "other type of the same bytes": lambda loop: setattr(
+        loop.kept["exp_avg"], "data", loop.kept["exp_avg"].data.view(torch.int32)
+    ),
+    "conjugate": lambda loop: setattr(loop.model.turning, "data", loop.model.turning.data.conj()),
+    "negative": lambda loop: setattr(loop.weight, "data", loop.weight.data._neg_view()),
+    "frozen": lambda loop: loop.weight.requires_grad_(False),
+    "other parameter": lambda loop: setattr(loop.model[0], "weight", nn.Parameter(loop.weight.detach())),
+    "other state": lambda loop: assign(loop.kept, "exp_avg", loop.kept["exp_avg"].clone()),
+    "state in two places": lambda loop: assign(loop.kept, "exp_avg", loop.kept["exp_avg_sq"]),
+    "more state": lambda loop: assign(loop.kept, "more", torch.zeros(2)),
+    "less state": lambda loop: loop.kept.pop("exp_avg"),
+    "no state of a parameter": lambda loop: loop.optim.state.pop(loop.weight),
+    "state under another name": lambda loop: assign(loop.kept, "average", loop.kept.pop("exp_avg")),
+    "other number": lambda loop: assign(loop.kept, "number", 1.0),
+    "other sign of zero": lambda loop: assign(loop.kept, "number", -0.0),
+    "number of another type": lambda loop: assign(loop.kept, "number", 0),
+    "truth instead of a number": lambda loop: assign(loop.kept, "number", False),
+    "text instead of a number": lambda loop: assign(loop.kept, "number", "0.0"),
+    "something instead of nothing": lambda loop: assign(loop.kept, "none", torch.zeros(2)),
+    "other group": lambda loop: loop.optim.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+    "other order of groups": lambda loop: loop.optim.param_groups.reverse(),
+    "parameter in another group": lambda loop: loop.optim.param_groups[0]["params"].append(
+        loop.optim.param_groups[1]["params"].pop()
+    ),
+    "capturable": lambda loop: assign(loop.optim.param_groups[0], "capturable", True),
+    "other module": lambda loop: loop.model.append(nn.Linear(2, 2)),
+    "same module twice": lambda loop: loop.model.append(loop.model[0]),
+    "no module": lambda loop: assign(loop.model._modules, "0", None),
+    "module instead of none": lambda loop: assign(loop.model._modules, "nobody", nn.Linear(2, 2)),
+    "module of another name": lambda loop: assign(loop.model[2]._modules, "b", loop.model[2]._modules.pop("a")),
+    "other buffer": lambda loop: loop.model[0].register_buffer("more", torch.ones(1)),
+    "no bias": lambda loop: setattr(loop.model[0], "bias", None),
+    "buffer is kept": lambda loop: loop.model._non_persistent_buffers_set.clear(),
+    "other optimizer": lambda loop: setattr(loop, "optim", torch.optim.AdamW(loop.model.parameters())),
+}
+ASKED: dict[str, Callable[[Loop], object]] = {
+    "hook after": lambda loop: loop.model[0].register_state_dict_post_hook(lambda *_: None),
+    "hook before": lambda loop: loop.model[0].register_state_dict_pre_hook(lambda *_: None),
+    "hook of the optimizer": lambda loop: loop.optim.register_state_dict_post_hook(lambda *_: None),
+    "own way of one module": lambda loop: setattr(loop.model[1], "state_dict", dict),
+    "sparse": lambda loop: assign(loop.kept, "exp_avg", torch.zeros(2, 2).to_sparse()),
+    "list": lambda loop: assign(loop.kept, "exp_avg", [torch.zeros(2)]),
+}
+
+
+@pytest.mark.parametrize("change", NOTICED)
+def test_a_change_is_noticed(change: str) -> None:
+    loop = Loop()
+    seen, again = loop.glance(), loop.glance()
+    assert seen is not None
+    assert again is not None
+    looks = Looks(seen)
+    assert looks.alike(again)
+    NOTICED[change](loop)
+    changed = loop.glance()
+    assert changed is not None
+    assert not looks.alike(changed)
+    assert Looks(changed).alike(changed)
+
+
+@pytest.mark.parametrize("change", ASKED)
+def test_what_tells_its_state_in_ways_of_its_own_is_asked_every_time(change: str) -> None:
+    loop = Loop()
+    ASKED[change](loop)
+    assert loop.glance() is None
+
+
+def test_a_step_changes_nothing_for_a_glance() -> None:
+    loop = Loop()
+    seen = loop.glance()
+    assert seen is not None
+    looks = Looks(seen)
+    loop.optim.step()
+    loop.model[1].running_mean.add_(1.0)
+    again = loop.glance()
+    assert again is not None
+    assert looks.alike(again)
+
+
+def test_tensors_that_are_used_twice_are_alike_again() -> None:
+    loop = Loop()
+    loop.model.append(loop.model[0])
+    loop.kept["twin"] = loop.kept["exp_avg"]
+    seen, again = loop.glance(), loop.glance()
+    assert seen is not None
+    assert again is not None
+    assert Looks(seen).alike(again)
+
+
+def test_nothing_of_a_loop_is_held_between_saves(tmp_path: Path) -> None:
+    loop = Loop()
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        for step in range(3):
+            checkpointer.save(loop.model, loop.optim, step)
+        checkpointer.wait()
+        held = [weakref.ref(one) for one in (loop.model[0], loop.weight, loop.kept["exp_avg"], loop.optim)]
+        del loop
+        gc.collect()
+        assert [one() for one in held] == [None] * len(held)
