@@ -16,6 +16,7 @@ from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.command_line import PROGRAM, clean_environment, invoke
 from tests.support.daemons import running_daemon
+from tests.support.ports import free_port
 
 SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
 
@@ -43,21 +44,23 @@ def first(lines: IO[str]) -> dict[str, Any]:
 def test_commits_are_followed_across_a_restart_of_the_daemon(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     db = f"sqlite:///{tmp_path}/index.db"
-    with running_daemon(store.url, db) as daemon:
-        port = daemon.url.rsplit(":", 1)[1]
-        with watching("gpt", "--url", daemon.url, "-o", "jsonl") as lines:
-            # Until the stream is open nothing says so: commit until one is seen.
-            steps = iter(range(1000))
-            seen = _until_seen(store, steps, lines)
-            daemon.stop()
-            missed = write_checkpoint(store, "gpt", next(steps), SMALL)
-            with running_daemon(store.url, db, options=("--port", port)):
-                told = [first(lines)]
-                while told[-1]["checkpoint"] != missed.id:
-                    told.append(first(lines))
-                ids = [event["checkpoint"] for event in [*seen, *told]]
-                assert len(set(ids)) == len(ids)
-                assert {event["kind"] for event in told} == {"committed"}
+    port = ("--port", str(free_port()))
+    with (
+        running_daemon(store.url, db, options=port) as daemon,
+        watching("gpt", "--url", daemon.url, "-o", "jsonl") as lines,
+    ):
+        # Until the stream is open nothing says so: commit until one is seen.
+        steps = iter(range(1000))
+        seen = _until_seen(store, steps, lines)
+        daemon.stop()
+        missed = write_checkpoint(store, "gpt", next(steps), SMALL)
+        with running_daemon(store.url, db, options=port):
+            told = [first(lines)]
+            while told[-1]["checkpoint"] != missed.id:
+                told.append(first(lines))
+            ids = [event["checkpoint"] for event in [*seen, *told]]
+            assert len(set(ids)) == len(ids)
+            assert {event["kind"] for event in told} == {"committed"}
 
 
 def _until_seen(store: Store, steps: Iterator[int], lines: IO[str]) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from ckptstore.errors import (
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.ports import free_port
 from tests.support.runs import SMALL
 
 _GOOD_ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
@@ -279,7 +280,8 @@ def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, clien
 def test_ranks_go_on_after_the_daemon_was_killed(store: Store, run: str, tmp_path: Path) -> None:
     _write(store, run, 1, 2)
     db = f"sqlite:///{tmp_path}/index.db"
-    with running_daemon(store.url, db) as first, first.client() as client:
+    port = ("--port", str(free_port()))
+    with running_daemon(store.url, db, options=port) as first, first.client() as client:
         before = client.join_restore(run, "k", 3, 0, ttl_s=30)
         client.report_restore(before.id, 0, Phase.RESTORED, 10, 10)
         client.report_restore(before.id, 1, Phase.FETCHING, 5, 10)
@@ -287,8 +289,7 @@ def test_ranks_go_on_after_the_daemon_was_killed(store: Store, run: str, tmp_pat
         with pytest.raises(DaemonUnavailable):
             client.report_restore(before.id, 1, Phase.FETCHING, 6, 10)
         _write(store, run, 3)
-        port = first.url.rpartition(":")[2]
-        with running_daemon(store.url, db, options=("--port", port)) as second:
+        with running_daemon(store.url, db, options=port) as second:
             session = client.join_restore(run, "k", 3, 2)
             assert (session.id, session.checkpoint) == (before.id, before.checkpoint)
             assert (session.num_joined, session.num_restored, session.done_bytes) == (3, 1, 15)

@@ -15,6 +15,7 @@ import trustme
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import running_daemon, wait_until
+from tests.support.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx" / "ckptd.conf"
 NGINX = shutil.which("nginx")
@@ -41,9 +42,7 @@ def test_tokens_ranges_and_addresses_pass_through(
     issued = authority.issue_cert("127.0.0.1")
     issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with running_daemon(store.url, environment={**os.environ, "CKPTD_TOKEN": _TOKEN}) as daemon:
         text = CONFIG.read_text().replace("127.0.0.1:8470", daemon.url.removeprefix("http://"))
         text = text.replace("listen 443 ssl", f"listen 127.0.0.1:{port} ssl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from torch import nn
 from ckpt import Checkpointer, SaveHandle
 from ckptstore.daemon.client import DaemonClient
 from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.ports import free_port
 
 RUN = "busy"
 SAVES = 24
@@ -28,12 +28,6 @@ def model_of(step: int) -> nn.Linear:
     model = nn.Linear(ROWS, ROWS, bias=False)
     nn.init.constant_(model.weight, float(step))
     return model
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

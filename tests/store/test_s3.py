@@ -253,7 +253,8 @@ def test_proxies_are_left_to_s3fs(
 def test_errors_tell_no_secrets(s3_service: S3Service, caplog: pytest.LogCaptureFixture) -> None:
     secrets = {"secret": f"not {SECRET_KEY}", "token": "T0KEN"}
     refused = open_store(f"s3://{BUCKET}/x", {**s3_service.options, **secrets})
-    nobody = open_store(f"s3://{BUCKET}/x", {**s3_service.options, **secrets, "endpoint_url": "http://127.0.0.1:9"})
+    away = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    nobody = open_store(f"s3://{BUCKET}/x", {**s3_service.options, **secrets, **away})
     caplog.set_level(logging.INFO)
     for store, expected in ((refused, StoreReadOnly), (nobody, StoreUnavailable)):
         calls: list[Callable[[], object]] = [

