@@ -8,90 +8,24 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import SGD
 from torch.optim import optimizer as torch_optimizer
 
 from ckpt import Checkpointer
-from ckpt.capture.repeated import Capturer
 from ckpt.saving.transfer import Transfer
 from ckptstore.errors import SaveFailed, SnapshotTorn
-from ckptstore.source import read_manifest
+from tests.support.loops import OPTIMIZERS, Loop, open_run
 from tests.support.overlapping import held_copies
 from tests.support.training import same_state
 
 PATIENCE_S = 30
-
-
-class Net(nn.Module):
-    """Batch norm, whose buffers change in forward; dropout; a layer that is not contiguous; a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 96)
-        self.norm = nn.BatchNorm1d(96)
-        self.frozen = nn.Linear(96, 96).requires_grad_(False)
-        self.last = nn.Linear(96, 64)
-        self.last.weight.data = self.last.weight.data.t().contiguous().t()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.frozen(torch.relu(self.norm(self.first(inputs))))
-        out: torch.Tensor = self.last(torch.dropout(hidden, 0.1, train=True))
-        return out
-
-
-class Loop:
-    """A model, its optimizers, and a step of training on random numbers."""
-
-    def __init__(self, make: Callable[[list[torch.Tensor]], Any], seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = Net()
-        self.optim = make([p for p in self.model.parameters() if p.requires_grad])
-
-    def backward(self) -> torch.Tensor:
-        loss: torch.Tensor = (self.model(torch.randn(16, 64)) - 1).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    def closure(self) -> float:
-        self.model.zero_grad()
-        return self.backward().item()
-
-    def step(self) -> None:
-        if isinstance(self.optim, LBFGS):
-            self.optim.step(self.closure)  # type: ignore[no-untyped-call]
-            return
-        self.backward()
-        for optimizer in self.optimizers():
-            optimizer.step()
-        self.model.zero_grad()
-
-    def optimizers(self) -> Iterable[Optimizer]:
-        return self.optim.values() if isinstance(self.optim, dict) else [self.optim]
-
-    def state(self) -> Any:
-        found = (self.model.state_dict(), [optimizer.state_dict() for optimizer in self.optimizers()])
-        return copy.deepcopy(found), torch.get_rng_state()
-
-
-OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
-    "adamw": lambda p: AdamW(p, lr=0.01, foreach=False),
-    "adamw-foreach": lambda p: AdamW(p, lr=0.01, foreach=True),
-    "adamw-fused": lambda p: AdamW(p, lr=0.01, fused=True),
-    "sgd-momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
-    "lbfgs": lambda p: LBFGS([q for q in p if q.is_contiguous()], lr=0.1, max_iter=3),
-    "two": lambda p: {"a": AdamW(p[:2], lr=0.01), "b": SGD(p[2:], lr=0.01, momentum=0.9)},
-}
-
-
-def open_run(folder: Path, **options: Any) -> Checkpointer:
-    return Checkpointer(str(folder), run="r", **{"writer": "thread", **options})
 
 
 def stored(folder: Path, make: Callable[[list[torch.Tensor]], Any], step: int) -> Any:
@@ -126,6 +60,27 @@ def test_copies_at_their_own_pace(tmp_path: Path) -> None:
                 loop.step()
         for step in (0, 1, 5):
             assert same_state(stored(tmp_path / str(seed), make, step), states[step])
+
+
+def test_what_is_small_is_that_of_the_save_whatever_changes_it_afterwards(tmp_path: Path) -> None:
+    """It is not put in its place before the rest is."""
+    loop, states = Loop(make := OPTIMIZERS["adamw"]), []
+    loop.step()
+    with open_run(tmp_path) as checkpointer:
+        for step in range(3):
+            states.append(loop.state())
+            with held_copies(release_at_gate=True, small_bytes=16 << 10) as brake:
+                handle = checkpointer.save_async(loop.model, loop.optim, step)
+                assert 0 < len(_later(checkpointer)) < 10
+                loop.model.first.bias.data.add_(1.0)
+                loop.model.norm.get_buffer("running_mean").add_(1.0)
+                for state in loop.optim.state.values():
+                    state["step"].add_(1)
+                torch.rand(3)
+                loop.step()
+                handle.result(PATIENCE_S)
+            assert brake.copies == 1
+    assert all(same_state(stored(tmp_path, make, step), state) for step, state in enumerate(states))
 
 
 def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(tmp_path: Path) -> None:
@@ -294,62 +249,6 @@ def _later(checkpointer: Checkpointer) -> set[str]:
     assert checkpointer._overlap is not None
     flight = checkpointer._overlap._flight
     return set() if flight is None else {leaf.slice.entry for leaf in flight.transfer.later}
-
-
-def test_saves_follow_a_structure_that_changes(tmp_path: Path) -> None:
-    """Descriptions are used again from save to save; each of these changes what is to be described."""
-    loop = Loop(OPTIMIZERS["adamw"])
-    model: Any = loop.model
-    states: list[Any] = []
-
-    def moved() -> None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-
-    def tied() -> None:
-        model.last.bias = nn.Parameter(model.last.bias.detach())
-        model.register_parameter("twin", model.last.bias)
-        checkpointer.prepare(model, loop.optim)
-
-    def widened() -> None:
-        model.extra = nn.Linear(8, 8)
-        loop.optim.add_param_group({"params": list(model.extra.parameters())})
-        checkpointer.prepare(model, loop.optim)
-
-    def halved() -> None:
-        model.frozen.to(torch.float64)
-        checkpointer.prepare(model, loop.optim)
-
-    def turned() -> None:
-        loop.optim.param_groups.reverse()
-        loop.optim.param_groups[0]["lr"] = 0.5
-        checkpointer.prepare(model, loop.optim)  # a parameter of no module is named by its place
-
-    def hooked() -> None:
-        model.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}more": torch.ones(3)}))
-        checkpointer.prepare(model, loop.optim)
-
-    def nothing() -> None:
-        pass
-
-    changes = (nothing, nothing, loop.step, moved, nothing, tied, widened, halved, turned, nothing, hooked, nothing)
-    with (
-        open_run(tmp_path, overlap=False) as reference,
-        open_run(tmp_path / "again") as checkpointer,
-    ):
-        for step, change in enumerate(changes):
-            change()
-            states.append(checkpointer.save(model, loop.optim, step))
-            reference._capturer = Capturer()
-            reference._agreement = None
-            fresh = reference.save(model, loop.optim, step)
-            assert same_state(checkpointer.load(step), reference.load(step)), change.__name__
-            assert _trees(checkpointer, states[-1]) == _trees(reference, fresh), change.__name__
-
-
-def _trees(checkpointer: Checkpointer, checkpoint: Any) -> Any:
-    content = read_manifest(checkpointer._source, checkpoint)
-    return content.content.trees, content.content.aliases
 
 
 def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
