@@ -8,21 +8,22 @@ setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[dev]'
 	touch $@
 
-# For tests of the pages. Who may not install it has those tests skipped, visibly.
+# For tests of the pages. Who may or can not install it has those tests skipped, visibly.
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	[ "$$(id -u)" != 0 ] || ! grep -qs '^ID=debian' /etc/os-release || \
-	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq -o Acquire::Retries=3 \
-	--no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null; }
+	{ apt-get update -qq -o Acquire::Retries=5 && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+	-o Acquire::Retries=5 --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null; } || \
+	echo "apt installed no Chromium: tests of the pages in a browser will be skipped"
 
 demo: setup
 	$(BIN)/python examples/demo.py
 
 test: check browser
-	$(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term || { \
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term || { \
 	echo "== what failed has a second try, alone; what passes now is unstable, which is a bug too (CONTRIBUTING.md)"; \
 	$(BIN)/pytest --last-failed --last-failed-no-failures none -v; }
 

@@ -29,6 +29,12 @@ settings.load_profile("repeatable")
 httpx._config.DEFAULT_TIMEOUT_CONFIG.read = httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60.0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: workers are dealt files in this order, and none should get a long one last."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @dataclass(frozen=True, slots=True)
 class S3Location:
     """An empty place on a real S3 service."""

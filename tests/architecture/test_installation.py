@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +21,15 @@ ROOT = Path(__file__).parents[2]
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment with the distribution and no extra."""
     folder = tmp_path_factory.mktemp("installed")
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     install(folder / "bin", str(ROOT))
     return folder / "bin"
 
 
 def install(programs: Path, requirement: str) -> None:
-    """Install with the project's pins."""
-    run(programs / "python", "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), requirement)
+    """Install with the project's pins, by the pip of this environment."""
+    pip = ["-m", "pip", "--python", str(programs / "python"), "install", "--quiet", "--retries", "10"]
+    run(Path(sys.executable), *pip, "--no-compile", "-c", str(ROOT / "constraints.txt"), requirement)
 
 
 def run(program: Path, *arguments: str) -> str:

@@ -18,6 +18,8 @@ from tests.support.parallel.built import Setup
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
 from tests.support.parallel.model import Shape
 
+pytestmark = pytest.mark.slow
+
 CORE = ("single", "ddp", "fsdp2", "fsdp2_4", "hsdp", "tp", "tp_fsdp2", "pp")
 FURTHER = {
     "fsdp1": "tp",
