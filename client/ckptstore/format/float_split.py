@@ -146,9 +146,9 @@ class _Writer:
 
     def _split(self, words: Plane) -> tuple[Plane, int]:
         """Write the lower halves of words; returns the upper ones, and the compressed size."""
-        repeats = _repeats(words, _LOWER)
         low = self._room(2 * len(words), np.uint32)
         high = _split_wide(words, low)
+        repeats = _repeats(low, high.view(np.uint32))
         if not repeats and self._level == 1:
             self.at += low.nbytes
             return high, 0
@@ -197,11 +197,11 @@ class _Writer:
         return None
 
 
-def _repeats(plane: Plane, mask: np.unsignedinteger[Any] | None = None) -> bool:
-    """Whether it is worth while to search a plane for repetitions, by a sample; mask: the bits that count."""
+def _repeats(plane: Plane, mixed: Plane | None = None) -> bool:
+    """Whether it is worth while to search a plane for repetitions, by a sample; mixed: what it is mixed with."""
     differences: Plane = plane[:-1:_SAMPLE] ^ plane[1::_SAMPLE]
-    if mask is not None:
-        differences = differences & mask
+    if mixed is not None:
+        differences = differences ^ (mixed[:-1:_SAMPLE] ^ mixed[1::_SAMPLE]) * _WORD16
     equal = len(differences) - np.count_nonzero(differences)
     return bool(equal * _SAMPLE * _REPEATS > len(plane))
 
