@@ -109,8 +109,9 @@ class Checkpointer:
         client.start()
         subject = Subject.of(model, optim, extras)
         agreement = self._agree(subject)
+        self._gate(subject)  # which steps before the first save come to
         captured = self._capture(subject.without_others(), agreement, grads=False)
-        client.expect(forecast_bytes(captured, subject, agreement.ownership), wait=True)
+        client.expect(forecast_bytes(captured, subject, agreement.ownership), captured.leaves.gpu, wait=True)
 
     def save_async(
         self,
@@ -170,9 +171,7 @@ class Checkpointer:
         captured = self._capture(subject, agreement, grads)
         attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
         handle = SaveHandle(step, self._layout.num_bytes, started)
-        if subject.optimizers and self.config.overlap and self._overlap is None:
-            self._overlap = Overlap()
-        overlap = self._overlap if subject.optimizers else None
+        overlap = self._gate(subject)
         save = Save(attempt, captured, self._layout, _numbers(metrics), self._lease)
         try:
             taken = take_snapshot(client, save, handle, overlap, on_busy)
@@ -338,7 +337,7 @@ class Checkpointer:
             # Saves may be given other objects than the restore, so this is not yet what ranks agree on for them.
             agreement = self._meet(subject)
             captured = self._capturer.capture(subject.without_others(), agreement.ownership, grads=False)
-            client.expect(forecast_bytes(captured, subject, agreement.ownership))
+            client.expect(forecast_bytes(captured, subject, agreement.ownership), captured.leaves.gpu)
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
 
@@ -363,6 +362,11 @@ class Checkpointer:
             agreement.ownership.check(describe(subject, sampled=False))
             self._layout = Layout.of(captured.leaves.slices)
         return captured
+
+    def _gate(self, subject: Subject) -> Overlap | None:
+        if subject.optimizers and self.config.overlap and self._overlap is None:
+            self._overlap = Overlap()
+        return self._overlap if subject.optimizers else None
 
     def _join(self) -> None:
         """What was still being copied is in the saver's hands, or has failed."""

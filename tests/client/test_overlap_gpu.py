@@ -88,6 +88,17 @@ def test_neither_the_save_nor_the_gate_waits_for_the_gpu(tmp_path: Path, monkeyp
         assert same_state((other[0].state_dict(), other[1].state_dict()), state)
 
 
+def test_prepare_pins_the_memory_of_the_first_save(tmp_path: Path) -> None:
+    model, optim = make(OPTIMIZERS["adamw-fused"])
+    with Checkpointer(str(tmp_path), run="r", slots=1) as checkpointer:
+        checkpointer.prepare(model, optim)
+        assert checkpointer._client is not None
+        slot = checkpointer._client.acquire(1, "wait", 0)
+        assert slot is not None
+        assert slot.stager.gpu == model[0].weight.device
+        checkpointer._client.release(slot)
+
+
 def test_a_change_before_the_step_has_the_copy_taken_again(tmp_path: Path) -> None:
     model, optim = make(OPTIMIZERS["adamw-foreach"])
     with Checkpointer(str(tmp_path), run="r") as checkpointer:

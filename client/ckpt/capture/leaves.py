@@ -79,6 +79,11 @@ class Leaves(Sequence[Leaf]):
             return self.pick(range(len(self))[index])
         return Leaf(self.slices[index], self.tensors[index], self.origins[index], self.changes[index])
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """One that some of them live on; None if there is none."""
+        return next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
+
     def append(self, leaf: Leaf) -> None:
         """One more."""
         if self.origins is self.tensors:
@@ -111,7 +116,6 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     sameness: object | None = None
     """If two captures have the same object here, their leaves are the same slices and lie in the same memory."""
-
 
     def write(self) -> dict[str, JSON]:
         """All of `local`. Of any thread: what need not be done while training waits is done now."""

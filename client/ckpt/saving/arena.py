@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from ckpt.saving.segment import Segment, populate
 from ckpt.saving.stage import Stager
 
@@ -52,6 +54,7 @@ class Arena:
         self._making = 0
         self._numbers = 0
         self._wanted_bytes = 0
+        self._gpu: torch.device | None = None
         self._background: threading.Thread | None = None
 
     @property
@@ -60,13 +63,14 @@ class Arena:
         with self._changed:
             return {number: slot.segment for number, slot in self._slots.items()}
 
-    def expect(self, num_bytes: int, wait: bool) -> None:
+    def expect(self, num_bytes: int, gpu: torch.device | None, wait: bool) -> None:
         """Snapshots will have this size: make all slots in the background, so that no save waits for that.
 
-        wait: return when there is one, or can be none.
+        gpu: one that they come from; for it memory is pinned, too. wait: return when there is one, or can be none.
         """
         with self._changed:
             self._wanted_bytes = num_bytes
+            self._gpu = gpu
             self._drop_small()
         if not num_bytes:
             return
@@ -156,6 +160,9 @@ class Arena:
         try:
             segment = Segment(num_bytes)
             populate(segment)
+            stager = Stager(segment)
+            if (gpu := self._pinning_for()) is not None:
+                stager.pin(gpu)
         except BaseException:
             with self._changed:
                 self._making -= 1
@@ -163,7 +170,7 @@ class Arena:
             raise
         with self._changed:
             self._making -= 1
-            slot = ArenaSlot(self._numbers, segment, Stager(segment))
+            slot = ArenaSlot(self._numbers, segment, stager)
             self._numbers += 1
             self._slots[slot.number] = slot
             self._listener.add_slot(slot.number, segment)
@@ -171,6 +178,11 @@ class Arena:
                 self._idle.add(slot.number)
             self._changed.notify_all()
         return slot
+
+    def _pinning_for(self) -> torch.device | None:
+        """A GPU that snapshots come from, as far as is known."""
+        with self._changed:
+            return self._gpu or next((gpu for slot in self._slots.values() if (gpu := slot.stager.gpu)), None)
 
     def _drop_small(self) -> None:
         """Give up idle slots that the state has outgrown."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from ckpt.saving.arena import Arena, ArenaSlot
 from ckpt.saving.commit import decline_attempts, describe
 from ckpt.saving.counters import Tally
@@ -100,9 +102,12 @@ class SaveClient:
         if errors:
             raise errors[0]
 
-    def expect(self, num_bytes: int, wait: bool = False) -> None:
-        """Have slots for snapshots of this size made in the background. wait: return when there is one."""
-        self._arena.expect(self._slot_bytes(num_bytes), wait)
+    def expect(self, num_bytes: int, gpu: torch.device | None, wait: bool = False) -> None:
+        """Have slots for snapshots of this size made in the background, of what a GPU has if one is given.
+
+        wait: return when there is one.
+        """
+        self._arena.expect(self._slot_bytes(num_bytes), gpu, wait)
 
     def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
         """An idle slot for a save of `step`. If all are in use: None ("skip"), or one after waiting for it ("wait").

@@ -93,8 +93,15 @@ class Stager:
         self._segment = segment
         self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
         self._address = self._arena.data_ptr()
-        self._pinned = False
+        self.gpu: torch.device | None = None
+        """For which the segment has been pinned."""
         self._plan: _Plan | None = None
+
+    def pin(self, gpu: torch.device) -> None:
+        """Have GPUs copy into the segment by themselves: this one, and all others."""
+        if self.gpu is None:
+            pin(self._segment, gpu)
+            self.gpu = gpu
 
     def stage(self, leaves: Leaves, layout: Layout, sameness: object | None = None) -> None:
         """Copy all leaves. On return the slot holds them, also those from a GPU. sameness: see `Captured`."""
@@ -141,7 +148,7 @@ class Stager:
 
     def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: Leaf, waits: bool) -> None:
         if leaf.tensor.is_cuda:
-            self._pin(leaf.tensor.device)
+            self.pin(leaf.tensor.device)
             transfer.add_device_copy(view, leaf, waits)
         elif waits:
             transfer.add_copy(view, leaf)
@@ -153,11 +160,6 @@ class Stager:
         if not place.slice.bytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return flat.view(tensor.dtype).view(tensor.shape)
-
-    def _pin(self, device: torch.device) -> None:
-        if not self._pinned:
-            pin(self._segment, device)
-            self._pinned = True
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
