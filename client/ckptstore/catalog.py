@@ -117,10 +117,19 @@ def newest_first(store: Store, run: str) -> Iterator[Checkpoint]:
 
 def candidates(store: Store, run: str) -> Iterator[Checkpoint]:
     """As newest_first, with those whose outcome is corrupt, so that a restore can say what it skips."""
-    visible = visible_attempts(store, run)
-    damaged = set(quarantined_attempts(store, run))
+    decided = decided_attempts(store, run)  # first, as in visible_attempts
+    if not decided:
+        return
+    with ThreadPoolExecutor(3) as pool:  # a request each, and the first outcome is likely to be asked for
+        newest = pool.submit(_find, store, run, decided[0])
+        hidden, damaged = pool.submit(hidden_attempts, store, run), pool.submit(quarantined_attempts, store, run)
+    visible, quarantine = _without(decided, hidden.result()), set(damaged.result())
+
+    def read(attempt: Attempt) -> Checkpoint | None:
+        return _judged(newest.result() if attempt == decided[0] else _find(store, run, attempt), quarantine)
+
     for _, attempts in groupby(visible, key=lambda attempt: attempt.step):
-        found = (_read(store, run, attempt, damaged) for attempt in attempts)
+        found = (read(attempt) for attempt in attempts)
         for group in _by_step(c for c in found if c is not None):
             yield from (c for c in group if c.state is not State.SUPERSEDED)
 
@@ -164,8 +173,12 @@ def visible_attempts(store: Store, run: str) -> list[Attempt]:
     """Attempts that have an outcome and no tombstone, by falling step."""
     # Outcomes first: a checkpoint deleted in between has its tombstone already.
     decided = decided_attempts(store, run)
-    hidden = set(hidden_attempts(store, run))
-    return [attempt for attempt in decided if attempt not in hidden]
+    return _without(decided, hidden_attempts(store, run))
+
+
+def _without(attempts: Iterable[Attempt], hidden: Iterable[Attempt]) -> list[Attempt]:
+    left_out = set(hidden)
+    return [attempt for attempt in attempts if attempt not in left_out]
 
 
 def from_outcome(outcome: Outcome) -> Checkpoint | None:
@@ -210,13 +223,22 @@ def quarantined(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _read(store: Store, run: str, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
+    return _judged(_find(store, run, attempt), damaged)
+
+
+def _find(store: Store, run: str, attempt: Attempt) -> Checkpoint | None:
     # A newer format is not damage: to skip it would be to resume from the wrong step.
     try:
         outcome = read_outcome(store, run, attempt)
     except CorruptObject as error:
         return Checkpoint(run, attempt, State.CORRUPT, problem=str(error))
-    found = from_outcome(outcome) if outcome else None
-    return quarantined(found) if found is not None and attempt in damaged else found
+    return from_outcome(outcome) if outcome else None
+
+
+def _judged(found: Checkpoint | None, damaged: Collection[Attempt]) -> Checkpoint | None:
+    if found is None or found.state is State.CORRUPT or found.attempt not in damaged:
+        return found
+    return quarantined(found)
 
 
 def _is_hidden(store: Store, run: str, attempt: Attempt) -> bool:

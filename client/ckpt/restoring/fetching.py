@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Literal
 
 from ckpt.config import Config
@@ -32,13 +33,26 @@ class Fetcher:
         self._checkpoint = checkpoint
         self._share = how_to_share(config, world.size)
         self._past_caches = False
+        self._manifest: Future[bytes] | None = None
+
+    @contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """The manifest is on its way while something else is waited for in the block."""
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-manifest") as pool:
+            if self._world.rank == 0 or self._share != "broadcast":
+                self._manifest = pool.submit(self._source.manifest_data, self._checkpoint)
+            yield
 
     def manifest(self) -> Manifest:
         """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
         if self._share != "broadcast":
-            return check_manifest_data(self._checkpoint, self._source.manifest_data(self._checkpoint))
-        data = share_bytes(self._world, lambda: self._source.manifest_data(self._checkpoint))
-        return check_manifest_data(self._checkpoint, data)
+            return check_manifest_data(self._checkpoint, self._manifest_data())
+        return check_manifest_data(self._checkpoint, share_bytes(self._world, self._manifest_data))
+
+    def _manifest_data(self) -> bytes:
+        if self._manifest is not None:
+            return self._manifest.result()
+        return self._source.manifest_data(self._checkpoint)
 
     def read_past_caches(self) -> bool:
         """From now on read from the store itself; False if that is what was done already. The same on all ranks."""

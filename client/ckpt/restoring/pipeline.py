@@ -142,8 +142,9 @@ class Restorer:
         leases: list[str] = []
         try:
             self._join(session, checkpoint)
-            self._together(partial(self._protect, checkpoint, leases))
             fetcher = Fetcher(self._source, self._config, self._world, checkpoint)
+            with fetcher.reading_ahead():
+                self._together(partial(self._protect, checkpoint, leases))
             manifest, _ = self._together(fetcher.manifest)
             rank_state = self._rank_state(subject, checkpoint, manifest, strict)
             plan = self._plan(subject, manifest, rank_state, strict)

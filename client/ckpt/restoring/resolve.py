@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 
 from ckpt.config import Config
 from ckpt.saving.presence import wait_for_orphans
@@ -34,16 +36,19 @@ def settle(config: Config) -> None:
         )
 
 
-def _roll_forward(source: Source, config: Config) -> None:
-    """Commit what lacks nothing but the commit."""
+def _roll_forward(source: Source, config: Config) -> bool:
+    """Commit what lacks nothing but the commit; whether there was anything."""
+    any_committed = False
     if isinstance(source, StoreSource):
         store = arbitrated(source.store, config.daemon, config.token)
         for attempt in undecided_attempts(store, config.run):
             try:
                 if advance(store, config.run, attempt, system_clock):
+                    any_committed = True
                     logger.warning("committed %s, which was complete but for its commit", attempt)
             except StoreReadOnly as error:
                 logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)
+    return any_committed
 
 
 def candidates(source: Source, config: Config, reference: Reference) -> Iterator[Checkpoint]:
@@ -51,11 +56,16 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
 
     The store is first touched when the first one is asked for.
     """
-    _roll_forward(source, config)
-    if reference.step is None:
-        yield from source.candidates(reference.run)
-    else:
+    if reference.step is not None:
+        _roll_forward(source, config)
         yield source.find(reference)
+        return
+    # Each is some requests, one after the other, and there is rarely anything to commit.
+    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-roll-forward") as pool:
+        rolled = pool.submit(_roll_forward, source, config)
+        found = source.candidates(reference.run)
+        first = list(islice(found, 1))
+    yield from source.candidates(reference.run) if rolled.result() else chain(first, found)
 
 
 def take_lease(source: Source, checkpoint: Checkpoint) -> str | None:
