@@ -26,7 +26,8 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 # For the same reason no request ends after httpx's five seconds, unless a test says so.
-httpx._config.DEFAULT_TIMEOUT_CONFIG.read = httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60.0
+for part in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, 60.0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

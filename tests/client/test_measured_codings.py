@@ -56,7 +56,7 @@ class Saver:
             created_at=self._created_at, slices=rows, aliases={}, trees={}, local={}, metrics={}, lease=None,
         )  # fmt: skip
         self.pipeline.submit(job, STATES[self._steps % 2])
-        while not isinstance(report := self._reports.get(timeout=20.0), Done):
+        while not isinstance(report := self._reports.get(timeout=60.0), Done):
             assert not isinstance(report, Failed), report
             if isinstance(report, Released):
                 self.reason = report.coding

@@ -58,7 +58,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     # With tokens it may listen beyond loopback.
     with (
         running_daemon(store.url, options=("--host", "0.0.0.0"), environment=environment) as daemon,
-        httpx.Client(base_url=daemon.url, timeout=30) as http,
+        httpx.Client(base_url=daemon.url, timeout=60) as http,
     ):
         guarded = Guarded(daemon, mine, other, http, {"bootstrap": _BOOTSTRAP})
         with daemon.client(_BOOTSTRAP) as client:

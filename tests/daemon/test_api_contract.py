@@ -70,7 +70,7 @@ def test_every_endpoint_keeps_to_its_description(daemon: Daemon, document: dict[
         def call(case: Case[Any]) -> None:
             nonlocal num_cases
             num_cases += 1
-            response = case.call(base_url=daemon.url, timeout=30)
+            response = case.call(base_url=daemon.url, timeout=60)
             case.validate_response(response, checks=_CHECKS)
 
         try:

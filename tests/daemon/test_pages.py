@@ -41,7 +41,7 @@ def guarded(served: Served) -> Iterator[Daemon]:
 @pytest.fixture
 def visitor(guarded: Daemon) -> Iterator[httpx.Client]:
     """A browser without scripts and without a picture."""
-    with httpx.Client(base_url=guarded.url, follow_redirects=True, timeout=30) as client:
+    with httpx.Client(base_url=guarded.url, follow_redirects=True, timeout=60) as client:
         yield client
 
 

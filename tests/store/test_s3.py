@@ -107,7 +107,7 @@ def test_parts_grow_where_the_size_is_unknown() -> None:
 @pytest.mark.usefixtures("small_parts")
 def test_parts_go_up_side_by_side_within_the_memory(s3_store: S3Location, noise: bytes) -> None:
     store = open_store(s3_store.url, s3_store.options)
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=60)
 
     def meet(part: Part) -> None:
         if part.number <= 4:

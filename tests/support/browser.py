@@ -39,7 +39,7 @@ class Browser:
 
     def __init__(self, url: str, id: str) -> None:
         self._session = f"{url}/session/{id}"
-        self._client = httpx.Client(base_url=self._session, timeout=30)
+        self._client = httpx.Client(base_url=self._session, timeout=60)
 
     def open(self, url: str) -> None:
         """Load a page, and wait until it is there."""
@@ -128,7 +128,7 @@ class Browser:
     def close(self) -> None:
         """Close the window; the browser is gone on return."""
         self._client.close()
-        httpx.delete(self._session, timeout=30).raise_for_status()
+        httpx.delete(self._session, timeout=60).raise_for_status()
 
     def _resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}

@@ -21,7 +21,7 @@ from ckptstore.daemon.client import DaemonClient
 from tests.support.forking import DAEMON, Fork, fork
 
 _DEADLINE_S = 60.0
-_EXIT_S = 30.0
+_EXIT_S = 60.0
 _LISTENING = "listening on "
 # Tests wait for the daemon to notice things: let it look often, and leave nothing waiting at its end.
 _EAGER = ("--poll-seconds", "0.1", "--commit-grace-seconds", "0.3", "--notice-seconds", "0")
@@ -46,7 +46,7 @@ class Daemon:
 
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
         """One POST of a JSON body."""
-        return httpx.post(self.url + path, json=body, timeout=30, **options)
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
 
     @contextmanager
     def client(self, token: str | None = None) -> Iterator[DaemonClient]:
