@@ -137,8 +137,8 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
         assert (through.code, through.error["code"]) == (6, "sweep_begun")
     through, direct = both(daemon, folder, "audit", "--run", "gpt", "-o", "json")
     assert through.json == direct.json
-    done = ["delete", "pin", "undelete", "unpin", "delete", "sweep"]
-    assert [record["action"] for record in reversed(through.json)][: len(done)] == done
+    actions = ["delete", "pin", "undelete", "unpin", "delete", "sweep"]
+    assert [record["action"] for record in reversed(through.json)][: len(actions)] == actions
     assert invoke("audit", "--limit", 1, "--url", daemon.url, "-o", "json").json == through.json[:1]
 
 
