@@ -19,6 +19,7 @@ from torch.optim import SGD
 from torch.optim import optimizer as torch_optimizer
 
 from ckpt import Checkpointer
+from ckpt.capture.leaves import Captured
 from ckpt.saving.transfer import Transfer
 from ckptstore.errors import SaveFailed, SnapshotTorn
 from tests.support.loops import OPTIMIZERS, Loop, open_run
@@ -203,6 +204,21 @@ def test_a_copy_that_fails_fails_the_save_and_lets_the_optimizer_go_on(
             with pytest.raises(SaveFailed, match="no such memory"):
                 checkpointer.save_async(loop.model, loop.optim, 2)
             assert not handle.staged()
+        assert checkpointer.save(loop.model, loop.optim, 2).step == 2
+
+
+def test_a_job_that_cannot_be_put_together_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(OPTIMIZERS["adamw"])
+
+    def fail(_: Captured) -> None:
+        raise MemoryError("no room")
+
+    with open_run(tmp_path, slots=1) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Captured, "write", fail)
+            handle = checkpointer.save_async(loop.model, loop.optim, 1)
+            with pytest.raises(SaveFailed, match="no room"):
+                handle.result(PATIENCE_S)
         assert checkpointer.save(loop.model, loop.optim, 2).step == 2
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,20 @@ OnBusy = Literal["wait", "skip", "supersede"]
 """What becomes of a save when all slots are in use."""
 
 _PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A job before its snapshot is copied. What failed is told by its number and attempt; the rest may be missing."""
+
+    number: int
+    attempt: str
+    complete: Callable[[], Job]
+
+    @staticmethod
+    def of(job: Job) -> Draft:
+        """The draft of a job that is complete already."""
+        return Draft(job.number, job.attempt, lambda: job)
 
 
 @dataclass(slots=True)
@@ -134,18 +148,18 @@ class SaveClient:
         self.start().decline(attempt)
         self._end(handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
-    def abandon(self, job: Job, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
+    def abandon(self, draft: Draft, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
         """A save failed before its job was submitted, or at the end of its stream; the next call raises the error, and
         the other ranks hear of it."""
         if handle.done():
             return  # the stream had failed already
         with self._lock:
             self._finished.append(handle)
-            streamed = job.number in self._under_way
+            streamed = draft.number in self._under_way
         self._end(handle, error)
-        self.start().decline(job.attempt, describe(error))
+        self.start().decline(draft.attempt, describe(error))
         if streamed:
-            self.cut(job.number)  # the saver says when it has let go of the slot
+            self.cut(draft.number)  # the saver says when it has let go of the slot
         else:
             self._arena.release(slot.number)
 

@@ -26,10 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.capture.leaves import Captured, Change, Leaf, Leaves
 from ckpt.saving.arena import ArenaSlot
-from ckpt.saving.client import SaveClient
+from ckpt.saving.client import Draft, SaveClient
 from ckpt.saving.guard import Guard, Steadiness
 from ckpt.saving.handle import SaveHandle
-from ckpt.saving.messages import Job
 from ckpt.saving.stage import Layout
 from ckpt.saving.transfer import Transfer
 from ckptstore.errors import CkptError, SaveFailed, SnapshotTorn
@@ -49,7 +48,7 @@ def copy_snapshot(
     slot: ArenaSlot,
     captured: Captured,
     layout: Layout,
-    make_job: Callable[[], Job],
+    draft: Draft,
     handle: SaveHandle,
     overlap: Overlap | None,
 ) -> None:
@@ -59,13 +58,13 @@ def copy_snapshot(
         transfer = slot.stager.begin(leaves, layout, overlap.may_wait, overlap.sameness(captured))
         if transfer.under_way:
             guard, frozen = Guard(transfer.later, transfer.witnesses), _frozen(leaves, layout)
-            overlap.begin(client, Flight(transfer, guard, make_job, handle, slot, frozen))
+            overlap.begin(client, Flight(transfer, guard, draft, handle, slot, frozen))
             return
         transfer.finish()
     else:
         slot.stager.stage(leaves, layout, captured.sameness)
     handle._measure(stage_s=time.perf_counter() - began)
-    client.submit(make_job(), handle)
+    client.submit(draft.complete(), handle)
 
 
 def _frozen(leaves: Leaves, layout: Layout) -> list[Placed]:
@@ -81,7 +80,7 @@ class Flight:
 
     transfer: Transfer
     guard: Guard
-    make_job: Callable[[], Job]
+    draft: Draft
     handle: SaveHandle
     slot: ArenaSlot
     frozen: Sequence[Placed]
@@ -207,7 +206,7 @@ class Overlap:
 
     def _deliver(self, flight: Flight) -> None:
         assert self._client is not None
-        self._client.submit(flight.make_job(), flight.handle)
+        self._client.submit(flight.draft.complete(), flight.handle)
 
     def _fail(self, flight: Flight, error: BaseException) -> None:
         flight.error = error
@@ -218,7 +217,7 @@ class Overlap:
 
     def _abandon(self, flight: Flight, error: CkptError) -> None:
         assert self._client is not None
-        self._client.abandon(flight.make_job(), flight.handle, flight.slot, error)
+        self._client.abandon(flight.draft, flight.handle, flight.slot, error)
 
 
 def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:

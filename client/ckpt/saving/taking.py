@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt.capture.leaves import Captured
-from ckpt.saving.client import OnBusy, SaveClient
+from ckpt.saving.client import Draft, OnBusy, SaveClient
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.messages import Job
 from ckpt.saving.overlap import Overlap, copy_snapshot
@@ -41,16 +41,15 @@ def take_snapshot(client: SaveClient, save: Save, handle: SaveHandle, overlap: O
             return False
     handle._measure(wait_s=time.perf_counter() - waiting)
     streamed = slot is not None and slot.segment.num_bytes < layout.num_bytes
-    make_job = partial(
-        _job, client.next_number(), slot.number if slot is not None else None, system_clock(), save, streamed
-    )
+    number, attempt = client.next_number(), str(save.attempt)
+    complete = partial(_job, number, slot.number if slot is not None else None, system_clock(), save, streamed)
     if slot is None:
-        client.submit(make_job(), handle)
+        client.submit(complete(), handle)
     elif streamed:
-        stream_snapshot(client, slot, save.captured.leaves, layout, make_job(), handle, overlap)
+        stream_snapshot(client, slot, save.captured.leaves, layout, complete(), handle, overlap)
     else:
         try:
-            copy_snapshot(client, slot, save.captured, layout, make_job, handle, overlap)
+            copy_snapshot(client, slot, save.captured, layout, Draft(number, attempt, complete), handle, overlap)
         except BaseException:
             client.release(slot)
             raise

@@ -115,6 +115,7 @@ def _become(rank: int, scenario: dict[str, Any], place: Path) -> NoReturn:
     output = os.open(place / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     code = 1
     try:
