@@ -29,8 +29,6 @@ GROUP = 8
 _HEADER = struct.Struct("<IIIIHBBxxxx")  # words; sizes of low, rest, codes if compressed; escapes; base; mode
 _ALIGN = 8
 _LARGEST_POSITIVE = 0x7FFF
-_SHIFT16, _WORD16, _LOWER, _UPPER = np.uint32(16), np.uint32(1 << 16), np.uint32(0xFFFF), np.uint32(0xFFFF0000)
-_LOWER_NIBBLE, _UPPER_NIBBLE, _UPPER_BYTE = np.uint16(0x0F), np.uint16(0xF0), np.uint16(0xFF00)
 _SWAPPED = np.dtype(">u2")
 _PAIRS, _TOP_BYTES = 1, 2  # bits of a block's mode
 _WINDOW = 16  # codes that half a byte can tell apart
@@ -41,21 +39,30 @@ _SAMPLE = 64  # one word of so many is looked at to find the window
 _REPEATS = 16  # a plane is searched for repetitions if one lane of so many equals the next
 
 
+def _lane(value: int, kind: Any = np.uint16) -> Plane:
+    """An operand of passes: as an array without dimensions it costs half as much a call as a number does."""
+    return np.array(value, kind)
+
+
+_SHIFT16, _WORD16 = _lane(16, np.uint32), _lane(1 << 16, np.uint32)
+_LOWER_NIBBLE, _UPPER_NIBBLE, _UPPER_BYTE = _lane(0x0F), _lane(0xF0), _lane(0xFF00)
+
+
 class _Fields:
     """How 16 bits are divided: a code of 8 bits that is compressed, and the rest, 8 bits that are not."""
 
     def __init__(self, shift: int, rest: int) -> None:
-        self.shift = np.uint16(shift)
+        self.shift = _lane(shift)
         """Bits below the code."""
-        self.rest = np.uint16(rest)
-        self.unit = np.uint16(1 << shift)
-        self.field = np.uint16(0xFF << shift)
-        self.outside = np.uint16((0xFF - (_WINDOW - 1)) << shift)
+        self.rest = _lane(rest)
+        self.unit = _lane(1 << shift)
+        self.field = _lane(0xFF << shift)
+        self.outside = _lane((0xFF - (_WINDOW - 1)) << shift)
         # Of pairs, of which the second word's code is in the upper half of a byte.
-        self.pair_field = np.uint16((_WINDOW - 1) << shift)
-        self.pair_shift = np.uint16(shift - 4)
-        self.pair_unit = np.uint16(1 << (shift - 4))
-        self.up = np.uint16(8 - shift)
+        self.pair_field = _lane((_WINDOW - 1) << shift)
+        self.pair_shift = _lane(shift - 4)
+        self.pair_unit = _lane(1 << (shift - 4))
+        self.up = _lane(8 - shift)
 
 
 _EXPONENT = _Fields(7, 0x807F)
@@ -69,7 +76,6 @@ class _Scratch(threading.local):
         most = BLOCK_BYTES // 2
         self.high = np.empty(BLOCK_BYTES // 4, np.uint16)
         self.words = np.empty(most, np.uint16)
-        self.wide = np.empty(BLOCK_BYTES // 8, np.uint32)
         self.lanes = np.empty(most // 2, np.uint16)
         self.more = np.empty(most // 2, np.uint16)
 
@@ -212,33 +218,32 @@ def _split_wide(words: Plane, low: Plane) -> Plane:
     The lower halves of the second half come mixed with the upper ones of the first: so nothing needs a mask.
     """
     half = len(low)
-    first, second, lanes, high = words[:half], words[half:], _scratch.wide[:half], _scratch.high[: 2 * half]
+    first, second, high = words[:half], words[half:], _scratch.high[: 2 * half]
     joined = high.view(np.uint32)
     np.multiply(second, _WORD16, low)
     np.bitwise_xor(low, first, low)
-    np.right_shift(first, _SHIFT16, joined)
-    np.bitwise_and(second, _UPPER, lanes)
-    np.bitwise_or(joined, lanes, joined)
+    np.right_shift(low, _SHIFT16, joined)
+    np.bitwise_xor(joined, second, joined)
     return high
 
 
-def _join_wide(high: Plane, low: Plane, is_mixed: bool, words: Plane) -> None:
+def _join_wide(low: Plane, is_mixed: bool, words: Plane) -> None:
+    """The second half of `words` holds the upper halves, and gets its words before the first half does."""
     half = len(low)
-    first, second, joined = words[:half], words[half:], high.view(np.uint32)
-    np.bitwise_and(low, _LOWER, second)
-    np.multiply(joined, _WORD16, first)
-    np.bitwise_or(first, second, first)
+    first, second = words[:half], words[half:]
     if not is_mixed:
-        np.bitwise_and(joined, _UPPER, joined)
-    np.right_shift(low, _SHIFT16, second)
-    np.bitwise_xor(second, joined, second)
+        low = low ^ second * _WORD16
+    np.right_shift(low, _SHIFT16, first)
+    np.bitwise_xor(second, first, second)
+    np.multiply(second, _WORD16, first)
+    np.bitwise_xor(first, low, first)
 
 
 def _relative(high: Plane, base: int, fields: _Fields) -> tuple[Plane, Plane]:
     """Words less the code that the window begins with; and for one of each half, bits if any of them is outside."""
     half = len(high) // 2
     lanes, outside = _scratch.words[: len(high)], _scratch.lanes[:half]
-    np.subtract(high, np.uint16(base << int(fields.shift)), lanes)
+    np.subtract(high, _lane(base << int(fields.shift)), lanes)
     np.bitwise_or(lanes[:half], lanes[half:], outside)
     np.bitwise_and(outside, fields.outside, outside)
     return lanes, outside
@@ -260,9 +265,9 @@ def _split_rest(words: Plane, fields: _Fields, rest: Plane) -> None:
     np.bitwise_or(rest, lanes, rest)
 
 
-def _join_rest(rest: Plane, fields: _Fields, high: Plane) -> None:
+def _join_rest(rest: Plane, fields: _Fields, high: Plane, spare: Plane) -> None:
     half = len(rest)
-    lanes, first, second = _scratch.lanes[:half], high[:half], high[half:]
+    lanes, first, second = spare[:half], high[:half], high[half:]
     np.bitwise_and(rest, fields.rest, lanes)
     np.bitwise_or(first, lanes, first)
     np.copyto(lanes, rest.view(_SWAPPED))
@@ -281,17 +286,17 @@ def _split_pairs(words: Plane, fields: _Fields) -> Plane:
     return codes.astype(np.uint8)
 
 
-def _join_pairs(codes: Plane, base: int, rest: Plane, fields: _Fields, high: Plane) -> None:
+def _join_pairs(codes: Plane, base: int, rest: Plane, fields: _Fields, high: Plane, spare: Plane) -> None:
     half = len(rest)
     first, second = high[:half], high[half:]
     np.copyto(first, codes)
-    np.add(first, np.uint16(base << 4), first)  # to the second code, which has nothing above it
+    np.add(first, _lane(base << 4), first)  # to the second code, which has nothing above it
     np.multiply(first, fields.pair_unit, second)
     np.bitwise_and(second, fields.field, second)
     np.multiply(first, fields.unit, first)
     np.bitwise_and(first, fields.pair_field, first)
-    np.add(first, np.uint16(base << int(fields.shift)), first)
-    _join_rest(rest, fields, high)
+    np.add(first, _lane(base << int(fields.shift)), first)
+    _join_rest(rest, fields, high, spare)
 
 
 def _split_codes(words: Plane, fields: _Fields) -> Plane:
@@ -305,14 +310,14 @@ def _split_codes(words: Plane, fields: _Fields) -> Plane:
     return codes.view(np.uint8)
 
 
-def _join_codes(codes: Plane, rest: Plane, fields: _Fields, high: Plane) -> None:
+def _join_codes(codes: Plane, rest: Plane, fields: _Fields, high: Plane, spare: Plane) -> None:
     half = len(rest)
     first, second = high[:half], high[half:]
     np.multiply(codes, fields.unit, first)
     np.bitwise_and(first, fields.field, first)
     np.right_shift(codes, fields.up, second)
     np.bitwise_and(second, fields.field, second)
-    _join_rest(rest, fields, high)
+    _join_rest(rest, fields, high, spare)
 
 
 def decode(dtype: str, stored: memoryview, into: memoryview) -> None:
@@ -356,15 +361,17 @@ class _Reader:
         low = self._plane(2 * count, low_size, np.uint32) if wide else None
         rest = self._plane(count, rest_size, np.uint16)
         escapes, escaped = self._plane(4 * num_escapes, 0, np.uint32), self._plane(2 * num_escapes, 0, np.uint16)
-        high = _scratch.high[:count] if wide else words
+        high, spare = words, _scratch.lanes
+        if wide:  # further planes would not fit into the cache
+            spare, high = words[: count // 2].view(np.uint16), words[count // 2 :].view(np.uint16)
         if pairs:
             codes = self._plane(count // 2, codes_size, np.uint8)
-            _join_pairs(codes, base, rest, fields, high)
+            _join_pairs(codes, base, rest, fields, high, spare)
             self._restore(escapes, escaped, high)
         else:
-            _join_codes(self._plane(count, codes_size, np.uint16), rest, fields, high)
+            _join_codes(self._plane(count, codes_size, np.uint16), rest, fields, high, spare)
         if low is not None:
-            _join_wide(high, low, not low_size, words)
+            _join_wide(low, not low_size, words)
         return int(count)
 
     def _restore(self, escapes: Plane, escaped: Plane, high: Plane) -> None:
