@@ -1,9 +1,10 @@
 """How long a save holds up training, against one memcpy of the same bytes into memory that was touched before.
 
-One thread trains between saves, so that overlap has a forward and a backward to hide behind and an optimizer step that
-waits for it; what that wait costs is in the benchmark slowdown. All contestants save the same live state in turns, for
-the speed of memory drifts on shared machines. The first save of a new process is measured apart, after
-`prepare()` and two steps; all others have saved once before.
+One thread trains, and every save comes right after a step, as in any training: it finds in the caches what a step has
+left there. Then training goes on, so that overlap has a forward and a backward to hide behind and an optimizer step
+that waits for it; what that wait costs is in the benchmark slowdown. All contestants save the same live state in turns,
+for the speed of memory drifts on shared machines. The first save of a new process is measured apart, after `prepare()`
+and two steps; all others have saved once before.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ def _first(trainer: Trainer, ours: Ours, folders: Iterator[Path]) -> float:
 
 
 def _stall(trainer: Trainer, peer: Peer, folders: Iterator[Path]) -> Callable[[], float]:
-    """Seconds in the call of one save. Training goes on for a step before the save is waited for."""
+    """Seconds in the call of one save, between two steps of training; then it is waited for."""
 
     def once() -> float:
         folder = next(folders)
         waits: list[Callable[[], None]] = []
+        trainer.step(None)
         if peer.asynchronous:
             stall_s = seconds(lambda: waits.append(peer.start_save(trainer.state, folder)))
         else:

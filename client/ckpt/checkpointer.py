@@ -89,6 +89,8 @@ class Checkpointer:
         self._agreement: Agreement | None = None
         self._saves_of_step: Counter[int] = Counter()
         self._layout = Layout.of([])
+        self._placed: object | None = None
+        """The sameness of captures that are known to have this layout."""
         self._capturer = Capturer()
         self._overlap: Overlap | None = None
         self._lease: str | None = None
@@ -357,10 +359,13 @@ class Checkpointer:
 
     def _capture(self, subject: Subject, agreement: Agreement, grads: bool) -> Captured:
         captured = self._capturer.capture(subject, agreement.ownership, grads)
+        if captured.sameness is not None and captured.sameness is self._placed:
+            return captured
         if captured.leaves.slices != self._layout.slices:
             # Optimizer state appears with the first step; anything else is for all ranks to agree on.
             agreement.ownership.check(describe(subject, sampled=False))
             self._layout = Layout.of(captured.leaves.slices)
+        self._placed = captured.sameness
         return captured
 
     def _gate(self, subject: Subject) -> Overlap | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from ckpt import Checkpointer
 from ckpt.capture.leaves import Captured
 from ckpt.saving.transfer import Transfer
 from ckptstore.errors import SaveFailed, SnapshotTorn
+from tests.support.daemons import wait_until
 from tests.support.loops import OPTIMIZERS, Loop, open_run
 from tests.support.overlapping import held_copies
 from tests.support.training import same_state
@@ -231,6 +234,17 @@ def test_memory_that_a_parameter_gave_up_is_what_is_stored(tmp_path: Path) -> No
             parameter.data = parameter.data * 2  # as .to() does
         loop.step()
     assert same_state(stored(tmp_path, make, 1), state)
+
+
+def test_memory_is_let_go_once_it_is_copied(tmp_path: Path) -> None:
+    loop = Loop(OPTIMIZERS["adamw"])
+    given_up = weakref.ref(loop.model.first.weight)
+    with open_run(tmp_path) as checkpointer:
+        handle = checkpointer.save_async(loop.model, loop.optim, 1)
+        del loop
+        gc.collect()
+        wait_until(lambda: given_up() is None, "the memory to be let go", PATIENCE_S)
+        assert handle.result().step == 1
 
 
 def test_frozen_parameters_overlap_once_they_were_seen_to_stay(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ per tensor. Naming and describing each of them costs twenty times as much.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -27,6 +27,7 @@ _CONSTANTS = frozenset((type(None), bool, int, float, str))
 _PARTS = attrgetter(
     "_parameters", "_buffers", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"
 )
+_REQUIRES_GRAD: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _OWN_WAYS = frozenset((
     "state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters", "named_modules"
 ))  # fmt: skip
@@ -78,7 +79,7 @@ class Glance:
             begin = len(self.tensors)
             if not self._values([value for tensors in held for value in tensors.values()]):
                 return False
-            self.marks.append([tensor.requires_grad for tensor in self.tensors[begin:]])
+            self.marks.append(list(map(_REQUIRES_GRAD, self.tensors[begin:])))
         return True
 
     def _optimizer(self, optimizer: Optimizer) -> bool:

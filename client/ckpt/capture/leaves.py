@@ -52,20 +52,23 @@ class Leaf(NamedTuple):
 
 
 class Leaves(Sequence[Leaf]):
-    """Leaves, column by column: every save looks at all of them, and should make no object for each."""
+    """Leaves, column by column: every save looks at all of them, and should neither make nor touch an object for each
+    that it can do without."""
 
     def __init__(
         self,
-        slices: Sequence[Slice] = (),
-        tensors: Sequence[torch.Tensor] = (),
-        origins: Sequence[torch.Tensor] | None = None,
-        changes: Sequence[Change] = (),
+        slices: list[Slice] | None = None,
+        tensors: list[torch.Tensor] | None = None,
+        origins: list[torch.Tensor] | None = None,
+        changes: list[Change] | None = None,
     ) -> None:
-        """origins: None if each tensor is its own."""
-        self.slices = list(slices)
-        self.tensors = list(tensors)
-        self.origins = self.tensors if origins is None else list(origins)
-        self.changes = list(changes)
+        """The lists are used as they are, and never changed. origins: None if each tensor is its own."""
+        self.slices = slices or []
+        self.tensors = tensors or []
+        self.origins = self.tensors if origins is None else origins
+        self.changes = changes or []
+        self._own = False
+        """Whether nobody else has the lists."""
 
     def __len__(self) -> int:
         return len(self.slices)
@@ -86,8 +89,10 @@ class Leaves(Sequence[Leaf]):
 
     def append(self, leaf: Leaf) -> None:
         """One more."""
-        if self.origins is self.tensors:
-            self.origins = list(self.tensors)
+        if not self._own:
+            self._own = True
+            self.slices, self.tensors = list(self.slices), list(self.tensors)
+            self.origins, self.changes = list(self.origins), list(self.changes)
         self.slices.append(leaf.slice)
         self.tensors.append(leaf.tensor)
         self.origins.append(leaf.origin)

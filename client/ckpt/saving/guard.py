@@ -15,6 +15,8 @@ from ckptstore.format.shards import Placed, Slice
 Memory = ctypes.Array[ctypes.c_char]
 
 WITNESS_BYTES = 64
+FROZEN_BYTES = 1 << 20
+"""Smaller frozen parameters are not watched, but copied at once."""
 _PAGE_BYTES = 4 << 10
 _PAGES = 16
 _VERSION: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]

@@ -24,22 +24,20 @@ from typing import cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.capture.leaves import Captured, Change, Leaf, Leaves
+from ckpt.capture.leaves import Captured, Change, Leaf
 from ckpt.saving.arena import ArenaSlot
 from ckpt.saving.client import Draft, SaveClient
-from ckpt.saving.guard import Guard, Steadiness
+from ckpt.saving.guard import FROZEN_BYTES, Guard, Steadiness
 from ckpt.saving.handle import SaveHandle
+from ckpt.saving.messages import Job
 from ckpt.saving.stage import Layout
 from ckpt.saving.transfer import Transfer
 from ckptstore.errors import CkptError, SaveFailed, SnapshotTorn
-from ckptstore.format.shards import Placed
 
 logger = logging.getLogger(__name__)
 
 _SMALL_BYTES = 16 << 10
 """Host memory up to this size is copied in the time that it takes to hand it over."""
-_FROZEN_BYTES = 1 << 20
-"""Smaller frozen parameters are copied at once."""
 _NAMED = 3
 
 
@@ -57,8 +55,8 @@ def copy_snapshot(
     if overlap is not None and overlap.on:
         transfer = slot.stager.begin(leaves, layout, overlap.may_wait, overlap.sameness(captured))
         if transfer.under_way:
-            guard, frozen = Guard(transfer.later, transfer.witnesses), _frozen(leaves, layout)
-            overlap.begin(client, Flight(transfer, guard, draft, handle, slot, frozen))
+            guard = Guard(transfer.later, transfer.witnesses)
+            overlap.begin(client, Flight(transfer, guard, draft, handle, slot))
             return
         transfer.finish()
     else:
@@ -67,38 +65,36 @@ def copy_snapshot(
     client.submit(draft.complete(), handle)
 
 
-def _frozen(leaves: Leaves, layout: Layout) -> list[Placed]:
-    if Change.NEVER not in leaves.changes:
-        return []
-    pairs = zip(layout.placed, layout.order, strict=True)
-    return [place for place, i in pairs if leaves.changes[i] is Change.NEVER and place.slice.bytes >= _FROZEN_BYTES]
-
-
 @dataclass(slots=True)
 class Flight:
     """A snapshot that is being copied, and what becomes of it then."""
 
     transfer: Transfer
-    guard: Guard
+    guard: Guard | None
+    """Until it has told."""
     draft: Draft
     handle: SaveHandle
     slot: ArenaSlot
-    frozen: Sequence[Placed]
     copied: threading.Event = field(default_factory=threading.Event)
     """GPUs have been told; host memory is copied; or neither will be."""
     held: bool = False
     """An optimizer has come to the gate."""
     error: BaseException | None = None
     future: Future[None] | None = None
-    _torn: list[str] | None = None
+    _torn: list[str] = field(default_factory=list)
     _deciding: threading.Lock = field(default_factory=threading.Lock)
 
     def torn(self) -> list[str]:
         """Entries that have changed since they were captured; decided once, by whoever comes first."""
         with self._deciding:
-            if self._torn is None:
-                self._torn = self.guard.changed()
+            if self.guard is not None:
+                self._torn, self.guard = self.guard.changed(), None
             return self._torn
+
+    def let_go(self, job: Job) -> None:
+        """Keep no tensor any more: all is copied, and this came of it."""
+        self.draft = Draft.of(job)
+        self.transfer.let_go()
 
 
 class Overlap:
@@ -122,7 +118,7 @@ class Overlap:
         if leaf.change is Change.ANY_TIME or not (leaf.tensor.is_cpu or leaf.tensor.is_cuda):
             return False
         if leaf.change is Change.NEVER:
-            return leaf.slice.bytes >= _FROZEN_BYTES and leaf.slice in self._steadiness
+            return leaf.slice.bytes >= FROZEN_BYTES and leaf.slice in self._steadiness
         if leaf.tensor.is_cuda:
             # A step that is replayed from a CUDA graph comes to no gate, and no guard sees it. What cannot wait for
             # the gate is copied in the order of the current stream, before whatever is replayed there.
@@ -179,7 +175,7 @@ class Overlap:
             flight.copied.set()
             flight.transfer.finish()
             flight.handle._measure(stage_s=time.perf_counter() - began)
-            self._steadiness.learn(flight.slot.segment, flight.frozen, stepped)
+            self._steadiness.learn(flight.slot.segment, flight.transfer.frozen, stepped)
             if not flight.torn():
                 self._deliver(flight)
         except BaseException as error:
@@ -206,7 +202,9 @@ class Overlap:
 
     def _deliver(self, flight: Flight) -> None:
         assert self._client is not None
-        self._client.submit(flight.draft.complete(), flight.handle)
+        job = flight.draft.complete()
+        self._client.submit(job, flight.handle)
+        flight.let_go(job)
 
     def _fail(self, flight: Flight, error: BaseException) -> None:
         flight.error = error

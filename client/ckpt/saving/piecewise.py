@@ -48,7 +48,7 @@ def stream_snapshot(
         client.stream(job, handle, outlet)
         later = leaves.pick(i for i, wait in enumerate(waits) if wait)
         transfer = StreamTransfer(stream, client, outlet, job, handle, later)
-        overlap.begin(client, Flight(transfer, Guard(later, transfer.witnesses), Draft.of(job), handle, slot, []))
+        overlap.begin(client, Flight(transfer, Guard(later, transfer.witnesses), Draft.of(job), handle, slot))
         return
     stream = _Stream(slot.segment, leaves.tensors, layout)
     client.stream(job, handle, outlet)

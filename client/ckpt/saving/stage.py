@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt.capture.leaves import Leaf, Leaves
-from ckpt.saving.guard import Memory, memory_at, witness
+from ckpt.capture.leaves import Change, Leaf, Leaves
+from ckpt.saving.guard import FROZEN_BYTES, Memory, memory_at, witness
 from ckpt.saving.messages import SliceRow
 from ckpt.saving.segment import Segment
 from ckpt.saving.transfer import Move, Run, Transfer, move_all, pin
@@ -51,6 +51,29 @@ class Layout:
 
 
 @dataclass(slots=True)
+class _Waiting:
+    """Leaves that are moved later: what is the same in every save."""
+
+    indexes: list[int] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    witnesses: list[Memory] = field(default_factory=list)
+
+    def add(self, index: int, leaf: Leaf) -> None:
+        """One more."""
+        self.indexes.append(index)
+        self.slices.append(leaf.slice)
+        self.changes.append(leaf.change)
+        self.witnesses.append(witness(leaf.tensor))
+
+    def among(self, leaves: Leaves) -> Leaves:
+        """As they are now."""
+        tensors = [leaves.tensors[i] for i in self.indexes]
+        origins = None if leaves.origins is leaves.tensors else [leaves.origins[i] for i in self.indexes]
+        return Leaves(self.slices, tensors, origins, self.changes)
+
+
+@dataclass(slots=True)
 class _Plan:
     """How to copy leaves, as long as they are the same: addresses, and indexes of leaves."""
 
@@ -60,10 +83,10 @@ class _Plan:
     """Small memory, which is copied to one place now, and from there to where it belongs later."""
     runs: list[Run] = field(default_factory=list)
     later: list[Move] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    """Leaves that are moved later."""
-    witnesses: list[Memory] = field(default_factory=list)
-    """Of these."""
+    waiting: _Waiting = field(default_factory=_Waiting)
+    """The leaves of these."""
+    frozen: list[Placed] = field(default_factory=list)
+    """Of large leaves that nobody should change."""
     others: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
     """Leaves that are not plain host memory, where they go, and whether they may wait."""
 
@@ -117,11 +140,11 @@ class Stager:
         plan = self._plan
         if plan is None or sameness is None or plan.sameness != sameness:
             plan = self._plan = self._make_plan(leaves, layout, later, sameness)
-        transfer = Transfer()
+        transfer = Transfer(plan.frozen)
         move_all(plan.now)
         if plan.later:
             transfer.add_gathered(b"".join(plan.gathered), plan.runs)
-            transfer.add_moves(plan.later, leaves.pick(plan.waiting), plan.witnesses)
+            transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.witnesses)
         for view, i, waits in plan.others:
             self._begin_other(transfer, view, leaves[i], waits)
         transfer.begun()
@@ -132,14 +155,15 @@ class Stager:
         for place, i in zip(layout.placed, layout.order, strict=True):
             leaf = leaves[i]
             waits = later is not None and later(leaf)
+            if leaf.change is Change.NEVER and leaf.slice.bytes >= FROZEN_BYTES:
+                plan.frozen.append(place)
             if not is_plain(leaf.tensor):
                 plan.others.append((self._view(place, leaf.tensor), i, waits))
                 continue
             move = (self._address + place.at, leaf.tensor.data_ptr(), leaf.tensor.nbytes)
             if waits:
                 plan.later.append(move)
-                plan.waiting.append(i)
-                plan.witnesses.append(witness(leaf.tensor))
+                plan.waiting.add(i, leaf)
             else:
                 plan.now.append(move)
         if plan.later:

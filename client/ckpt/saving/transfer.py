@@ -19,6 +19,7 @@ from ckpt.capture.leaves import Leaf, Leaves
 from ckpt.saving.guard import Memory, witness
 from ckpt.saving.segment import Segment
 from ckpt.streams import on_stream, side_stream
+from ckptstore.format.shards import Placed
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,9 @@ Run = tuple[int, int, int]
 class Transfer:
     """One snapshot on its way. `copy` once, then `finish`; `hold` and `again` belong to the training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: Sequence[Placed] = ()) -> None:
+        self.frozen = frozen
+        """What is copied of large leaves that nobody should change."""
         self.later = Leaves()
         """What is left for `copy`."""
         self.witnesses: list[Memory] = []
@@ -114,6 +117,13 @@ class Transfer:
         for copies in self._devices.values():
             copies.finish()
 
+    def let_go(self) -> None:
+        """What was copied will not be copied again: its memory may go. After `finish`."""
+        for copies in self._devices.values():
+            copies.let_go()
+        self.later, self.witnesses, self._moves, self._gathered = Leaves(), [], (), ()
+        self._copies, self._kept = [], []
+
 
 def move_all(moves: Iterable[Move]) -> None:
     """Copy memory."""
@@ -172,6 +182,10 @@ class DeviceCopies:
     def finish(self) -> None:
         """The CPU waits for the copy, without the GIL."""
         self._done.synchronize()
+
+    def let_go(self) -> None:
+        """Keep no tensor any more."""
+        self._later = []
 
     def _enqueue(self) -> None:
         for view, tensor in self._later:
