@@ -111,8 +111,14 @@ def usage() -> Iterator[Usage]:
 
 def core_seconds() -> float:
     """Of this process, its children that have ended, and its descendants that run. Monotonic while none is orphaned."""
-    own = os.times()
-    return own.user + own.system + own.children_user + own.children_system + sum(map(processor_seconds, descendants()))
+    running = descendants()
+    while True:
+        own = os.times()
+        of_running = sum(map(processor_seconds, running))
+        found = descendants()
+        if found == running:  # else one that ended may be missing in both sums
+            return own.user + own.system + own.children_user + own.children_system + of_running
+        running = found
 
 
 def processor_seconds(process: int) -> float:
@@ -129,14 +135,22 @@ def descendants(process: int | None = None) -> list[int]:
     found: list[int] = []
     ahead = [os.getpid() if process is None else process]
     while ahead:
-        try:
-            tasks = list(Path(f"/proc/{ahead.pop()}/task").iterdir())
-            children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        except OSError:
-            continue  # ended meanwhile
+        children = _children(ahead.pop())
         found += children
         ahead += children
     return found
+
+
+def _children(process: int) -> list[int]:
+    """Of all its threads. What a thread that ends has started goes to another one, which may have been read by then."""
+    tasks = Path(f"/proc/{process}/task")
+    while tasks.exists():
+        try:
+            found = [(task / "children").read_text() for task in list(tasks.iterdir())]
+            return sorted({int(child) for children in found for child in children.split()})
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return []
 
 
 @contextmanager

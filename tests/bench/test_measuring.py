@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from bench.measuring import (
     Spread,
+    core_seconds,
+    descendants,
     in_turns,
     memcpy_s,
     raw_read_s,
@@ -51,6 +54,34 @@ def test_processor_time_of_children_counts() -> None:
         subprocess.run([sys.executable, "-c", "import os\nwhile os.times().user < 0.3: pass"], check=True)
     assert 0.25 < used.core_s < 5
     assert used.wall_s >= 0.25
+
+
+def test_children_are_found_and_counted_while_threads_come_and_go() -> None:
+    spend = "import os, sys\nwhile os.times().user < 0.3: pass\nprint(flush=True)\nsys.stdin.read()"
+    over = threading.Event()
+
+    def start_threads() -> None:
+        while not over.is_set():
+            short = [threading.Thread(target=pow, args=(3, 1000)) for _ in range(8)]
+            for thread in short:
+                thread.start()
+            for thread in short:
+                thread.join()
+
+    command = [sys.executable, "-c", spend]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        busy = threading.Thread(target=start_threads)
+        busy.start()
+        try:
+            for _ in range(100):
+                before = core_seconds()
+                assert child.pid in descendants()
+                assert core_seconds() >= before
+        finally:
+            over.set()
+            busy.join()
 
 
 ROOT = Path(__file__).parents[2]
