@@ -16,6 +16,7 @@ from ckpt.capture.subject import Subject
 from ckpt.config import Config
 from ckpt.distributed import World
 from ckpt.restoring.fetching import Fetcher
+from ckpt.restoring.garbage import uncollected
 from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit
 from ckpt.restoring.ranks import RankState, share_out
 from ckpt.restoring.resolve import candidates, release_lease, settle, take_lease
@@ -86,6 +87,7 @@ class Restorer:
         self._config = config
         self._world = world
 
+    @uncollected()
     def restore(self, subject: Subject, reference: Reference, strict: bool) -> Restored | None:
         """Restore the newest usable checkpoint, or the named one; None if the run has none.
 
