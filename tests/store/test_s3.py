@@ -212,17 +212,26 @@ def test_a_reader_takes_what_it_expects_from_one_reply(proxied: tuple[Store, Los
 
 @pytest.mark.usefixtures("small_parts")
 def test_s3fs_does_what_signed_urls_cannot(
-    proxied: tuple[Store, LossyProxy], noise: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("answer", "requests", "reason"),
+    [
+        ("refuses", SIGNED, "the service answered 403"),
+        ("chunks", "GET ", "the service does not tell how long a part of an object is"),
+    ],
+    ids=["refused", "chunked"],
+)
+    proxied: tuple[Store, LossyProxy], noise: bytes, caplog: pytest.LogCaptureFixture,
+    answer: str, requests: str, reason: str,
+) -> None:  # fmt: skip
     store, proxy = proxied
-    proxy.refuses = lambda request: SIGNED in request
+    setattr(proxy, answer, lambda request: requests in request)
     buffer = bytearray(len(noise))
     with caplog.at_level(logging.WARNING):
         write(store, "run/a", noise)
         store.get_range("run/a", 0, memoryview(buffer))
         assert store.get("run/a") == buffer == noise
     assert [record.message for record in caplog.records] == [
-        "signed URLs are refused, so s3fs does all transfers, which is slower: the service answered 403"
+        f"signed URLs are refused, so s3fs does all transfers, which is slower: {reason}"
     ]
     proxy.arm(None)
     store.get_range("run/a", 0, memoryview(buffer))

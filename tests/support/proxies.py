@@ -32,6 +32,8 @@ class LossyProxy:
     requests: list[str] = field(default_factory=list)
     refuses: Callable[[str], bool] = lambda _: False
     """These are answered with 403 and not forwarded."""
+    chunks: Callable[[str], bool] = lambda _: False
+    """The replies to these tell no length: their bodies come in chunks."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arm(self, fault: Fault | None, at: int = -1) -> None:
@@ -107,7 +109,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response_only(status)
         for name, value in headers:
             self.send_header(name, value)
-        if self.command != "HEAD":
+        if self.server.proxy.chunks(request):
+            self.send_header("Transfer-Encoding", "chunked")
+            answer = b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer)
+        elif self.command != "HEAD":
             self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         if fault == "cut":

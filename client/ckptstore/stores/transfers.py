@@ -151,14 +151,16 @@ class Transfers:
             pass
 
     def get(self, path: str, offset: int, num_bytes: int) -> BaseHTTPResponse | None:
-        """The reply to one ranged request, its body still to be read; None if nothing is there."""
+        """The reply to one ranged request, its length told and its body still to be read; None if nothing is there."""
         url = self._fs.url(path, expires=_SIGNED_FOR_S)
         wanted = {"Range": f"bytes={offset}-{offset + num_bytes - 1}"}
         reply = self._connections.request("GET", url, headers=wanted, preload_content=False, decode_content=False)
-        if reply.status == _PARTIAL:
+        if reply.status == _PARTIAL and "Content-Length" in reply.headers:
             return reply
         body = reply.read(_MAX_REPLY_BYTES)
         reply.close()
+        if reply.status == _PARTIAL:
+            raise SignatureRefused("the service does not tell how long a part of an object is")
         if reply.status == _NOTHING_THERE:
             return None
         raise _refusal(reply.status, body)
