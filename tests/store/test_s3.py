@@ -211,7 +211,6 @@ def test_a_reader_takes_what_it_expects_from_one_reply(proxied: tuple[Store, Los
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_s3fs_does_what_signed_urls_cannot(
 @pytest.mark.parametrize(
     ("answer", "requests", "reason"),
     [
@@ -220,6 +219,7 @@ def test_s3fs_does_what_signed_urls_cannot(
     ],
     ids=["refused", "chunked"],
 )
+def test_s3fs_does_what_signed_urls_cannot(
     proxied: tuple[Store, LossyProxy], noise: bytes, caplog: pytest.LogCaptureFixture,
     answer: str, requests: str, reason: str,
 ) -> None:  # fmt: skip
