@@ -92,9 +92,11 @@ def flat_parameters(module: nn.Module) -> tuple[dict[int, Flat], list[Pack]]:
     found: dict[int, Flat] = {}
     packs: list[Pack] = []
     inner = unwrap(module)
-    prefixes = {child: canonical(f"{prefix}." if prefix else "") for prefix, child in inner.named_modules()}
-    for unit in inner.modules():
-        handle: Any = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+    units = [unit for unit in inner.modules() if isinstance(unit, FullyShardedDataParallel)]
+    named = inner.named_modules() if units else ()
+    prefixes = {child: canonical(f"{prefix}." if prefix else "") for prefix, child in named}
+    for unit in units:
+        handle: Any = unit._handle
         if handle is None or not handle.uses_sharded_strategy:
             continue
         flat = handle.flat_param

@@ -115,12 +115,14 @@ def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], known: Par
     Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
     An optimizer that overrides it gets the indexed state_dict it expects.
     """
-    names = [[name for held in group for name in held] for group in named_groups(optimizer, known)]
+    held = named_groups(optimizer, known)
+    names = [[name for one in group for name in one] for group in held]
     groups = [
         _group_options(members, group, named["groups"])
         for members, group in zip(names, optimizer.param_groups, strict=True)
     ]
-    inner, live = state_holder(optimizer), parameters_by_name(optimizer, known)
+    inner = state_holder(optimizer)
+    live = {name: parameter for group in held for one in group for name, parameter in one.items()}
     if type(inner).load_state_dict is not Optimizer.load_state_dict:
         index = {name: i for i, name in enumerate(live)}
         inner.load_state_dict(_indexed(inner, named, groups, index))
@@ -190,8 +192,3 @@ def _update_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-
-
-def all_parameters(optimizers: Iterable[Optimizer], known: Parameters) -> dict[str, torch.Tensor]:
-    """The parameters of several optimizers, by name."""
-    return {name: p for optimizer in optimizers for name, p in parameters_by_name(optimizer, known).items()}

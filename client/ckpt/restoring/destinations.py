@@ -35,7 +35,8 @@ class Destinations:
             for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
         }
         self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
-        self._hosts: dict[_Key, torch.Tensor] = {}
+        self._hosts: dict[str, torch.Tensor] = {}  # by buffer
+        self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self._lanes: dict[torch.device, Lane] = {}
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -106,12 +107,13 @@ class Destinations:
         """Open lanes to GPUs, and make host memory for what is neither theirs nor can be read to where it lives."""
         devices = {device for *_, device in self._targets if device is not None}
         self._lanes = {device: LANES[device.type](device) for device in devices}
-        for key, targets in self._targets.items():
-            name, box, device = key
+        for i, ((name, box, device), targets) in enumerate(self._targets.items()):
             if device is None:
                 dtype, _ = self.describe(name)
                 own = targets[0].is_cpu and is_direct(targets[0], dtype)
-                self._hosts[key] = targets[0] if own else torch.empty(sizes(box), dtype=dtype)
+                host = self._hosts[str(i)] = targets[0] if own else torch.empty(sizes(box), dtype=dtype)
+                if not own or len(targets) > 1:
+                    self._copies.append((host, targets))
 
     @contextmanager
     def receiving(self, reads: Sequence[ShardRead]) -> Iterator[Buffers]:
@@ -119,25 +121,25 @@ class Destinations:
 
         What goes to a GPU is there at the end.
         """
-        hosts = {str(i): self._hosts[key] for i, key in enumerate(self._targets) if key in self._hosts}
         arrivals = {
             str(i): Arrival(targets, self.describe(name)[0], self._lanes[device])
             for i, ((name, _, device), targets) in enumerate(self._targets.items())
             if device is not None
         }
         if not arrivals:
-            yield _Bytes(hosts)
+            yield _Bytes(self._hosts)
             return
-        with Landing(_Bytes(hosts), arrivals, reads) as landing:
+        with Landing(_Bytes(self._hosts), arrivals, reads) as landing:
             yield landing
 
     @torch.no_grad()
     def place(self) -> None:
         """After the buffers are filled: copy to every target that is not its own buffer."""
-        for key, host in self._hosts.items():
-            for target in self._targets[key]:
+        for host, targets in self._copies:
+            for target in targets:
                 if target is not host:
                     target.copy_(host)
+        self._copies.clear()
         self._hosts.clear()
 
 

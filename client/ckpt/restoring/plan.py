@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from ckpt.capture.modules import EXTRA_STATE, canonical, named_parameters, raw_state, unwrap
 from ckpt.capture.optimizers import (
-    all_parameters,
     keeps_state_here,
     live_state,
     load_optimizer_state,
@@ -93,8 +92,7 @@ def _plan_modules(plan: RestorePlan, item: str, chunks: Sequence[nn.Module], tre
     saved, found = dict(_mapping(tree, item)), set()
     for chunk in chunks:
         inner = unwrap(chunk)
-        views = (view for pack in known.packs.values() for view in pack.views.values())
-        live = {_address(tensor) for tensor in (*inner.parameters(), *inner.buffers(), *views)}
+        live = cache(partial(_addresses, inner, known))
         detached: dict[str, torch.Tensor] = {}
         for raw, target in raw_state(chunk, known).items():
             name = canonical(raw)
@@ -107,12 +105,18 @@ def _plan_modules(plan: RestorePlan, item: str, chunks: Sequence[nn.Module], tre
                 plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(leaf, f"{item}/{name}")))
             elif part := _fitting(plan, f"{item}/{name}", leaf, target, known.flats.get(id(target))):
                 plan.destinations.fill(leaf["name"], part)
-                if _address(target) not in live:
+                if id(target) not in known.names and _address(target) not in live():
                     detached[raw] = target
         if detached:
             # A hook made these for state_dict; only load_state_dict knows where they belong.
             plan.finish.append(partial(inner.load_state_dict, detached, strict=False))
     plan.unexpected += [f"{item}/{name}" for name in saved if name not in found]
+
+
+def _addresses(module: nn.Module, known: Parameters) -> set[int]:
+    """Where the tensors of a module live."""
+    views = (view for pack in known.packs.values() for view in pack.views.values())
+    return {_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *views)}
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -138,12 +142,12 @@ def _plan_optimizers(
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
     give_to_all(tied[0], states, frame["groups"])
     held = {name for group in frame["groups"] for name in group["params"]}
-    everything = all_parameters(optimizers, known)
+    live = [parameters_by_name(optimizer, known) for optimizer in optimizers]
+    everything = {name: parameter for named in live for name, parameter in named.items()}
     plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
     left_over = without_further_names(held - everything.keys(), tied[1], everything)
     plan.unexpected += [f"{item}/{name}" for name in left_over]
-    for optimizer in optimizers:
-        parameters = parameters_by_name(optimizer, known)
+    for optimizer, parameters in zip(optimizers, live, strict=True):
         here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
         # State that belongs to no parameter is the whole optimizer's.
         here |= states.keys() - held if len(optimizers) == 1 else set()

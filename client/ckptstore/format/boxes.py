@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +102,12 @@ class BoxGroup:
 def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
     """The chosen slices, in groups that fit into matrices."""
     entries, slices = content.entries, content.slices
-    of_entry = column(len(shape) for shape in entries.shape)
+    of_entry = column(map(len, entries.shape))
     shape_ends = np.cumsum(of_entry)
-    shapes = column(size for shape in entries.shape for size in shape)
+    shapes = column(chain.from_iterable(entries.shape))
     dimensions = of_entry[slices.entry]
     box_ends = np.cumsum(2 * dimensions)
-    items = column(ITEM_BYTES[dtype] for dtype in entries.dtype)
+    items = column(map(ITEM_BYTES.__getitem__, entries.dtype))
     for count in np.flatnonzero(np.bincount(dimensions[rows])).tolist():
         chosen = rows[dimensions[rows] == count]
         entry = slices.entry[chosen]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Sized
+from itertools import chain
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,15 +129,15 @@ def _is_digest(text: str) -> bool:
 def _check_entries(entries: Entries) -> None:
     _same_length("entries", entries.name, entries.dtype, entries.shape)
     _require(len(set(entries.name)) == len(entries.name), "two entries of one name")
-    _require(all(0 < len(name) <= _MAX_NAME for name in entries.name), "an entry's name is empty or too long")
+    lengths = {1, *map(len, entries.name)}
+    _require(min(lengths) > 0 and max(lengths) <= _MAX_NAME, "an entry's name is empty or too long")
     _require(set(entries.dtype) <= ITEM_BYTES.keys(), "an entry's dtype is unknown")
-    _require(all(len(shape) <= _MAX_DIMENSIONS for shape in entries.shape), "an entry has too many dimensions")
-    _require(
-        all(0 <= size <= _MAX_BYTES for shape in entries.shape for size in shape),
-        "a dimension is out of bounds",
-    )
-    sizes = (prod(s) * ITEM_BYTES[d] for s, d in zip(entries.shape, entries.dtype, strict=True))
-    _require(all(size <= _MAX_BYTES for size in sizes), "an entry's size is out of bounds")
+    _require(max(map(len, entries.shape), default=0) <= _MAX_DIMENSIONS, "an entry has too many dimensions")
+    dimensions = set(chain.from_iterable(entries.shape))
+    in_bounds = min(dimensions, default=0) >= 0 and max(dimensions, default=0) <= _MAX_BYTES
+    _require(in_bounds, "a dimension is out of bounds")
+    sizes = map(mul, map(prod, entries.shape), map(ITEM_BYTES.__getitem__, entries.dtype))
+    _require(max(sizes, default=0) <= _MAX_BYTES, "an entry's size is out of bounds")
 
 
 def _check_slices(content: Content) -> None:
@@ -143,7 +145,7 @@ def _check_slices(content: Content) -> None:
     _same_length("slices", slices.entry, slices.shard, slices.at)
     _require(int(slices.entry.max(initial=-1)) < len(entries.name), "a slice names no entry")
     _require(int(slices.shard.max(initial=-1)) < len(content.shards), "a slice names no shard")
-    dimensions = column(len(shape) for shape in entries.shape)[slices.entry]
+    dimensions = column(map(len, entries.shape))[slices.entry]
     _require(len(slices.box) == 2 * int(dimensions.sum()), "boxes and slices differ in number")
     shard_bytes = column(int(shard.chunks.raw.sum()) for shard in content.shards)
     is_derived = np.zeros(len(slices.entry), np.bool_)

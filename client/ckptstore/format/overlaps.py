@@ -43,6 +43,8 @@ def overlaps(content: Content, wants: Sequence[Want]) -> Iterator[Overlaps]:
 
 def _layers(wants: Sequence[Want]) -> list[list[int]]:
     """The numbers of the wants, so that each list names an entry once."""
+    if len({want.entry for want in wants}) == len(wants):
+        return [list(range(len(wants)))]
     layers: list[list[int]] = []
     count: dict[str, int] = {}
     for number, want in enumerate(wants):

@@ -6,7 +6,6 @@ there are many of are msgspec's structs: quicker to make than data classes, and 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -157,12 +156,15 @@ def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
     wants = list(wants)
     found = list(overlaps(content, wants))
     table = ChunkTable.of(content, np.unique(concatenate(content.slices.shard[one.row] for one in found)).tolist())
-    pieces: dict[int, list[Piece]] = defaultdict(list)
-    for one in found:
-        for row, piece in _pieces(content, wants, table, one):
-            pieces[row].append(piece)
-    rows = table.sorted(column(pieces))
-    return coalesce(_chunk_reads(content, table, rows, map(pieces.__getitem__, rows.tolist())))
+    given = [_pieces(content, wants, table, one) for one in found]
+    rows, pieces = concatenate(rows for rows, _ in given), [piece for _, some in given for piece in some]
+    chunks = table.sorted(np.unique(rows))
+    place = np.zeros(len(table.raw), np.int64)
+    place[chunks] = np.arange(len(chunks))
+    ordered = [pieces[number] for number in np.argsort(place[rows], kind="stable").tolist()]
+    ends = np.cumsum(np.bincount(place[rows], minlength=len(chunks))).tolist()
+    of_chunk = map(ordered.__getitem__, map(slice, [0, *ends], ends))
+    return coalesce(_chunk_reads(content, table, chunks, of_chunk))
 
 
 def plan_all(content: Content) -> list[ChunkRead]:
@@ -178,8 +180,8 @@ def check_cover(content: Content) -> None:
         pass
 
 
-def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: Overlaps) -> Iterator[tuple[int, Piece]]:
-    """What each chunk, a row of the table, gives to each overlap."""
+def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: Overlaps) -> tuple[Column, list[Piece]]:
+    """What chunks give to each overlap, and which: rows of the table."""
     slices, half = content.slices, found.box.shape[1] // 2
     dtypes = [content.entries.dtype[entry] for entry in slices.entry[found.row].tolist()]
     is_derived = np.isin(found.row, slices.derived_rows)
@@ -199,19 +201,40 @@ def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: O
     _check_whole(content, table, found, which, row, (start % item != 0) | (stop % item != 0))
     is_flat = ((shape[:, 1:] == length[:, 1:]) & (target[:, 1:] == length[:, 1:])).all(axis=1)[which]
     to = (into[which] - first[which] + start // item) * to_item
-    columns = (row, which, low - table.begin[row], to, item, to_item, start // item, stop // item, is_flat)
-    numbers = found.want.tolist()
-    alone = {size: (size,) for size in ITEM_BYTES.values()}
-    for chunk, one, at, place, size, to_size, begin, end, flat in zip(*(c.tolist() for c in columns), strict=True):
-        want = wants[numbers[one]]
-        if flat:
-            lies = (end - begin,), alone[size], alone[to_size]
-            yield chunk, Piece(want.buffer, at, want.at + place, size, *lies, casts[one])
-            continue
+    columns = (row, which, low - table.begin[row], to, item, to_item, start // item, stop // item)
+    goals = [wants[number] for number in found.want.tolist()]
+    pieces = _flat_pieces(goals, casts, *(c[is_flat] for c in columns[1:]))
+    rows: list[int] = []
+    strided = zip(*(c[~is_flat].tolist() for c in columns), strict=True)
+    for chunk, one, at, _, size, to_size, begin, end in strided:
         meeting = _Meeting(*(tuple(matrix[one].tolist()) for matrix in (found.slices, found.wanted, found.box)))
         for source, goal, merged in meeting.strided(begin, end, (size, to_size)):
-            shift = at + (source - begin) * size
-            yield chunk, Piece(want.buffer, shift, want.at + goal * to_size, size, *merged, casts[one])
+            shift, place = at + (source - begin) * size, goals[one].at + goal * to_size
+            pieces.append(Piece(goals[one].buffer, shift, place, size, *merged, casts[one]))
+            rows.append(chunk)
+    return np.append(row[is_flat], column(rows)), pieces
+
+
+def _flat_pieces(
+    goals: Sequence[Want],
+    casts: Sequence[str | None],
+    which: Column,
+    at: Column,
+    to: Column,
+    item: Column,
+    to_item: Column,
+    begin: Column,
+    end: Column,
+) -> list[Piece]:
+    """Of what lies together on both sides, column by column: most of what is restored is of this kind."""
+    numbers = which.tolist()
+    places = to + column(goal.at for goal in goals)[which]
+    alone = {size: (size,) for size in ITEM_BYTES.values()}
+    buffers = [goals[number].buffer for number in numbers]
+    steps, to_steps = (map(alone.__getitem__, sizes.tolist()) for sizes in (item, to_item))
+    lengths = zip((end - begin).tolist(), strict=True)
+    kinds = map(casts.__getitem__, numbers)
+    return list(map(Piece, buffers, at.tolist(), places.tolist(), item.tolist(), lengths, steps, to_steps, kinds))
 
 
 def _check_whole(
@@ -277,16 +300,24 @@ def _dot(index: Sequence[int], steps: Sequence[int]) -> int:
 def _chunk_reads(
     content: Content, table: ChunkTable, rows: Column, pieces: Iterable[Sequence[Piece]]
 ) -> Iterator[ChunkRead]:
-    """The rows of the table as reads."""
-    columns = (table.shard, table.index, table.holder, table.offset, table.stored, table.raw)
-    for number, index, holder, offset, stored, raw, given in zip(
-        *(c[rows].tolist() for c in columns), pieces, strict=True
-    ):
-        shard = content.shards[number]
-        attempt = shard.references.attempts[holder - 1] if holder and shard.references is not None else None
-        chunks = shard.chunks
-        codec, digest = chunks.codec_of(index), chunks.digest_of(index)
-        yield ChunkRead(shard.name, attempt, index, offset, stored, raw, codec, digest, given)
+    """The rows of the table, which lie together by shard, as reads."""
+    given = iter(pieces)
+    for part in np.split(rows, np.flatnonzero(np.diff(table.shard[rows])) + 1) if len(rows) else ():
+        shard = content.shards[int(table.shard[part[0]])]
+        holders = [None, *(shard.references.attempts if shard.references is not None else ())]
+        index = table.index[part]
+        yield from map(
+            ChunkRead,
+            repeat(shard.name),
+            map(holders.__getitem__, table.holder[part].tolist()),
+            index.tolist(),
+            table.offset[part].tolist(),
+            table.stored[part].tolist(),
+            table.raw[part].tolist(),
+            map(shard.chunks.codecs.__getitem__, shard.chunks.codec[index].tolist()),
+            map(shard.chunks.digest_of, index.tolist()),
+            given,
+        )
 
 
 def join(reads: Iterable[ShardRead], longest: int) -> list[ShardRead]:
@@ -306,17 +337,17 @@ def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
     """Chunks in the order they lie in, neighbours joined. Pure."""
     reads: list[ShardRead] = []
     current: list[ChunkRead] = []
-    useful = 0
+    begin = useful = 0
     for chunk in chunks:
+        stored = chunk.stored
         if current:
-            last = current[-1]
-            together = (last.shard, last.attempt) == (chunk.shard, chunk.attempt)
-            span = chunk.offset + chunk.stored - current[0].offset
-            gaps = span - useful - chunk.stored
+            last, span = current[-1], chunk.offset + stored - begin
+            gaps = span - useful - stored
+            together = last.shard == chunk.shard and last.attempt == chunk.attempt
             if together and span <= READ_BYTES and 0 <= gaps * _GAP_SHARE <= span:
                 current.append(chunk)
-                useful += chunk.stored
+                useful += stored
                 continue
             reads.append(ShardRead(tuple(current)))
-        current, useful = [chunk], chunk.stored
+        current, begin, useful = [chunk], chunk.offset, stored
     return [*reads, ShardRead(tuple(current))] if current else reads
