@@ -209,10 +209,12 @@ class Checkpointer:
         """
         if self._client is not None:
             self.wait()
-        self._release_lease()
         subject = Subject.of(model, optim, extras)
         restorer = Restorer(self._source, self.config, self._world())
-        restored = restorer.restore(subject, self._reference(checkpoint), strict)
+        try:
+            restored = restorer.restore(subject, self._reference(checkpoint), strict)
+        finally:
+            self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             self._lease = restored.lease
         if subject.optimizers and not self.config.read_only:

@@ -259,7 +259,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable in place."""
     if not tensor.numel():
         return memoryview(bytearray())
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.dtype in _BUFFER_TYPES:
         return plain.numpy().data.cast("B")  # a third of what two views cost, for each tensor of a state
     return plain.reshape(-1).view(torch.uint8).numpy().data

@@ -64,7 +64,7 @@ def _layer(
         number: boxes.whole(shapes[entry]) if (box := wants[number].box) is None else box
         for number, entry in zip(numbers, entry_of, strict=True)
     }
-    missing = {number for number, box in wanted.items() if 0 not in boxes.sizes(box)}
+    missing = set(wanted)
     want_of = np.full(len(shapes), -1)
     want_of[entry_of] = numbers
     for group in boxes.same_dimensions(content, np.flatnonzero(want_of[slices.entry] >= 0)):
@@ -72,8 +72,8 @@ def _layer(
         _check_tiling(wants, found)
         missing.difference_update(found.want.tolist())
         yield found
-    if missing:
-        raise _gap(wants[min(missing)])
+    if gaps := [number for number in missing if 0 not in boxes.sizes(wanted[number])]:
+        raise _gap(wants[min(gaps)])
 
 
 def _meet(group: BoxGroup, numbers: Column, wanted: dict[int, Box]) -> Overlaps:
