@@ -15,7 +15,6 @@ import random
 import re
 import threading
 import urllib.request
-import zlib
 from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any, TypeVar
@@ -24,6 +23,11 @@ from urllib.parse import urlsplit
 import urllib3
 from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import HTTPError, SSLError
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # the same, at a quarter of the speed
+    from zlib import crc32
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +79,7 @@ class Part:
         """As S3 spells it."""
         crc = 0
         for piece in self.pieces:
-            crc = zlib.crc32(piece, crc)
+            crc = crc32(piece, crc)
         return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
