@@ -78,6 +78,17 @@ def test_a_snapshot_that_is_given_up_makes_room_and_is_not_read_any_more(encoder
     assert max(number for number in work.encoded if number < 11) < 8
 
 
+def test_a_chunk_is_given_back_by_whoever_breaks_off(encoder: Encoder) -> None:
+    """As an error of the store does, which keeps the iteration alive for as long as the error is kept."""
+    work, kept = Counted(), []
+    for number in range(4):
+        with encoder.begin(work.chunks(number, 9), work.encode) as encoding:
+            kept.append(iter(encoding))
+            assert taken(kept[-1], 1) == [number]
+    with encoder.begin(work.chunks(5), work.encode):
+        until(lambda: 5 in work.encoded)
+
+
 def test_errors_of_a_chunk_or_of_where_chunks_come_from_reach_whoever_takes_them(encoder: Encoder) -> None:
     work = Counted()
 

@@ -122,6 +122,8 @@ class Encoding:
         self.coming: SimpleQueue[_Encoded | None] = SimpleQueue()
         self._encoder = encoder
         self._ended = False
+        self._lent = 0
+        """Bytes of the chunk that the taker has."""
 
     def __enter__(self) -> Encoding:
         return self
@@ -133,20 +135,23 @@ class Encoding:
 
     def __iter__(self) -> Iterator[EncodedChunk]:
         while (item := self._next()) is not None:
-            future, size = item
-            try:
-                yield future.result()
-            finally:
-                self._encoder.give_back(size)
+            future, self._lent = item
+            yield future.result()
+            self._take_back()
 
     def leave(self) -> None:
         """Give up what was not taken; waits for chunks that are being encoded."""
         self._encoder.leave(self)
+        self._take_back()  # the iteration may have been left by an error, which keeps it alive
         while (item := self._next()) is not None:
             future, size = item
             if not future.cancel():
                 future.exception()
             self._encoder.give_back(size)
+
+    def _take_back(self) -> None:
+        lent, self._lent = self._lent, 0
+        self._encoder.give_back(lent)
 
     def _next(self) -> _Encoded | None:
         if self._ended:
