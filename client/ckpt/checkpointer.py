@@ -26,6 +26,7 @@ from ckpt.distributed import World
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import release_lease
 from ckpt.restoring.tensors import load_tensors
+from ckpt.saving.budget import Budget
 from ckpt.saving.client import OnBusy, SaveClient
 from ckpt.saving.counters import Counters, Tally
 from ckpt.saving.handle import SaveHandle
@@ -37,7 +38,7 @@ from ckpt.schedule import Schedule
 from ckptstore.catalog import Checkpoint
 from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
 from ckptstore.names import Attempt, Reference, check_step, derive_ulid
-from ckptstore.source import Source, open_source
+from ckptstore.source import Source, StoreSource, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +312,8 @@ class Checkpointer:
                 f"{self.config.source} is a daemon, which serves reads only", "Pass the store's URL as store="
             )
         if self._client is None:
-            world = self._world()
+            assert isinstance(self._source, StoreSource)
+            world, budget = self._world(), Budget.of(self.config.staging_bytes, self._source.store.upload_bytes)
             setup = Setup(
                 store=self.config.source,
                 options=dict(self.config.options),
@@ -325,10 +327,10 @@ class Checkpointer:
                 reference=self.config.reference,
                 derive=self.config.derive,
                 cpu_budget=self.config.cpu_budget,
+                encoded_bytes=budget.encoded,
+                upload_bytes=budget.upload,
             )
-            self._client = SaveClient(
-                setup, self.config.in_process, self.config.slots, self.config.staging_bytes, self._tally
-            )
+            self._client = SaveClient(setup, self.config.in_process, self.config.slots, budget.slot, self._tally)
         return self._client
 
     def _make_ready(self, subject: Subject) -> None:

@@ -39,9 +39,9 @@ class Config:
     slots: int = 2
     """Snapshots in host memory at most, each one state size."""
     staging_bytes: int | None = None
-    """Host memory of a slot at most. A larger snapshot passes through one slot of this size, and most of it is
-    uploaded before the saver has all of it: save_async waits for that, or with overlap the next `optim.step()`.
-    None: no limit."""
+    """Host memory of a save at most: of its slot, of what is encoded and of what is on its way to the store. A snapshot
+    that is larger than this leaves passes through one slot, and most of it is uploaded before the saver has all of it:
+    save_async waits for that, or with overlap the next `optim.step()`. None: no limit."""
     compress: Literal["auto", "off", "fast", "max"] = "auto"
     """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless. auto: of
     these, by element type and as measured, the smallest that is durable well inside the interval between saves, and

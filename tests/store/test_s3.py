@@ -17,6 +17,7 @@ import pytest
 from ckptstore.errors import CkptError, CorruptObject, StoreReadOnly, StoreUnavailable
 from ckptstore.stores import Store, multipart, open_store
 from ckptstore.stores.multipart import part_bytes
+from ckptstore.stores.s3 import S3Store
 from ckptstore.stores.transfers import Part, Transfers
 from tests.conftest import S3Location
 from tests.support import seaweed
@@ -37,7 +38,7 @@ def noise() -> bytes:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts as small as S3 allows, and memory for three of them."""
     monkeypatch.setattr(multipart, "PART_BYTES", 5 * MIB)
-    monkeypatch.setattr(multipart, "BUFFERED_BYTES", 15 * MIB)
+    monkeypatch.setattr(S3Store, "upload_bytes", 15 * MIB)
 
 
 @pytest.fixture

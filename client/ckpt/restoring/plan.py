@@ -65,7 +65,7 @@ def plan_restore(content: Content, local: Mapping[str, JSON], subject: Subject) 
     for item, chunks in subject.modules.items():
         if _has(plan, trees, item):
             _plan_modules(plan, item, chunks, trees[item], parameters)
-    saved, live = _saved_ties(subject, trees), ties(subject.all_names(parameters))
+    saved, live = _saved_ties(subject, trees), cache(lambda: ties(subject.all_names(parameters)))
     for item, optimizers in subject.optimizers.items():
         if _has(plan, trees, item):
             _plan_optimizers(plan, item, optimizers, trees[item], parameters, (saved, live))
@@ -129,9 +129,9 @@ def _plan_optimizers(
     optimizers: Sequence[Optimizer],
     tree: JSON,
     known: Parameters,
-    tied: tuple[Ties, Ties],
+    tied: tuple[Ties, Callable[[], Ties]],
 ) -> None:
-    """tied: names of one tensor, in the checkpoint and here."""
+    """tied: names of one tensor, in the checkpoint and here; the latter are rarely asked for."""
     saved = dict(_mapping(tree, item))
     if not {"state", "groups"} <= saved.keys():
         raise StateMismatch(
@@ -145,8 +145,8 @@ def _plan_optimizers(
     live = [parameters_by_name(optimizer, known) for optimizer in optimizers]
     everything = {name: parameter for named in live for name, parameter in named.items()}
     plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
-    left_over = without_further_names(held - everything.keys(), tied[1], everything)
-    plan.unexpected += [f"{item}/{name}" for name in left_over]
+    if left_over := held - everything.keys():
+        plan.unexpected += [f"{item}/{name}" for name in without_further_names(left_over, tied[1](), everything)]
     for optimizer, parameters in zip(optimizers, live, strict=True):
         here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
         # State that belongs to no parameter is the whole optimizer's.

@@ -66,9 +66,9 @@ class _UnderWay:
 class SaveClient:
     """An arena and handles around one writer, which is replaced when it has died."""
 
-    def __init__(self, setup: Setup, in_process: bool, num_slots: int, staging_bytes: int | None, tally: Tally) -> None:
+    def __init__(self, setup: Setup, in_process: bool, num_slots: int, slot_bytes: int | None, tally: Tally) -> None:
         self._setup = setup
-        self._staging_bytes = staging_bytes
+        self._most_bytes = slot_bytes
         self._tally = tally
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
@@ -126,7 +126,7 @@ class SaveClient:
     def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
         """An idle slot for a save of `step`. If all are in use: None ("skip"), or one after waiting for it ("wait").
 
-        It is smaller than the snapshot if staging_bytes says so: then the snapshot is to be streamed.
+        It is smaller than the snapshot if no slot may be so large: then the snapshot is to be streamed.
         "supersede" takes the oldest save that only waits for its turn out of the queue, and waits if there is none.
         """
         num_bytes = self._slot_bytes(num_bytes)
@@ -209,7 +209,7 @@ class SaveClient:
         self._arena.close()
 
     def _slot_bytes(self, num_bytes: int) -> int:
-        limit = self._staging_bytes
+        limit = self._most_bytes
         if limit is None or num_bytes <= limit:
             return num_bytes
         self._arena.limit(1)  # a snapshot that passes through one waits for the one before in any case

@@ -38,6 +38,9 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of one core, for a saver process."""
     reference: bool = True
     derive: bool = False
+    encoded_bytes: int | None = None
+    upload_bytes: int | None = None
+    """See Budget; None: what encoder and writer hold by themselves."""
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):

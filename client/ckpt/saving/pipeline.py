@@ -17,7 +17,7 @@ from itertools import chain
 
 from ckpt.saving.commit import commit, decline_attempts, describe, write_receipt
 from ckpt.saving.deriving import Derived, divide
-from ckpt.saving.encode import THREADS, Encoder, Encoding
+from ckpt.saving.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
 from ckpt.saving.measuring import SaveCodings, codings_for
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup
 from ckpt.saving.notify import Notifier
@@ -76,6 +76,8 @@ class SavePipeline:
         own_process: bool = False,
     ) -> None:
         """own_process: nothing else runs in this process, so that its CPU time is that of the saves."""
+        if setup.upload_bytes is not None:
+            store.upload_bytes = setup.upload_bytes
         # Where the store lets several committers win, the daemon decides.
         self._store = arbitrated(store, setup.daemon, setup.token)
         self._setup = setup
@@ -86,7 +88,7 @@ class SavePipeline:
         self._notifier = Notifier(tells, setup.token) if tells is not None else None
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
-        self._encoder = Encoder(Pace(cpu_budget))
+        self._encoder = Encoder(Pace(cpu_budget), setup.encoded_bytes or BUDGET_BYTES)
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._lock = threading.Lock()
         self._leases: set[str] = set()

@@ -133,6 +133,8 @@ class Store(ABC):
     """How many ranged reads at a time are fastest."""
     longest_read: int = 0
     """Bytes of an object that one open reader should be asked for at once, where that costs no memory; 0: no matter."""
+    upload_bytes: int = 0
+    """What a writer holds of what is on its way, at most; may be set to less."""
     shared_between_processes: bool = True
     creates_by_itself: bool = False
     """`put_if_absent` is this program's own doing; a server's word is probed first (arbitration.py)."""

@@ -15,7 +15,7 @@ from ckptstore.stores.transfers import Part, Transfers
 PART_BYTES = 8 << 20
 """The least: S3 gives a single request some 90 MB/s whatever its size, and takes no parts below 5 MiB."""
 BUFFERED_BYTES = 96 << 20
-"""Of one writer: in the part being filled and in those on their way. One part of each, if these are larger."""
+"""Of one writer."""
 _MAX_PARTS = 9_000  # S3 takes 10,000; encoded bytes may be a little more than was expected
 _PARTS_OF_ONE_SIZE = 1_000
 
@@ -34,13 +34,19 @@ def part_bytes(number: int, size_hint: int) -> int:
 class MultipartWriter(ObjectWriter):
     """A multipart upload, or a single PUT if all fits into one part. Only buffers that may change are copied."""
 
-    def __init__(self, fs: Any, transfers: Transfers, path: str, url: str, size_hint: int) -> None:
-        """Nothing is sent before the first part is full. path: in the file system `fs`; url: for messages."""
+    def __init__(
+        self, fs: Any, transfers: Transfers, path: str, url: str, size_hint: int, buffered_bytes: int = BUFFERED_BYTES
+    ) -> None:
+        """Nothing is sent before the first part is full. path: in the file system `fs`; url: for messages.
+
+        buffered_bytes: in the part being filled and in those on their way; one part of each, if these are larger.
+        """
         self._fs = fs
         self._transfers = transfers
         self._path = path
         self._url = url
         self._size_hint = size_hint
+        self._buffered_bytes = buffered_bytes
         self._bytes = 0
         self._part = Part(1, part_bytes(1, size_hint))
         self._upload: str | None = None
@@ -49,7 +55,7 @@ class MultipartWriter(ObjectWriter):
         self._committing = False
         self._stop = threading.Event()
         self._busy = BusyTime()
-        threads = max(1, BUFFERED_BYTES // self._part.room - 1)
+        threads = max(1, buffered_bytes // self._part.room - 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-upload-part")
 
     @property
@@ -106,8 +112,11 @@ class MultipartWriter(ObjectWriter):
         self._part = Part(number, part_bytes(number, self._size_hint))
         sent = self._threads.submit(self._put, self._upload, part)
         self._on_their_way[sent] = part
-        while self._on_their_way and sum(map(len, self._on_their_way.values())) + self._part.room > BUFFERED_BYTES:
+        while self._on_their_way and self._held() + self._part.room > self._buffered_bytes:
             self._reap()
+
+    def _held(self) -> int:
+        return sum(map(len, self._on_their_way.values()))
 
     def _put(self, upload: str, part: Part) -> dict[str, Any]:
         with self._busy:

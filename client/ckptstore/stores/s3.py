@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, too_short
 from ckptstore.stores.failures import store_errors
-from ckptstore.stores.multipart import MultipartWriter
+from ckptstore.stores.multipart import BUFFERED_BYTES, MultipartWriter
 from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.transfers import Transfers
 
@@ -25,6 +25,7 @@ class S3Store(FsspecStore):
     """A bucket, or a folder of one."""
 
     parallel_reads = 8
+    upload_bytes = BUFFERED_BYTES
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         """fs: an s3fs.S3FileSystem."""
@@ -35,7 +36,8 @@ class S3Store(FsspecStore):
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """A multipart upload; several parts at a time, within a fixed memory."""
-        return MultipartWriter(self._fs, self._transfers, self._path(key), self.object_url(key), size_hint)
+        path, url = self._path(key), self.object_url(key)
+        return MultipartWriter(self._fs, self._transfers, path, url, size_hint, self.upload_bytes)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """One ranged GET, tried again and continued where it broke off."""

@@ -17,6 +17,7 @@ class WrappedStore(Store):
         self.identity = store.identity
         self.parallel_reads = store.parallel_reads
         self.longest_read = store.longest_read
+        self.upload_bytes = store.upload_bytes
         self.shared_between_processes = store.shared_between_processes
         self.creates_by_itself = store.creates_by_itself
         self.arbitrated = store.arbitrated
