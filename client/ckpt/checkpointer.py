@@ -30,7 +30,6 @@ from ckpt.saving.budget import Budget
 from ckpt.saving.client import OnBusy, SaveClient
 from ckpt.saving.counters import Counters, Tally
 from ckpt.saving.handle import SaveHandle
-from ckpt.saving.messages import Setup
 from ckpt.saving.overlap import Overlap
 from ckpt.saving.stage import Layout
 from ckpt.saving.taking import Save, take_snapshot
@@ -314,22 +313,7 @@ class Checkpointer:
         if self._client is None:
             assert isinstance(self._source, StoreSource)
             world, budget = self._world(), Budget.of(self.config.staging_bytes, self._source.store.upload_bytes)
-            setup = Setup(
-                store=self.config.source,
-                options=dict(self.config.options),
-                run=self.config.run,
-                rank=world.rank,
-                world_size=world.size,
-                compress=self.config.compress,
-                commit_timeout_s=self.config.commit_timeout_s,
-                daemon=self.config.daemon,
-                token=self.config.token,
-                reference=self.config.reference,
-                derive=self.config.derive,
-                cpu_budget=self.config.cpu_budget,
-                encoded_bytes=budget.encoded,
-                upload_bytes=budget.upload,
-            )
+            setup = self.config.setup(world.rank, world.size, budget)
             self._client = SaveClient(setup, self.config.in_process, self.config.slots, budget.slot, self._tally)
         return self._client
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckpt.saving.budget import Budget
+from ckpt.saving.messages import Setup
 from ckpt.saving.streaming import LEAST_BYTES
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
@@ -120,6 +122,25 @@ class Config:
     def in_process(self) -> bool:
         """Whether the pipeline runs in threads here; memory:// exists in this process only."""
         return self.writer == "thread" or self.source.startswith("memory://")
+
+    def setup(self, rank: int, world_size: int, budget: Budget) -> Setup:
+        """What the saver of a rank is told."""
+        return Setup(
+            store=self.source,
+            options=dict(self.options),
+            run=self.run,
+            rank=rank,
+            world_size=world_size,
+            compress=self.compress,
+            commit_timeout_s=self.commit_timeout_s,
+            daemon=self.daemon,
+            token=self.token,
+            reference=self.reference,
+            derive=self.derive,
+            cpu_budget=self.cpu_budget,
+            encoded_bytes=budget.encoded,
+            upload_bytes=budget.upload,
+        )
 
 
 def configure(store: str | None, run: str | None, daemon: str | None, token: str | None, **knobs: Any) -> Config:
