@@ -14,7 +14,7 @@ from bench.peers.s3 import Bucket
 from bench.report import Goal
 from bench.state import State
 from ckptstore import names
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.stores import Store, open_store
 from tests.support import seaweed
 from tests.support.seaweed import S3Service

@@ -26,8 +26,8 @@ from torch import nn
 from bench.readers import RANGE_BYTES
 from bench.report import Goal, Report
 from ckpt import Checkpointer
+from ckptapi import bodies
 from ckptstore import names
-from ckptstore.daemon import wire
 
 GOAL = 0.5
 """Throughput of the daemon, as a part of nginx's."""
@@ -102,7 +102,7 @@ def _write_shard(folder: Path, num_bytes: int) -> tuple[str, str]:
     with Checkpointer(str(folder), run="bench", compress="off", writer="thread") as checkpointer:
         checkpoint = checkpointer.save_async(weights, None, 1).result()
     key = names.shard_key(checkpoint.run, checkpoint.attempt, names.shard_name(0))
-    return f"{wire.CHECKPOINTS}/{checkpoint.id}/shards/{names.shard_name(0)}", key
+    return f"{bodies.CHECKPOINTS}/{checkpoint.id}/shards/{names.shard_name(0)}", key
 
 
 @contextmanager

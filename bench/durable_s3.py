@@ -30,7 +30,7 @@ from bench.peers.s3 import RawObstore, open_s3_peers
 from bench.report import Report
 from bench.state import State, trained, wanted_bytes
 from ckpt import Checkpointer
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 
 GOAL = 0.9
 PROBED_BYTES = 100_000_000

@@ -25,7 +25,8 @@ from ckptd.metrics import Metrics
 from ckptd.services import Catalogue, Freshness, Synchronizing
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.format.documents import FORMAT, Committed, Outcome, Summary, seal
+from ckptstore.format.documents import FORMAT, Committed, Outcome, Summary
+from ckptstore.format.parsing import seal
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.stores import open_store
 

@@ -10,8 +10,8 @@ from typing import Any
 from bench.peers.peer import Peer
 from bench.state import State
 from ckpt import Checkpointer
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CheckpointHeld
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import open_store

@@ -21,19 +21,10 @@ import numpy as np
 from bench.report import Goal, Report
 from ckptstore import names
 from ckptstore.format.columns import column
-from ckptstore.format.documents import (
-    FORMAT,
-    Chunks,
-    Content,
-    Entries,
-    Manifest,
-    ReceiptRef,
-    Shard,
-    Slices,
-    pack_manifest,
-    parse_manifest,
-)
-from ckptstore.format.planning import Want, plan_reads
+from ckptstore.format.documents import FORMAT, Chunks, Content, Entries, Manifest, ReceiptRef, Shard, Slices
+from ckptstore.format.overlaps import Want
+from ckptstore.format.parsing import pack_manifest, parse_manifest
+from ckptstore.format.planning import plan_reads
 from ckptstore.names import Attempt, new_ulid
 
 GOAL_S = 1.0

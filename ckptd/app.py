@@ -76,10 +76,10 @@ from ckptd.services.webhooks import Webhooks
 from ckptd.services.works import Works
 from ckptd.settings import AUTH_OFF, Settings
 from ckptd.tracing import Tracer, Tracing, no_span
-from ckptstore.arbitration import ArbitratedStore
 from ckptstore.clock import Clock, system_clock
+from ckptstore.commits.remote_create import ArbitratedStore
+from ckptstore.commits.store_check import examine
 from ckptstore.errors import InvalidRequest
-from ckptstore.examining import examine
 from ckptstore.stores import Store, open_store
 
 _LOG = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptapi.bodies import Scope, TokenRequest
 from ckptd import logs
 from ckptd.app import create_app
 from ckptd.configuration import PREFIX, Configuration, load
@@ -22,7 +23,6 @@ from ckptd.server import serve as serve_app
 from ckptd.services.tokens import Tokens
 from ckptd.settings import AUTH_OFF, KNOBS
 from ckptstore.clock import system_clock
-from ckptstore.daemon.wire import Scope, TokenRequest
 from ckptstore.errors import CkptError
 
 _LOG = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from ckptapi.bodies import JobRequest, Scope
 from ckptd.api.rules import JOBS, in_body, rule_of
 from ckptd.services.callers import Caller
-from ckptstore.daemon.wire import JobRequest, Scope
 from ckptstore.names import Reference
 
 CALLER = "ckptd_caller"

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
+from ckptapi import bodies
 from ckptd.api.bodies import read_body
 from ckptd.api.checkpoints import Id
 from ckptd.api.context import Context, Given
@@ -19,7 +20,6 @@ from ckptd.api.openapi import documented
 from ckptd.api.ranges import ByteRange
 from ckptd.api.streaming import Reader, unsatisfiable
 from ckptd.services.objects import StoredObject
-from ckptstore.daemon import wire
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Reference
 
@@ -30,13 +30,13 @@ _HEADER = struct.Struct("<Q")
 
 
 @router.post(
-    wire.CHECKPOINTS + "/{id}/read", **documented(None, 404, 416, body=wire.ReadRequest, media=wire.RANGES_MEDIA)
+    bodies.CHECKPOINTS + "/{id}/read", **documented(None, 404, 416, body=bodies.ReadRequest, media=bodies.RANGES_MEDIA)
 )
 async def read(request: Request, given: Given, id: Id) -> Response:
     """Many ranges of shards in one answer: each as its length in eight bytes, little-endian, and its bytes."""
-    body = await read_body(request, wire.ReadRequest, _MAX_BODY_BYTES)
-    if not 0 < len(body.ranges) <= wire.MAX_RANGES:
-        raise InvalidRequest(f"{len(body.ranges)} ranges are asked for", f"Ask for 1 to {wire.MAX_RANGES}")
+    body = await read_body(request, bodies.ReadRequest, _MAX_BODY_BYTES)
+    if not 0 < len(body.ranges) <= bodies.MAX_RANGES:
+        raise InvalidRequest(f"{len(body.ranges)} ranges are asked for", f"Ask for 1 to {bodies.MAX_RANGES}")
     shards = await _shards(given, Reference.parse(id), sorted({part.shard for part in body.ranges}))
     for part in body.ranges:
         size = shards[part.shard].bytes
@@ -49,7 +49,7 @@ async def read(request: Request, given: Given, id: Id) -> Response:
     reader = Reader.of(request, given)
     first = await reader.read(*reads[0])
     headers = {"Content-Length": str(total), "Cache-Control": "no-store"}
-    return StreamingResponse(_framed(reader, reads, first), 200, headers, media_type=wire.RANGES_MEDIA)
+    return StreamingResponse(_framed(reader, reads, first), 200, headers, media_type=bodies.RANGES_MEDIA)
 
 
 async def _shards(given: Context, reference: Reference, names: Sequence[str]) -> dict[str, StoredObject]:

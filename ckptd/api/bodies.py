@@ -1,4 +1,4 @@
-"""JSON bodies, in and out, as ckptstore.daemon.wire defines them."""
+"""JSON bodies, in and out, as ckptapi.bodies defines them."""
 
 from __future__ import annotations
 

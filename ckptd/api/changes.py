@@ -7,35 +7,34 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
+from ckptapi import bodies
 from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
 from ckptd.api.filtering import check_glob
 from ckptd.api.openapi import documented
 from ckptd.services.pruning import Pruned
-from ckptstore.daemon import wire
 from ckptstore.errors import InvalidPolicy
 from ckptstore.names import Attempt, Reference, check_run
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.policies import policy_of
+from ckptstore.retention.policy import Policy, policy_of
 from ckptstore.retention.pruning import Prune
 
 router = APIRouter()
 
 
-@router.post(wire.NOTIFY, **documented(wire.CheckpointBody, 404, 410, body=wire.NotifyRequest))
+@router.post(bodies.NOTIFY, **documented(bodies.CheckpointBody, 404, 410, body=bodies.NotifyRequest))
 async def notify(request: Request, given: Given) -> Response:
     """An attempt was committed: look at its outcome in the store now, rather than at the next poll."""
-    body = await read_body(request, wire.NotifyRequest)
+    body = await read_body(request, bodies.NotifyRequest)
     attempt = Attempt.parse(body.attempt)
     found = await given.threads.store(given.services.synchronizing.notify, check_run(body.run), attempt)
-    return json_response(wire.CheckpointBody.of(found))
+    return json_response(bodies.CheckpointBody.of(found))
 
 
-@router.post(wire.PRUNE, **documented(wire.PruneBody, 404, 409, body=wire.PruneRequest))
+@router.post(bodies.PRUNE, **documented(bodies.PruneBody, 404, 409, body=bodies.PruneRequest))
 async def prune(request: Request, given: Given, caller: Asking) -> Response:
     """Delete what the policy does not keep; a dry run, the default, only says what that is."""
-    body = await read_body(request, wire.PruneRequest)
+    body = await read_body(request, bodies.PruneRequest)
     if body.run is not None:
         check_glob(body.run)
     wanted = Prune(_policy(body), body.run, body.grace_s, looked_at=body.force)
@@ -43,23 +42,23 @@ async def prune(request: Request, given: Given, caller: Asking) -> Response:
     return json_response(_prune_body(done, body.dry_run))
 
 
-@router.post(wire.REINDEX, **documented(wire.ReindexBody))
+@router.post(bodies.REINDEX, **documented(bodies.ReindexBody))
 async def reindex(given: Given) -> Response:
     """Read every outcome in the store again."""
     num_runs, num_checkpoints = await given.threads.store(given.services.synchronizing.reindex)
-    return json_response(wire.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
+    return json_response(bodies.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
 
 
-@router.post(wire.LEASES, **documented(wire.LeaseBody, 404, status=201, body=wire.LeaseRequest))
+@router.post(bodies.LEASES, **documented(bodies.LeaseBody, 404, status=201, body=bodies.LeaseRequest))
 async def take_lease(request: Request, given: Given) -> Response:
     """Protect a checkpoint from deletion for some seconds."""
-    body = await read_body(request, wire.LeaseRequest)
+    body = await read_body(request, bodies.LeaseRequest)
     reference = Reference.parse(body.id)
     run, lease = await given.threads.store(given.services.protection.take, reference, body.holder, body.ttl_s)
-    return json_response(wire.LeaseBody(run=run, lease=lease), 201)
+    return json_response(bodies.LeaseBody(run=run, lease=lease), 201)
 
 
-@router.delete(wire.LEASES + "/{run}/{lease}", **documented(status=204))
+@router.delete(bodies.LEASES + "/{run}/{lease}", **documented(status=204))
 async def release_lease(
     given: Given, run: Annotated[str, Path(max_length=128)], lease: Annotated[str, Path(max_length=26)]
 ) -> Response:
@@ -68,7 +67,7 @@ async def release_lease(
     return Response(status_code=204)
 
 
-def _policy(body: wire.PruneRequest) -> Policy | None:
+def _policy(body: bodies.PruneRequest) -> Policy | None:
     if body.keep_last is not None:
         if body.rules is not None:
             raise InvalidPolicy("both keep_last and rules are given", "Write keep_last into the rules")
@@ -76,12 +75,12 @@ def _policy(body: wire.PruneRequest) -> Policy | None:
     return policy_of(body.rules) if body.rules is not None else None
 
 
-def _prune_body(pruned: Pruned, dry_run: bool) -> wire.PruneBody:
+def _prune_body(pruned: Pruned, dry_run: bool) -> bodies.PruneBody:
     items = [
-        wire.PruneItem(checkpoint=wire.CheckpointBody.of(verdict.checkpoint), reasons=list(verdict.reasons))
+        bodies.PruneItem(checkpoint=bodies.CheckpointBody.of(verdict.checkpoint), reasons=list(verdict.reasons))
         for verdict in pruned.verdicts
     ]
-    return wire.PruneBody(
+    return bodies.PruneBody(
         dry_run=dry_run,
         items=items,
         freed_bytes=sum(checkpoint.stored_bytes for checkpoint in pruned.removed),

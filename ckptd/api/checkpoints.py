@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
+from ckptapi import bodies
 from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response
 from ckptd.api.context import Context, Given
@@ -18,8 +19,7 @@ from ckptd.api.openapi import documented
 from ckptd.api.streaming import client_of, matches, object_response
 from ckptd.api.waiting import happens
 from ckptd.services.events import CHECKPOINTS
-from ckptstore.catalog import Checkpoint
-from ckptstore.daemon import wire
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, check_run
 
@@ -28,12 +28,12 @@ router = APIRouter()
 _MAX_ID = 200
 _URL_S = 300.0
 _BYTES = "application/octet-stream"
-_LATEST = documented(wire.CheckpointBody, 404, text=True, also={304: "If-None-Match named it"})
+_LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-Match named it"})
 _RANGED = {206: "The range that was asked for", 304: "If-None-Match named it"}
 _SHARD = {**_RANGED, 307: "mode=redirect: where to read it"}
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
 Id = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
-Wait = Annotated[float, Query(ge=0, le=wire.MAX_WAIT_S, description="Seconds; answers earlier if there is something")]
+Wait = Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds; answers earlier if there is something")]
 Mode = Annotated[
     Literal["proxy", "redirect", "direct"],
     Query(description="The bytes; or 307 to a URL of the store, for S3; or where they lie, as JSON"),
@@ -41,7 +41,7 @@ Mode = Annotated[
 
 
 @router.get("/checkpoints/latest", **_LATEST)
-@router.get(wire.LATEST, **_LATEST)
+@router.get(bodies.LATEST, **_LATEST)
 async def latest(
     request: Request, given: Given, run: RunQuery = None, format: Literal["json", "text"] = "json", wait: Wait = 0
 ) -> Response:
@@ -61,16 +61,16 @@ async def latest(
         return Response(status_code=304, headers=headers)
     if format == "text":
         return PlainTextResponse(f"{found.id}\n", headers=headers)
-    return json_response(wire.CheckpointBody.of(found), headers=headers)
+    return json_response(bodies.CheckpointBody.of(found), headers=headers)
 
 
-@router.get(wire.CHECKPOINTS, **documented(wire.Page))
+@router.get(bodies.CHECKPOINTS, **documented(bodies.Page))
 async def page(
     request: Request,
     given: Given,
     caller: Asking,
     wanted: Wanted,
-    limit: Annotated[int, Query(ge=1, le=wire.MAX_PAGE)] = 100,
+    limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100,
 ) -> Response:
     """Checkpoints that meet all conditions, page by page. A page may be short, or empty, and yet lead to a next one."""
     query = wanted.filter(caller)
@@ -79,72 +79,72 @@ async def page(
     headers = {}
     if cursor is not None:
         others = [item for item in request.query_params.multi_items() if item[0] != "cursor"]
-        headers["Link"] = f'<{wire.CHECKPOINTS}?{urlencode([*others, ("cursor", cursor)])}>; rel="next"'
+        headers["Link"] = f'<{bodies.CHECKPOINTS}?{urlencode([*others, ("cursor", cursor)])}>; rel="next"'
     return json_response(
-        wire.Page([wire.CheckpointBody.of(item) for item in found.checkpoints], cursor), headers=headers
+        bodies.Page([bodies.CheckpointBody.of(item) for item in found.checkpoints], cursor), headers=headers
     )
 
 
-@router.get(wire.RUNS, **documented(wire.RunsBody))
+@router.get(bodies.RUNS, **documented(bodies.RunsBody))
 async def runs(given: Given, caller: Asking) -> Response:
     """All runs, with their sizes and newest checkpoints."""
     found = await given.threads.index(given.services.catalogue.runs)
     items = [
-        wire.RunBody(
+        bodies.RunBody(
             run=summary.run,
             num_checkpoints=summary.num_checkpoints,
             stored_bytes=summary.stored_bytes,
-            latest=wire.CheckpointBody.of(summary.latest) if summary.latest else None,
+            latest=bodies.CheckpointBody.of(summary.latest) if summary.latest else None,
         )
         for summary in found
         if caller.sees(summary.run)
     ]
-    return json_response(wire.RunsBody(items))
+    return json_response(bodies.RunsBody(items))
 
 
-@router.get(wire.CHECKPOINTS + "/{id}", **documented(wire.CheckpointBody, 404))
+@router.get(bodies.CHECKPOINTS + "/{id}", **documented(bodies.CheckpointBody, 404))
 async def checkpoint(given: Given, id: Id) -> Response:
     """One checkpoint."""
     found = await given.threads.index(given.services.catalogue.find, Reference.parse(id))
-    return json_response(wire.CheckpointBody.of(found))
+    return json_response(bodies.CheckpointBody.of(found))
 
 
-@router.get(wire.CHECKPOINTS + "/{id}/shards", **documented(wire.ShardsBody, 404))
+@router.get(bodies.CHECKPOINTS + "/{id}/shards", **documented(bodies.ShardsBody, 404))
 async def shards(given: Given, id: Id) -> Response:
     """The shards of a checkpoint, by rank."""
     return json_response(await given.threads.store(given.services.contents.shards, Reference.parse(id)))
 
 
-@router.get(wire.CHECKPOINTS + "/{id}/entries", **documented(wire.EntriesBody, 404))
+@router.get(bodies.CHECKPOINTS + "/{id}/entries", **documented(bodies.EntriesBody, 404))
 async def entries(
     given: Given,
     id: Id,
     offset: Annotated[int, Query(ge=0, lt=1 << 40)] = 0,
-    limit: Annotated[int, Query(ge=1, le=wire.MAX_ENTRIES)] = 1000,
+    limit: Annotated[int, Query(ge=1, le=bodies.MAX_ENTRIES)] = 1000,
 ) -> Response:
     """A page of the entries of a checkpoint."""
     contents = given.services.contents
     return json_response(await given.threads.store(contents.entries, Reference.parse(id), offset, limit))
 
 
-@router.get(wire.CHECKPOINTS + "/{id}/manifest", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
-@router.head(wire.CHECKPOINTS + "/{id}/manifest", include_in_schema=False)
+@router.get(bodies.CHECKPOINTS + "/{id}/manifest", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
+@router.head(bodies.CHECKPOINTS + "/{id}/manifest", include_in_schema=False)
 async def manifest(request: Request, given: Given, id: Id) -> Response:
     """The stored manifest: zstd-compressed JSON."""
     stored = await given.threads.store(given.services.objects.manifest, Reference.parse(id))
     return await object_response(request, given, stored)
 
 
-@router.get(wire.CHECKPOINTS + "/{id}/receipts/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
-@router.head(wire.CHECKPOINTS + "/{id}/receipts/{rank}", include_in_schema=False)
+@router.get(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
+@router.head(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", include_in_schema=False)
 async def receipt(request: Request, given: Given, id: Id, rank: Annotated[int, Path(ge=0, le=99_999)]) -> Response:
     """The stored receipt of a rank."""
     stored = await given.threads.store(given.services.objects.receipt, Reference.parse(id), rank)
     return await object_response(request, given, stored)
 
 
-@router.get(wire.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_SHARD))
-@router.head(wire.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
+@router.get(bodies.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_SHARD))
+@router.head(bodies.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
 async def shard(
     request: Request, given: Given, id: Id, name: Annotated[str, Path(max_length=32)], mode: Mode = "proxy"
 ) -> Response:
@@ -152,7 +152,7 @@ async def shard(
     objects = given.services.objects
     stored = await given.threads.store(objects.shard, Reference.parse(id), name)
     if mode == "direct":
-        return json_response(wire.LocationBody(url=objects.location(stored), bytes=stored.bytes))
+        return json_response(bodies.LocationBody(url=objects.location(stored), bytes=stored.bytes))
     if mode == "redirect":
         url = await given.threads.store(objects.presigned, stored, _URL_S)
         if url is None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ckptapi import bodies
+from ckptapi.bodies import Scope
 from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
 from ckptd.api.openapi import documented
 from ckptd.services.deciding import Proposal
-from ckptstore.daemon import wire
-from ckptstore.daemon.wire import Scope
 
 router = APIRouter()
 _MAX_BODY_BYTES = 1 << 20
 
 
-@router.post(wire.DECISIONS, **documented(wire.DecisionBody, 404, body=wire.DecisionRequest))
+@router.post(bodies.DECISIONS, **documented(bodies.DecisionBody, 404, body=bodies.DecisionRequest))
 async def decide(request: Request, given: Given, caller: Asking) -> Response:
     """Decide about an attempt, once and for all: what was proposed first counts, and is the answer to everybody."""
-    body = await read_body(request, wire.DecisionRequest, _MAX_BODY_BYTES)
+    body = await read_body(request, bodies.DecisionRequest, _MAX_BODY_BYTES)
     proposal = Proposal.parse(body.run, body.attempt, body.tombstone, body.proposal)
     if proposal.committed is None:
         caller.check_scope(Scope.PRUNE)
     decided = await given.threads.store(given.services.proposals.decide, proposal)
-    return json_response(wire.DecisionBody(document=decided.decode()))
+    return json_response(bodies.DecisionBody(document=decided.decode()))

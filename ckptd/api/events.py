@@ -13,6 +13,7 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from ckptapi import bodies
 from ckptd.api.bodies import json_response
 from ckptd.api.checkpoints import Id, RunQuery
 from ckptd.api.context import Context, Given
@@ -21,7 +22,6 @@ from ckptd.api.streaming import client_of
 from ckptd.api.waiting import happens
 from ckptd.index import Event
 from ckptd.services.events import ANY, EventPage
-from ckptstore.daemon import wire
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.names import Reference, check_run
 
@@ -36,38 +36,38 @@ _BATCH = 100
 _MAX_ID = 1 << 62
 
 
-@router.get(wire.EVENTS, **documented(wire.EventsBody, also={204: "Not used; streams answer text/event-stream"}))
+@router.get(bodies.EVENTS, **documented(bodies.EventsBody, also={204: "Not used; streams answer text/event-stream"}))
 async def events(
     request: Request,
     given: Given,
     run: RunQuery = None,
     after: Annotated[int | None, Query(ge=0, lt=_MAX_ID, description="Events after this id; default: all kept")] = None,
-    limit: Annotated[int, Query(ge=1, le=wire.MAX_EVENTS)] = 100,
+    limit: Annotated[int, Query(ge=1, le=bodies.MAX_EVENTS)] = 100,
     last_event_id: Annotated[str | None, Header(max_length=20)] = None,
 ) -> Response:
     """Events after an id, oldest first; with Accept: text/event-stream, a stream that goes on with those to come."""
     run = check_run(run) if run is not None else None
-    if wire.EVENT_STREAM in request.headers.get("accept", ""):
+    if bodies.EVENT_STREAM in request.headers.get("accept", ""):
         return await _stream(request, given, run, _position(last_event_id, after))
     page = await given.threads.index(given.services.events.page, after or 0, run, limit)
     items = [event_body(event) for event in page.events]
-    return json_response(wire.EventsBody(items=items, last_id=page.last_id, gap=page.gap))
+    return json_response(bodies.EventsBody(items=items, last_id=page.last_id, gap=page.gap))
 
 
-@router.get(wire.CHECKPOINTS + "/{id}/events", **documented(wire.EventsBody))
+@router.get(bodies.CHECKPOINTS + "/{id}/events", **documented(bodies.EventsBody))
 async def of_checkpoint(given: Given, id: Id) -> Response:
     """What is known to have happened to one checkpoint, also when it is gone. Its id has a ULID, or it is there."""
     reference = Reference.parse(id)
     if reference.ulid is None:
         id = (await given.threads.index(given.services.catalogue.find, reference)).id
     items = [event_body(event) for event in await given.threads.index(given.services.events.of_checkpoint, id)]
-    return json_response(wire.EventsBody(items=items, last_id=items[-1].id if items else 0))
+    return json_response(bodies.EventsBody(items=items, last_id=items[-1].id if items else 0))
 
 
-def event_body(event: Event) -> wire.EventBody:
+def event_body(event: Event) -> bodies.EventBody:
     """An event as the wire wants it."""
     news = event.news
-    return wire.EventBody(
+    return bodies.EventBody(
         id=event.id, at=event.at, kind=news.kind, run=news.run, checkpoint=news.checkpoint, detail=news.detail
     )
 
@@ -92,7 +92,7 @@ async def _stream(request: Request, given: Context, run: str | None, after: int 
 
 
 async def _messages(given: Context, run: str | None, position: int) -> AsyncIterator[bytes]:
-    yield _message(wire.OPEN, position, {})
+    yield _message(bodies.OPEN, position, {})
     with given.waiting.listen(ANY) as changed:
         while not given.waiting.closed:
             changed.clear()
@@ -105,7 +105,7 @@ async def _messages(given: Context, run: str | None, position: int) -> AsyncIter
 
 
 def _texts(page: EventPage) -> list[bytes]:
-    gap = [_message(wire.GAP, page.events[0].id - 1 if page.events else page.last_id, {})] if page.gap else []
+    gap = [_message(bodies.GAP, page.events[0].id - 1 if page.events else page.last_id, {})] if page.gap else []
     return gap + [_message(event.news.kind, event.id, event_body(event)) for event in page.events]
 
 
@@ -117,7 +117,7 @@ class _EventStream(StreamingResponse):
     """Holds nothing for a client but what it is being sent: it reads on when the client has taken that."""
 
     def __init__(self, messages: AsyncIterator[bytes], stack: ExitStack) -> None:
-        super().__init__(messages, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, wire.EVENT_STREAM)
+        super().__init__(messages, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, bodies.EVENT_STREAM)
         self._stack = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptstore.catalog import State
-from ckptstore.daemon import wire
+from ckptapi import bodies
+from ckptstore.commits.catalog import State
 
 _ULID = "01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN"
 _ID = f"gpt@1000.{_ULID}"
 
-_CHECKPOINT = wire.CheckpointBody(
+_CHECKPOINT = bodies.CheckpointBody(
     id=_ID,
     run="gpt",
     step=1000,
@@ -31,15 +31,15 @@ _CHECKPOINT = wire.CheckpointBody(
 
 EXAMPLES: tuple[msgspec.Struct, ...] = (
     _CHECKPOINT,
-    wire.Page([_CHECKPOINT], None),
-    wire.RunBody(run="gpt", num_checkpoints=12, stored_bytes=14_880_000_000, latest=_CHECKPOINT),
-    wire.NotifyRequest("gpt", f"000000001000-{_ULID}"),
-    wire.PruneRequest(keep_last=5, run="gpt"),
-    wire.LeaseRequest(id=_ID, holder="eval on node7", ttl_s=600),
-    wire.LeaseBody(run="gpt", lease=_ULID),
-    wire.RestoreRequest(run="gpt", key="job-17.restart-2", world_size=8, rank=0),
-    wire.RankReport(phase=wire.Phase.FETCHING, done_bytes=400_000_000, total_bytes=1_240_000_000),
-    wire.EventBody(
+    bodies.Page([_CHECKPOINT], None),
+    bodies.RunBody(run="gpt", num_checkpoints=12, stored_bytes=14_880_000_000, latest=_CHECKPOINT),
+    bodies.NotifyRequest("gpt", f"000000001000-{_ULID}"),
+    bodies.PruneRequest(keep_last=5, run="gpt"),
+    bodies.LeaseRequest(id=_ID, holder="eval on node7", ttl_s=600),
+    bodies.LeaseBody(run="gpt", lease=_ULID),
+    bodies.RestoreRequest(run="gpt", key="job-17.restart-2", world_size=8, rank=0),
+    bodies.RankReport(phase=bodies.Phase.FETCHING, done_bytes=400_000_000, total_bytes=1_240_000_000),
+    bodies.EventBody(
         id=1763712002512,
         at=1763712002.512,
         kind="committed",
@@ -47,19 +47,19 @@ EXAMPLES: tuple[msgspec.Struct, ...] = (
         checkpoint=_ID,
         detail={"step": 1000, "stored_bytes": 1_240_000_000, "metrics": {"val_loss": 2.31}},
     ),
-    wire.JobBody(
+    bodies.JobBody(
         id=_ULID,
         kind="verify",
         request={"run": "gpt", "checkpoint": None},
-        state=wire.JobState.RUNNING,
+        state=bodies.JobState.RUNNING,
         created_at=1763712000.0,
         started_at=1763712000.1,
         done=620_000_000,
         total=1_240_000_000,
         unit="bytes",
     ),
-    wire.ReadRequest([wire.ByteRange(shard="shard-00000.ckpt", offset=0, count=1 << 20)]),
-    wire.Problem(
+    bodies.ReadRequest([bodies.ByteRange(shard="shard-00000.ckpt", offset=0, count=1 << 20)]),
+    bodies.Problem(
         type="about:blank",
         title="Not Found",
         status=404,

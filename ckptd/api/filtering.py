@@ -11,7 +11,7 @@ from fastapi import Depends, Query
 from ckptd.api.cursors import read_cursor
 from ckptd.index import Bound, Filter, Place, Sort, Tagged
 from ckptd.services.callers import Caller
-from ckptstore.catalog import State
+from ckptstore.commits.catalog import State
 from ckptstore.errors import InvalidName, InvalidRequest
 from ckptstore.names import MAX_STEP
 

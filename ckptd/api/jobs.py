@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
+from ckptapi import bodies
 from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import RunQuery
@@ -15,55 +16,54 @@ from ckptd.api.filtering import check_glob
 from ckptd.api.openapi import documented
 from ckptd.index import Job
 from ckptd.services.jobs import job_values
-from ckptstore.daemon import wire
 
 router = APIRouter()
 
 JobId = Annotated[str, Path(max_length=26)]
 
 
-@router.post(wire.JOBS, **documented(wire.JobBody, 404, status=202, body=wire.JobRequest))
+@router.post(bodies.JOBS, **documented(bodies.JobBody, 404, status=202, body=bodies.JobRequest))
 async def start(request: Request, given: Given, caller: Asking) -> Response:
     """Start a job: verify, reindex, prune or gc. The answer names it; Location leads to it."""
-    body = await read_body(request, cast(type[Any], wire.JobRequest))
+    body = await read_body(request, cast(type[Any], bodies.JobRequest))
     if getattr(body, "run", None) is not None:
         check_glob(body.run)
     job = await given.threads.index(given.services.jobs.submit, body, caller.name)
-    return json_response(_body(job), 202, {"Location": f"{wire.JOBS}/{job.id}"})
+    return json_response(_body(job), 202, {"Location": f"{bodies.JOBS}/{job.id}"})
 
 
-@router.get(wire.JOBS, **documented(wire.JobsBody))
-async def newest(given: Given, limit: Annotated[int, Query(ge=1, le=wire.MAX_PAGE)] = 100) -> Response:
+@router.get(bodies.JOBS, **documented(bodies.JobsBody))
+async def newest(given: Given, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100) -> Response:
     """Jobs, newest first, without their logs."""
     found = await given.threads.index(given.services.jobs.newest, limit)
-    return json_response(wire.JobsBody([_body(job, with_log=False) for job in found]))
+    return json_response(bodies.JobsBody([_body(job, with_log=False) for job in found]))
 
 
-@router.get(wire.JOBS + "/{id}", **documented(wire.JobBody, 404))
+@router.get(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
 async def job(given: Given, id: JobId) -> Response:
     """One job, with the newest lines of its log."""
     return json_response(_body(await given.threads.index(given.services.jobs.find, id)))
 
 
-@router.delete(wire.JOBS + "/{id}", **documented(wire.JobBody, 404))
+@router.delete(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
 async def cancel(given: Given, id: JobId) -> Response:
     """Ask a job to end; what it has done stays done. One that has ended already stays as it ended."""
     return json_response(_body(await given.threads.index(given.services.jobs.cancel, id)))
 
 
-@router.get(wire.ATTEMPTS, **documented(wire.AttemptsBody))
+@router.get(bodies.ATTEMPTS, **documented(bodies.AttemptsBody))
 async def attempts(given: Given, run: RunQuery = None) -> Response:
     """Live uploads: attempts of one run or all that are neither committed nor aborted, oldest first."""
-    return json_response(wire.AttemptsBody(await given.threads.store(given.services.uploads.live, run)))
+    return json_response(bodies.AttemptsBody(await given.threads.store(given.services.uploads.live, run)))
 
 
-@router.post(wire.PROBE, **documented(wire.ProbeBody))
+@router.post(bodies.PROBE, **documented(StoreReport))
 async def probe(given: Given) -> Response:
     """Examine the store with a few small objects of its own: conditional writes, clock, speed."""
     async with given.turns.of("probe"):
         return json_response(await given.threads.store(given.services.probe))
 
 
-def _body(job: Job, with_log: bool = True) -> wire.JobBody:
+def _body(job: Job, with_log: bool = True) -> bodies.JobBody:
     values = job_values(job)
-    return wire.JobBody(**{**values, "log": job.log if with_log else None})
+    return bodies.JobBody(**{**values, "log": job.log if with_log else None})

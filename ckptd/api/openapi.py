@@ -1,4 +1,4 @@
-"""What the OpenAPI document says: answers, errors and bodies of every endpoint, with the schemas of the wire."""
+"""What the OpenAPI document says: answers, errors and bodies of every endpoint, with the schemas of the bodies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
+from ckptapi import bodies
 from ckptd.api.examples import EXAMPLES
-from ckptstore.daemon import wire
 
 _REF = "#/components/schemas/{name}"
 _ALWAYS = (401, 403, 414, 422, 429, 431, 500, 503)
@@ -72,7 +72,7 @@ def _content(kind: Any, media: str, status: int) -> dict[str, Any]:
 
 
 def _problem() -> dict[str, Any]:
-    return {"content": {wire.PROBLEM: {"schema": _schema(wire.Problem)}}}
+    return {"content": {bodies.PROBLEM: {"schema": _schema(bodies.Problem)}}}
 
 
 def _schema(kind: Any) -> dict[str, Any]:

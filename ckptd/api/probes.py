@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse, Response
 
+from ckptapi import bodies
 from ckptd.api.bodies import json_response
 from ckptd.api.context import Context, Given
 from ckptd.api.openapi import documented
-from ckptstore.daemon import wire
 from ckptstore.errors import IndexUnavailable
 
 router = APIRouter()
@@ -21,13 +21,13 @@ async def live() -> Response:
     return PlainTextResponse("ok\n")
 
 
-@router.get("/readyz", **documented(wire.ReadinessBody, also={503: "Not ready; the body says why"}))
+@router.get("/readyz", **documented(bodies.ReadinessBody, also={503: "Not ready; the body says why"}))
 async def ready(given: Given) -> Response:
     """200 if the database answers, the store was just listed and the index equals it; else 503."""
     database = await given.threads.index(_database_problem, given)
     store = given.services.freshness.problem()
     ready = not (database or store or given.leaving)
-    body = wire.ReadinessBody(ready=ready, database=database or "ok", store=store or "ok", leaving=given.leaving)
+    body = bodies.ReadinessBody(ready=ready, database=database or "ok", store=store or "ok", leaving=given.leaving)
     return json_response(body, 200 if body.ready else 503, {"Cache-Control": "no-store"})
 
 

@@ -11,8 +11,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from ckptapi import bodies
 from ckptd.logs import REQUEST_ID
-from ckptstore.daemon import wire
 from ckptstore.errors import CkptError, InvalidRequest, Unavailable
 
 _RETRY_AFTER_S = 5
@@ -28,7 +28,7 @@ def problem_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """An error answer."""
-    body = wire.Problem(
+    body = bodies.Problem(
         type="about:blank",
         title=HTTPStatus(status).phrase,
         status=status,
@@ -39,7 +39,7 @@ def problem_response(
         retryable=retryable,
     )
     retry = {"Retry-After": str(_RETRY_AFTER_S)} if retryable else {}
-    return Response(msgspec.json.encode(body), status, {**retry, **(headers or {})}, wire.PROBLEM)
+    return Response(msgspec.json.encode(body), status, {**retry, **(headers or {})}, bodies.PROBLEM)
 
 
 def error_response(error: CkptError) -> Response:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
+from ckptapi import bodies
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import RunQuery
 from ckptd.api.context import Context, Given
@@ -14,7 +15,6 @@ from ckptd.api.openapi import documented
 from ckptd.api.waiting import happens
 from ckptd.index import RankProgress, Restore
 from ckptd.services.restores import RestoreView
-from ckptstore.daemon import wire
 
 router = APIRouter()
 
@@ -22,32 +22,34 @@ Id = Annotated[str, Path(max_length=26)]
 
 
 @router.post(
-    wire.RESTORES,
-    **documented(wire.RestoreBody, 404, 409, status=201, body=wire.RestoreRequest, also={200: "Joined: it had begun"}),
+    bodies.RESTORES,
+    **documented(
+        bodies.RestoreBody, 404, 409, status=201, body=bodies.RestoreRequest, also={200: "Joined: it had begun"}
+    ),
 )
 async def join(request: Request, given: Given) -> Response:
     """Join the restore of a job. The first rank resolves the checkpoint (201), the others get the same one (200)."""
-    asked = await read_body(request, wire.RestoreRequest)
+    asked = await read_body(request, bodies.RestoreRequest)
     restore, created = await _join(given, asked)
     view = await given.threads.index(given.services.restores.view, restore.id, False)
     return json_response(_body(view), 201 if created else 200)
 
 
-@router.put(wire.RESTORES + "/{id}/ranks/{rank}", **documented(wire.RestoreStatus, 404, body=wire.RankReport))
+@router.put(bodies.RESTORES + "/{id}/ranks/{rank}", **documented(bodies.RestoreStatus, 404, body=bodies.RankReport))
 async def report(
-    request: Request, given: Given, id: Id, rank: Annotated[int, Path(ge=0, lt=wire.MAX_WORLD_SIZE)]
+    request: Request, given: Given, id: Id, rank: Annotated[int, Path(ge=0, lt=bodies.MAX_WORLD_SIZE)]
 ) -> Response:
     """Say how far a rank is. The answer says how the session is doing, also when it has ended."""
-    said = await read_body(request, wire.RankReport)
+    said = await read_body(request, bodies.RankReport)
     restore = await given.threads.index(given.services.restores.report, id, rank, said)
     return json_response(_status(restore))
 
 
-@router.get(wire.RESTORES + "/{id}", **documented(wire.RestoreBody, 404))
+@router.get(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
 async def restore(
     given: Given,
     id: Id,
-    wait: Annotated[float, Query(ge=0, le=wire.MAX_WAIT_S, description="Seconds; answers earlier if it ends")] = 0,
+    wait: Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds; answers earlier if it ends")] = 0,
     ranks: Annotated[bool, Query(description="List the ranks, and look for stragglers")] = True,
 ) -> Response:
     """One session; with `wait`, when it has ended or the time is up."""
@@ -59,23 +61,23 @@ async def restore(
     return json_response(_body(await given.threads.index(restores.view, id, ranks)))
 
 
-@router.get(wire.RESTORES, **documented(wire.RestoresBody))
+@router.get(bodies.RESTORES, **documented(bodies.RestoresBody))
 async def newest(
-    given: Given, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=wire.MAX_PAGE)] = 100
+    given: Given, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100
 ) -> Response:
     """Sessions of one run or all, newest first, without their ranks."""
     found = await given.threads.index(given.services.restores.newest, run, limit)
-    return json_response(wire.RestoresBody([_body(view, with_ranks=False) for view in found]))
+    return json_response(bodies.RestoresBody([_body(view, with_ranks=False) for view in found]))
 
 
-@router.delete(wire.RESTORES + "/{id}", **documented(wire.RestoreBody, 404))
+@router.delete(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
 async def cancel(given: Given, id: Id) -> Response:
     """End a session and release its lease. One that has ended already stays as it ended."""
     restore = await given.threads.store(given.services.restores.cancel, id)
     return json_response(_body(await given.threads.index(given.services.restores.view, restore.id, True)))
 
 
-async def _join(given: Context, asked: wire.RestoreRequest) -> tuple[Restore, bool]:
+async def _join(given: Context, asked: bodies.RestoreRequest) -> tuple[Restore, bool]:
     restores = given.services.restores
     if joined := await given.threads.index(restores.join, asked):
         return joined, False
@@ -86,8 +88,8 @@ async def _join(given: Context, asked: wire.RestoreRequest) -> tuple[Restore, bo
         return await given.threads.store(restores.open, asked)
 
 
-def _status(restore: Restore) -> wire.RestoreStatus:
-    return wire.RestoreStatus(
+def _status(restore: Restore) -> bodies.RestoreStatus:
+    return bodies.RestoreStatus(
         id=restore.id,
         state=restore.state,
         world_size=restore.world_size,
@@ -97,14 +99,14 @@ def _status(restore: Restore) -> wire.RestoreStatus:
     )
 
 
-def _body(view: RestoreView, with_ranks: bool = True) -> wire.RestoreBody:
+def _body(view: RestoreView, with_ranks: bool = True) -> bodies.RestoreBody:
     restore = view.restore
     ranks = [_rank(progress) for progress in view.ranks] if with_ranks and view.ranks is not None else None
-    return wire.RestoreBody(
+    return bodies.RestoreBody(
         id=restore.id,
         run=restore.run,
         key=restore.key,
-        checkpoint=wire.CheckpointBody.of(restore.checkpoint),
+        checkpoint=bodies.CheckpointBody.of(restore.checkpoint),
         world_size=restore.world_size,
         ttl_s=restore.ttl_s,
         state=restore.state,
@@ -123,8 +125,8 @@ def _body(view: RestoreView, with_ranks: bool = True) -> wire.RestoreBody:
     )
 
 
-def _rank(progress: RankProgress) -> wire.RankBody:
-    return wire.RankBody(
+def _rank(progress: RankProgress) -> bodies.RankBody:
+    return bodies.RankBody(
         rank=progress.rank,
         phase=progress.phase,
         done_bytes=progress.done_bytes,

@@ -7,25 +7,25 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
+from ckptapi import bodies
 from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import Id
 from ckptd.api.context import Given
 from ckptd.api.openapi import documented
-from ckptstore.daemon import wire
+from ckptstore.commits.labels import LabelChange
 from ckptstore.names import Reference
-from ckptstore.retention.labels import LabelChange
 
 router = APIRouter()
 
-_ONE = wire.CHECKPOINTS + "/{id}"
+_ONE = bodies.CHECKPOINTS + "/{id}"
 PinName = Annotated[str, Path(max_length=128)]
 Run = Annotated[str, Query(max_length=128)]
 Reason = Annotated[str, Query(max_length=1000, description="For the audit log")]
 Grace = Annotated[
     float | None, Query(ge=0, le=365 * 24 * 3600, description="Seconds to take it back; default: a day; 0: none")
 ]
-Limit = Annotated[int, Query(ge=1, le=wire.MAX_PAGE)]
+Limit = Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)]
 
 
 @router.delete(_ONE, **documented(None, 404, 409, status=204))
@@ -36,16 +36,16 @@ async def delete(given: Given, caller: Asking, id: Id, reason: Reason = "", grac
     return Response(status_code=204)
 
 
-@router.post(_ONE + "/undelete", **documented(wire.CheckpointBody, 404, 410, body=wire.UndeleteRequest))
+@router.post(_ONE + "/undelete", **documented(bodies.CheckpointBody, 404, 410, body=bodies.UndeleteRequest))
 async def undelete(request: Request, given: Given, caller: Asking, id: Id) -> Response:
     """Take a deletion back, and pin the checkpoint as `undeleted`; 410 if its data is going or gone."""
-    body = await read_body(request, wire.UndeleteRequest)
+    body = await read_body(request, bodies.UndeleteRequest)
     retention = given.services.retention
     found = await given.threads.store(retention.undelete, Reference.parse(id), caller.name, body.reason)
-    return json_response(wire.CheckpointBody.of(found))
+    return json_response(bodies.CheckpointBody.of(found))
 
 
-@router.put(_ONE + "/pins/{name}", **documented(wire.PinBody, 404))
+@router.put(_ONE + "/pins/{name}", **documented(bodies.PinBody, 404))
 async def pin(given: Given, caller: Asking, id: Id, name: PinName, reason: Reason = "") -> Response:
     """Keep a checkpoint until the pin is removed. Pinned under that name already is fine."""
     retention = given.services.retention
@@ -59,48 +59,48 @@ async def unpin(given: Given, caller: Asking, id: Id, name: PinName) -> Response
     return Response(status_code=204)
 
 
-@router.patch(_ONE, **documented(wire.CheckpointBody, 404, body=wire.LabelsRequest))
+@router.patch(_ONE, **documented(bodies.CheckpointBody, 404, body=bodies.LabelsRequest))
 async def label(request: Request, given: Given, caller: Asking, id: Id) -> Response:
     """Set tags and metrics; those that are null are removed. What is not named stays."""
-    body = await read_body(request, wire.LabelsRequest)
+    body = await read_body(request, bodies.LabelsRequest)
     change = LabelChange(body.tags, body.metrics)
     retention = given.services.retention
     found = await given.threads.store(retention.label, Reference.parse(id), change, caller.name, body.reason)
-    return json_response(wire.CheckpointBody.of(found))
+    return json_response(bodies.CheckpointBody.of(found))
 
 
-@router.get(wire.PINS, **documented(wire.PinsBody))
+@router.get(bodies.PINS, **documented(bodies.PinsBody))
 async def pins(given: Given, run: Run) -> Response:
     """All pins of a run, by falling step."""
-    return json_response(wire.PinsBody(await given.threads.store(given.services.retention.pins, run)))
+    return json_response(bodies.PinsBody(await given.threads.store(given.services.retention.pins, run)))
 
 
-@router.get(wire.DELETED, **documented(wire.DeletedListBody))
+@router.get(bodies.DELETED, **documented(bodies.DeletedListBody))
 async def deleted(given: Given, run: Run) -> Response:
     """Checkpoints of a run that are hidden and can be taken back, by falling step."""
-    return json_response(wire.DeletedListBody(await given.threads.store(given.services.retention.deleted, run)))
+    return json_response(bodies.DeletedListBody(await given.threads.store(given.services.retention.deleted, run)))
 
 
-@router.get(wire.AUDIT, **documented(wire.AuditListBody))
+@router.get(bodies.AUDIT, **documented(bodies.AuditListBody))
 async def audit(given: Given, run: Run, limit: Limit = 100) -> Response:
     """Who set out to do what to which checkpoints of a run, when and why; the newest first."""
-    return json_response(wire.AuditListBody(await given.threads.store(given.services.retention.audit, run, limit)))
+    return json_response(bodies.AuditListBody(await given.threads.store(given.services.retention.audit, run, limit)))
 
 
-@router.get(wire.POLICIES, **documented(wire.PoliciesBody))
+@router.get(bodies.POLICIES, **documented(bodies.PoliciesBody))
 async def policies(given: Given) -> Response:
     """The retention policies in force; version 0: none were ever set."""
     return json_response(await given.threads.store(given.services.retention.policies))
 
 
-@router.get(wire.POLICIES + "/history", **documented(wire.PoliciesListBody))
+@router.get(bodies.POLICIES + "/history", **documented(bodies.PoliciesListBody))
 async def history(given: Given, limit: Limit = 100) -> Response:
     """The newest versions of the policies, the newest first."""
-    return json_response(wire.PoliciesListBody(await given.threads.store(given.services.retention.history, limit)))
+    return json_response(bodies.PoliciesListBody(await given.threads.store(given.services.retention.history, limit)))
 
 
-@router.put(wire.POLICIES, **documented(wire.PoliciesBody, 409, body=wire.PoliciesRequest))
+@router.put(bodies.POLICIES, **documented(bodies.PoliciesBody, 409, body=bodies.PoliciesRequest))
 async def change(request: Request, given: Given, caller: Asking) -> Response:
     """Put policies in force, in the place of the version that `expected` names; 409 if that is not in force."""
-    body = await read_body(request, wire.PoliciesRequest)
+    body = await read_body(request, bodies.PoliciesRequest)
     return json_response(await given.threads.store(given.services.retention.change, body, caller.name))

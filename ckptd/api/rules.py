@@ -8,15 +8,15 @@ from typing import Any
 
 from fastapi import Request
 
+from ckptapi import bodies
+from ckptapi.bodies import Scope
 from ckptd.api.context import Context
-from ckptstore.daemon import wire
-from ckptstore.daemon.wire import Scope
 from ckptstore.names import Reference
 
 Naming = Callable[[Request], Awaitable[str | None]]
 """Finds the run that a request is about; None: all runs."""
 
-_ONE = wire.CHECKPOINTS + "/{id}"
+_ONE = bodies.CHECKPOINTS + "/{id}"
 
 
 async def in_path(request: Request) -> str | None:
@@ -72,9 +72,9 @@ RULES: dict[tuple[str, str], Rule] = {
     ("GET", "/readyz"): Rule(None),
     ("GET", "/metrics"): Rule(Scope.READ),
     ("GET", "/checkpoints/latest"): Rule(Scope.READ, in_query),
-    ("GET", wire.LATEST): Rule(Scope.READ, in_query),
-    ("GET", wire.CHECKPOINTS): Rule(Scope.READ, in_query, filters=True),
-    ("GET", wire.RUNS): Rule(Scope.READ, in_query, filters=True),
+    ("GET", bodies.LATEST): Rule(Scope.READ, in_query),
+    ("GET", bodies.CHECKPOINTS): Rule(Scope.READ, in_query, filters=True),
+    ("GET", bodies.RUNS): Rule(Scope.READ, in_query, filters=True),
     ("GET", _ONE): Rule(Scope.READ, of_checkpoint),
     ("GET", _ONE + "/shards"): Rule(Scope.READ, of_checkpoint),
     ("GET", _ONE + "/entries"): Rule(Scope.READ, of_checkpoint),
@@ -88,34 +88,34 @@ RULES: dict[tuple[str, str], Rule] = {
     ("POST", _ONE + "/undelete"): Rule(Scope.PRUNE, of_checkpoint),
     ("PUT", _ONE + "/pins/{name}"): Rule(Scope.PRUNE, of_checkpoint),
     ("DELETE", _ONE + "/pins/{name}"): Rule(Scope.PRUNE, of_checkpoint),
-    ("GET", wire.PINS): Rule(Scope.READ, in_query),
-    ("GET", wire.DELETED): Rule(Scope.READ, in_query),
-    ("GET", wire.AUDIT): Rule(Scope.READ, in_query),
-    ("GET", wire.POLICIES): Rule(Scope.READ),
-    ("GET", wire.POLICIES + "/history"): Rule(Scope.READ),
-    ("PUT", wire.POLICIES): Rule(Scope.ADMIN),
-    ("POST", wire.NOTIFY): Rule(Scope.WRITE, in_body),
-    ("POST", wire.DECISIONS): Rule(Scope.WRITE, in_body),
-    ("POST", wire.PRUNE): Rule(Scope.PRUNE, in_body),
-    ("POST", wire.REINDEX): Rule(Scope.ADMIN),
-    ("POST", wire.LEASES): Rule(Scope.READ, in_body),
-    ("DELETE", wire.LEASES + "/{run}/{lease}"): Rule(Scope.READ, in_path),
-    ("POST", wire.RESTORES): Rule(Scope.READ, in_body),
-    ("GET", wire.RESTORES): Rule(Scope.READ, in_query),
-    ("GET", wire.RESTORES + "/{id}"): Rule(Scope.READ, of_restore),
-    ("PUT", wire.RESTORES + "/{id}/ranks/{rank}"): Rule(Scope.READ, of_restore),
-    ("DELETE", wire.RESTORES + "/{id}"): Rule(Scope.READ, of_restore),
-    ("GET", wire.EVENTS): Rule(Scope.READ, in_query),
-    ("GET", wire.ATTEMPTS): Rule(Scope.READ, in_query),
-    ("POST", wire.JOBS): Rule(Scope.READ, in_body),  # and what its kind asks for
-    ("GET", wire.JOBS): Rule(Scope.READ),
-    ("GET", wire.JOBS + "/{id}"): Rule(Scope.READ, of_job),
-    ("DELETE", wire.JOBS + "/{id}"): Rule(Scope.PRUNE, of_job),
-    ("POST", wire.PROBE): Rule(Scope.ADMIN),
-    ("GET", wire.TOKENS): Rule(Scope.ADMIN),
-    ("POST", wire.TOKENS): Rule(Scope.ADMIN),
-    ("POST", wire.TOKENS + "/{name}/rotate"): Rule(Scope.ADMIN),
-    ("DELETE", wire.TOKENS + "/{name}"): Rule(Scope.ADMIN),
+    ("GET", bodies.PINS): Rule(Scope.READ, in_query),
+    ("GET", bodies.DELETED): Rule(Scope.READ, in_query),
+    ("GET", bodies.AUDIT): Rule(Scope.READ, in_query),
+    ("GET", bodies.POLICIES): Rule(Scope.READ),
+    ("GET", bodies.POLICIES + "/history"): Rule(Scope.READ),
+    ("PUT", bodies.POLICIES): Rule(Scope.ADMIN),
+    ("POST", bodies.NOTIFY): Rule(Scope.WRITE, in_body),
+    ("POST", bodies.DECISIONS): Rule(Scope.WRITE, in_body),
+    ("POST", bodies.PRUNE): Rule(Scope.PRUNE, in_body),
+    ("POST", bodies.REINDEX): Rule(Scope.ADMIN),
+    ("POST", bodies.LEASES): Rule(Scope.READ, in_body),
+    ("DELETE", bodies.LEASES + "/{run}/{lease}"): Rule(Scope.READ, in_path),
+    ("POST", bodies.RESTORES): Rule(Scope.READ, in_body),
+    ("GET", bodies.RESTORES): Rule(Scope.READ, in_query),
+    ("GET", bodies.RESTORES + "/{id}"): Rule(Scope.READ, of_restore),
+    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): Rule(Scope.READ, of_restore),
+    ("DELETE", bodies.RESTORES + "/{id}"): Rule(Scope.READ, of_restore),
+    ("GET", bodies.EVENTS): Rule(Scope.READ, in_query),
+    ("GET", bodies.ATTEMPTS): Rule(Scope.READ, in_query),
+    ("POST", bodies.JOBS): Rule(Scope.READ, in_body),  # and what its kind asks for
+    ("GET", bodies.JOBS): Rule(Scope.READ),
+    ("GET", bodies.JOBS + "/{id}"): Rule(Scope.READ, of_job),
+    ("DELETE", bodies.JOBS + "/{id}"): Rule(Scope.PRUNE, of_job),
+    ("POST", bodies.PROBE): Rule(Scope.ADMIN),
+    ("GET", bodies.TOKENS): Rule(Scope.ADMIN),
+    ("POST", bodies.TOKENS): Rule(Scope.ADMIN),
+    ("POST", bodies.TOKENS + "/{name}/rotate"): Rule(Scope.ADMIN),
+    ("DELETE", bodies.TOKENS + "/{name}"): Rule(Scope.ADMIN),
     # Pages
     ("GET", "/"): Rule(Scope.READ, filters=True),
     ("GET", "/runs/{run}"): Rule(Scope.READ, in_path),
@@ -129,9 +129,9 @@ RULES: dict[tuple[str, str], Rule] = {
     ("POST", "/store"): Rule(Scope.ADMIN),
 }
 JOBS: dict[type[Any], Scope] = {
-    wire.VerifyJob: Scope.READ,
-    wire.PruneJob: Scope.PRUNE,
-    wire.CollectJob: Scope.PRUNE,
+    bodies.VerifyJob: Scope.READ,
+    bodies.PruneJob: Scope.PRUNE,
+    bodies.CollectJob: Scope.PRUNE,
 }
 """What starting a job of a kind asks for; other kinds are for admins."""
 _FOR_ADMINS = Rule(Scope.ADMIN)

@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
+from ckptapi import bodies
 from ckptd.api.access import Asking
 from ckptd.api.bodies import json_response, read_body
 from ckptd.api.context import Given
 from ckptd.api.openapi import documented
-from ckptstore.daemon import wire
 
 router = APIRouter()
 
@@ -21,31 +21,31 @@ _SECRET = {"Cache-Control": "no-store"}
 Name = Annotated[str, Path(max_length=64)]
 
 
-@router.get(wire.TOKENS, **documented(wire.TokensBody))
+@router.get(bodies.TOKENS, **documented(bodies.TokensBody))
 async def tokens(given: Given) -> Response:
     """All tokens, by name, without their secrets."""
-    return json_response(wire.TokensBody(await given.threads.index(given.services.tokens.list)))
+    return json_response(bodies.TokensBody(await given.threads.index(given.services.tokens.list)))
 
 
-@router.post(wire.TOKENS, **documented(wire.NewTokenBody, 404, 409, status=201, body=wire.TokenRequest))
+@router.post(bodies.TOKENS, **documented(bodies.NewTokenBody, 404, 409, status=201, body=bodies.TokenRequest))
 async def create(request: Request, given: Given, caller: Asking) -> Response:
     """Make a token. The answer is the only place where its secret ever stands."""
-    asked = await read_body(request, wire.TokenRequest)
+    asked = await read_body(request, bodies.TokenRequest)
     made = await given.threads.index(given.services.tokens.create, asked, caller.name)
     _LOG.info("token %r was made by %r, scopes %s, runs %s", asked.name, caller.name, asked.scopes, asked.runs or "all")
     return json_response(made, 201, _SECRET)
 
 
-@router.post(wire.TOKENS + "/{name}/rotate", **documented(wire.NewTokenBody, 404, body=wire.RotateRequest))
+@router.post(bodies.TOKENS + "/{name}/rotate", **documented(bodies.NewTokenBody, 404, body=bodies.RotateRequest))
 async def rotate(request: Request, given: Given, caller: Asking, name: Name) -> Response:
     """Give a token a new secret."""
-    asked = await read_body(request, wire.RotateRequest)
+    asked = await read_body(request, bodies.RotateRequest)
     made = await given.threads.index(given.services.tokens.rotate, name, asked)
     _LOG.info("token %r was rotated by %r", name, caller.name)
     return json_response(made, headers=_SECRET)
 
 
-@router.delete(wire.TOKENS + "/{name}", **documented(None, 404, status=204))
+@router.delete(bodies.TOKENS + "/{name}", **documented(None, 404, status=204))
 async def revoke(given: Given, caller: Asking, name: Name) -> Response:
     """Remove a token; it is refused from now on."""
     await given.threads.index(given.services.tokens.revoke, name)

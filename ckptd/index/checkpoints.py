@@ -29,7 +29,7 @@ from ckptd.index.database import Database, transactions
 from ckptd.index.events import Event, EventLog
 from ckptd.index.news import news_of
 from ckptd.index.tables import aborted, checkpoints, decisions, generation, origin, restores, runs
-from ckptstore.catalog import Checkpoint, State, supersede
+from ckptstore.commits.catalog import Checkpoint, State, supersede
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Attempt, Reference
 

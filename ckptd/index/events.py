@@ -9,10 +9,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
+from ckptapi.bodies import EventKind
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import events, origin
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import EventKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Row, delete, insert, select, update
 
+from ckptapi.bodies import JobState
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import jobs
-from ckptstore.daemon.wire import JobState
 
 _LIVE = (JobState.QUEUED, JobState.RUNNING)
 

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Select, and_, or_, select
 from ckptd.index.checkpoints import read_checkpoint
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import checkpoints
-from ckptstore.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State
 
 MAX_ROWS = 5_000
 """Looked at for one page; a cursor leads on from there, also where none of them met the conditions."""

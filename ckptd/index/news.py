@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from ckptapi.bodies import EventKind
 from ckptd.index.events import News
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon.wire import EventKind
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt, checkpoint_id
 
 

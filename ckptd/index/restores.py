@@ -10,10 +10,10 @@ import msgspec
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from ckptapi.bodies import CheckpointBody, Phase, RestoreState
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import restore_ranks, restores
-from ckptstore.catalog import Checkpoint
-from ckptstore.daemon.wire import CheckpointBody, Phase, RestoreState
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.decoding import decode_json
 
 _NEWEST_FIRST = (restores.c.created_at.desc(), restores.c.id.desc())

@@ -10,9 +10,9 @@ import msgspec
 from sqlalchemy import Row, delete, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
+from ckptapi.bodies import Scope
 from ckptd.index.database import Database, transactions
 from ckptd.index.tables import tokens
-from ckptstore.daemon.wire import Scope
 from ckptstore.errors import NoToken, TokenExists
 from ckptstore.format.decoding import decode_json
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptapi.bodies import EntryBody, ShardBody
 from ckptd.pages.charts import Bars, bars
 from ckptd.pages.treemap import Box, treemap
 from ckptstore import human
-from ckptstore.daemon.wire import EntryBody, ShardBody
 
 _SHARDS_SHOWN = 32
 _ENTRIES_SHOWN = 20

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptapi.bodies import Phase
 from ckptd.index import RankProgress
 from ckptd.pages.charts import Cell
 from ckptd.services.progress import fraction
 from ckptd.services.restores import RestoreView
 from ckptstore import human
-from ckptstore.daemon.wire import Phase
 
 _CELL = 18.0
 _STEP = 21.0

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from ckptapi.bodies import AttemptBody, RestoreState, Scope
 from ckptd.api.access import caller_of
 from ckptd.api.context import Context, Given
 from ckptd.index import Filter, Sort
@@ -21,8 +22,8 @@ from ckptd.pages.runs import Asked, RunRow, run_row, run_view
 from ckptd.services.callers import Caller
 from ckptd.services.keeping import Kept
 from ckptstore import human
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon.wire import AttemptBody, ProbeBody, RestoreState, Scope
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, NoCheckpoint, Unavailable
 from ckptstore.names import MAX_STEP, Reference, check_run
 
@@ -218,7 +219,7 @@ async def probe(request: Request, given: Given, visitor: Visiting) -> Response:
         return _store_page(request, given, visitor, await given.threads.store(given.services.probe))
 
 
-def _store_page(request: Request, given: Context, visitor: Visitor, probe: ProbeBody | None) -> Response:
+def _store_page(request: Request, given: Context, visitor: Visitor, probe: StoreReport | None) -> Response:
     return page(
         "store.html",
         **_frame(request, visitor),

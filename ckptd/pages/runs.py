@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 from ckptd.index import RunSummary
 from ckptd.pages.charts import Plot, Point, compact, plot, sparkline
 from ckptstore import human
-from ckptstore.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt
-from ckptstore.retention.judging import Best, Policy, Verdict
+from ckptstore.retention.policy import Best, Policy, Verdict
 
 SAVE_SECONDS = "save seconds"
 SIZE = "size"

@@ -18,7 +18,7 @@ from ckptd.services.retention import Retention
 from ckptd.services.synchronizing import Synchronizing
 from ckptd.services.tokens import Tokens
 from ckptd.services.uploads import Uploads
-from ckptstore.daemon.wire import ProbeBody
+from ckptstore.commits.store_check import StoreReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Services:
     jobs: Jobs
     keeping: Keeping
     objects: Objects
-    probe: Callable[[], ProbeBody]
+    probe: Callable[[], StoreReport]
     """Examines the store."""
     proposals: Proposals
     protection: Protection

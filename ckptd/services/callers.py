@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ckptstore.daemon.wire import Scope
+from ckptapi.bodies import Scope
 from ckptstore.errors import Forbidden
 
 _WILD = frozenset("*?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptd.index import Filter, Found, Index, Listing, Place, RunSummary, Sort
 from ckptd.services.freshness import Freshness
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 
 from ckptd.metrics import Metrics
-from ckptstore.catalog import list_runs
 from ckptstore.clock import Clock
+from ckptstore.commits.catalog import list_runs
+from ckptstore.commits.store_check import check_store
 from ckptstore.errors import CkptError, LeadershipLost
-from ckptstore.probing import check_store
-from ckptstore.retention.deletion import collect
-from ckptstore.retention.trash import Waste, measure_waste
+from ckptstore.retention.deletion import Waste, collect, measure_waste
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)

@@ -7,14 +7,14 @@ from collections import OrderedDict
 
 import numpy as np
 
+from ckptapi.bodies import EntriesBody, EntryBody, ShardBody, ShardsBody
 from ckptd.services.catalogue import Catalogue
 from ckptd.services.objects import Objects
-from ckptstore.daemon.wire import EntriesBody, EntryBody, ShardBody, ShardsBody
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import entry_bytes
 from ckptstore.names import Reference
-from ckptstore.source import check_manifest_data
+from ckptstore.reading.source import check_manifest_data
 
 MAX_MANIFEST_BYTES = 64 << 20
 _KEPT = 4

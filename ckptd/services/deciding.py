@@ -1,4 +1,4 @@
-"""Decides who was first, on a store that accepts create-only writes and overwrites (ckptstore/arbitration.py).
+"""Decides who was first, on a store that accepts create-only writes and overwrites.
 
 A decision is made in the index and then written to the store, and only then told to anybody. So whoever knows of a
 decision can rely on the store, and an index that is lost takes no decision with it that anybody knows of.
@@ -13,7 +13,8 @@ from ckptd.index import Decision, DecisionIndex
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, ObjectMissing
-from ckptstore.format.documents import Committed, Outcome, parse_sealed
+from ckptstore.format.documents import Committed, Outcome
+from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import Fate
 from ckptstore.names import Attempt
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S

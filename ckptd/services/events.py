@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ckptapi.bodies import MAX_EVENTS, EventKind
 from ckptd.index import Event, EventLog, Job, News, RestoreIndex
-from ckptstore.catalog import Checkpoint
-from ckptstore.daemon.wire import MAX_EVENTS, EventKind
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError
 from ckptstore.names import check_run
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptapi.bodies import EventKind, RestoreState
 from ckptd.index import Event
 from ckptd.metrics import Metrics
-from ckptstore.daemon.wire import EventKind, RestoreState
 
 
 class Figures:

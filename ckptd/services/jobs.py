@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
+from ckptapi.bodies import JobRequest, JobState
 from ckptd.index import Job, JobIndex
 from ckptd.services.events import Events
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import JobRequest, JobState
 from ckptstore.errors import CkptError, NoJob, TooManyRequests
 from ckptstore.names import check_ulid, new_ulid
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.names import Attempt
-from ckptstore.retention.findings import verified_at
-from ckptstore.retention.holds import Holds, active_holds
-from ckptstore.retention.judging import Policy, Verdict, judge
-from ckptstore.retention.policies import policy_for, read_policies
+from ckptstore.retention.pins import Holds, active_holds
+from ckptstore.retention.policy import Policy, Verdict, judge, policy_for, read_policies
+from ckptstore.retention.scrubbing import verified_at
 from ckptstore.stores import Store
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ckptd.services.cache import BLOCK_BYTES, BlockCache
 from ckptd.services.catalogue import Catalogue
 from ckptstore import names
-from ckptstore.commit import read_outcome
+from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import NoCheckpoint, StoreUnavailable, Unavailable
 from ckptstore.names import Attempt, Reference
 from ckptstore.stores import Store

@@ -15,8 +15,7 @@ from ckptstore.errors import CkptError, LeadershipLost, TooMuchToDelete
 from ckptstore.format.records import PoliciesVersion, PolicySet
 from ckptstore.names import check_run
 from ckptstore.retention.deletion import plan_prune
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.policies import change_policies, policies_history, policy_for, read_policies
+from ckptstore.retention.policy import Policy, change_policies, policies_history, policy_for, read_policies
 from ckptstore.retention.pruning import PrunePlans
 from ckptstore.stores import Store
 

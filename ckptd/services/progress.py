@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from ckptapi.bodies import Phase, RankReport, RestoreState
 from ckptd.index import RankProgress, Restore
-from ckptstore.daemon.wire import Phase, RankReport, RestoreState
 
 MAX_STRAGGLERS = 100
 _MAX_PROBLEM = 1000

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ckptd.services.catalogue import Catalogue
 from ckptstore.clock import Clock
+from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Reference, check_run
-from ckptstore.retention.leases import release_lease, take_lease
 from ckptstore.stores import Store
 
 MAX_TTL_S = 7 * 24 * 3600.0

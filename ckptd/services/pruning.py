@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.retention.judging import Verdict
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.retention.policy import Verdict
 from ckptstore.retention.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
 from ckptstore.stores import Store
 

@@ -11,7 +11,7 @@ from ckptd.metrics import Metrics
 from ckptd.services.periodic import Pace
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.commit import receipt_ranks
+from ckptstore.commits.commit import receipt_ranks
 from ckptstore.errors import CkptError, LeadershipLost, Unavailable
 from ckptstore.names import Attempt, checkpoint_id
 from ckptstore.retention.deletion import advance, undecided_attempts

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from ckptapi.bodies import RestoreState
 from ckptd.index import Restore, RestoreIndex
 from ckptd.metrics import Metrics
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import RestoreState
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.errors import CkptError, NoCheckpoint, Unavailable
-from ckptstore.retention.leases import release_lease, renew_lease, take_lease
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)

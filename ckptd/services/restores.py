@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ckptapi.bodies import RankReport, RestoreRequest, RestoreState
 from ckptd.index import RankProgress, Restore, RestoreIndex
 from ckptd.services import progress
 from ckptd.services.catalogue import Catalogue
 from ckptd.services.restore_leases import RestoreLeases
-from ckptstore import catalog
-from ckptstore.catalog import Checkpoint, State
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import RankReport, RestoreRequest, RestoreState
+from ckptstore.commits import catalog
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import (
     CkptError,
     CorruptObject,

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from itertools import islice
 
+from ckptapi.bodies import AuditBody, PinBody, PoliciesBody, PoliciesRequest
 from ckptd.services.catalogue import Catalogue
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
+from ckptstore.commits.audit import read_log
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.names import Reference, check_run, checkpoint_id
 from ckptstore.retention import pins
-from ckptstore.retention.audit import read_log
-from ckptstore.retention.deletion import delete_checkpoint
-from ckptstore.retention.labels import LabelChange, change_labels
-from ckptstore.retention.policies import change_policies, policies_history, read_policies
+from ckptstore.retention.deletion import Deleted, delete_checkpoint, list_deleted, take_back
+from ckptstore.retention.policy import change_policies, policies_history, read_policies
 from ckptstore.retention.tombstones import SWEEP_GRACE_S
-from ckptstore.retention.trash import list_deleted, take_back
 from ckptstore.stores import Store
 
 
@@ -46,7 +45,7 @@ class Retention:
             self._synchronizing.sync_run(reference.run)
         return self._catalogue.find(found)
 
-    def deleted(self, run: str) -> list[DeletedBody]:
+    def deleted(self, run: str) -> list[Deleted]:
         """What is hidden and can be taken back, by falling step. Raises InvalidName."""
         return list_deleted(self._store, check_run(run))
 

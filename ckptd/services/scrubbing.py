@@ -8,13 +8,13 @@ from collections import deque
 
 from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore.catalog import Checkpoint, list_runs
 from ckptstore.clock import Clock
-from ckptstore.commit import identity
+from ckptstore.commits.catalog import Checkpoint, list_runs
+from ckptstore.commits.commit import identity
 from ckptstore.errors import CkptError, LeadershipLost
+from ckptstore.reading.verify import Checked
 from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
 from ckptstore.stores import Store
-from ckptstore.verify import Checked
 
 _LOG = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 3600.0

@@ -18,7 +18,8 @@ from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
 from ckptd.services.periodic import Pace
 from ckptstore import names
-from ckptstore.catalog import (
+from ckptstore.clock import Clock
+from ckptstore.commits.catalog import (
     Checkpoint,
     State,
     from_outcome,
@@ -27,8 +28,8 @@ from ckptstore.catalog import (
     quarantined,
     quarantined_attempts,
 )
-from ckptstore.clock import Clock
-from ckptstore.commit import read_outcome
+from ckptstore.commits.commit import read_outcome
+from ckptstore.commits.labels import label_versions, labelled, newest_labels, with_labels
 from ckptstore.errors import (
     AttemptAborted,
     CkptError,
@@ -40,7 +41,6 @@ from ckptstore.errors import (
     Unavailable,
 )
 from ckptstore.names import Attempt, check_run, checkpoint_id
-from ckptstore.retention.labels import label_versions, labelled, newest_labels, with_labels
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)

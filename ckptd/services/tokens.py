@@ -15,10 +15,10 @@ from hashlib import sha256
 from hmac import compare_digest
 from types import MappingProxyType
 
+from ckptapi.bodies import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 from ckptd.index import Token, TokenIndex
 from ckptd.services.callers import Caller
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 from ckptstore.errors import IndexUnavailable, InvalidName, InvalidRequest
 
 BOOTSTRAP = "bootstrap"

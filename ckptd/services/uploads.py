@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from ulid import ULID
 
+from ckptapi.bodies import AttemptBody
 from ckptstore import names
-from ckptstore.catalog import list_runs
 from ckptstore.clock import Clock
-from ckptstore.commit import read_receipt
-from ckptstore.daemon.wire import AttemptBody
+from ckptstore.commits.catalog import list_runs
+from ckptstore.commits.commit import read_receipt
 from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.names import Attempt, check_run
 from ckptstore.retention.deletion import undecided_attempts

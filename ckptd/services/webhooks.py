@@ -17,10 +17,10 @@ from hashlib import sha256
 import httpx
 import msgspec
 
+from ckptapi.bodies import EventBody, EventKind
 from ckptd.index import Event
 from ckptd.metrics import Metrics
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import EventBody, EventKind
 from ckptstore.errors import InvalidRequest
 
 _LOG = logging.getLogger(__name__)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptapi.bodies import CollectJob, PruneJob, ReindexJob, VerifyJob
 from ckptd.services.jobs import Progress, Work
 from ckptd.services.pruning import Pruning
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore import catalog
-from ckptstore.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import CollectJob, PruneJob, ReindexJob, VerifyJob
+from ckptstore.commits import catalog
+from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
+from ckptstore.commits.store_check import check_store
 from ckptstore.errors import InvalidPolicy, NoCheckpoint
 from ckptstore.names import Reference, check_run
-from ckptstore.probing import check_store
 from ckptstore.retention.deletion import collect
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.policies import policy_of
+from ckptstore.retention.policy import Policy, policy_of
 from ckptstore.retention.pruning import Prune
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.stores import Store

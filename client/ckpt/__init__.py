@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckpt.saving.counters import Counters
     from ckpt.saving.handle import SaveHandle, Timings
     from ckpt.schedule import Schedule
-    from ckptstore.catalog import Checkpoint
+    from ckptstore.commits.catalog import Checkpoint
     from ckptstore.errors import CkptError
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Checkpoint": "ckptstore.catalog",
+    "Checkpoint": "ckptstore.commits.catalog",
     "Checkpointer": "ckpt.checkpointer",
     "CkptError": "ckptstore.errors",
     "Counters": "ckpt.saving.counters",

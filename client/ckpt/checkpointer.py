@@ -34,10 +34,11 @@ from ckpt.saving.overlap import Overlap
 from ckpt.saving.stage import Layout
 from ckpt.saving.taking import Save, take_snapshot
 from ckpt.schedule import Schedule
-from ckptstore.catalog import Checkpoint
+from ckptapi.opening import open_source
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
 from ckptstore.names import Attempt, Reference, check_step, derive_ulid
-from ckptstore.source import Source, StoreSource, open_source
+from ckptstore.reading.source import Source, StoreSource
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from ckpt.restoring.pipeline import Restored
 from ckpt.restoring.tensors import load_tensors
 from ckpt.saving.handle import SaveHandle
 from ckpt.schedule import Schedule
-from ckptstore.catalog import Checkpoint
+from ckptapi.opening import open_source
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.names import Reference
-from ckptstore.source import open_source
 
 _default: Checkpointer | None = None
 

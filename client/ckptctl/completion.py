@@ -9,9 +9,9 @@ import typer
 from ckptctl.render import Output, Screen
 from ckptctl.session import Session
 from ckptctl.target import target_of
-from ckptstore.catalog import State
+from ckptstore.commits.catalog import State
 from ckptstore.errors import CkptError
-from ckptstore.source import Source
+from ckptstore.reading.source import Source
 
 
 def run_names(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -19,13 +19,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from ckptctl.exits import NotWritten
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import Content
-from ckptstore.format.planning import Want, entry_bytes, plan_reads
+from ckptstore.format.overlaps import Want
+from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.format.trees import leaves
-from ckptstore.reading import DEFAULT_THREADS, Progress, fetch
-from ckptstore.source import Source
+from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, fetch
+from ckptstore.reading.source import Source
 from ckptstore.stores.local import sync_folder
 
 Entry = tuple[str, str, tuple[int, ...]]

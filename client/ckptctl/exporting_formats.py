@@ -12,7 +12,7 @@ from ckptctl.exporting import Entry, Export, FileFormat, mapped
 from ckptctl.safetensors_file import Layout, plan_file
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.planning import Want
+from ckptstore.format.overlaps import Want
 
 Writer = Callable[[Export, Path], None]
 """Writes to a path: a file that is there and empty, or a folder. Not yet durable on return."""

@@ -11,13 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ckpt.foreign.parts import Foreign, Read
 from ckpt.saving.upload import Uploaded, upload_shard
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, find, from_outcome
 from ckptstore.clock import Clock
-from ckptstore.commit import StoredReceipt, commit_attempt
+from ckptstore.commits.catalog import Checkpoint, find, from_outcome
+from ckptstore.commits.commit import StoredReceipt, commit_attempt
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import Box
 from ckptstore.format.codings import fast
-from ckptstore.format.documents import FORMAT, Content, Receipt, Shard, seal
+from ckptstore.format.documents import FORMAT, Content, Receipt, Shard
+from ckptstore.format.parsing import seal
 from ckptstore.format.planning import check_cover
 from ckptstore.format.shards import (
     ChunkSpan,
@@ -30,7 +31,7 @@ from ckptstore.format.shards import (
     slice_tables,
 )
 from ckptstore.names import Attempt, Reference, new_ulid
-from ckptstore.reading import Progress
+from ckptstore.reading.fetch import Progress
 from ckptstore.stores import Store
 
 _THREADS = min(4, max(1, os.cpu_count() or 1))

@@ -11,7 +11,7 @@ import yaml
 from ckptstore import human
 from ckptstore.errors import InvalidPolicy
 from ckptstore.format.records import PolicySet
-from ckptstore.retention.policies import check_policies
+from ckptstore.retention.policy import check_policies
 
 EXAMPLE = """\
 default:                     # for runs that no override matches; leave it out: they are never pruned

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ckptapi.bodies import CheckpointBody, PruneBody, PruneItem
 from ckptctl.session import Session
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import CheckpointBody, PruneBody, PruneItem
-from ckptstore.reading import Progress
-from ckptstore.retention.audit import operator
-from ckptstore.retention.policies import rules_of
+from ckptstore.commits.audit import operator
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.reading.fetch import Progress
+from ckptstore.retention.policy import rules_of
 from ckptstore.retention.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
 from ckptstore.stores import Store
 
 if TYPE_CHECKING:
-    from ckptstore.daemon.client import DaemonClient
+    from ckptapi.client import DaemonClient
 
 
 class Pruning(Protocol):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from itertools import islice
 from typing import Protocol
 
+from ckptapi.bodies import AuditBody, PinBody, PoliciesBody, PoliciesRequest
 from ckptctl.session import Session
-from ckptstore import catalog
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import AuditBody, DeletedBody, PinBody, PoliciesBody, PoliciesRequest
+from ckptstore.commits import catalog
+from ckptstore.commits.audit import operator, read_log
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.labels import LabelChange, change_labels, with_labels
+from ckptstore.commits.store_check import check_store
 from ckptstore.names import Reference, check_run, checkpoint_id
-from ckptstore.probing import check_store
-from ckptstore.retention import deletion, pins, policies
-from ckptstore.retention.audit import operator, read_log
-from ckptstore.retention.labels import LabelChange, change_labels, with_labels
-from ckptstore.retention.trash import list_deleted, take_back
+from ckptstore.retention import deletion, pins, policy
+from ckptstore.retention.deletion import Deleted, list_deleted, take_back
 from ckptstore.stores import Store
 
 
@@ -28,7 +28,7 @@ class Retention(Protocol):
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         """Take a deletion back, and pin the checkpoint."""
 
-    def deleted(self, run: str) -> list[DeletedBody]:
+    def deleted(self, run: str) -> list[Deleted]:
         """What can be taken back, by falling step."""
 
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
@@ -75,7 +75,7 @@ class _StoreRetention:
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         return catalog.find(self._store, take_back(self._store, reference, operator(), self._clock, reason))
 
-    def deleted(self, run: str) -> list[DeletedBody]:
+    def deleted(self, run: str) -> list[Deleted]:
         return list_deleted(self._store, check_run(run))
 
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
@@ -97,13 +97,13 @@ class _StoreRetention:
         return [AuditBody.of(run, record) for record in islice(read_log(self._store, check_run(run)), limit)]
 
     def policies(self) -> PoliciesBody:
-        return PoliciesBody.of(policies.read_policies(self._store))
+        return PoliciesBody.of(policy.read_policies(self._store))
 
     def policies_history(self, limit: int = 100) -> list[PoliciesBody]:
-        return [PoliciesBody.of(version) for version in policies.policies_history(self._store, limit)]
+        return [PoliciesBody.of(version) for version in policy.policies_history(self._store, limit)]
 
     def change_policies(self, request: PoliciesRequest) -> PoliciesBody:
-        done = policies.change_policies(
+        done = policy.change_policies(
             self._store, request.policies, request.expected, operator(), self._clock, request.reason
         )
         return PoliciesBody.of(done)

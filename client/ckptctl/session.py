@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, cast
 
 from ckptctl.render import Screen
 from ckptctl.target import Target, open_target
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock, system_clock
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import check_run
-from ckptstore.source import Source, StoreSource
+from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores import Store
 
 if TYPE_CHECKING:
-    from ckptstore.daemon.client import DaemonClient
+    from ckptapi.client import DaemonClient
 
 
 class Session:

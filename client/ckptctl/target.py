@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import typer
 
+from ckptapi.opening import open_source
 from ckptctl.profiles import Profile, load_profiles
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest, StoreReadOnly, StoreUnavailable
-from ckptstore.source import Source, StoreSource, open_source
+from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores.local import LocalStore
 
 _HTTP = ("http://", "https://")

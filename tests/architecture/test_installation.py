@@ -64,7 +64,7 @@ def served(programs: Path, folder: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_without_extras_there_is_the_format_and_the_command_line(programs: Path) -> None:
-    run(programs / "python", "-c", "import ckptstore.reading, ckptstore.daemon.client, ckptctl.cli, ckpt")
+    run(programs / "python", "-c", "import ckptstore.reading.fetch, ckptapi.client, ckptctl.cli, ckpt")
     assert run(programs / "ckptctl", "--version").startswith("ckptctl ")
     absent = ["torch", "fastapi", "sqlalchemy", "s3fs", "safetensors"]
     assert missing(programs, "ckptstore", *absent) == absent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptstore.daemon import wire
+from ckptapi import bodies
 from tests.browser.conftest import ADMIN, Dashboard
 from tests.support.browser import Browser
 from tests.support.daemons import wait_until
@@ -58,7 +58,7 @@ def test_logging_in_needs_no_script_and_no_mouse(browser: Browser, guarded: Dash
 
 def test_a_token_for_some_runs_shows_those_and_no_others(browser: Browser, guarded: Dashboard) -> None:
     with guarded.daemon.client(ADMIN) as client:
-        request = wire.TokenRequest(name="vision", scopes=[wire.Scope.READ], runs=["vi*"])
+        request = bodies.TokenRequest(name="vision", scopes=[bodies.Scope.READ], runs=["vi*"])
         secret = client.create_token(request).secret
     browser.open(guarded.daemon.url)
     _log_in(browser, secret)
@@ -77,7 +77,7 @@ def test_a_token_for_some_runs_shows_those_and_no_others(browser: Browser, guard
 
 def test_a_revoked_token_ends_what_was_begun_with_it(browser: Browser, guarded: Dashboard) -> None:
     with guarded.daemon.client(ADMIN) as client:
-        secret = client.create_token(wire.TokenRequest(name="short", scopes=[wire.Scope.READ])).secret
+        secret = client.create_token(bodies.TokenRequest(name="short", scopes=[bodies.Scope.READ])).secret
         browser.open(guarded.daemon.url)
         _log_in(browser, secret)
         assert "short" in browser.text("header")

@@ -27,12 +27,13 @@ from ckptstore.errors import (
     UnsupportedFormat,
     UnsupportedObject,
 )
-from ckptstore.format.documents import Outcome, digest, parse_sealed, seal
+from ckptstore.format.documents import Outcome, digest
+from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import apply_prune, plan_prune
-from ckptstore.retention.judging import Policy
-from ckptstore.source import StoreSource
+from ckptstore.retention.policy import Policy
 from ckptstore.stores import open_store
-from ckptstore.verify import verify
 from tests.support.training import same_state
 
 

@@ -16,10 +16,11 @@ from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Shard, Slices
-from ckptstore.format.planning import Want, plan_reads
+from ckptstore.format.overlaps import Want
+from ckptstore.format.planning import plan_reads
 from ckptstore.format.shards import EncodedChunk, Slice, chunk_table, place_slices, plan_chunks
 from ckptstore.names import shard_name
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
 from tests.support.counting import CountingStore
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.sharded_reads import RUN, model

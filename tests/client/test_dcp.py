@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from ckpt import Checkpointer
 from ckpt.dcp import StorageReader, StorageWriter
 from ckptstore.clock import system_clock
+from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CorruptObject, InvalidName, InvalidRequest, StateMismatch, UnsupportedObject
 from ckptstore.names import Reference, shard_key, shard_name
-from ckptstore.retention.leases import active_leases
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
 from ckptstore.stores import Store, open_store
 from tests.support.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save
 from tests.support.stores import Faults, FaultyStore

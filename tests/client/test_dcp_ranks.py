@@ -11,10 +11,10 @@ from ckpt import Checkpointer
 from ckpt.dcp import StorageReader
 from ckptstore.clock import system_clock
 from ckptstore.names import Reference
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import advance, undecided_attempts
-from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
-from ckptstore.verify import verify
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon
 from tests.support.dcp_state import dcp, flat_optimizer_state, make_model, make_optimizer, same

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.source import StoreSource, read_manifest, read_receipt
+from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
+from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
-from ckptstore.verify import verify
 from tests.support.ddp import lines, run_ranks
 
 

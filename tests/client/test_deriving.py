@@ -21,13 +21,15 @@ from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.boxes import Box
 from ckptstore.format.casting import CAST_TYPES, cast, cast_into, is_cast
 from ckptstore.format.columns import column
-from ckptstore.format.documents import Content, check_manifest
-from ckptstore.format.planning import Want, derived_bytes, plan_reads
+from ckptstore.format.documents import Content
+from ckptstore.format.overlaps import Want
+from ckptstore.format.parsing import check_manifest
+from ckptstore.format.planning import derived_bytes, plan_reads
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.reading import fetch
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
-from ckptstore.verify import verify
 from tests.support.dcp_state import load as dcp_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

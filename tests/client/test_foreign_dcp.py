@@ -14,8 +14,8 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from ckpt import Checkpointer
-from ckptstore.catalog import list_checkpoints
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.command_line import Finished, invoke
 from tests.support.dcp_state import make_model, make_optimizer, same

@@ -16,7 +16,7 @@ from torch.serialization import skip_data
 
 from ckpt import Checkpointer
 from ckpt.foreign.torch_file import read_torch
-from ckptstore.catalog import list_checkpoints
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import CorruptObject
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.stores import open_store

@@ -13,11 +13,11 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.restoring.tensors import load_tensors
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import SaverDied
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
-from ckptstore.verify import verify
 from tests.support.kill_train import weights
 from tests.support.trainers import is_alive, trainer_on, until
 

@@ -11,7 +11,7 @@ import pytest
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import Content
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.layouts import box_of
 from tests.support.parallel.built import Setup

@@ -13,11 +13,11 @@ import pytest
 
 from ckpt import Checkpointer
 from ckptstore.clock import system_clock
+from ckptstore.commits.leases import active_leases
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import collect, undecided_attempts
-from ckptstore.retention.leases import active_leases
-from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store
-from ckptstore.verify import verify
 from tests.support.lost_ranks import RUN, model
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.stores import MovableClock

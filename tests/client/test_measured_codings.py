@@ -14,7 +14,7 @@ from ckpt.saving.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.format.shards import ChunkSpan
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.sinks import Sink
 

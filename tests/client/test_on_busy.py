@@ -16,8 +16,8 @@ from ckpt import Checkpointer
 from ckpt.saving import writers
 from ckptstore import names
 from ckptstore.errors import SaveSkipped
+from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import collect
-from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.gates import Gate, gated
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios

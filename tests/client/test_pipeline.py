@@ -12,12 +12,13 @@ from msgspec.structs import replace
 from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup, SliceRow
 from ckpt.saving.pipeline import SavePipeline
 from ckptstore.clock import system_clock
-from ckptstore.format.documents import Outcome, parse_sealed
+from ckptstore.commits.leases import active_leases, take_lease
+from ckptstore.format.documents import Outcome
+from ckptstore.format.parsing import parse_sealed
 from ckptstore.names import Attempt, attempts_prefix, new_ulid
-from ckptstore.retention.leases import active_leases, take_lease
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
-from ckptstore.verify import verify
 
 COUNT = 3_000_000
 RAW = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32).data.cast("B")

@@ -14,13 +14,13 @@ from torch import nn
 import ckpt
 from ckpt import Checkpointer
 from ckptstore import names
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CorruptObject, ObjectMissing
+from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import plan_prune
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.leases import active_leases
-from ckptstore.source import StoreSource
+from ckptstore.retention.policy import Policy
 from ckptstore.stores import open_store
 from tests.support.ddp import ROOT
 from tests.support.training import same_state

@@ -19,8 +19,8 @@ from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.devices import CudaLane
 from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference
-from ckptstore.reading import fetch
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.training import same_state
 

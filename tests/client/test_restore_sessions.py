@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from ckptapi.bodies import RestoreBody, RestoreState
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore import names
-from ckptstore.daemon.wire import RestoreBody, RestoreState
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
 from ckptstore.stores import Store, open_store
 from tests.support.command_line import invoke
 from tests.support.counting import CountingStore, serving

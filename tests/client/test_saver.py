@@ -17,9 +17,9 @@ from ckpt.saving.presence import Presence, wait_for_orphans
 from ckpt.saving.segment import Segment
 from ckpt.saving.writers import _start
 from ckptstore.clock import system_clock
-from ckptstore.commit import receipt_ranks, roll_forward
+from ckptstore.commits.commit import receipt_ranks, roll_forward
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_rank
 

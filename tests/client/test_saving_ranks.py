@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.format.planning import derived_bytes, entry_bytes
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios

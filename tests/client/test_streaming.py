@@ -22,7 +22,7 @@ from ckpt.saving import writers
 from ckpt.saving.streaming import LEAST_BYTES, Intake, Outlet, places
 from ckptstore.errors import InvalidRequest, SaveFailed, SaverDied, SnapshotTorn, StoreUnavailable
 from ckptstore.format.shards import ChunkSpan
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.ddp import ROOT
 from tests.support.stores import Faults, FaultyStore

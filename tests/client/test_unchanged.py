@@ -21,17 +21,17 @@ from ckpt import Checkpointer
 from ckpt.saving.comparing import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, Known, compare, keys, worthwhile
 from ckpt.saving.streaming import LEAST_BYTES
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.leases import active_leases
+from ckptstore.commits.references import marks
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import EncodedChunk
-from ckptstore.references import marks
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
-from ckptstore.retention.leases import active_leases
 from ckptstore.retention.scrubbing import scrub
-from ckptstore.source import StoreSource
 from ckptstore.stores import open_store
-from ckptstore.verify import verify
 
 RUN = "r"
 

@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import list_checkpoints, visible_attempts
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import list_checkpoints, visible_attempts
+from ckptstore.commits.leases import take_lease
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.retention.leases import take_lease
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.command_line import invoke

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ckptapi import bodies
+from ckptapi.client import DaemonClient
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.daemon import wire
-from ckptstore.daemon.client import DaemonClient
-from ckptstore.examining import examine
+from ckptstore.commits.store_check import examine
 from ckptstore.stores import open_store
 from tests.support.command_line import invoke
 from tests.support.daemons import Daemon, running_daemon, wait_until
@@ -33,7 +33,7 @@ def client(daemon: Daemon) -> Iterator[DaemonClient]:
 
 def test_jobs_are_listed_shown_waited_for_and_ended(daemon: Daemon, client: DaemonClient) -> None:
     assert invoke("jobs", "--url", daemon.url).stdout == ""
-    job = client.start_job(wire.VerifyJob(run="gpt"))
+    job = client.start_job(bodies.VerifyJob(run="gpt"))
     shown = invoke("jobs", job.id, "--wait", "--url", daemon.url)
     assert shown.code == 0
     assert "succeeded" in shown.stdout

@@ -14,7 +14,7 @@ from ckpt.foreign.writing import build_state, require_loadable
 from ckptctl.exporting import FileFormat, write_whole
 from ckptctl.exporting_formats import writer_of
 from ckptstore import names
-from ckptstore.catalog import list_checkpoints
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Slices

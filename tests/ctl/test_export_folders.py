@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ckptstore import names
-from ckptstore.catalog import list_checkpoints
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.shards import Slice
 from ckptstore.stores import Store, open_store

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file, save_model
 
 from ckptctl.safetensors_file import TYPES
 from ckptstore import names
-from ckptstore.catalog import list_checkpoints, list_runs
+from ckptstore.commits.catalog import list_checkpoints, list_runs
 from ckptstore.format.documents import Content
 from ckptstore.format.shards import Slice
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import Finished, clean_environment, invoke

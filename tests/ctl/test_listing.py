@@ -3,9 +3,9 @@ from pathlib import Path
 
 import msgspec
 
+from ckptapi.bodies import CheckpointBody
 from ckptstore import names
-from ckptstore.catalog import list_checkpoints
-from ckptstore.daemon.wire import CheckpointBody
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke

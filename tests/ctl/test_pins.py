@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from ckptstore.catalog import list_checkpoints
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 

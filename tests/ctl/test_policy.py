@@ -4,10 +4,10 @@ import pytest
 import yaml
 
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
-from ckptstore.catalog import list_checkpoints
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import InvalidPolicy
 from ckptstore.format.records import Override, PolicySet, Rules
-from ckptstore.retention.policies import read_policies
+from ckptstore.retention.policy import read_policies
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 

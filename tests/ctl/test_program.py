@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints
+from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.format import planning
 from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
-from ckptstore.reading import fetch
-from ckptstore.retention.leases import release_lease, take_lease
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.reading.verify import verify
 from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
-from ckptstore.verify import verify
 from tests.conftest import S3Location
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import PROGRAM, Terminal, clean_environment, run

@@ -9,8 +9,8 @@ from uuid import uuid4
 
 import pytest
 
-from ckptstore.daemon.client import DaemonClient
-from ckptstore.daemon.wire import Phase
+from ckptapi.bodies import Phase
+from ckptapi.client import DaemonClient
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import PROGRAM, Terminal, clean_environment, invoke

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from ckptstore import names
-from ckptstore.catalog import State, latest, list_checkpoints
+from ckptstore.commits.catalog import State, latest, list_checkpoints
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 

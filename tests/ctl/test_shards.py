@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptstore.clock import system_clock
-from ckptstore.commit import commit_attempt
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_rank

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, list_checkpoints
-from ckptstore.retention.leases import active_leases
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.leases import active_leases
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptstore import names
-from ckptstore.catalog import list_checkpoints
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import Finished, Terminal, invoke, run

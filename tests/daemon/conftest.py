@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon

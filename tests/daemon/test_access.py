@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from ckptapi import bodies
+from ckptapi.bodies import Scope, TokenRequest
 from ckptd.api.rules import RULES, in_body
 from ckptd.api.throttle import MAX_FAILURES, WINDOW_S, Throttle
-from ckptstore.catalog import Checkpoint
-from ckptstore.daemon import wire
-from ckptstore.daemon.wire import Scope, TokenRequest
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Denied, Forbidden, TooManyFailures, Unauthorized
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
@@ -139,36 +139,36 @@ def test_a_bound_token_does_its_work_on_its_own_run(guarded: Guarded) -> None:
 
     run, id = guarded.mine.run, guarded.mine.id
     assert works("GET", f"/checkpoints/latest?run={run}")["id"] == id
-    assert [item["id"] for item in works("GET", wire.CHECKPOINTS)["items"]] == [id]
-    assert [item["id"] for item in works("GET", f"{wire.CHECKPOINTS}?run=*")["items"]] == [id]
-    assert [item["run"] for item in works("GET", wire.RUNS)["items"]] == [run]
+    assert [item["id"] for item in works("GET", bodies.CHECKPOINTS)["items"]] == [id]
+    assert [item["id"] for item in works("GET", f"{bodies.CHECKPOINTS}?run=*")["items"]] == [id]
+    assert [item["run"] for item in works("GET", bodies.RUNS)["items"]] == [run]
     for part in ("", "/manifest", "/shards/shard-00000.ckpt", "/shards", "/entries"):
-        works("GET", f"{wire.CHECKPOINTS}/{id}{part}")
-    works("POST", wire.NOTIFY, json={"run": run, "attempt": str(guarded.mine.attempt)})
-    lease = works("POST", wire.LEASES, json={"id": id, "holder": "h", "ttl_s": 60})["lease"]
-    works("DELETE", f"{wire.LEASES}/{run}/{lease}")
-    restore = works("POST", wire.RESTORES, json={"run": run, "key": "k", "world_size": 1, "rank": 0, "ttl_s": 60})
-    works("GET", f"{wire.RESTORES}/{restore['id']}")
-    works("DELETE", f"{wire.RESTORES}/{restore['id']}")
-    works("POST", wire.PRUNE, json={"keep_last": 5, "run": run})
+        works("GET", f"{bodies.CHECKPOINTS}/{id}{part}")
+    works("POST", bodies.NOTIFY, json={"run": run, "attempt": str(guarded.mine.attempt)})
+    lease = works("POST", bodies.LEASES, json={"id": id, "holder": "h", "ttl_s": 60})["lease"]
+    works("DELETE", f"{bodies.LEASES}/{run}/{lease}")
+    restore = works("POST", bodies.RESTORES, json={"run": run, "key": "k", "world_size": 1, "rank": 0, "ttl_s": 60})
+    works("GET", f"{bodies.RESTORES}/{restore['id']}")
+    works("DELETE", f"{bodies.RESTORES}/{restore['id']}")
+    works("POST", bodies.PRUNE, json={"keep_last": 5, "run": run})
     with guarded.daemon.client(guarded.secrets["bound"]) as client, pytest.raises(Forbidden, match="gpt-"):
         client.latest("bert")
 
 
 def test_ids_of_another_runs_restores_and_jobs_are_refused(guarded: Guarded) -> None:
     body = {"run": "bert", "key": "k", "world_size": 1, "rank": 0, "ttl_s": 60}
-    restore = guarded.ask("read", "POST", wire.RESTORES, json=body).json()["id"]
-    job = guarded.ask("read", "POST", wire.JOBS, json={"kind": "verify", "run": "bert"}).json()["id"]
+    restore = guarded.ask("read", "POST", bodies.RESTORES, json=body).json()["id"]
+    job = guarded.ask("read", "POST", bodies.JOBS, json={"kind": "verify", "run": "bert"}).json()["id"]
     for method, path in (
-        ("GET", f"{wire.RESTORES}/{restore}"),
-        ("DELETE", f"{wire.RESTORES}/{restore}"),
-        ("GET", f"{wire.JOBS}/{job}"),
-        ("DELETE", f"{wire.JOBS}/{job}"),
+        ("GET", f"{bodies.RESTORES}/{restore}"),
+        ("DELETE", f"{bodies.RESTORES}/{restore}"),
+        ("GET", f"{bodies.JOBS}/{job}"),
+        ("DELETE", f"{bodies.JOBS}/{job}"),
     ):
         assert guarded.code("bound", method, path) == "forbidden"
     report = {"phase": "failed", "problem": "x"}
-    assert guarded.code("bound", "PUT", f"{wire.RESTORES}/{restore}/ranks/0", json=report) == "forbidden"
-    assert guarded.ask("read", "DELETE", f"{wire.RESTORES}/{restore}").json()["state"] == "cancelled"
+    assert guarded.code("bound", "PUT", f"{bodies.RESTORES}/{restore}/ranks/0", json=report) == "forbidden"
+    assert guarded.ask("read", "DELETE", f"{bodies.RESTORES}/{restore}").json()["state"] == "cancelled"
 
 
 def test_jobs_ask_for_what_they_do(guarded: Guarded) -> None:
@@ -178,7 +178,7 @@ def test_jobs_ask_for_what_they_do(guarded: Guarded) -> None:
         ({"kind": "reindex"}, Scope.ADMIN),
     ):
         for given in (Scope.READ, Scope.ADMIN):
-            code = guarded.code(given, "POST", wire.JOBS, json=body)
+            code = guarded.code(given, "POST", bodies.JOBS, json=body)
             assert (code == "forbidden") is (given not in (scope, Scope.ADMIN)), (body, given)
 
 
@@ -196,7 +196,7 @@ def test_no_path_leaves_its_run(guarded: Guarded, path: str) -> None:
     for token in ("bootstrap", "bound"):
         answer = guarded.ask(token, "GET", path)
         assert answer.status_code in (403, 404, 422), answer.text
-        assert answer.headers["content-type"] == wire.PROBLEM
+        assert answer.headers["content-type"] == bodies.PROBLEM
 
 
 def test_the_client_raises_what_the_daemon_says(guarded: Guarded) -> None:
@@ -210,9 +210,9 @@ def test_the_client_raises_what_the_daemon_says(guarded: Guarded) -> None:
 
 def test_other_sites_may_read_nothing(guarded: Guarded) -> None:
     origin = {"Origin": "https://evil.example"}
-    answer = guarded.ask("bootstrap", "GET", wire.RUNS, headers=origin)
+    answer = guarded.ask("bootstrap", "GET", bodies.RUNS, headers=origin)
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    preflight = httpx.options(guarded.daemon.url + wire.PRUNE, headers={**origin, **asked})
+    preflight = httpx.options(guarded.daemon.url + bodies.PRUNE, headers={**origin, **asked})
     assert not preflight.is_success
     for told in (answer, preflight):
         assert not [name for name in told.headers if name.startswith("access-control")]
@@ -225,9 +225,9 @@ def test_without_tokens_it_answers_only_to_its_own_address(store: Store) -> None
     with running_daemon(store.url) as daemon:
         port = daemon.url.rpartition(":")[2]
         for host in (f"127.0.0.1:{port}", "localhost", f"[::1]:{port}"):
-            assert daemon.get(wire.RUNS, headers={"Host": host}).status_code == 200, host
+            assert daemon.get(bodies.RUNS, headers={"Host": host}).status_code == 200, host
         for host in ("evil.example", f"evil.example:{port}", "10.0.0.1", "127.0.0.1.evil.example", ""):
-            answer = daemon.get(wire.RUNS, headers={"Host": host})
+            answer = daemon.get(bodies.RUNS, headers={"Host": host})
             assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), host
         assert daemon.get("/livez", headers={"Host": "10.0.0.1"}).status_code == 200
 
@@ -270,6 +270,6 @@ def test_the_throttle_forgets_and_stays_small() -> None:
 
 
 def _filled(path: str, run: str, id: str) -> str:
-    id = id if path.startswith(wire.CHECKPOINTS) else _ULID
+    id = id if path.startswith(bodies.CHECKPOINTS) else _ULID
     attempt = f"000000000001-{_ULID}"
     return path.format(id=id, run=run, attempt=attempt, lease=_ULID, name="shard-00000.ckpt", rank="0")

@@ -12,12 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ckptapi import bodies
+from ckptapi.operations import Fill
 from ckptd.api.sharing import FairTurns, Limits
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore import names
-from ckptstore.daemon import wire
-from ckptstore.daemon.operations import Fill
 from ckptstore.errors import TooManyRequests
 from ckptstore.stores import open_store
 from tests.conftest import S3Location
@@ -40,7 +40,7 @@ def test_ranges_come_framed_in_their_order(served: Served) -> None:
     body = {"ranges": [{"shard": SHARD, "offset": offset, "count": count} for offset, count in ranges]}
     answer = served.daemon.post(f"/v1/checkpoints/{served.newest.id}/read", body)
     assert answer.status_code == 200
-    assert answer.headers["content-type"] == wire.RANGES_MEDIA
+    assert answer.headers["content-type"] == bodies.RANGES_MEDIA
     expected = b"".join(struct.pack("<Q", count) + data[offset : offset + count] for offset, count in ranges)
     assert answer.content == expected
     assert int(answer.headers["content-length"]) == len(expected)

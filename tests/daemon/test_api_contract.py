@@ -20,8 +20,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from ckptapi import bodies
 from ckptd.api.rules import RULES
-from ckptstore.daemon import wire
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
@@ -29,7 +29,7 @@ from tests.support.daemons import Daemon, running_daemon
 EXAMPLES = int(os.environ.get("CKPTD_CONTRACT_EXAMPLES", "12"))
 """Requests for each endpoint."""
 _CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-_WITHOUT_BODY = (wire.REINDEX, wire.PROBE, wire.CHECKPOINTS + "/{id}/pins/{name}")
+_WITHOUT_BODY = (bodies.REINDEX, bodies.PROBE, bodies.CHECKPOINTS + "/{id}/pins/{name}")
 _LIMITS = {"wait": 0.01, "limit": 50}
 
 

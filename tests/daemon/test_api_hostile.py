@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zstandard
 
+from ckptapi import bodies
 from ckptd.api.bounds import MAX_HEADERS, MAX_QUERY_BYTES
 from ckptd.api.cursors import read_cursor, write_cursor
 from ckptd.index import Sort
 from ckptstore import names
-from ckptstore.daemon import wire
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
 from tests.daemon.conftest import Served
@@ -29,7 +29,7 @@ ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
 
 def refused(answer: httpx.Response, status: int) -> None:
     assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == wire.PROBLEM
+    assert answer.headers["content-type"] == bodies.PROBLEM
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
 
 
@@ -125,14 +125,14 @@ def test_clients_that_leave_in_the_middle_cost_nothing(served: Served) -> None:
     for number in range(300):
         with socket.create_connection((host, int(port)), 10) as connection:
             accept = "text/event-stream" if number % 10 == 0 else "*/*"
-            target = wire.EVENTS if number % 10 == 0 else path
+            target = bodies.EVENTS if number % 10 == 0 else path
             head = f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: {accept}\r\n\r\n"
             connection.sendall(head.encode())
             connection.recv(10)
     wait_until(
         lambda: len(os.listdir(f"/proc/{served.daemon.process.pid}/fd")) <= before + 20, "the end of connections"
     )
-    assert served.daemon.get(wire.EVENTS).status_code == 200
+    assert served.daemon.get(bodies.EVENTS).status_code == 200
 
 
 def _memory_kib(pid: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ckptstore.daemon import wire
+from ckptapi import bodies
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
@@ -37,7 +37,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def everything(daemon: Daemon, query: str = "", limit: int = 7) -> list[Body]:
     """All pages of a listing."""
     found: list[Body] = []
-    path = f"{wire.CHECKPOINTS}?limit={limit}&{query}"
+    path = f"{bodies.CHECKPOINTS}?limit={limit}&{query}"
     while True:
         answer = daemon.get(path)
         assert answer.status_code == 200, answer.text
@@ -98,8 +98,8 @@ def test_moments_are_inclusive(daemon: Daemon) -> None:
 
 
 def test_a_cursor_belongs_to_its_order(daemon: Daemon) -> None:
-    cursor = daemon.get(f"{wire.CHECKPOINTS}?limit=1&sort=step").json()["next_cursor"]
-    answer = daemon.get(f"{wire.CHECKPOINTS}?limit=1&sort=-step&cursor={cursor}")
+    cursor = daemon.get(f"{bodies.CHECKPOINTS}?limit=1&sort=step").json()["next_cursor"]
+    answer = daemon.get(f"{bodies.CHECKPOINTS}?limit=1&sort=-step&cursor={cursor}")
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
 
 
@@ -111,7 +111,7 @@ def test_a_cursor_belongs_to_its_order(daemon: Daemon) -> None:
      "&".join(f"metric=m{n}>=1" for n in range(20)), "&".join(["state=corrupt"] * 50)],
 )  # fmt: skip
 def test_conditions_that_are_none(daemon: Daemon, query: str) -> None:
-    answer = daemon.get(f"{wire.CHECKPOINTS}?{query}")
+    answer = daemon.get(f"{bodies.CHECKPOINTS}?{query}")
     assert answer.status_code == 422, answer.text
     assert answer.json()["code"] in ("invalid_request", "invalid_name")
 

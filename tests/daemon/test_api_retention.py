@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ckptstore.catalog import list_checkpoints
+from ckptapi import bodies
 from ckptstore.clock import system_clock
-from ckptstore.daemon import wire
+from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.format.records import Action
 from ckptstore.names import Reference
-from ckptstore.retention.labels import LabelChange, change_labels
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
@@ -76,15 +76,15 @@ def test_a_pin_holds(served: tuple[Daemon, Store]) -> None:
 
 def test_policies_are_versions_and_are_applied(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
-    assert daemon.get(wire.POLICIES).json()["version"] == 0
+    assert daemon.get(bodies.POLICIES).json()["version"] == 0
     wanted = {"expected": 0, "policies": {"default": {"keep_last": 2}, "max_delete_fraction": 1.0}, "reason": "disk"}
-    put = httpx.put(daemon.url + wire.POLICIES, json=wanted)
+    put = httpx.put(daemon.url + bodies.POLICIES, json=wanted)
     assert put.status_code == 200, put.text
     assert put.json()["version"] == 1
     wait_until(lambda: steps(store) == [3, 2], "the policies to be applied")
-    again = httpx.put(daemon.url + wire.POLICIES, json=wanted)
+    again = httpx.put(daemon.url + bodies.POLICIES, json=wanted)
     assert (again.status_code, again.json()["code"]) == (409, "policies_changed")
-    assert [version["version"] for version in daemon.get(wire.POLICIES + "/history").json()["items"]] == [1]
+    assert [version["version"] for version in daemon.get(bodies.POLICIES + "/history").json()["items"]] == [1]
     pruned = [e for e in daemon.get("/v1/events?limit=500").json()["items"] if e["kind"] == "pruned"]
     assert [(event["run"], event["detail"]["removed"]) for event in pruned] == [("gpt", 1)]
 
@@ -95,7 +95,7 @@ def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None
         write_checkpoint(store, "gpt", step, SMALL)
     with running_daemon(store.url, environment={**os.environ, "CKPTD_TOKEN": "secret of the test"}) as daemon:
         with daemon.client("secret of the test") as admin:
-            wanted = wire.TokenRequest(name="janitor", scopes=[wire.Scope.READ, wire.Scope.PRUNE])
+            wanted = bodies.TokenRequest(name="janitor", scopes=[bodies.Scope.READ, bodies.Scope.PRUNE])
             secret = admin.create_token(wanted).secret
         with daemon.client(secret) as janitor:
             oldest = janitor.checkpoints("gpt")[-1]
@@ -105,7 +105,7 @@ def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None
             assert janitor.undelete(Reference.parse("gpt@1"), "it did not") == oldest
             janitor.unpin(oldest, "undeleted")
             janitor.prune(keep_last=3, run="gpt", dry_run=False)
-            job = janitor.start_job(wire.PruneJob(keep_last=2, run="gpt", dry_run=False))
+            job = janitor.start_job(bodies.PruneJob(keep_last=2, run="gpt", dry_run=False))
             wait_until(lambda: not janitor.job(job.id).state.live, "the prune")
             found = [(record.action, record.by) for record in janitor.audit("gpt")]
     done = [Action.PIN, Action.UNPIN, Action.DELETE, Action.PIN, Action.UNDELETE, Action.UNPIN, *[Action.DELETE] * 2]

@@ -21,7 +21,7 @@ from ckptd.app import create_app
 from ckptd.services.cache import BLOCK_BYTES
 from ckptd.settings import Settings
 from ckptstore import names
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.counting import CountingStore, serving

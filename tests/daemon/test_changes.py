@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from ckptapi import bodies
+from ckptapi.client import DaemonClient
 from ckptstore import names
-from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.commit import commit_attempt, decide
-from ckptstore.daemon import wire
-from ckptstore.daemon.client import DaemonClient
+from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.commits.commit import commit_attempt, decide
 from ckptstore.errors import AttemptAborted, InvalidPolicy, NoCheckpoint
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
-from ckptstore.verify import verify
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon, wait_until
 
@@ -66,7 +66,7 @@ def test_an_aborted_attempt_is_410(store: Store, daemon: Daemon, client: DaemonC
     decide(store, "gpt", attempt, None, system_clock)
     with pytest.raises(AttemptAborted):
         client.notify("gpt", attempt)
-    answer = daemon.post(wire.NOTIFY, {"run": "gpt", "attempt": str(attempt)})
+    answer = daemon.post(bodies.NOTIFY, {"run": "gpt", "attempt": str(attempt)})
     assert (answer.status_code, answer.json()["code"]) == (410, "attempt_aborted")
 
 
@@ -84,7 +84,7 @@ def test_a_deleted_checkpoint_is_not_indexed_again(store: Store, client: DaemonC
 def test_a_dry_run_deletes_nothing_and_is_the_default(store: Store, daemon: Daemon) -> None:
     for step in range(4):
         write_checkpoint(store, step=step)
-    answer = daemon.post(wire.PRUNE, {"keep_last": 1}).json()
+    answer = daemon.post(bodies.PRUNE, {"keep_last": 1}).json()
     assert answer["dry_run"] is True
     assert [item["reasons"] for item in answer["items"]] == [["last-1"], [], [], []]
     removed = [item["checkpoint"]["stored_bytes"] for item in answer["items"] if not item["reasons"]]

@@ -16,15 +16,16 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from ckpt.dcp import StorageWriter
+from ckptapi import bodies
+from ckptapi.arbiter import DaemonArbiter, arbitrated
+from ckptapi.bodies import Scope, TokenRequest
 from ckptd.index import Database, DecisionIndex
 from ckptd.services.deciding import Deciding
 from ckptstore import names
-from ckptstore.arbitration import ArbitratedStore, DaemonArbiter, arbitrated
-from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.commit import commit_attempt, decide, read_outcome
-from ckptstore.daemon import wire
-from ckptstore.daemon.wire import Scope, TokenRequest
+from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.commits.commit import commit_attempt, decide, read_outcome
+from ckptstore.commits.remote_create import ArbitratedStore
 from ckptstore.errors import (
     AttemptAborted,
     DaemonUnavailable,
@@ -34,7 +35,8 @@ from ckptstore.errors import (
     StoreUnavailable,
     StoreUnsafe,
 )
-from ckptstore.format.documents import FORMAT, Outcome, seal
+from ckptstore.format.documents import FORMAT, Outcome
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import Fate
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store, open_store
@@ -266,9 +268,9 @@ def test_proposals_that_make_no_sense(honest: Honest) -> None:
         with pytest.raises(InvalidRequest, match="has no bytes"):
             client.decide(RUN, attempt, committing(attempt)[0])
         for body in ({}, {"run": RUN, "attempt": "x", "proposal": "y"}, {"run": "../x", "attempt": str(attempt)}):
-            assert honest.daemon.post(wire.DECISIONS, body, headers=_ADMIN).status_code == 422
+            assert honest.daemon.post(bodies.DECISIONS, body, headers=_ADMIN).status_code == 422
         big = {"run": RUN, "attempt": str(attempt), "proposal": "x" * (2 << 20)}
-        assert honest.daemon.post(wire.DECISIONS, big, headers=_ADMIN).status_code == 422
+        assert honest.daemon.post(bodies.DECISIONS, big, headers=_ADMIN).status_code == 422
     assert read_outcome(honest.store, RUN, attempt) is None
     assert keys(honest.store, names.fates_prefix(RUN)) == []
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ckptapi import bodies
+from ckptapi.bodies import EventKind
+from ckptapi.client import DaemonClient
 from ckptd.index import Database, EventLog, Index, News
 from ckptd.services.events import Events
 from ckptstore.clock import system_clock
-from ckptstore.daemon import wire
-from ckptstore.daemon.client import DaemonClient
-from ckptstore.daemon.wire import EventKind
 from ckptstore.names import new_ulid
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store, open_store
@@ -40,9 +40,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
 @contextmanager
 def listening(
     daemon: Daemon, after: int | None = None, run: str | None = None
-) -> Iterator[queue.Queue[wire.EventBody]]:
+) -> Iterator[queue.Queue[bodies.EventBody]]:
     """What a stream brings, as it comes; the stream is open when the block begins."""
-    received: queue.Queue[wire.EventBody] = queue.Queue()
+    received: queue.Queue[bodies.EventBody] = queue.Queue()
     client = DaemonClient(daemon.url)
 
     def follow() -> None:
@@ -77,7 +77,7 @@ def test_what_was_there_before_is_no_news(watched: tuple[Daemon, Store]) -> None
 def test_a_commit_is_told_once_although_it_is_notified_and_listed(watched: tuple[Daemon, Store]) -> None:
     daemon, store = watched
     with listening(daemon, run="once") as received:
-        assert received.get(timeout=60).kind == wire.OPEN
+        assert received.get(timeout=60).kind == bodies.OPEN
         ids = [commit(daemon, store, "once", step) for step in (1, 2, 3)]
         events = [received.get(timeout=60) for _ in ids]
         assert [event.checkpoint for event in events] == ids
@@ -114,7 +114,7 @@ def test_a_stream_resumes_where_it_ended(watched: tuple[Daemon, Store]) -> None:
     with listening(daemon, after=first.id, run="resumed") as received:
         events = [received.get(timeout=60) for _ in range(3)]
     assert [event.checkpoint for event in events[1:]] == missed
-    assert events[0].kind == wire.OPEN
+    assert events[0].kind == bodies.OPEN
 
 
 def test_events_survive_a_restart_and_a_stream_goes_on(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_events_survive_a_restart_and_a_stream_goes_on(tmp_path: Path) -> None:
         assert client.events(after=seen).gap
         with listening(daemon, after=seen) as received:
             kinds = [received.get(timeout=60).kind for _ in range(3)]
-        assert kinds == [wire.OPEN, wire.GAP, EventKind.COMMITTED]
+        assert kinds == [bodies.OPEN, bodies.GAP, EventKind.COMMITTED]
 
 
 def test_latest_waits_for_a_commit_and_not_longer(watched: tuple[Daemon, Store]) -> None:
@@ -185,10 +185,12 @@ def test_streams_are_limited_per_client(tmp_path: Path) -> None:
         streams = []
         try:
             for _ in range(16):
-                request = client.build_request("GET", daemon.url + wire.EVENTS, headers={"Accept": wire.EVENT_STREAM})
+                request = client.build_request(
+                    "GET", daemon.url + bodies.EVENTS, headers={"Accept": bodies.EVENT_STREAM}
+                )
                 streams.append(client.send(request, stream=True))
             assert {stream.status_code for stream in streams} == {200}
-            refused = daemon.get(wire.EVENTS, headers={"Accept": wire.EVENT_STREAM})
+            refused = daemon.get(bodies.EVENTS, headers={"Accept": bodies.EVENT_STREAM})
             assert (refused.status_code, refused.json()["code"]) == (429, "too_many_requests")
             assert int(refused.headers["retry-after"]) > 0
         finally:
@@ -196,7 +198,7 @@ def test_streams_are_limited_per_client(tmp_path: Path) -> None:
                 stream.close()
 
         def free() -> bool:
-            with httpx.stream("GET", daemon.url + wire.EVENTS, headers={"Accept": wire.EVENT_STREAM}) as stream:
+            with httpx.stream("GET", daemon.url + bodies.EVENTS, headers={"Accept": bodies.EVENT_STREAM}) as stream:
                 return stream.status_code == 200
 
         wait_until(free, "a free place for a stream")
@@ -205,8 +207,8 @@ def test_streams_are_limited_per_client(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["x", "-1", "9" * 30, "١"])
 def test_positions_that_are_none(watched: tuple[Daemon, Store], given: str) -> None:
     daemon, _ = watched
-    headers = {"Accept": wire.EVENT_STREAM, "Last-Event-ID": given.encode()}
-    answer = httpx.get(daemon.url + wire.EVENTS, headers=headers)  # type: ignore[arg-type]
+    headers = {"Accept": bodies.EVENT_STREAM, "Last-Event-ID": given.encode()}
+    answer = httpx.get(daemon.url + bodies.EVENTS, headers=headers)  # type: ignore[arg-type]
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
 
 
@@ -216,7 +218,7 @@ def test_the_end_of_a_restore_is_told_once(watched: tuple[Daemon, Store]) -> Non
     with daemon.client() as client:
         session = client.join_restore("restored", "job", world_size=1, rank=0)
         for _ in range(2):
-            client.report_restore(session.id, 0, wire.Phase.RESTORED)
+            client.report_restore(session.id, 0, bodies.Phase.RESTORED)
         events = [event for event in client.events(run="restored").items if event.kind == EventKind.RESTORE_ENDED]
     assert [event.detail["state"] for event in events] == ["restored"]
     assert events[0].detail["restore"] == session.id

@@ -7,7 +7,7 @@ from base64 import urlsafe_b64encode
 import httpx
 import pytest
 
-from ckptstore.daemon import wire
+from ckptapi import bodies
 from tests.daemon.conftest import Served
 from tests.support.daemons import wait_until
 
@@ -24,7 +24,7 @@ _IDS = [
 def _refused(answer: httpx.Response, *codes: str) -> None:
     problem = answer.json()
     assert 400 <= answer.status_code < 500, answer.text
-    assert answer.headers["content-type"] == wire.PROBLEM
+    assert answer.headers["content-type"] == bodies.PROBLEM
     assert problem["status"] == answer.status_code
     assert problem["code"] in codes, problem
     assert "Traceback" not in answer.text
@@ -63,20 +63,20 @@ def test_listings(served: Served, query: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (wire.PRUNE, {}),
-        (wire.PRUNE, {"keep_last": "5"}),
-        (wire.PRUNE, {"keep_last": 5, "run": "../x"}),
-        (wire.PRUNE, {"keep_last": 1.5}),
-        (wire.PRUNE, {"keep_last": True}),
-        (wire.PRUNE, []),
-        (wire.NOTIFY, {"run": "gpt"}),
-        (wire.NOTIFY, {"run": "gpt", "attempt": "../../x"}),
-        (wire.NOTIFY, {"run": "..", "attempt": f"000000000001-{_GOOD_ULID}"}),
-        (wire.LEASES, {"id": "gpt@latest", "holder": "", "ttl_s": 5}),
-        (wire.LEASES, {"id": "gpt@latest", "holder": "x" * 300, "ttl_s": 5}),
-        (wire.LEASES, {"id": "gpt@latest", "holder": "x", "ttl_s": 0}),
-        (wire.LEASES, {"id": "gpt@latest", "holder": "x", "ttl_s": 1e300}),
-        (wire.LEASES, {"id": "../x", "holder": "x", "ttl_s": 5}),
+        (bodies.PRUNE, {}),
+        (bodies.PRUNE, {"keep_last": "5"}),
+        (bodies.PRUNE, {"keep_last": 5, "run": "../x"}),
+        (bodies.PRUNE, {"keep_last": 1.5}),
+        (bodies.PRUNE, {"keep_last": True}),
+        (bodies.PRUNE, []),
+        (bodies.NOTIFY, {"run": "gpt"}),
+        (bodies.NOTIFY, {"run": "gpt", "attempt": "../../x"}),
+        (bodies.NOTIFY, {"run": "..", "attempt": f"000000000001-{_GOOD_ULID}"}),
+        (bodies.LEASES, {"id": "gpt@latest", "holder": "", "ttl_s": 5}),
+        (bodies.LEASES, {"id": "gpt@latest", "holder": "x" * 300, "ttl_s": 5}),
+        (bodies.LEASES, {"id": "gpt@latest", "holder": "x", "ttl_s": 0}),
+        (bodies.LEASES, {"id": "gpt@latest", "holder": "x", "ttl_s": 1e300}),
+        (bodies.LEASES, {"id": "../x", "holder": "x", "ttl_s": 5}),
     ],
 )
 def test_bodies(served: Served, path: str, body: object) -> None:
@@ -85,7 +85,7 @@ def test_bodies(served: Served, path: str, body: object) -> None:
 
 def test_keeping_nothing_is_refused(served: Served) -> None:
     for keep_last in (0, -1):
-        answer = served.daemon.post(wire.PRUNE, {"keep_last": keep_last, "dry_run": False})
+        answer = served.daemon.post(bodies.PRUNE, {"keep_last": keep_last, "dry_run": False})
         _refused(answer, "invalid_policy")
         assert answer.status_code == 422
 
@@ -94,7 +94,7 @@ def test_keeping_nothing_is_refused(served: Served) -> None:
     "content", [b"", b"{", b"\xff\xfe", b"[" * 60_000, b'{"keep_last":1}' + b" " * 70_000, b"1e999"]
 )
 def test_raw_bodies(served: Served, content: bytes) -> None:
-    answer = httpx.post(served.daemon.url + wire.PRUNE, content=content, headers={"Content-Type": "application/json"})
+    answer = httpx.post(served.daemon.url + bodies.PRUNE, content=content, headers={"Content-Type": "application/json"})
     _refused(answer, "invalid_request")
 
 
@@ -102,7 +102,7 @@ def test_a_web_page_cannot_prune(served: Served) -> None:
     """Other content types cross sites without a preflight."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         answer = httpx.post(
-            served.daemon.url + wire.PRUNE, content=b'{"keep_last":1,"dry_run":false}', headers={"Content-Type": kind}
+            served.daemon.url + bodies.PRUNE, content=b'{"keep_last":1,"dry_run":false}', headers={"Content-Type": kind}
         )
         _refused(answer, "invalid_request")
     assert len(served.daemon.get("/v1/checkpoints?run=gpt").json()["items"]) == 4
@@ -111,14 +111,14 @@ def test_a_web_page_cannot_prune(served: Served) -> None:
 def test_unknown_routes_and_methods(served: Served) -> None:
     for path in ("/nope", "/v1", "/v1/checkpoints/", "/v1/../etc/passwd", "/docs"):
         _refused(served.daemon.get(path), "unknown_route")
-    answer = httpx.put(served.daemon.url + wire.RUNS)
+    answer = httpx.put(served.daemon.url + bodies.RUNS)
     _refused(answer, "method_not_allowed")
     assert answer.headers["allow"] == "GET"
 
 
 def test_leases_and_their_names(served: Served) -> None:
     for path in (f"/gpt/{_GOOD_ULID[:-1]}", "/gpt/..%2fx", f"/..x/{_GOOD_ULID}", f"/{'x' * 200}/{_GOOD_ULID}"):
-        answer = httpx.delete(served.daemon.url + wire.LEASES + path)
+        answer = httpx.delete(served.daemon.url + bodies.LEASES + path)
         _refused(answer, "invalid_name", "invalid_request", "unknown_route")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from ckptstore.daemon import wire
-from ckptstore.daemon.wire import Phase
+from ckptapi import bodies
+from ckptapi.bodies import Phase
 from ckptstore.errors import InvalidName, NoRestore
 from tests.daemon.conftest import Served
 
@@ -19,15 +19,15 @@ _JOIN = {"run": "gpt", "key": "k", "world_size": 2, "rank": 0}
     "change",
     [
         {"run": "../x"}, {"run": ""}, {"run": None}, {"key": ""}, {"key": "x" * 129}, {"key": "a b"}, {"key": "-a"},
-        {"key": "a\0"}, {"world_size": 0}, {"world_size": -1}, {"world_size": wire.MAX_WORLD_SIZE + 1},
+        {"key": "a\0"}, {"world_size": 0}, {"world_size": -1}, {"world_size": bodies.MAX_WORLD_SIZE + 1},
         {"world_size": 1.5}, {"world_size": "2"}, {"rank": -1}, {"rank": 2}, {"rank": 10**30}, {"rank": True},
         {"ttl_s": 0}, {"ttl_s": 0.5}, {"ttl_s": 1e300}, {"ttl_s": -1}, {"ttl_s": "x"},
         {"checkpoint": "x"}, {"checkpoint": "../x@1"}, {"checkpoint": "bert@5"}, {"checkpoint": 7},
     ],
 )  # fmt: skip
 def test_joins_that_make_no_sense(served: Served, change: dict[str, object]) -> None:
-    _refused(served.daemon.post(wire.RESTORES, _JOIN | change))
-    assert all(item["key"] == "reports" for item in served.daemon.get(wire.RESTORES).json()["items"])
+    _refused(served.daemon.post(bodies.RESTORES, _JOIN | change))
+    assert all(item["key"] == "reports" for item in served.daemon.get(bodies.RESTORES).json()["items"])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_joins_that_make_no_sense(served: Served, change: dict[str, object]) -> 
 def test_reports_that_make_no_sense(served: Served, body: object) -> None:
     with served.daemon.client() as client:
         before = client.join_restore("gpt", "reports", 2, 0)
-        _refused(httpx.put(f"{served.daemon.url}{wire.RESTORES}/{before.id}/ranks/1", json=body))
+        _refused(httpx.put(f"{served.daemon.url}{bodies.RESTORES}/{before.id}/ranks/1", json=body))
         assert client.restore_session(before.id).num_joined == 1
 
 
@@ -50,7 +50,7 @@ def test_reports_that_make_no_sense(served: Served, body: object) -> None:
      f"/{_GOOD_ULID}?wait=1e400", f"/{_GOOD_ULID}?ranks=maybe"],
 )  # fmt: skip
 def test_questions_that_make_no_sense(served: Served, path: str) -> None:
-    _refused(served.daemon.get(wire.RESTORES + path))
+    _refused(served.daemon.get(bodies.RESTORES + path))
 
 
 def test_what_is_not_there(served: Served) -> None:
@@ -65,24 +65,24 @@ def test_what_is_not_there(served: Served) -> None:
             with pytest.raises(error):
                 client.cancel_restore(id)
     report = {"phase": "fetching"}
-    for rank in ("-1", "x", str(wire.MAX_WORLD_SIZE), "9" * 5000):
-        _refused(httpx.put(f"{served.daemon.url}{wire.RESTORES}/{_GOOD_ULID}/ranks/{rank}", json=report))
+    for rank in ("-1", "x", str(bodies.MAX_WORLD_SIZE), "9" * 5000):
+        _refused(httpx.put(f"{served.daemon.url}{bodies.RESTORES}/{_GOOD_ULID}/ranks/{rank}", json=report))
 
 
 def test_a_web_page_cannot_join(served: Served) -> None:
-    answer = httpx.post(served.daemon.url + wire.RESTORES, content=b"{}", headers={"Content-Type": "text/plain"})
+    answer = httpx.post(served.daemon.url + bodies.RESTORES, content=b"{}", headers={"Content-Type": "text/plain"})
     _refused(answer)
 
 
 def _refused(answer: httpx.Response) -> None:
     assert answer.status_code == 422, answer.text
-    assert answer.headers["content-type"] == wire.PROBLEM
+    assert answer.headers["content-type"] == bodies.PROBLEM
     assert answer.json()["code"] in ("invalid_name", "invalid_request")
 
 
 def test_the_openapi_document_says_what_is_allowed(served: Served) -> None:
     document = served.daemon.get("/openapi.json")
-    put = document.json()["paths"][wire.RESTORES + "/{id}/ranks/{rank}"]["put"]
+    put = document.json()["paths"][bodies.RESTORES + "/{id}/ranks/{rank}"]["put"]
     schema = put["requestBody"]["content"]["application/json"]["schema"]
     schemas = document.json()["components"]["schemas"]
     report = schemas[schema["$ref"].rpartition("/")[2]]

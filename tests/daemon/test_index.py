@@ -23,8 +23,8 @@ from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
 from ckptd.services.recovery import Recovery
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import IndexUnavailable, StoreUnavailable, UnsupportedFormat
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.retention.deletion import delete_checkpoint

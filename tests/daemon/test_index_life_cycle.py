@@ -20,10 +20,10 @@ from ckptd.services.catalogue import Catalogue
 from ckptd.services.freshness import Freshness
 from ckptd.services.periodic import IDLE_AFTER_S, IDLE_ROUNDS
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
 from ckptstore.names import Attempt, Reference
-from ckptstore.retention.judging import Policy
+from ckptstore.retention.policy import Policy
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint

@@ -15,8 +15,8 @@ from ckptd.services.freshness import Freshness
 from ckptd.services.periodic import IDLE_AFTER_S, IDLE_ROUNDS, Pace
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from ckptapi import bodies
+from ckptapi.bodies import EventKind, JobState
+from ckptapi.client import DaemonClient
 from ckptd.index import Database, EventLog, Index, Job, JobIndex
 from ckptd.services.events import Events
 from ckptd.services.jobs import MAX_LIVE, Jobs, Progress
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.daemon import wire
-from ckptstore.daemon.client import DaemonClient
-from ckptstore.daemon.wire import EventKind, JobState
 from ckptstore.errors import CkptError, InvalidPolicy, NoCheckpoint, NoJob, TooManyRequests
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store, open_store
@@ -36,7 +36,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
         yield daemon, store
 
 
-def done(client: DaemonClient, request: wire.JobRequest) -> wire.JobBody:
+def done(client: DaemonClient, request: bodies.JobRequest) -> bodies.JobBody:
     """The job when it has ended."""
     job = client.start_job(request)
     wait_until(lambda: not client.job(job.id).state.live, f"the end of job {job.id}")
@@ -46,7 +46,7 @@ def done(client: DaemonClient, request: wire.JobRequest) -> wire.JobBody:
 def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
     with daemon.client() as client:
-        good = done(client, wire.VerifyJob(run="gpt"))
+        good = done(client, bodies.VerifyJob(run="gpt"))
         assert (good.state, good.result) == (JobState.SUCCEEDED, {"checked": 3, "corrupt": [], "num_corrupt": 0})
         assert good.done == good.total > 0
         assert good.log is not None
@@ -56,7 +56,7 @@ def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(served: tup
         data = bytearray(store.get(key))
         data[1000] ^= 1
         store.put(key, data)
-        bad = done(client, wire.VerifyJob(checkpoint=newest.id))
+        bad = done(client, bodies.VerifyJob(checkpoint=newest.id))
         assert bad.result is not None
         assert bad.result["corrupt"] == [newest.id]
         assert client.latest("gpt").step == 2
@@ -70,16 +70,16 @@ def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(served: tup
 def test_prune_and_gc_and_reindex(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
     with daemon.client() as client:
-        planned = done(client, wire.PruneJob(keep_last=1, run="gpt"))
+        planned = done(client, bodies.PruneJob(keep_last=1, run="gpt"))
         assert planned.result is not None
         assert (planned.result["num_removed"], planned.result["dry_run"]) == (2, True)
         assert len(client.checkpoints("gpt")) == 3
-        pruned = done(client, wire.PruneJob(keep_last=1, run="gpt", dry_run=False, force=True, grace_s=0))
+        pruned = done(client, bodies.PruneJob(keep_last=1, run="gpt", dry_run=False, force=True, grace_s=0))
         assert pruned.state is JobState.SUCCEEDED, pruned
         assert [c.step for c in client.checkpoints("gpt")] == [3]
-        assert done(client, wire.CollectJob(run="gpt")).state is JobState.SUCCEEDED
+        assert done(client, bodies.CollectJob(run="gpt")).state is JobState.SUCCEEDED
         write_checkpoint(store, "gpt", 4)
-        reindexed = done(client, wire.ReindexJob())
+        reindexed = done(client, bodies.ReindexJob())
         assert reindexed.result == {"runs": 1, "checkpoints": 2}
 
 
@@ -87,9 +87,9 @@ def test_what_cannot_be_done_is_said(served: tuple[Daemon, Store]) -> None:
     daemon, _ = served
     with daemon.client() as client:
         for request, error in (
-            (wire.VerifyJob(run="nope"), NoCheckpoint),
-            (wire.VerifyJob(checkpoint="gpt@77"), NoCheckpoint),
-            (wire.PruneJob(keep_last=0), InvalidPolicy),
+            (bodies.VerifyJob(run="nope"), NoCheckpoint),
+            (bodies.VerifyJob(checkpoint="gpt@77"), NoCheckpoint),
+            (bodies.PruneJob(keep_last=0), InvalidPolicy),
         ):
             failed = done(client, request)
             assert (failed.state, failed.code) == (JobState.FAILED, error.code)
@@ -108,7 +108,7 @@ def test_what_cannot_be_done_is_said(served: tuple[Daemon, Store]) -> None:
 )
 def test_requests_that_are_none(served: tuple[Daemon, Store], body: object) -> None:
     daemon, _ = served
-    answer = daemon.post(wire.JOBS, body)
+    answer = daemon.post(bodies.JOBS, body)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
 
 
@@ -149,7 +149,7 @@ class Bench:
         self.index = JobIndex(self.database)
         self.log = EventLog(self.database, self.clock)
         events = Events(self.log, None, lambda _: None)  # type: ignore[arg-type]
-        self.jobs = Jobs(self.index, events, self.clock, {wire.ReindexJob: work})
+        self.jobs = Jobs(self.index, events, self.clock, {bodies.ReindexJob: work})
 
     def clock(self) -> float:
         return self.now
@@ -189,7 +189,7 @@ def test_a_running_job_ends_at_its_next_step_after_a_cancel(bench: Any) -> None:
         raise AssertionError("it was not cancelled")
 
     made = bench(work)
-    job = made.jobs.submit(wire.ReindexJob())
+    job = made.jobs.submit(bodies.ReindexJob())
     assert began.wait(30)
     assert made.jobs.cancel(job.id).cancelling
     go_on.set()
@@ -208,7 +208,7 @@ def test_a_waiting_job_never_begins_after_a_cancel(bench: Any) -> None:
         assert go_on.wait(30)
 
     made = bench(work)
-    jobs = [made.jobs.submit(wire.ReindexJob()) for _ in range(3)]
+    jobs = [made.jobs.submit(bodies.ReindexJob()) for _ in range(3)]
     wait_until(lambda: len(ran) == 2, "two jobs at work")
     assert made.jobs.cancel(jobs[2].id).state is JobState.CANCELLED
     go_on.set()
@@ -224,9 +224,9 @@ def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
         raise ZeroDivisionError
 
     made = bench(work)
-    first = made.jobs.submit(wire.ReindexJob())
+    first = made.jobs.submit(bodies.ReindexJob())
     assert (made.ended(first).state, made.ended(first).code) == (JobState.FAILED, "internal")
-    assert made.ended(made.jobs.submit(wire.ReindexJob())).result == {"fine": True}
+    assert made.ended(made.jobs.submit(bodies.ReindexJob())).result == {"fine": True}
 
 
 @on_both
@@ -249,7 +249,7 @@ def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
 def test_a_job_that_works_for_long_is_not_taken_for_gone(bench: Any) -> None:
     go_on = threading.Event()
     made = bench(lambda _request, _progress: {"done": go_on.wait(30)})
-    job = made.jobs.submit(wire.ReindexJob())
+    job = made.jobs.submit(bodies.ReindexJob())
     wait_until(lambda: made.jobs.find(job.id).state is JobState.RUNNING, "its begin")
     for _ in range(5):
         made.now += 10
@@ -263,9 +263,9 @@ def test_no_more_jobs_than_anybody_could_want(bench: Any) -> None:
     go_on = threading.Event()
     made = bench(lambda _request, _progress: {"done": go_on.wait(60)})
     for _ in range(MAX_LIVE):
-        made.jobs.submit(wire.ReindexJob())
+        made.jobs.submit(bodies.ReindexJob())
     with pytest.raises(TooManyRequests):
-        made.jobs.submit(wire.ReindexJob())
+        made.jobs.submit(bodies.ReindexJob())
     go_on.set()
 
 
@@ -276,7 +276,7 @@ def test_a_log_keeps_its_newest_lines(bench: Any) -> None:
             progress.say(f"line {number}")
 
     made = bench(work)
-    log = made.ended(made.jobs.submit(wire.ReindexJob())).log
+    log = made.ended(made.jobs.submit(bodies.ReindexJob())).log
     assert len(log) <= 64 << 10
     assert log.endswith("line 19999\n")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.tombstones import hide
 from ckptstore.stores import Store

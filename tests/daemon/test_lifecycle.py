@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ckptapi.client import DaemonClient
 from ckptd.settings import default_db
 from ckptstore.clock import system_clock
-from ckptstore.commit import read_outcome
-from ckptstore.daemon.client import DaemonClient
+from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Attempt, attempt_prefix, new_ulid
 from ckptstore.retention.deletion import delete_checkpoint

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import trustme
 
-from ckptstore.daemon import wire
-from ckptstore.daemon.client import DaemonClient
+from ckptapi import bodies
+from ckptapi.client import DaemonClient
 from ckptstore.errors import DaemonUnavailable
 from ckptstore.stores import Store
 from tests.conftest import S3Location
@@ -106,12 +106,14 @@ def test_secrets_are_in_no_log(s3_store: S3Location, tmp_path: Path) -> None:
     for form in ("text", "json"):
         with running_daemon(s3_store.url, options=("--log-format", form), environment=environment) as daemon:
             headers = {"Authorization": f"Bearer {_TOKEN}"}
-            made = daemon.post(wire.TOKENS, {"name": f"t-{form}", "scopes": ["read"]}, headers=headers).json()["secret"]
+            made = daemon.post(bodies.TOKENS, {"name": f"t-{form}", "scopes": ["read"]}, headers=headers).json()[
+                "secret"
+            ]
             seen += [made, made.rpartition("_")[2]]
-            daemon.get(wire.RUNS, headers={"Authorization": f"Bearer {made}"})
+            daemon.get(bodies.RUNS, headers={"Authorization": f"Bearer {made}"})
             daemon.get(f"/v1/checkpoints/{made}", headers={"Authorization": f"Bearer {made}x"})
             daemon.get(f"/checkpoints/latest?token={made}", headers={"Authorization": f"Bearer {made}"})
-            daemon.post(wire.TOKENS, {"name": made, "scopes": ["read"]}, headers=headers)
+            daemon.post(bodies.TOKENS, {"name": made, "scopes": ["read"]}, headers=headers)
             logs.append(daemon.log())
     failing = {**environment, "AWS_SECRET_ACCESS_KEY": "wrong secret of the test", "CKPTD_TOKEN": _TOKEN}
     with running_daemon(s3_store.url, environment=failing, ready=False) as daemon:

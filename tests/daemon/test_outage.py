@@ -11,11 +11,11 @@ import httpx
 import numpy.typing as npt
 import pytest
 
+from ckptapi import bodies
 from ckptstore import names
-from ckptstore.daemon import wire
 from ckptstore.names import Reference
+from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
-from ckptstore.verify import verify
 from tests.conftest import S3Location
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
@@ -78,7 +78,7 @@ def test_a_store_emptied_on_purpose_is_believed_after_reindex(store: Store, tmp_
     with running_daemon(store.url) as daemon:
         (tmp_path / "store").rename(tmp_path / "away")
         wait_until(lambda: _unready(daemon), "noticing")
-        assert daemon.post(wire.REINDEX).json() == {"runs": 0, "checkpoints": 0}
+        assert daemon.post(bodies.REINDEX).json() == {"runs": 0, "checkpoints": 0}
         assert daemon.get("/checkpoints/latest").status_code == 404
         wait_until(lambda: not _unready(daemon), "readiness")
 
@@ -108,7 +108,7 @@ def test_an_object_store_that_refuses_connections_is_503() -> None:
             assert _unready(daemon)
             assert daemon.get("/livez").status_code == 200
             notification = {"run": "gpt", "attempt": "000000000001-01M7Y6P7VAK6GS7DP3ANWJVNJ3"}
-            _unavailable(daemon.post(wire.NOTIFY, notification))
+            _unavailable(daemon.post(bodies.NOTIFY, notification))
 
 
 def test_a_restore_from_an_object_store_needs_no_credentials(s3_store: S3Location) -> None:

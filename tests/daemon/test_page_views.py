@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptapi.bodies import EntryBody, Phase, ShardBody
 from ckptd.index import RankProgress, Restore
 from ckptd.pages.charts import Point, bars, compact, plot, sparkline
 from ckptd.pages.contents import contents_view
@@ -16,10 +17,9 @@ from ckptd.pages.runs import PAGE_ROWS, SIZE, Asked, run_view
 from ckptd.pages.sessions import LIFETIME_S, Sessions
 from ckptd.pages.treemap import Area, squarified, treemap
 from ckptd.services.restores import RestoreView
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon.wire import EntryBody, Phase, ShardBody
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt
-from ckptstore.retention.judging import Best, Policy, judge
+from ckptstore.retention.policy import Best, Policy, judge
 
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)

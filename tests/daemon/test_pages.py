@@ -11,9 +11,9 @@ from urllib.parse import quote, unquote
 import httpx
 import pytest
 
+from ckptapi import bodies
 from ckptd.api.rules import RULES
 from ckptd.pages.routes import router
-from ckptstore.daemon import wire
 from tests.daemon.conftest import Served
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon, wait_until
@@ -154,9 +154,9 @@ def test_without_a_login_pages_lead_to_it_and_tell_nothing(guarded: Daemon, path
 
 def test_a_login_is_worth_what_its_token_is(guarded: Daemon, visitor: httpx.Client) -> None:
     with guarded.client(ADMIN) as admin:
-        reader = wire.TokenRequest(name="reader", scopes=[wire.Scope.READ])
+        reader = bodies.TokenRequest(name="reader", scopes=[bodies.Scope.READ])
         secret = admin.create_token(reader).secret
-        writer = wire.TokenRequest(name="writer", scopes=[wire.Scope.WRITE])
+        writer = bodies.TokenRequest(name="writer", scopes=[bodies.Scope.WRITE])
         useless = admin.create_token(writer).secret
         assert _log_in(visitor, secret).url.path == "/"
         page = visitor.get("/store")
@@ -170,9 +170,9 @@ def test_a_login_is_worth_what_its_token_is(guarded: Daemon, visitor: httpx.Clie
 def test_the_api_knows_no_cookie(visitor: httpx.Client) -> None:
     _log_in(visitor)
     assert visitor.get("/").status_code == 200
-    for path in (wire.RUNS, wire.TOKENS, "/metrics", "/checkpoints/latest"):
+    for path in (bodies.RUNS, bodies.TOKENS, "/metrics", "/checkpoints/latest"):
         assert visitor.get(path).status_code == 401
-    assert visitor.post(wire.PRUNE, json={"keep_last": 1}).status_code == 401
+    assert visitor.post(bodies.PRUNE, json={"keep_last": 1}).status_code == 401
 
 
 def test_a_token_in_the_header_opens_pages_too(guarded: Daemon) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ckptstore import names
-from ckptstore.catalog import latest, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import latest, list_checkpoints
 from ckptstore.format.records import Override, PolicySet, Rules
 from ckptstore.names import Reference
-from ckptstore.retention.findings import verified_at
 from ckptstore.retention.pins import pin
-from ckptstore.retention.policies import change_policies
+from ckptstore.retention.policy import change_policies
+from ckptstore.retention.scrubbing import verified_at
 from ckptstore.retention.tombstones import list_hidden
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint

@@ -12,9 +12,9 @@ from functools import partial
 import httpx
 import pytest
 
+from ckptapi.client import DaemonClient
 from ckptd.index import Database, Index
 from ckptstore.clock import system_clock
-from ckptstore.daemon.client import DaemonClient
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptapi.bodies import Phase, RankReport, RestoreState
 from ckptd.index import RankProgress, Restore
 from ckptd.services import progress
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon.wire import Phase, RankReport, RestoreState
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt
 
 _ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"

@@ -6,15 +6,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from ckptapi import bodies
+from ckptapi.client import DaemonClient
+from ckptapi.opening import open_source
 from ckptstore import names
-from ckptstore.daemon import wire
-from ckptstore.daemon.client import DaemonClient
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.names import Reference
-from ckptstore.reading import fetch
-from ckptstore.source import StoreSource, open_source, read_manifest, read_receipt
-from ckptstore.verify import verify
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
+from ckptstore.reading.verify import verify
 from tests.daemon.conftest import Served
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 
@@ -54,7 +55,7 @@ def test_latest_as_json_and_as_text(served: Served) -> None:
     for path in ("/checkpoints/latest", "/v1/checkpoints/latest"):
         answer = served.daemon.get(path, params={"run": "gpt"})
         assert answer.status_code == 200
-        assert msgspec.json.decode(answer.content, type=wire.CheckpointBody).checkpoint() == served.newest
+        assert msgspec.json.decode(answer.content, type=bodies.CheckpointBody).checkpoint() == served.newest
         assert answer.headers["etag"] == f'"{served.newest.manifest_digest}"'
     assert served.daemon.get("/checkpoints/latest?run=gpt&format=text").text == f"{served.newest.id}\n"
     # bert@5 was committed last: without a run, that counts.
@@ -76,7 +77,7 @@ def test_no_checkpoint_is_404(served: Served, path: str) -> None:
     answer = served.daemon.get(path)
     problem = answer.json()
     assert answer.status_code == 404
-    assert answer.headers["content-type"] == wire.PROBLEM
+    assert answer.headers["content-type"] == bodies.PROBLEM
     assert (problem["code"], problem["retryable"]) == ("no_checkpoint", False)
     assert problem["request_id"] == answer.headers["x-request-id"]
     assert problem["hint"]
@@ -114,5 +115,13 @@ def test_superseded_and_corrupt_checkpoints_are_listed_but_never_latest(served: 
 
 def test_every_endpoint_is_in_the_openapi_document(served: Served) -> None:
     paths = served.daemon.get("/openapi.json").json()["paths"]
-    for path in (wire.CHECKPOINTS, wire.LATEST, wire.RUNS, wire.NOTIFY, wire.PRUNE, wire.REINDEX, wire.LEASES):
+    for path in (
+        bodies.CHECKPOINTS,
+        bodies.LATEST,
+        bodies.RUNS,
+        bodies.NOTIFY,
+        bodies.PRUNE,
+        bodies.REINDEX,
+        bodies.LEASES,
+    ):
         assert path in paths

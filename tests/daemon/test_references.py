@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CheckpointHeld
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
-from ckptstore.verify import verify
 from tests.support.checkpoints import Arrays, write_checkpoint
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon

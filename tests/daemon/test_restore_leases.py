@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptapi.bodies import Phase, RankReport, RestoreRequest, RestoreState
 from ckptd.index import Database, Index, Restore, RestoreIndex
 from ckptd.index.listing import Listing
 from ckptd.metrics import Metrics
@@ -18,11 +19,10 @@ from ckptd.services.restore_leases import RestoreLeases
 from ckptd.services.restores import Restores
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore import names
-from ckptstore.catalog import Checkpoint
-from ckptstore.daemon.wire import Phase, RankReport, RestoreRequest, RestoreState
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CheckpointHeld, NoCheckpoint, NoRestore, StoreUnavailable, TooManyRestores
 from ckptstore.retention.deletion import delete_checkpoint
-from ckptstore.retention.leases import active_leases
 from ckptstore.stores import Store
 from tests.support.runs import RUN, count_calls, intact, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race

@@ -13,11 +13,11 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from ckptapi import bodies
+from ckptapi.bodies import Phase, RestoreState
+from ckptapi.client import DaemonClient
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, list_checkpoints
-from ckptstore.daemon import wire
-from ckptstore.daemon.client import DaemonClient
-from ckptstore.daemon.wire import Phase, RestoreState
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.errors import (
     CorruptObject,
     DaemonUnavailable,
@@ -74,10 +74,10 @@ def _steps(store: Store, run: str) -> list[int]:
 
 
 @contextmanager
-def _waiting(daemon: Daemon, id: str, count: int = 1) -> Iterator[list[Future[wire.RestoreBody]]]:
+def _waiting(daemon: Daemon, id: str, count: int = 1) -> Iterator[list[Future[bodies.RestoreBody]]]:
     """Long polls that have reached the daemon, each on a connection of its own."""
 
-    def wait() -> wire.RestoreBody:
+    def wait() -> bodies.RestoreBody:
         with daemon.client() as own:
             return own.restore_session(id, wait_s=55, ranks=False)
 
@@ -108,7 +108,7 @@ def test_all_ranks_get_the_same_checkpoint_and_one_lease(store: Store, daemon: D
     def join(rank: int) -> httpx.Response:
         body = {"run": run, "key": "job-1", "world_size": 24, "rank": rank, "ttl_s": 60}
         barrier.wait()
-        return daemon.post(wire.RESTORES, body)
+        return daemon.post(bodies.RESTORES, body)
 
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(join, range(24)))

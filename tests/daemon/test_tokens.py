@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptapi.bodies import RotateRequest, Scope, TokenRequest
 from ckptd.index import Database, TokenIndex
 from ckptd.services.callers import Caller
 from ckptd.services.tokens import BOOTSTRAP, Tokens
-from ckptstore.daemon.wire import RotateRequest, Scope, TokenRequest
 from ckptstore.errors import CkptError, Forbidden, InvalidName, InvalidRequest, NoToken, TokenExists, Unauthorized
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from ckptstore.daemon.wire import Scope
+from ckptapi.bodies import Scope
 from ckptstore.stores import open_store
 from tests.support import seaweed
 from tests.support.checkpoints import write_checkpoint

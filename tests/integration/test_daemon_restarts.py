@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from ckpt import Checkpointer, SaveHandle
-from ckptstore.daemon.client import DaemonClient
+from ckptapi.client import DaemonClient
 from tests.support.daemons import Daemon, running_daemon, wait_until
 from tests.support.ports import free_port
 

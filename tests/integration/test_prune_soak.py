@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, latest, list_checkpoints, newest_first
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints, newest_first
+from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, CkptError, NoCheckpoint, SweepBegun
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import apply_prune, collect, plan_prune
-from ckptstore.retention.judging import Best, Policy
-from ckptstore.retention.leases import release_lease, take_lease
 from ckptstore.retention.pins import pin, pinned, unpin
+from ckptstore.retention.policy import Best, Policy
 from ckptstore.retention.pruning import Prune, apply_prunes, plan_prunes
 from ckptstore.retention.tombstones import list_hidden, undelete
-from ckptstore.source import StoreSource
 from ckptstore.stores import Store, open_store
-from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.daemons import wait_until
 from tests.support.stores import MovableClock

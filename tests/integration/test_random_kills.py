@@ -18,11 +18,11 @@ from ckpt.restoring.tensors import load_tensors
 from ckptstore.clock import system_clock
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import attempts_prefix
+from ckptstore.reading.source import Source, StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import apply_prune, collect, plan_prune
-from ckptstore.retention.judging import Policy
-from ckptstore.source import Source, StoreSource
+from ckptstore.retention.policy import Policy
 from ckptstore.stores import open_store
-from ckptstore.verify import verify
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.kill_train import weights
 from tests.support.trainers import Trainer, is_alive, until

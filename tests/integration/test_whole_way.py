@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckptstore.daemon.client import DaemonClient
+from ckptapi.client import DaemonClient
 from ckptstore.errors import NoCheckpoint, StoreUnavailable
 from tests.conftest import S3Location
 from tests.support.daemons import running_daemon, wait_until

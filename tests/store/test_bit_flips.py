@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.commit import commit_attempt
+from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.stores import Store
-from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint, write_rank
 
 FLIPS_PER_CLASS = 200

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptapi.opening import open_source
 from ckptstore import names
-from ckptstore.catalog import (
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import (
     Checkpoint,
     State,
     find,
@@ -18,11 +20,10 @@ from ckptstore.catalog import (
     newest_first,
     supersede,
 )
-from ckptstore.clock import system_clock
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import delete_checkpoint
-from ckptstore.source import StoreSource, open_source
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import MovableClock

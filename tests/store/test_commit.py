@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import State, latest, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.commit import (
+from ckptstore.commits.catalog import State, latest, list_checkpoints
+from ckptstore.commits.commit import (
     StoredReceipt,
     commit_attempt,
     decide,
@@ -25,12 +25,13 @@ from ckptstore.commit import (
     roll_forward,
 )
 from ckptstore.errors import AttemptAborted, CorruptObject, StoreUnavailable
-from ckptstore.format.documents import Outcome, pack_manifest
+from ckptstore.format.documents import Outcome
+from ckptstore.format.parsing import pack_manifest
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import advance, collect, delete_checkpoint, undecided_attempts
-from ckptstore.source import StoreSource
 from ckptstore.stores import Store
-from ckptstore.verify import verify
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 

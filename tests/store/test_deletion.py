@@ -8,9 +8,10 @@ from typing import Literal
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, decided_attempts, hidden_attempts, latest, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.commit import decide, read_outcome
+from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts, latest, list_checkpoints
+from ckptstore.commits.commit import decide, read_outcome
+from ckptstore.commits.leases import take_lease
 from ckptstore.errors import StoreUnavailable
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.deletion import (
@@ -21,8 +22,7 @@ from ckptstore.retention.deletion import (
     plan_prune,
     undecided_attempts,
 )
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.leases import take_lease
+from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_rank

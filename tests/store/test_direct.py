@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.catalog import list_checkpoints
+from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import StoreFull, StoreUnavailable
 from ckptstore.stores import Store, direct, open_store
 from tests.support.disks import small_file_system

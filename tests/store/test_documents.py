@@ -16,21 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.clock import system_clock
-from ckptstore.commit import merge
+from ckptstore.commits.commit import merge
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.format import documents
 from ckptstore.format.columns import column, pack, unpack
-from ckptstore.format.documents import (
-    FORMAT,
-    Lease,
-    Manifest,
-    Receipt,
-    manifest_bytes,
-    pack_manifest,
-    parse_manifest,
-    parse_sealed,
-    seal,
-)
+from ckptstore.format.documents import FORMAT, Lease, Manifest, Receipt
+from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
 from ckptstore.format.planning import check_cover, plan_reads, whole_entries
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import open_store

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import latest
+from ckptstore.commits.catalog import latest
 from ckptstore.format.codecs import CODECS
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
-from ckptstore.reading import fetch
-from ckptstore.source import StoreSource, read_manifest, read_receipt
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
+from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
-from ckptstore.verify import verify
 from tests.store import independent_reader
 from tests.support import frozen
 from tests.support.checkpoints import sample_arrays, write_checkpoint

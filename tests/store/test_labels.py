@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.audit import read_log
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.labels import MAX_LABELS, LabelChange, change_labels, label_versions, read_labels, with_labels
 from ckptstore.errors import InvalidRequest, NoCheckpoint, StoreUnavailable
 from ckptstore.format.records import Action
-from ckptstore.retention.audit import read_log
+from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import delete_checkpoint, plan_prune
-from ckptstore.retention.judging import Best, Policy
-from ckptstore.retention.labels import MAX_LABELS, LabelChange, change_labels, label_versions, read_labels, with_labels
-from ckptstore.source import StoreSource
+from ckptstore.retention.policy import Best, Policy
 from ckptstore.stores import Store, WrappedStore, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.stores import FaultyStore, Interleaving, race

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, hidden_attempts, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, hidden_attempts, list_checkpoints
+from ckptstore.commits.leases import active_leases, expired_leases, release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
 from ckptstore.names import new_ulid
 from ckptstore.retention.deletion import (
@@ -18,9 +19,8 @@ from ckptstore.retention.deletion import (
     delete_checkpoint,
     plan_prune,
 )
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.leases import active_leases, expired_leases, release_lease, take_lease
 from ckptstore.retention.pins import pin
+from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.stores import Store
 from tests.support.runs import RUN, clear, count_calls, intact, keys, write

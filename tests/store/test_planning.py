@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes, planning
 from ckptstore.format.boxes import Box
 from ckptstore.format.checks import check_content
 from ckptstore.format.columns import column, concatenate
 from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices
+from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import (
     READ_BYTES,
     ShardRead,
-    Want,
     check_cover,
     entry_bytes,
     join,
@@ -32,7 +32,7 @@ from ckptstore.format.planning import (
 )
 from ckptstore.format.shards import CHUNK_BYTES, Slice, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.reading import place_chunk
+from ckptstore.reading.fetch import place_chunk
 from tests.support.layouts import Layout, box_of, boxes_within, deal, layouts, region, with_slices
 
 CHECKPOINT = Checkpoint("gpt", Attempt(1, new_ulid(1_700_000_000.0)), State.COMMITTED)

@@ -9,10 +9,10 @@ import pytest
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject, InvalidPolicy, PoliciesChanged, StoreUnavailable
-from ckptstore.format.documents import FORMAT, seal
+from ckptstore.format.documents import FORMAT
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import Override, PoliciesVersion, PolicySet, Rules
-from ckptstore.retention.judging import Best, Policy
-from ckptstore.retention.policies import change_policies, policies_history, policy_for, read_policies
+from ckptstore.retention.policy import Best, Policy, change_policies, policies_history, policy_for, read_policies
 from ckptstore.stores import Store
 from tests.support.stores import Faults, FaultyStore, race
 

@@ -19,19 +19,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptapi.arbiter import DaemonArbiter, arbitrated
 from ckptstore import names
-from ckptstore.arbitration import ArbitratedStore, DaemonArbiter, arbitrated
-from ckptstore.catalog import list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.commit import commit_attempt, decide, read_outcome
+from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.commits.commit import commit_attempt, decide, read_outcome
+from ckptstore.commits.remote_create import ArbitratedStore
+from ckptstore.commits.store_check import check_store, creates_once, probe_store
 from ckptstore.errors import StoreUnsafe
 from ckptstore.format.documents import Committed, Outcome
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.probing import check_store, creates_once, probe_store
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.tombstones import hide, list_hidden, sweep, undelete
-from ckptstore.source import StoreSource
 from ckptstore.stores import Store, multipart, open_store
-from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.daemons import running_daemon
 from tests.support.juicefs import running_gateway

@@ -10,17 +10,18 @@ import pytest
 from msgspec.structs import replace
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, latest
 from ckptstore.clock import system_clock
-from ckptstore.commit import commit_attempt
+from ckptstore.commits.catalog import Checkpoint, latest
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.format import planning
 from ckptstore.format.codings import Policy, fast, off
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.planning import ShardRead, Want, entry_bytes, plan_all, plan_reads, whole_entries
+from ckptstore.format.overlaps import Want
+from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads, whole_entries
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.reading import fetch
-from ckptstore.source import StoreSource, read_manifest
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 

@@ -13,24 +13,25 @@ import numpy.typing as npt
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.commit import StoredReceipt, commit_attempt, read_outcome
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome
+from ckptstore.commits.references import Mark, marks, referenced_attempts
 from ckptstore.errors import CheckpointHeld, CkptError, CorruptObject, ReferenceLost
 from ckptstore.format.columns import column
-from ckptstore.format.documents import References, parse_sealed, seal
+from ckptstore.format.documents import References
+from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.places import Places
 from ckptstore.format.planning import entry_bytes, plan_all, plan_reads, whole_entries
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.reading import fetch
-from ckptstore.references import Mark, marks, referenced_attempts
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, apply_prune, collect, delete_checkpoint, plan_prune
-from ckptstore.retention.holds import active_holds
-from ckptstore.retention.judging import Policy
+from ckptstore.retention.pins import active_holds
+from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import hide, undelete
-from ckptstore.source import StoreSource, read_manifest
 from ckptstore.stores import Store
-from ckptstore.verify import verify
 from tests.store import independent_reader
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.stores import FaultyStore, Interleaving, MovableClock

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidPolicy
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.retention.judging import Best, Policy, judge
-from ckptstore.retention.policies import policy_of, rules_of
+from ckptstore.retention.policy import Best, Policy, judge, policy_of, rules_of
 
 DAY_S = 86400.0
 MONDAY = 1_700_438_400.0  # 2023-11-20 00:00 UTC

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.catalog import latest
+from ckptstore.commits.catalog import latest
 from ckptstore.errors import CkptError, NoCheckpoint, StoreFull, StoreReadOnly, StoreUnavailable, UnknownScheme
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
-from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disks import small_file_system
 

@@ -16,16 +16,15 @@ from typing import Literal
 import pytest
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.audit import read_log
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, CorruptObject, NoCheckpoint, StoreUnavailable, SweepBegun
 from ckptstore.names import new_ulid
-from ckptstore.retention.audit import read_log
-from ckptstore.retention.deletion import apply_prune, collect, delete_checkpoint, plan_prune
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.leases import release_lease, take_lease
+from ckptstore.retention.deletion import apply_prune, collect, delete_checkpoint, list_deleted, plan_prune
+from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, list_hidden, sweep, undelete
-from ckptstore.retention.trash import list_deleted
 from ckptstore.stores import Store
 from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
@@ -266,7 +265,7 @@ _KILLED = """
 import sys
 from ckptstore.clock import system_clock
 from ckptstore.retention.deletion import apply_prune, collect, plan_prune
-from ckptstore.retention.judging import Policy
+from ckptstore.retention.policy import Policy
 from ckptstore.stores import open_store
 from ckptstore.retention.tombstones import list_hidden, undelete
 

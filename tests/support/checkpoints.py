@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import Clock, system_clock
-from ckptstore.commit import StoredReceipt, commit_attempt, read_receipt
+from ckptstore.commits.catalog import Checkpoint, from_outcome
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipt
 from ckptstore.format.codings import Policy, fast
 from ckptstore.format.columns import column
-from ckptstore.format.documents import FORMAT, Content, Receipt, References, Shard, seal
+from ckptstore.format.documents import FORMAT, Content, Receipt, References, Shard
+from ckptstore.format.parsing import seal
 from ckptstore.format.places import Places
 from ckptstore.format.shards import (
     EncodedChunk,

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from ckptstore.daemon.client import DaemonClient
+from ckptapi.client import DaemonClient
 from tests.support.forking import DAEMON, Fork, fork
 
 _DEADLINE_S = 60.0

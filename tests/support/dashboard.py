@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptstore.catalog import Checkpoint, from_outcome
+from ckptapi import bodies
+from ckptapi.client import DaemonClient
 from ckptstore.clock import Clock, system_clock
-from ckptstore.commit import commit_attempt
-from ckptstore.daemon import wire
-from ckptstore.daemon.client import DaemonClient
+from ckptstore.commits.catalog import Checkpoint, from_outcome
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.format.records import PolicySet, Rules
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.pins import pin
-from ckptstore.retention.policies import change_policies
+from ckptstore.retention.policy import change_policies
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
 
@@ -71,7 +71,7 @@ def begin_restore(client: DaemonClient, run: str, key: str, fractions: list[floa
 
 def report(client: DaemonClient, id: str, rank: int, fraction: float) -> None:
     """A rank says how far it is."""
-    phase = wire.Phase.RESTORED if fraction == 1 else wire.Phase.FETCHING
+    phase = bodies.Phase.RESTORED if fraction == 1 else bodies.Phase.FETCHING
     client.report_restore(id, rank, phase, int(fraction * 4e9), int(4e9))
 
 

@@ -38,7 +38,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt.dcp import StorageReader, StorageWriter
 from ckptstore.names import Reference
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.dcp_state import dcp, flat_optimizer_state, full, make_model, make_optimizer, same
 from tests.support.ddp import join

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import system_clock
-from ckptstore.commit import StoredReceipt, commit_attempt
+from ckptstore.commits.catalog import Checkpoint, from_outcome
+from ckptstore.commits.commit import StoredReceipt, commit_attempt
 from ckptstore.format.codings import fast
-from ckptstore.format.documents import FORMAT, Content, Receipt, Shard, seal
+from ckptstore.format.documents import FORMAT, Content, Receipt, Shard
+from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from ckptstore import names
-from ckptstore.commit import StoredReceipt, commit_attempt
+from ckptstore.commits.commit import StoredReceipt, commit_attempt
 from ckptstore.format.codings import fast
-from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard, seal
+from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
+from ckptstore.format.parsing import seal
 from ckptstore.format.shards import (
     Placed,
     Slice,

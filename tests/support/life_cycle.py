@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, State, list_checkpoints, newest_first
-from ckptstore.commit import commit_attempt
+from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, newest_first
+from ckptstore.commits.commit import commit_attempt
+from ckptstore.commits.leases import release_lease, take_lease
+from ckptstore.commits.references import Mark, marks
+from ckptstore.commits.store_check import check_store
 from ckptstore.errors import (
     CheckpointHeld,
     CkptError,
@@ -23,17 +26,14 @@ from ckptstore.errors import (
     SweepBegun,
 )
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.probing import check_store
-from ckptstore.references import Mark, marks
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, apply_prune, collect, delete_checkpoint, plan_prune
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.leases import release_lease, take_lease
 from ckptstore.retention.pins import pin, pinned, unpin
+from ckptstore.retention.policy import Policy
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
-from ckptstore.source import StoreSource
 from ckptstore.stores import Store
-from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock
 from tests.support.lives import HOUR_S, Life, faults, graces, pick, policies

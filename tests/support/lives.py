@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from ckptstore.names import Attempt
-from ckptstore.retention.judging import Best, Policy
+from ckptstore.retention.policy import Best, Policy
 from tests.support.stores import Faults
 
 HOUR_S = 3600.0

@@ -17,8 +17,8 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.restoring import sharing
 from ckpt.restoring.destinations import Destinations
-from ckptstore import reading
 from ckptstore.errors import CkptError, RankLost
+from ckptstore.reading import fetch as reading
 
 RUN = "lost"
 

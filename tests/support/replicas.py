@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckptstore.errors import CkptError
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
 from tests.support.counting import CountingStore
 from tests.support.lanes import lazy_lanes
 

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ckptstore.catalog import Checkpoint, list_checkpoints
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.errors import NoCheckpoint, SweepBegun
 from ckptstore.names import Attempt
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import apply_prune, collect, plan_prune
-from ckptstore.retention.judging import Policy
+from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, undelete
-from ckptstore.source import StoreSource
 from ckptstore.stores import Store
-from ckptstore.verify import verify
 from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import Faults, FaultyStore, MovableClock
 

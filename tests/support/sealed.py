@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptstore.commit import merge, read_outcome
-from ckptstore.format.documents import FORMAT, Lease, Outcome, Receipt, Tombstone, manifest_bytes, seal
+from ckptstore.commits.commit import merge, read_outcome
+from ckptstore.format.documents import FORMAT, Lease, Outcome, Receipt, Tombstone
+from ckptstore.format.parsing import manifest_bytes, seal
 from ckptstore.format.records import (
     Action,
     AuditRecord,

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckpt import Checkpointer
-from ckptstore.source import StoreSource
+from ckptstore.reading.source import StoreSource
 from tests.support.counting import CountingStore
 
 RUN = "sharded"

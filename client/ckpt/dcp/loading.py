@@ -16,7 +16,7 @@ from ckpt.dtypes import BY_NAME
 from ckptstore.errors import CorruptObject
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import Content
-from ckptstore.format.planning import Want
+from ckptstore.format.overlaps import Want
 from ckptstore.format.trees import TAG, decode_tree
 
 

@@ -31,13 +31,14 @@ from ckpt.dcp.loading import Loading
 from ckpt.dcp.naming import Value, flatten, parse_checkpoint_id
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.resolve import take_lease
-from ckptstore.catalog import Checkpoint
+from ckptapi.opening import open_source
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import BadInput, CorruptObject, StateMismatch, UnsupportedFormat, UnsupportedObject
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference, check_run, check_step
-from ckptstore.reading import fetch
-from ckptstore.source import Source, StoreSource, open_source, read_manifest
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import Source, StoreSource, read_manifest
 from ckptstore.stores import Store
 
 

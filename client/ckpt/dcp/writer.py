@@ -24,13 +24,14 @@ from ckpt.dcp.naming import nest, parse_checkpoint_id
 from ckpt.dcp.share import Share
 from ckpt.saving.encode import encode_by, encode_stream
 from ckpt.saving.upload import upload_shard
+from ckptapi.arbiter import arbitrated
 from ckptstore import names
-from ckptstore.arbitration import arbitrated
 from ckptstore.clock import system_clock
-from ckptstore.commit import StoredReceipt, commit_attempt, read_receipt
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipt
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
 from ckptstore.format.codings import POLICIES
-from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard, seal
+from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
+from ckptstore.format.parsing import seal
 from ckptstore.format.shards import raw_bytes, slice_tables
 from ckptstore.names import Attempt, check_run, check_step, new_ulid
 from ckptstore.stores import Store, open_store
@@ -155,7 +156,7 @@ class StorageWriter(TorchStorageWriter):
         """Commit; the checkpoint exists on return.
 
         Raises SaveFailed if anything that was planned has no result, ObjectMissing if a rank has no receipt, and what
-        `ckptstore.commit.commit_attempt` raises.
+        `ckptstore.commits.commit.commit_attempt` raises.
         """
         assert self._share is not None
         (assignment, content), self._share = self._share, None

@@ -17,9 +17,10 @@ from ckpt.restoring.landing import LANES, Arrival, Landing, Lane, is_direct
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format.boxes import Box, sizes
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.planning import ShardRead, Want
+from ckptstore.format.overlaps import Want
+from ckptstore.format.planning import ShardRead
 from ckptstore.format.trees import TAG, decode_tree
-from ckptstore.reading import Buffers
+from ckptstore.reading.fetch import Buffers
 
 _Key = tuple[str, Box, torch.device | None]
 """Entry, box, and the device if there is a lane to it."""

@@ -12,13 +12,13 @@ from typing import Literal
 from ckpt.config import Config
 from ckpt.distributed import World
 from ckpt.restoring.sharing import fetch_shared, share_bytes
-from ckptstore.catalog import Checkpoint
-from ckptstore.daemon.client import DaemonClient
+from ckptapi.client import DaemonClient
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import DaemonUnavailable
 from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.planning import ShardRead
-from ckptstore.reading import Buffers, fetch
-from ckptstore.source import Source, check_manifest_data
+from ckptstore.reading.fetch import Buffers, fetch
+from ckptstore.reading.source import Source, check_manifest_data
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ckpt.restoring.ring import Mark, Ring
 from ckptstore.format import boxes
 from ckptstore.format.planning import ChunkRead, Piece, ShardRead
 from ckptstore.format.shards import CHUNK_BYTES
-from ckptstore.reading import Buffers, Receiver
+from ckptstore.reading.fetch import Buffers, Receiver
 
 NUM_BUFFERS = 16
 """Each of the eight threads that read fills one while another is being emptied."""

@@ -21,9 +21,9 @@ from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit
 from ckpt.restoring.ranks import RankState, share_out
 from ckpt.restoring.resolve import candidates, release_lease, settle, take_lease
 from ckpt.restoring.session import RestoreSession
-from ckptstore.catalog import Checkpoint, State
+from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore.clock import system_clock
-from ckptstore.daemon.wire import CheckpointBody, Phase
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import (
     CkptError,
     CorruptObject,
@@ -36,7 +36,7 @@ from ckptstore.errors import (
 from ckptstore.format.documents import JSON, Manifest
 from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.names import Reference, new_ulid
-from ckptstore.source import Source, read_all_local, read_local
+from ckptstore.reading.source import Source, read_all_local, read_local
 
 logger = logging.getLogger(__name__)
 

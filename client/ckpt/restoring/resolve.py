@@ -9,14 +9,14 @@ from itertools import chain, islice
 
 from ckpt.config import Config
 from ckpt.saving.presence import wait_for_orphans
-from ckptstore.arbitration import arbitrated
-from ckptstore.catalog import Checkpoint
+from ckptapi.arbiter import arbitrated
 from ckptstore.clock import system_clock
-from ckptstore.commit import identity
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.commit import identity
 from ckptstore.errors import CkptError, StoreReadOnly
 from ckptstore.names import Reference
+from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import advance, undecided_attempts
-from ckptstore.source import Source, StoreSource
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import time
 import httpx
 
 from ckpt.config import Config
-from ckptstore.catalog import Checkpoint
-from ckptstore.daemon.client import DaemonClient
-from ckptstore.daemon.wire import Phase, RestoreState
+from ckptapi.bodies import Phase, RestoreState
+from ckptapi.client import DaemonClient
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, RankLost
 
 logger = logging.getLogger(__name__)

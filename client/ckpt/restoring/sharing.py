@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from ckpt.distributed import World
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject
 from ckptstore.format.documents import Content
 from ckptstore.format.places import Places
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
-from ckptstore.reading import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk, received
-from ckptstore.source import Source
+from ckptstore.reading.fetch import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk, received
+from ckptstore.reading.source import Source
 
 ROUND_BYTES = 64 << 20
 """Stored bytes that are passed on at a time, at most, unless one stretch is larger."""

@@ -8,10 +8,10 @@ import torch
 
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.resolve import release_lease, take_lease
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.planning import plan_reads
-from ckptstore.reading import fetch
-from ckptstore.source import Source, read_manifest
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import Source, read_manifest
 
 
 def load_tensors(source: Source, checkpoint: Checkpoint, pattern: str) -> dict[str, torch.Tensor]:

@@ -21,12 +21,13 @@ from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, 
 from ckpt.saving.segment import Segment
 from ckpt.saving.streaming import Outlet
 from ckpt.saving.writers import ProcessWriter, ThreadWriter, Writer
+from ckptapi.arbiter import arbitrated
 from ckptstore import human
-from ckptstore.arbitration import arbitrated
-from ckptstore.catalog import Checkpoint, from_outcome
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.errors import CkptError, SaverDied, SaveSkipped, error_from_code
-from ckptstore.format.documents import Outcome, parse_sealed
+from ckptstore.format.documents import Outcome
+from ckptstore.format.parsing import parse_sealed
 from ckptstore.stores import open_store
 
 logger = logging.getLogger(__name__)

@@ -14,16 +14,17 @@ from ckpt.saving.deriving import Derived, in_stream
 from ckpt.saving.messages import Job, Setup
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.commit import (
+from ckptstore.commits.abort import decline, declined_by
+from ckptstore.commits.commit import (
     StoredReceipt,
     commit_attempt,
     read_outcome,
     read_receipt,
     receipt_ranks,
 )
-from ckptstore.declining import decline, declined_by
 from ckptstore.errors import AttemptAborted, CkptError, RankFailed, ReceiptsMissing, SaveSkipped
-from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard, seal
+from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard
+from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
 from ckptstore.stores import Store

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 from ckpt.saving.streaming import Outlet
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, SaveSkipped
 
 

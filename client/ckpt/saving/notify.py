@@ -47,7 +47,7 @@ class Notifier:
         # Savers without a daemon need no HTTP client.
         import httpx
 
-        from ckptstore.daemon.client import DaemonClient
+        from ckptapi.client import DaemonClient
 
         client = DaemonClient(self._daemon, self._token, timeout=httpx.Timeout(_TIMEOUT_S), retries=0)
         while (outcome := self._next()) is not None:

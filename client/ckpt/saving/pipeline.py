@@ -25,15 +25,15 @@ from ckpt.saving.pace import Pace
 from ckpt.saving.streaming import Intake
 from ckpt.saving.unchanged import Memory, Save
 from ckpt.saving.upload import Uploaded, upload_shard
+from ckptapi.arbiter import arbitrated
 from ckptstore import names
-from ckptstore.arbitration import arbitrated
 from ckptstore.clock import Clock, system_clock
-from ckptstore.commit import StoredReceipt
+from ckptstore.commits.commit import StoredReceipt
+from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
-from ckptstore.format.documents import seal
+from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, Slice, plan_chunks
 from ckptstore.names import Attempt
-from ckptstore.retention.leases import release_lease
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)

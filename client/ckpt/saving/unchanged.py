@@ -34,16 +34,16 @@ from ckpt.saving.encode import Chunks as Stream
 from ckpt.saving.encode import Encode
 from ckpt.saving.messages import Setup
 from ckptstore import names
-from ckptstore.catalog import latest, quarantined_attempts
 from ckptstore.clock import Clock
-from ckptstore.commit import read_receipt
+from ckptstore.commits.catalog import latest, quarantined_attempts
+from ckptstore.commits.commit import read_receipt
+from ckptstore.commits.leases import release_lease, take_lease
+from ckptstore.commits.references import marks
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Content, References, Shard
 from ckptstore.format.shards import ChunkSpan, Placed, chunk_table
 from ckptstore.names import Attempt
-from ckptstore.references import marks
-from ckptstore.retention.leases import release_lease, take_lease
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from ckptapi.bodies import MAX_PAGE
 from ckptctl.commands.arguments import RunOption
 from ckptctl.render import Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.daemon.wire import MAX_PAGE
 
 
 def register(app: typer.Typer) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckptapi.bodies import CheckpointBody, CollectJob
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.listing import short_id
@@ -15,13 +16,11 @@ from ckptctl.render import Block, Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.daemon.wire import CheckpointBody, CollectJob, DeletedBody
+from ckptstore.commits.audit import operator
+from ckptstore.commits.store_check import check_store
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, checkpoint_id
-from ckptstore.probing import check_store
-from ckptstore.retention.audit import operator
-from ckptstore.retention.deletion import ORPHAN_GRACE_S, Collected, collect
-from ckptstore.retention.trash import UNDELETED
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, UNDELETED, Collected, Deleted, collect
 
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
 
@@ -160,7 +159,7 @@ def _collected_blocks(results: Sequence[CollectedBody]) -> Iterator[Block]:
         yield from (f"aborted {name}" for name in result.aborted)
 
 
-def _deleted_blocks(bodies: Sequence[DeletedBody], now: float) -> Iterator[Block]:
+def _deleted_blocks(bodies: Sequence[Deleted], now: float) -> Iterator[Block]:
     columns = (
         Column("CHECKPOINT"),
         Column("DELETED", right=True),

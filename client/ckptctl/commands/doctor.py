@@ -12,7 +12,7 @@ from ckptctl.exits import Unhealthy
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.daemon.wire import ProbeBody
+from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import CkptError
 
 _SKEW_S = 10.0
@@ -115,15 +115,15 @@ def _look_at_runs(session: Session) -> Iterator[Finding]:
     yield Finding(check="runs", verdict="ok", found=human.count(len(runs), "run") if runs else "none yet")
 
 
-def _probe(session: Session) -> ProbeBody:
+def _probe(session: Session) -> StoreReport:
     if session.target.is_daemon:
         return session.daemon("probe").probe()
-    from ckptstore.examining import examine
+    from ckptstore.commits.store_check import examine
 
     return examine(session.store("probe"), session.clock)
 
 
-def _probe_blocks(found: ProbeBody) -> Iterator[Block]:
+def _probe_blocks(found: StoreReport) -> Iterator[Block]:
     columns = (Column("CHECK"), Column("RESULT"), Column("TOOK", right=True), Column("DETAIL"))
     rows = [
         Row(

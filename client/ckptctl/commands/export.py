@@ -15,7 +15,7 @@ from ckptctl.exporting_formats import writer_of
 from ckptctl.session import Session
 from ckptctl.target import leased
 from ckptstore import human
-from ckptstore.source import read_manifest
+from ckptstore.reading.source import read_manifest
 
 _MODEL = "model/*"
 

@@ -9,11 +9,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckptapi.arbiter import arbitrated
 from ckptctl.importing import new_attempt, write_checkpoint
 from ckptctl.importing_formats import ForeignFormat, choose_format, read_foreign
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.arbitration import arbitrated
 
 
 class ImportBody(msgspec.Struct, frozen=True, kw_only=True):

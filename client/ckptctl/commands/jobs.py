@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from ckptapi.bodies import MAX_PAGE, JobBody, JobRequest, JobState
 from ckptctl.exits import PartlyDone
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.daemon.wire import MAX_PAGE, JobBody, JobRequest, JobState
 from ckptstore.errors import InvalidRequest, error_from_code
 
 if TYPE_CHECKING:
-    from ckptstore.daemon.client import DaemonClient
+    from ckptapi.client import DaemonClient
 
 _STYLES = {
     JobState.QUEUED: "dim",

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from ckptapi.bodies import CheckpointBody, RunBody
 from ckptctl.commands.arguments import RunOption
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon.wire import CheckpointBody, RunBody
+from ckptstore.commits.catalog import Checkpoint, State
 
 STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.CORRUPT: "red"}
 

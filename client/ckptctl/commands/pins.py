@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from ckptapi.bodies import PinBody
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.commands.deletion import ReasonOption
 from ckptctl.render import Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
-from ckptstore.daemon.wire import PinBody
 from ckptstore.names import Reference
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The pin's name, for instance: paper.")]

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckptapi.bodies import MAX_PAGE, PoliciesRequest
 from ckptctl.commands.rules import (
     KeepBestOption,
     KeepDailyOption,
@@ -25,10 +26,9 @@ from ckptctl.render import Column, Row, Table
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.daemon.wire import MAX_PAGE, PoliciesRequest
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Override, PolicySet, Rules
-from ckptstore.retention.policies import policy_for, rules_of
+from ckptstore.retention.policy import policy_for, rules_of
 
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
 ExpectOption = Annotated[

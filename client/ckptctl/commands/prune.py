@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckptapi.bodies import PruneBody, PruneItem
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.commands.rules import (
     KeepBestOption,
@@ -25,8 +26,7 @@ from ckptctl.pruning import open_pruning
 from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon.wire import PruneBody, PruneItem
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CheckpointHeld
 from ckptstore.retention.pruning import Prune
 

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from ckptapi.bodies import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.daemon.wire import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
 from ckptstore.errors import InvalidRequest
 
 _STYLES = {

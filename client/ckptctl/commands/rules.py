@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptstore import human
-from ckptstore.retention.judging import Best, Policy
+from ckptstore.retention.policy import Best, Policy
 
 
 def _count(name: str, text: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ckptapi.bodies import VerifyJob
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.verify import VerificationBody, verification_blocks
@@ -15,15 +16,14 @@ from ckptctl.completion import checkpoint_names
 from ckptctl.render import Screen
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.catalog import Checkpoint
 from ckptstore.clock import Clock
-from ckptstore.daemon.wire import VerifyJob
+from ckptstore.commits.audit import operator
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import Reference
-from ckptstore.retention.audit import operator
+from ckptstore.reading.verify import Verification
 from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
 from ckptstore.stores import Store
-from ckptstore.verify import Verification
 
 
 def register(app: typer.Typer) -> None:

@@ -13,7 +13,7 @@ from ckptctl.render import Column, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.format.documents import Shard
-from ckptstore.source import read_manifest
+from ckptstore.reading.source import read_manifest
 
 
 class ShardShareBody(msgspec.Struct, frozen=True, kw_only=True):

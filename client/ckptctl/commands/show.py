@@ -9,19 +9,19 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.render import Block, Column, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon.wire import CheckpointBody
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.references import referenced_attempts
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.documents import Content, Shard
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.names import Reference, checkpoint_id
-from ckptstore.references import referenced_attempts
-from ckptstore.source import Source, read_manifest
+from ckptstore.reading.source import Source, read_manifest
 
 
 class EntryBody(msgspec.Struct, frozen=True, kw_only=True):

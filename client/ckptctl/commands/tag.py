@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
+from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.deletion import ReasonOption
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
-from ckptstore.daemon.wire import CheckpointBody
+from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Reference
-from ckptstore.retention.labels import LabelChange
 
 LabelsArgument = Annotated[
     list[str] | None,

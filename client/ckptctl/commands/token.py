@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ckptapi.bodies import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 from ckptctl.render import Column, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.daemon.wire import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the token: what it is for.")]
 

@@ -15,13 +15,13 @@ from ckptctl.render import Block, Column, Row, Table
 from ckptctl.session import Session
 from ckptctl.target import leased
 from ckptstore import human
-from ckptstore.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference
-from ckptstore.reading import Progress
-from ckptstore.source import Source
-from ckptstore.verify import Verification
-from ckptstore.verify import verify as verify_checkpoint
+from ckptstore.reading.fetch import Progress
+from ckptstore.reading.source import Source
+from ckptstore.reading.verify import Verification
+from ckptstore.reading.verify import verify as verify_checkpoint
 
 
 class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptapi import bodies
+from ckptapi.bodies import EventBody, EventKind
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon import wire
-from ckptstore.daemon.wire import EventBody, EventKind
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Unavailable
 from ckptstore.names import check_run
-from ckptstore.source import Source
+from ckptstore.reading.source import Source
 
 if TYPE_CHECKING:
-    from ckptstore.daemon.client import DaemonClient
+    from ckptapi.client import DaemonClient
 
 _PAUSE_S = 1.0
 _LOOK_S = 2.0
@@ -57,9 +57,9 @@ def _from_daemon(daemon: DaemonClient, run: str | None, note: Callable[[str], No
         try:
             for event in daemon.event_stream(after, run):
                 after = event.id
-                if event.kind == wire.GAP:
+                if event.kind == bodies.GAP:
                     note("some events are not kept any more: ckptctl ls shows what there is")
-                elif event.kind != wire.OPEN:
+                elif event.kind != bodies.OPEN:
                     yield event
         except Unavailable as error:
             if after is None:

@@ -1,38 +1,24 @@
-"""The documents of a checkpoint: receipt, manifest, outcome, lease, tombstone. Typed, strict, bounded. No I/O.
+"""The documents of a checkpoint, as types: receipt, manifest, outcome, lease, tombstone. No I/O.
 
-Small documents are sealed: a line of JSON, then a line holding its checksum. A manifest is
-zstd-compressed JSON whose checksum stands in the outcome. Documents are hostile input: nothing
-in them is believed before `parse_*` has checked it. docs/format.md specifies them.
+docs/format.md specifies them. parsing.py reads and writes them.
 """
 
 from __future__ import annotations
 
-from math import isfinite
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import xxhash
-import zstandard
 
-from ckptstore import names
-from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
-from ckptstore.format import checks
 from ckptstore.format.codecs import Buffer
-from ckptstore.format.columns import Column, decode_hook, encode_hook
-from ckptstore.format.decoding import decode_json
+from ckptstore.format.columns import Column
 
 FORMAT = 1
 """Version of everything on the store. A reader refuses newer ones and reads all older ones."""
 
 DIGEST_BYTES = 16
 """Length of a checksum."""
-
-MAX_SEALED_BYTES = 256 << 20
-MAX_MANIFEST_BYTES = 4 << 30
-# More is a bomb. Slices alike on a thousand ranks were seen to compress 120-fold.
-_BOMB_FLOOR = 256 << 20
-_BOMB_RATIO = 1000
 
 JSON = Any
 """A JSON value: None, bool, int, float, str, list or dict of them."""
@@ -252,126 +238,3 @@ class Tombstone(Document, frozen=True):
     reason: str
     grace_s: float
     """Nothing is deleted before the tombstone, by the store's clock, is so old."""
-
-
-_D = TypeVar("_D", bound=Document)
-_S = TypeVar("_S", bound=msgspec.Struct)
-
-
-class _Version(msgspec.Struct):
-    format: int
-
-
-def seal(document: Document) -> bytes:
-    """Two lines: the document as JSON, and the checksum of that line's bytes.
-
-    Raises InvalidRequest if a metric is not finite: JSON would turn it into null, which no reader takes.
-    """
-    if isinstance(document, Receipt) and not all(map(isfinite, document.metrics.values())):
-        raise InvalidRequest(f"metrics {document.metrics} are not all finite", "Leave out nan and inf")
-    body = msgspec.json.encode(document, enc_hook=encode_hook)
-    return body + _trailer(body)
-
-
-def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
-    """The document in `data`, read from `key`, if every byte of it is as sealed and every field makes sense.
-
-    Raises CorruptObject or UnsupportedFormat.
-    """
-    if len(data) > MAX_SEALED_BYTES:
-        raise CorruptObject(f"{key} is larger than {MAX_SEALED_BYTES} bytes")
-    end = data.find(b"\n")
-    body = data[:end] if end >= 0 else data
-    if data != body + _trailer(body):
-        raise CorruptObject(f"{key} does not match its checksum")
-    document = _decode(body, kind, key)
-    _check_names(document, key)
-    if isinstance(document, Receipt):
-        _checked(key, checks.check_receipt, document)
-    if isinstance(document, Outcome) and document.committed is not None:
-        _checked(key, checks.check_committed, document.committed)
-    return document
-
-
-def parse_local(data: bytes, key: str) -> dict[str, JSON]:
-    """What belongs to its rank alone in the receipt in `data`, whose bytes are known to be those of a sound one.
-
-    All else in it stands in the manifest, too: half the work. Raises CorruptObject or UnsupportedFormat.
-    """
-    return _decode(data[: data.find(b"\n")], LocalState, key).local
-
-
-def pack_manifest(manifest: Manifest) -> bytes:
-    """The manifest as it is stored."""
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(manifest_bytes(manifest))
-
-
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """The canonical JSON of a manifest: equal receipts give equal bytes."""
-    return msgspec.json.encode(manifest, enc_hook=encode_hook)
-
-
-def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manifest:
-    """The manifest in `data`, read from `key`; `expected` is the checksum of `data` in the outcome.
-
-    Raises CorruptObject or UnsupportedFormat.
-    """
-    if expected is not None and digest(data) != expected:
-        raise CorruptObject(f"{key} does not match the checksum in its outcome")
-    try:
-        size = zstandard.get_frame_parameters(data).content_size
-        if not 0 <= size <= min(MAX_MANIFEST_BYTES, _BOMB_FLOOR + _BOMB_RATIO * len(data)):
-            raise CorruptObject(f"{key} claims to unpack to {size} bytes")
-        body = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CorruptObject(f"{key} cannot be decompressed: {error}") from error
-    manifest = _decode(body, Manifest, key)
-    check_manifest(manifest, key)
-    return manifest
-
-
-def check_manifest(manifest: Manifest, key: str) -> None:
-    """CorruptObject unless every field of the manifest makes sense."""
-    _check_names(manifest, key)
-    _checked(key, checks.check_receipts, manifest)
-    _checked(key, checks.check_content, manifest.content)
-    _checked(key, checks.check_aliases, manifest.content)
-    _checked(key, checks.check_references, manifest.attempt, manifest.content)
-
-
-def _trailer(body: bytes) -> bytes:
-    return b'\n{"xxh3_128":"' + digest(body).encode() + b'"}\n'
-
-
-def _decode(body: bytes, kind: type[_S], key: str) -> _S:
-    try:
-        version = decode_json(body, _Version).format
-        if version < 1:
-            raise CorruptObject(f"{key} has format version {version}")
-        if version > FORMAT:
-            raise UnsupportedFormat(
-                f"{key} has format version {version}, this program reads up to {FORMAT}", "Upgrade ckptd"
-            )
-        return decode_json(body, kind, decode_hook)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error
-
-
-def _check_names(document: Document, key: str) -> None:
-    if not hasattr(document, "attempt"):
-        return
-    try:
-        attempt = names.Attempt.parse(document.attempt)
-        if isinstance(document, Receipt | Manifest | Outcome):
-            names.check_run(document.run)
-            if document.step != attempt.step:
-                raise CorruptObject(f"{key}: step {document.step} is not that of attempt {attempt}")
-    except BadInput as error:
-        raise CorruptObject(f"{key}: {error.message}") from error
-
-
-def _checked(key: str, check: Any, *args: Any) -> None:
-    try:
-        check(*args)
-    except (checks.Wrong, BadInput) as error:
-        raise CorruptObject(f"{key}: {error}") from error

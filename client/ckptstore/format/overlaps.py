@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, BoxGroup, Matrix
 from ckptstore.format.columns import Column
+from ckptstore.format.documents import Content
 
-if TYPE_CHECKING:
-    from ckptstore.format.documents import Content
-    from ckptstore.format.planning import Want
+
+class Want(Struct, frozen=True, gc=False):
+    """A box of an entry that a reader asks for, and where its row-major bytes go."""
+
+    entry: str
+    box: Box | None
+    """None: the whole entry."""
+    buffer: str
+    at: int = 0
+    """Byte of the buffer where the box begins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ckptstore.format.casting import SOURCE
 from ckptstore.format.columns import Column, column, concatenate
 from ckptstore.format.documents import Content
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.overlaps import Overlaps, overlaps
+from ckptstore.format.overlaps import Overlaps, Want, overlaps
 from ckptstore.format.places import ChunkTable
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -33,17 +33,6 @@ READ_BYTES = 16 << 20
 """Stored bytes of neighbouring chunks that are fetched at once, at most; a larger chunk is fetched alone."""
 _GAP_SHARE = 32
 """Of what one read fetches, at most this fraction is bytes that nobody asked for."""
-
-
-class Want(Struct, frozen=True, gc=False):
-    """A box of an entry that somebody wants, and where its row-major bytes go."""
-
-    entry: str
-    box: Box | None
-    """None: the whole entry."""
-    buffer: str
-    at: int = 0
-    """Byte of the buffer where the box begins."""
 
 
 class Piece(Struct, frozen=True, gc=False):

@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, decided_attempts, hidden_attempts, list_checkpoints
 from ckptstore.clock import Clock
-from ckptstore.commit import decide, identity, read_outcome, roll_forward
+from ckptstore.commits import audit
+from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts, list_checkpoints
+from ckptstore.commits.commit import decide, identity, read_outcome, roll_forward
+from ckptstore.commits.labels import with_labels
+from ckptstore.commits.leases import expired_leases
+from ckptstore.commits.references import marks, unmark
 from ckptstore.errors import (
     AttemptAborted,
     CheckpointHeld,
@@ -21,23 +27,25 @@ from ckptstore.errors import (
     InvalidName,
     ObjectMissing,
     ReferenceLost,
+    SweepBegun,
     TooMuchToDelete,
 )
 from ckptstore.format.records import Action
-from ckptstore.names import Attempt
-from ckptstore.references import marks, unmark
-from ckptstore.retention import audit
-from ckptstore.retention.findings import last_verified
-from ckptstore.retention.holds import active_holds
-from ckptstore.retention.judging import Policy, Verdict, judge
-from ckptstore.retention.labels import with_labels
-from ckptstore.retention.leases import expired_leases
+from ckptstore.names import Attempt, Reference, checkpoint_id
+from ckptstore.retention.pins import active_holds, hold
+from ckptstore.retention.policy import Policy, Verdict, judge
+from ckptstore.retention.scrubbing import last_verified
 from ckptstore.retention.tombstones import (
+    SWEEP_GRACE_S,
     TOMBSTONE_KEPT_S,
     delete_data,
+    find_hidden,
     forget_tombstones,
     hide,
+    list_hidden,
+    read_tombstone,
     sweep,
+    undelete,
 )
 from ckptstore.stores import Store
 
@@ -232,3 +240,83 @@ def _forget_aborted(store: Store, run: str, key: str) -> None:
         return
     if outcome is not None and outcome.committed is None:
         store.delete_many([key])
+
+
+UNDELETED = "undeleted"
+"""The pin of what was taken back."""
+_IDLE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Bytes that a run takes in the store beside its checkpoints."""
+
+    orphans: int
+    """Of attempts that were never decided, and to which nothing was written for an hour."""
+    tombstoned: int
+    """Of checkpoints that are hidden and not swept yet."""
+
+
+class Deleted(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that is hidden and can be taken back until `until`."""
+
+    id: str
+    by: str
+    at: float
+    reason: str
+    until: float
+
+
+def measure_waste(store: Store, run: str, clock: Clock) -> Waste:
+    """What could be freed: lists each such attempt. Changes nothing."""
+    cutoff = clock() - _IDLE_S
+    undecided = (_extent(store, run, attempt) for attempt in undecided_attempts(store, run))
+    hidden = {found.attempt for found in list_hidden(store, run)}
+    return Waste(
+        orphans=sum(num_bytes for num_bytes, newest in undecided if newest < cutoff),
+        tombstoned=sum(_extent(store, run, attempt)[0] for attempt in hidden),
+    )
+
+
+def _extent(store: Store, run: str, attempt: Attempt) -> tuple[int, float]:
+    """Bytes of an attempt, and when it was last written to."""
+    objects = list(store.list(names.attempt_prefix(run, attempt)))
+    return sum(info.bytes for info in objects), max((info.modified_at for info in objects), default=0.0)
+
+
+def take_back(store: Store, reference: Reference, by: str, clock: Clock, reason: str = "") -> Reference:
+    """Take a deletion back for good: the checkpoint is listed and pinned on return. Returns its full name.
+
+    Without the pin, the policy that deleted it would do so again at once. A call that fails may be repeated.
+    Raises NoCheckpoint or SweepBegun: nothing is pinned then.
+    """
+    run, attempt = reference.run, find_hidden(store, reference)
+    # The pin first: nobody finds the checkpoint without it.
+    hold(store, run, attempt, UNDELETED, by, clock)
+    try:
+        undelete(store, run, attempt, by, clock, reason)
+    except SweepBegun:
+        store.delete_many([names.pin_key(run, attempt, UNDELETED)])
+        raise
+    return Reference(run, attempt.step, attempt.ulid)
+
+
+def list_deleted(store: Store, run: str) -> list[Deleted]:
+    """The hidden checkpoints of a run whose data is still there, by falling step."""
+    left = set(decided_attempts(store, run))
+    swept = {names.attempt_and_name(info.key) for info in store.list(names.fates_prefix(run))}
+    found = []
+    for hidden in reversed(list_hidden(store, run)):
+        if hidden.attempt not in left or (hidden.attempt, hidden.id) in swept:
+            continue
+        tombstone = read_tombstone(store, run, hidden)
+        found.append(
+            Deleted(
+                id=checkpoint_id(run, hidden.attempt),
+                by=tombstone.by if tombstone else "",
+                at=hidden.written_at,
+                reason=tombstone.reason if tombstone else "",
+                until=hidden.written_at + (tombstone.grace_s if tombstone else SWEEP_GRACE_S),
+            )
+        )
+    return found

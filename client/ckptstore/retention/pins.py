@@ -6,15 +6,17 @@ The key of a pin says all that counts, so that a listing is enough, and a damage
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from ckptstore import names
-from ckptstore.catalog import hidden_attempts
 from ckptstore.clock import Clock
+from ckptstore.commits import audit, leases, references
+from ckptstore.commits.catalog import hidden_attempts
 from ckptstore.errors import InvalidName, NoCheckpoint
-from ckptstore.format.documents import FORMAT, seal
+from ckptstore.format.documents import FORMAT
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import Action, Pin
 from ckptstore.names import Attempt, checkpoint_id
-from ckptstore.retention import audit
 from ckptstore.stores import Store
 
 
@@ -54,3 +56,20 @@ def pinned(store: Store, run: str) -> dict[Attempt, list[str]]:
             continue  # not ours
         found[attempt].append(name)
     return dict(found)
+
+
+Holds = Mapping[Attempt, list[str]]
+"""Why attempts must stay: `lease:HOLDER`, `pin:NAME`, `referenced:ID`."""
+
+
+def active_holds(store: Store, run: str, clock: Clock) -> Holds:
+    """Everything that holds checkpoints of a run now. A new kind of hold is added here, and nowhere else."""
+    held: dict[Attempt, list[str]] = defaultdict(list)
+    for attempt, pin_names in pinned(store, run).items():
+        held[attempt] += [f"pin:{name}" for name in pin_names]
+    for attempt, holders in leases.active_leases(store, run, clock).items():
+        held[attempt] += [f"lease:{holder}" for holder in holders]
+    # Last: a saver holds what it references by a lease until the references are marked.
+    for attempt, found in references.reasons(store, run).items():
+        held[attempt] += found
+    return dict(held)

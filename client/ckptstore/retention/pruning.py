@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ckptstore.catalog import Checkpoint, list_runs
 from ckptstore.clock import Clock
+from ckptstore.commits.catalog import Checkpoint, list_runs
+from ckptstore.commits.store_check import check_store
 from ckptstore.errors import InvalidPolicy, NoCheckpoint
 from ckptstore.format.records import PolicySet
-from ckptstore.probing import check_store
 from ckptstore.retention.deletion import MAX_DELETE_FRACTION, PrunePlan, apply_prune, plan_prune
-from ckptstore.retention.judging import Policy
-from ckptstore.retention.policies import policy_for, read_policies
+from ckptstore.retention.policy import Policy, policy_for, read_policies
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, sweep
 from ckptstore.stores import Store
 

@@ -12,8 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptstore import names
-from ckptstore.catalog import decided_attempts
 from ckptstore.clock import Clock
+from ckptstore.commits import audit
+from ckptstore.commits.catalog import decided_attempts
+from ckptstore.commits.labels import label_versions
+from ckptstore.commits.references import marks, unmark
 from ckptstore.errors import (
     CorruptObject,
     Damaged,
@@ -23,13 +26,11 @@ from ckptstore.errors import (
     StoreUnavailable,
     SweepBegun,
 )
-from ckptstore.format.documents import FORMAT, Tombstone, parse_sealed, seal
+from ckptstore.format.documents import FORMAT, Tombstone
+from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, Fate
 from ckptstore.names import Attempt, Reference, checkpoint_id, new_ulid
-from ckptstore.references import marks, unmark
-from ckptstore.retention import audit
-from ckptstore.retention.holds import Holds, active_holds
-from ckptstore.retention.labels import label_versions
+from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.stores import ObjectInfo, Store
 
 SWEEP_GRACE_S = 24 * 3600.0

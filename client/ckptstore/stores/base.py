@@ -150,7 +150,7 @@ class Store(ABC):
         """Write an object whole unless it exists; durable on return.
 
         False means "exists", which after a lost reply may be this very call's doing: whoever needs
-        to know must read the object back (ckptstore.commit does).
+        to know must read the object back (ckptstore.commits.commit does).
         """
 
     @abstractmethod

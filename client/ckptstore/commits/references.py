@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.errors import InvalidName, ReferenceLost
-from ckptstore.format.documents import FORMAT, Content, seal
+from ckptstore.format.documents import FORMAT, Content
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import ReferenceMark
 from ckptstore.names import Attempt, checkpoint_id
 from ckptstore.stores import Store

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ckptstore import names
-from ckptstore.catalog import hidden_attempts
 from ckptstore.clock import Clock
+from ckptstore.commits.catalog import hidden_attempts
 from ckptstore.errors import Damaged, NoCheckpoint, ObjectMissing
-from ckptstore.format.documents import FORMAT, Lease, parse_sealed, seal
+from ckptstore.format.documents import FORMAT, Lease
+from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.names import Attempt, check_ulid, checkpoint_id, new_ulid
 from ckptstore.stores import ObjectInfo, Store
 

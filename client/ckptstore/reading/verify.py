@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from ckptstore.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.format.planning import ChunkRead, ShardRead, check_cover, plan_all
 from ckptstore.names import Attempt
-from ckptstore.reading import DEFAULT_THREADS, Progress, check_chunk, fetch_stored
-from ckptstore.source import Source, read_manifest, read_receipt
+from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, fetch_stored
+from ckptstore.reading.source import Source, read_manifest, read_receipt
 
 
 @dataclass(frozen=True, slots=True)

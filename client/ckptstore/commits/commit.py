@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from ckptstore import names
 from ckptstore.clock import Clock
+from ckptstore.commits.references import lost, mark, referenced_attempts
 from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
 from ckptstore.format.columns import Column, column, concatenate
 from ckptstore.format.documents import (
@@ -35,18 +36,12 @@ from ckptstore.format.documents import (
     Shard,
     Slices,
     Summary,
-    check_manifest,
     digest,
-    manifest_bytes,
-    pack_manifest,
-    parse_manifest,
-    parse_sealed,
-    seal,
 )
+from ckptstore.format.parsing import check_manifest, manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
 from ckptstore.format.planning import check_cover
 from ckptstore.format.trees import leaves, merge_trees
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.references import lost, mark, referenced_attempts
 from ckptstore.stores import Store
 
 _TRIES = 3

@@ -12,13 +12,15 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from ckptstore.catalog import Checkpoint
-from ckptstore.daemon import wire
-from ckptstore.daemon.connection import Connection
+from ckptapi import bodies
+from ckptapi.connection import Connection
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.labels import LabelChange
+from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.decoding import decode_json
 from ckptstore.names import Reference, check_pin, check_ulid
-from ckptstore.retention.labels import LabelChange
+from ckptstore.retention.deletion import Deleted
 
 _SILENCE_S = 60.0
 """A stream of events says something every quarter of it."""
@@ -46,12 +48,12 @@ class Operations(Connection):
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         """Take a deletion back; listed, and pinned as `undeleted`, on return. Raises NoCheckpoint or SweepBegun."""
-        path = f"{wire.CHECKPOINTS}/{quote(str(reference), safe='@')}/undelete"
-        return self._json("POST", path, wire.CheckpointBody, body=wire.UndeleteRequest(reason)).checkpoint()
+        path = f"{bodies.CHECKPOINTS}/{quote(str(reference), safe='@')}/undelete"
+        return self._json("POST", path, bodies.CheckpointBody, body=bodies.UndeleteRequest(reason)).checkpoint()
 
-    def deleted(self, run: str) -> list[wire.DeletedBody]:
+    def deleted(self, run: str) -> list[Deleted]:
         """Checkpoints of a run that are hidden and can be taken back, by falling step."""
-        return self._json("GET", wire.DELETED, wire.DeletedListBody, params={"run": run}).items
+        return self._json("GET", bodies.DELETED, bodies.DeletedListBody, params={"run": run}).items
 
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
         """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
@@ -63,48 +65,48 @@ class Operations(Connection):
 
     def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
         """Change tags and metrics; durable on return. Raises InvalidRequest or NoCheckpoint."""
-        body = wire.LabelsRequest(tags=dict(change.tags), metrics=dict(change.metrics), reason=reason)
-        return self._json("PATCH", _path(checkpoint), wire.CheckpointBody, body=body).checkpoint()
+        body = bodies.LabelsRequest(tags=dict(change.tags), metrics=dict(change.metrics), reason=reason)
+        return self._json("PATCH", _path(checkpoint), bodies.CheckpointBody, body=body).checkpoint()
 
-    def pins(self, run: str) -> list[wire.PinBody]:
+    def pins(self, run: str) -> list[bodies.PinBody]:
         """All pins of a run, by falling step."""
-        return self._json("GET", wire.PINS, wire.PinsBody, params={"run": run}).items
+        return self._json("GET", bodies.PINS, bodies.PinsBody, params={"run": run}).items
 
-    def audit(self, run: str, limit: int = 100) -> list[wire.AuditBody]:
-        """Who set out to do what to checkpoints of a run, the newest first; wire.MAX_PAGE at most."""
+    def audit(self, run: str, limit: int = 100) -> list[bodies.AuditBody]:
+        """Who set out to do what to checkpoints of a run, the newest first; bodies.MAX_PAGE at most."""
         query: dict[str, str | int] = {"run": run, "limit": limit}
-        return self._json("GET", wire.AUDIT, wire.AuditListBody, params=query).items
+        return self._json("GET", bodies.AUDIT, bodies.AuditListBody, params=query).items
 
-    def policies(self) -> wire.PoliciesBody:
+    def policies(self) -> bodies.PoliciesBody:
         """The policies in force; version 0: none were ever set."""
-        return self._json("GET", wire.POLICIES, wire.PoliciesBody)
+        return self._json("GET", bodies.POLICIES, bodies.PoliciesBody)
 
-    def policies_history(self, limit: int = 100) -> list[wire.PoliciesBody]:
-        """The newest versions of the policies, the newest first; wire.MAX_PAGE at most."""
-        return self._json("GET", f"{wire.POLICIES}/history", wire.PoliciesListBody, params={"limit": limit}).items
+    def policies_history(self, limit: int = 100) -> list[bodies.PoliciesBody]:
+        """The newest versions of the policies, the newest first; bodies.MAX_PAGE at most."""
+        return self._json("GET", f"{bodies.POLICIES}/history", bodies.PoliciesListBody, params={"limit": limit}).items
 
-    def change_policies(self, request: wire.PoliciesRequest) -> wire.PoliciesBody:
+    def change_policies(self, request: bodies.PoliciesRequest) -> bodies.PoliciesBody:
         """Put policies in force; durable on return. Raises InvalidPolicy or PoliciesChanged."""
-        return self._json("PUT", wire.POLICIES, wire.PoliciesBody, body=request)
+        return self._json("PUT", bodies.POLICIES, bodies.PoliciesBody, body=request)
 
     # What happens, and what is done for long
 
-    def events(self, after: int = 0, run: str | None = None, limit: int = 100) -> wire.EventsBody:
+    def events(self, after: int = 0, run: str | None = None, limit: int = 100) -> bodies.EventsBody:
         """Events after an id, oldest first."""
         query: dict[str, str | int] = {"after": after, "limit": limit} | ({"run": run} if run is not None else {})
-        return self._json("GET", wire.EVENTS, wire.EventsBody, params=query)
+        return self._json("GET", bodies.EVENTS, bodies.EventsBody, params=query)
 
-    def event_stream(self, after: int | None = None, run: str | None = None) -> Iterator[wire.EventBody]:
+    def event_stream(self, after: int | None = None, run: str | None = None) -> Iterator[bodies.EventBody]:
         """Events as they happen, after an id or from now on; ends when the daemon leaves.
 
-        The first one is of kind wire.OPEN: its id is where the stream begins. One of kind wire.GAP says that events
+        The first one is of kind bodies.OPEN: its id is where the stream begins. One of kind bodies.GAP says that events
         before the next one are not kept any more.
         """
-        headers = {"Accept": wire.EVENT_STREAM} | ({"Last-Event-ID": str(after)} if after is not None else {})
+        headers = {"Accept": bodies.EVENT_STREAM} | ({"Last-Event-ID": str(after)} if after is not None else {})
         timeout = httpx.Timeout(_SILENCE_S, connect=5.0)
         query = {"run": run} if run is not None else {}
         try:
-            with self._http.stream("GET", wire.EVENTS, params=query, headers=headers, timeout=timeout) as response:
+            with self._http.stream("GET", bodies.EVENTS, params=query, headers=headers, timeout=timeout) as response:
                 self._raise_for(response)
                 yield from _parse(response.iter_lines())
         except httpx.HTTPError as error:
@@ -112,62 +114,62 @@ class Operations(Connection):
         except (msgspec.DecodeError, ValueError) as error:
             raise DaemonUnavailable(f"{self.url} sent an event that is not ckptd's: {error}") from error
 
-    def start_job(self, request: wire.JobRequest) -> wire.JobBody:
+    def start_job(self, request: bodies.JobRequest) -> bodies.JobBody:
         """Start a job; it is written down on return."""
-        return self._json("POST", wire.JOBS, wire.JobBody, body=request)
+        return self._json("POST", bodies.JOBS, bodies.JobBody, body=request)
 
-    def jobs(self, limit: int = 100) -> list[wire.JobBody]:
+    def jobs(self, limit: int = 100) -> list[bodies.JobBody]:
         """Jobs, newest first, without their logs."""
-        return self._json("GET", wire.JOBS, wire.JobsBody, params={"limit": limit}).items
+        return self._json("GET", bodies.JOBS, bodies.JobsBody, params={"limit": limit}).items
 
-    def job(self, id: str) -> wire.JobBody:
+    def job(self, id: str) -> bodies.JobBody:
         """One job, with the newest lines of its log. Raises InvalidName or NoJob."""
-        return self._json("GET", f"{wire.JOBS}/{check_ulid(id)}", wire.JobBody)
+        return self._json("GET", f"{bodies.JOBS}/{check_ulid(id)}", bodies.JobBody)
 
-    def cancel_job(self, id: str) -> wire.JobBody:
+    def cancel_job(self, id: str) -> bodies.JobBody:
         """Ask a job to end. Raises InvalidName or NoJob."""
-        return self._json("DELETE", f"{wire.JOBS}/{check_ulid(id)}", wire.JobBody)
+        return self._json("DELETE", f"{bodies.JOBS}/{check_ulid(id)}", bodies.JobBody)
 
-    def attempts(self, run: str | None = None) -> list[wire.AttemptBody]:
+    def attempts(self, run: str | None = None) -> list[bodies.AttemptBody]:
         """Live uploads of one run or all, oldest first."""
         query = {"run": run} if run is not None else {}
-        return self._json("GET", wire.ATTEMPTS, wire.AttemptsBody, params=query).items
+        return self._json("GET", bodies.ATTEMPTS, bodies.AttemptsBody, params=query).items
 
-    def probe(self) -> wire.ProbeBody:
+    def probe(self) -> StoreReport:
         """Let the daemon examine its store."""
-        return self._json("POST", wire.PROBE, wire.ProbeBody, timeout=300)
+        return self._json("POST", bodies.PROBE, StoreReport, timeout=300)
 
-    def shards(self, checkpoint: Checkpoint) -> list[wire.ShardBody]:
+    def shards(self, checkpoint: Checkpoint) -> list[bodies.ShardBody]:
         """The shards of a checkpoint, by rank."""
-        return self._json("GET", f"{_path(checkpoint)}/shards", wire.ShardsBody).items
+        return self._json("GET", f"{_path(checkpoint)}/shards", bodies.ShardsBody).items
 
-    def readiness(self) -> wire.ReadinessBody:
+    def readiness(self) -> bodies.ReadinessBody:
         """What the daemon needs, and whether it has it; also if it says that it is not ready."""
         try:
             response = self._http.get("/readyz")
-            return decode_json(response.content, wire.ReadinessBody)
+            return decode_json(response.content, bodies.ReadinessBody)
         except httpx.HTTPError as error:
             raise self._unavailable(error) from error
         except msgspec.DecodeError as error:
             raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
 
-    def about(self) -> wire.AboutBody:
+    def about(self) -> bodies.AboutBody:
         """The daemon's version, and the moment by its clock as the answer left it."""
         response = self._request("GET", "/openapi.json")
         try:
             document = msgspec.json.decode(response.content)
             told = parsedate_to_datetime(response.headers["date"]).timestamp() if "date" in response.headers else None
-            return wire.AboutBody(version=str(document["info"]["version"]), at=told)
+            return bodies.AboutBody(version=str(document["info"]["version"]), at=told)
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
 
     def read_ranges(self, checkpoint: Checkpoint, fills: Sequence[Fill]) -> None:
-        """Fill buffers with stored bytes, unchecked, in one request; wire.MAX_RANGES at most.
+        """Fill buffers with stored bytes, unchecked, in one request; bodies.MAX_RANGES at most.
 
         Raises CorruptObject if the answer ends early: then some of the buffers are not filled.
         """
-        ranges = [wire.ByteRange(shard=fill.shard, offset=fill.offset, count=len(fill.buffer)) for fill in fills]
-        content = msgspec.json.encode(wire.ReadRequest(ranges))
+        ranges = [bodies.ByteRange(shard=fill.shard, offset=fill.offset, count=len(fill.buffer)) for fill in fills]
+        content = msgspec.json.encode(bodies.ReadRequest(ranges))
         headers = {"Content-Type": "application/json"}
         try:
             with self._http.stream("POST", f"{_path(checkpoint)}/read", content=content, headers=headers) as response:
@@ -178,7 +180,7 @@ class Operations(Connection):
 
 
 def _path(checkpoint: Checkpoint) -> str:
-    return f"{wire.CHECKPOINTS}/{quote(checkpoint.id, safe='@')}"
+    return f"{bodies.CHECKPOINTS}/{quote(checkpoint.id, safe='@')}"
 
 
 def _unframe(parts: Iterator[bytes], fills: Sequence[Fill], url: str) -> None:
@@ -206,7 +208,7 @@ def _unframe(parts: Iterator[bytes], fills: Sequence[Fill], url: str) -> None:
         take(fill.buffer)
 
 
-def _parse(lines: Iterator[str]) -> Iterator[wire.EventBody]:
+def _parse(lines: Iterator[str]) -> Iterator[bodies.EventBody]:
     """Server-sent events, as far as ckptd uses them."""
     fields: dict[str, Any] = {}
     for line in lines:
@@ -215,10 +217,10 @@ def _parse(lines: Iterator[str]) -> Iterator[wire.EventBody]:
             fields[name] = value
         elif kind := fields.get("event"):
             id = int(fields["id"])
-            if kind in (wire.OPEN, wire.GAP):
-                yield wire.EventBody(id=id, at=0.0, kind=kind)
+            if kind in (bodies.OPEN, bodies.GAP):
+                yield bodies.EventBody(id=id, at=0.0, kind=kind)
             else:
-                yield decode_json(fields["data"], wire.EventBody)
+                yield decode_json(fields["data"], bodies.EventBody)
             fields = {}
         else:
             fields = {}

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from ckptstore.daemon.wire.checkpoints import CheckpointBody
+from ckptapi.bodies.checkpoints import CheckpointBody
 from ckptstore.format.records import Action, AuditRecord, PoliciesVersion, PolicySet, Rules
+from ckptstore.retention.deletion import Deleted
 
 PRUNE = "/v1/prune"
 POLICIES = "/v1/policies"
@@ -106,16 +107,6 @@ class LabelsRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-class DeletedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that is hidden and can be taken back until `until`."""
-
-    id: str
-    by: str
-    at: float
-    reason: str
-    until: float
-
-
 class AuditBody(msgspec.Struct, frozen=True, kw_only=True):
     """Who set out to do what to which checkpoints, when and why."""
 
@@ -148,7 +139,7 @@ class PinsBody(msgspec.Struct, frozen=True):
 class DeletedListBody(msgspec.Struct, frozen=True):
     """Deletions of a run that can be taken back."""
 
-    items: list[DeletedBody]
+    items: list[Deleted]
 
 
 class AuditListBody(msgspec.Struct, frozen=True):

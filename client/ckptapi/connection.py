@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from ckptstore.daemon import wire
+from ckptapi import bodies
 from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable, error_from_code
 from ckptstore.format.decoding import decode_json
 
@@ -119,7 +119,7 @@ class Connection:
 
     def _error(self, response: httpx.Response) -> CkptError:
         try:
-            problem = decode_json(response.content, wire.Problem)
+            problem = decode_json(response.content, bodies.Problem)
         except msgspec.DecodeError:
             where = f"{response.request.method} {response.request.url}"
             return DaemonUnavailable(

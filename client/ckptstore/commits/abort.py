@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from ckptstore.clock import Clock
-from ckptstore.commit import decide
+from ckptstore.commits.commit import decide
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt
 from ckptstore.stores import Store

@@ -8,9 +8,9 @@ from urllib.parse import quote
 
 import httpx
 
-from ckptstore.catalog import Checkpoint, State
-from ckptstore.daemon import wire
-from ckptstore.daemon.operations import Operations
+from ckptapi import bodies
+from ckptapi.operations import Operations
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject
 from ckptstore.format.records import Rules
 from ckptstore.names import Attempt, Reference, check_ulid
@@ -45,13 +45,13 @@ class DaemonClient(Operations):
     def latest(self, run: str | None = None) -> Checkpoint:
         """The newest checkpoint of a run; without a run, the one committed last."""
         query = {"run": run} if run is not None else {}
-        return self._json("GET", wire.LATEST, wire.CheckpointBody, params=query).checkpoint()
+        return self._json("GET", bodies.LATEST, bodies.CheckpointBody, params=query).checkpoint()
 
     def find(self, reference: Reference) -> Checkpoint:
         """The checkpoint that a reference names."""
         if reference.step is None:
             return self.latest(reference.run)
-        return self._json("GET", self._path(str(reference)), wire.CheckpointBody).checkpoint()
+        return self._json("GET", self._path(str(reference)), bodies.CheckpointBody).checkpoint()
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """The stored manifest, unchecked."""
@@ -84,32 +84,32 @@ class DaemonClient(Operations):
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Protect a checkpoint from deletion for `ttl_s` seconds."""
-        request = wire.LeaseRequest(id=checkpoint.id, holder=holder, ttl_s=ttl_s)
+        request = bodies.LeaseRequest(id=checkpoint.id, holder=holder, ttl_s=ttl_s)
         # Asked again after a lost reply, a second lease is left to expire.
-        return self._patiently(partial(self._json, "POST", wire.LEASES, wire.LeaseBody, body=request)).lease
+        return self._patiently(partial(self._json, "POST", bodies.LEASES, bodies.LeaseBody, body=request)).lease
 
     def release_lease(self, run: str, lease: str) -> None:
         """End a lease."""
-        self._request("DELETE", f"{wire.LEASES}/{quote(run, safe='')}/{quote(lease, safe='')}")
+        self._request("DELETE", f"{bodies.LEASES}/{quote(run, safe='')}/{quote(lease, safe='')}")
 
     # What only a daemon does
 
-    def run_summaries(self) -> list[wire.RunBody]:
+    def run_summaries(self) -> list[bodies.RunBody]:
         """All runs with their sizes and newest checkpoints."""
-        return self._json("GET", wire.RUNS, wire.RunsBody).items
+        return self._json("GET", bodies.RUNS, bodies.RunsBody).items
 
-    def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> wire.Page:
+    def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> bodies.Page:
         """One page of a listing, by run and falling step."""
         query: dict[str, str | int] = {"limit": limit}
         if run is not None:
             query["run"] = run
         if cursor is not None:
             query["cursor"] = cursor
-        return self._json("GET", wire.CHECKPOINTS, wire.Page, params=query)
+        return self._json("GET", bodies.CHECKPOINTS, bodies.Page, params=query)
 
     def notify(self, run: str, attempt: Attempt) -> None:
         """Tell the daemon that an attempt was committed; it checks for itself."""
-        self._request("POST", wire.NOTIFY, body=wire.NotifyRequest(run, str(attempt)))
+        self._request("POST", bodies.NOTIFY, body=bodies.NotifyRequest(run, str(attempt)))
 
     def prune(
         self,
@@ -119,45 +119,45 @@ class DaemonClient(Operations):
         rules: Rules | None = None,
         grace_s: float | None = None,
         force: bool = False,
-    ) -> wire.PruneBody:
+    ) -> bodies.PruneBody:
         """Plan, and without dry_run execute, a prune of the runs that a glob names, or of all.
 
         Without keep_last and rules, the policies in force say what stays. grace_s: for so long it can be taken back.
         """
-        request = wire.PruneRequest(
+        request = bodies.PruneRequest(
             keep_last=keep_last, rules=rules, run=run, grace_s=grace_s, force=force, dry_run=dry_run
         )
-        return self._json("POST", wire.PRUNE, wire.PruneBody, body=request, timeout=3600)
+        return self._json("POST", bodies.PRUNE, bodies.PruneBody, body=request, timeout=3600)
 
     def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
         """Propose an outcome of an attempt, or the fate of a tombstone; returns what was proposed first, by anybody.
 
         For stores that overwrite on create (arbitration.py). What was decided is in the daemon's store on return.
         """
-        request = wire.DecisionRequest(run=run, attempt=str(attempt), tombstone=tombstone, proposal=proposal.decode())
-        return self._json("POST", wire.DECISIONS, wire.DecisionBody, body=request).document.encode()
+        request = bodies.DecisionRequest(run=run, attempt=str(attempt), tombstone=tombstone, proposal=proposal.decode())
+        return self._json("POST", bodies.DECISIONS, bodies.DecisionBody, body=request).document.encode()
 
-    def reindex(self) -> wire.ReindexBody:
+    def reindex(self) -> bodies.ReindexBody:
         """Rebuild the daemon's index from the store."""
-        return self._json("POST", wire.REINDEX, wire.ReindexBody, timeout=3600)
+        return self._json("POST", bodies.REINDEX, bodies.ReindexBody, timeout=3600)
 
     # Tokens, for admins
 
-    def tokens(self) -> list[wire.TokenBody]:
+    def tokens(self) -> list[bodies.TokenBody]:
         """All tokens, by name, without their secrets."""
-        return self._json("GET", wire.TOKENS, wire.TokensBody).items
+        return self._json("GET", bodies.TOKENS, bodies.TokensBody).items
 
-    def create_token(self, request: wire.TokenRequest) -> wire.NewTokenBody:
+    def create_token(self, request: bodies.TokenRequest) -> bodies.NewTokenBody:
         """Make a token; in force on return, and its secret is told this once."""
-        return self._json("POST", wire.TOKENS, wire.NewTokenBody, body=request)
+        return self._json("POST", bodies.TOKENS, bodies.NewTokenBody, body=request)
 
-    def rotate_token(self, name: str, request: wire.RotateRequest) -> wire.NewTokenBody:
+    def rotate_token(self, name: str, request: bodies.RotateRequest) -> bodies.NewTokenBody:
         """Give a token a new secret."""
-        return self._json("POST", f"{wire.TOKENS}/{quote(name, safe='')}/rotate", wire.NewTokenBody, body=request)
+        return self._json("POST", f"{bodies.TOKENS}/{quote(name, safe='')}/rotate", bodies.NewTokenBody, body=request)
 
     def revoke_token(self, name: str) -> None:
         """Remove a token; the daemon refuses it on return."""
-        self._request("DELETE", f"{wire.TOKENS}/{quote(name, safe='')}")
+        self._request("DELETE", f"{bodies.TOKENS}/{quote(name, safe='')}")
 
     # Restore sessions. Every call may be repeated: after a lost reply the second answer is as good as the first.
     # An id that is none raises InvalidName.
@@ -169,56 +169,56 @@ class DaemonClient(Operations):
         world_size: int,
         rank: int,
         checkpoint: str | None = None,
-        ttl_s: float = wire.SILENCE_S,
-    ) -> wire.RestoreBody:
+        ttl_s: float = bodies.SILENCE_S,
+    ) -> bodies.RestoreBody:
         """Join the restore that a job calls `key`; all ranks get the same checkpoint, held by a lease until the end.
 
         Who needs the checkpoint for longer takes a lease of its own before it reports that it is restored.
         checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for so long ends the session.
         Raises NoCheckpoint, RestoreEnded, or RestoreMismatch if the ranks do not ask for the same.
         """
-        request = wire.RestoreRequest(
+        request = bodies.RestoreRequest(
             run=run, key=key, world_size=world_size, rank=rank, checkpoint=checkpoint, ttl_s=ttl_s
         )
-        return self._json("POST", wire.RESTORES, wire.RestoreBody, body=request)
+        return self._json("POST", bodies.RESTORES, bodies.RestoreBody, body=request)
 
     def report_restore(
-        self, id: str, rank: int, phase: wire.Phase, done_bytes: int = 0, total_bytes: int = 0, problem: str = ""
-    ) -> wire.RestoreStatus:
+        self, id: str, rank: int, phase: bodies.Phase, done_bytes: int = 0, total_bytes: int = 0, problem: str = ""
+    ) -> bodies.RestoreStatus:
         """Say how far a rank is; the answer tells if the session has ended, and why. Raises NoRestore."""
-        report = wire.RankReport(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, problem=problem)
-        return self._json("PUT", f"{_restore_path(id)}/ranks/{rank}", wire.RestoreStatus, body=report)
+        report = bodies.RankReport(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, problem=problem)
+        return self._json("PUT", f"{_restore_path(id)}/ranks/{rank}", bodies.RestoreStatus, body=report)
 
-    def restore_session(self, id: str, wait_s: float = 0, ranks: bool = True) -> wire.RestoreBody:
-        """One session, when it has ended or `wait_s` (wire.MAX_WAIT_S at most) is over. Raises NoRestore.
+    def restore_session(self, id: str, wait_s: float = 0, ranks: bool = True) -> bodies.RestoreBody:
+        """One session, when it has ended or `wait_s` (bodies.MAX_WAIT_S at most) is over. Raises NoRestore.
 
         ranks: list them and look for stragglers; for one or a few callers, not for each of thousands of ranks.
         """
         query: dict[str, str | int] = {"wait": str(wait_s), "ranks": str(ranks).lower()}
         timeout = wait_s + _ANSWER_S
-        return self._json("GET", _restore_path(id), wire.RestoreBody, params=query, timeout=timeout)
+        return self._json("GET", _restore_path(id), bodies.RestoreBody, params=query, timeout=timeout)
 
-    def restore_sessions(self, run: str | None = None, limit: int = 100) -> list[wire.RestoreBody]:
+    def restore_sessions(self, run: str | None = None, limit: int = 100) -> list[bodies.RestoreBody]:
         """Sessions of one run or all, newest first, without their ranks."""
         query: dict[str, str | int] = {"limit": limit} if run is None else {"limit": limit, "run": run}
-        return self._json("GET", wire.RESTORES, wire.RestoresBody, params=query).items
+        return self._json("GET", bodies.RESTORES, bodies.RestoresBody, params=query).items
 
-    def cancel_restore(self, id: str) -> wire.RestoreBody:
+    def cancel_restore(self, id: str) -> bodies.RestoreBody:
         """End a session and release its lease; one that has ended stays as it is. Raises NoRestore."""
-        return self._json("DELETE", _restore_path(id), wire.RestoreBody)
+        return self._json("DELETE", _restore_path(id), bodies.RestoreBody)
 
     def _pages(self, run: str) -> Iterator[Checkpoint]:
         cursor = None
         while True:
-            page = self.page(run, limit=wire.MAX_PAGE, cursor=cursor)
+            page = self.page(run, limit=bodies.MAX_PAGE, cursor=cursor)
             yield from (item.checkpoint() for item in page.items)
             cursor = page.next_cursor
             if cursor is None:
                 return
 
     def _path(self, *parts: str) -> str:
-        return "/".join((wire.CHECKPOINTS, *(quote(part, safe="@") for part in parts)))
+        return "/".join((bodies.CHECKPOINTS, *(quote(part, safe="@") for part in parts)))
 
 
 def _restore_path(id: str) -> str:
-    return f"{wire.RESTORES}/{check_ulid(id)}"
+    return f"{bodies.RESTORES}/{check_ulid(id)}"

@@ -15,7 +15,8 @@ from ulid import ULID
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.errors import Damaged, InvalidName, ObjectMissing
-from ckptstore.format.documents import FORMAT, parse_sealed, seal
+from ckptstore.format.documents import FORMAT
+from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, AuditRecord
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ckptstore.daemon.wire.retention import PruneRequest
+from ckptapi.bodies.retention import PruneRequest
 
 JOBS = "/v1/jobs"
 Name = Annotated[str, msgspec.Meta(max_length=200)]

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Protocol
 
-from ckptstore import catalog, names
-from ckptstore.catalog import Checkpoint
+from ckptstore import names
 from ckptstore.clock import Clock, system_clock
+from ckptstore.commits import catalog, leases
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.labels import with_labels
 from ckptstore.errors import CorruptObject, NoCheckpoint
-from ckptstore.format.documents import (
-    JSON,
-    Manifest,
-    Receipt,
-    digest,
-    parse_local,
-    parse_manifest,
-    parse_sealed,
-)
+from ckptstore.format.documents import JSON, Manifest, Receipt, digest
+from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
 from ckptstore.names import Reference
-from ckptstore.retention import leases
-from ckptstore.retention.labels import with_labels
-from ckptstore.stores import ObjectReader, Store, open_store
+from ckptstore.stores import ObjectReader, Store
 
 _RECEIPT_THREADS = 16
 
@@ -133,21 +126,6 @@ class StoreSource:
 
     def close(self) -> None:
         """A store holds no connections of its own: fsspec shares them within the process."""
-
-
-def open_source(
-    url: str, token: str | None = None, options: Mapping[str, Any] | None = None, patience_s: float = 0.0
-) -> Source:
-    """The daemon at an http(s):// URL, or the store at any other one.
-
-    patience_s: for so long a daemon that does not answer is asked again.
-    """
-    if url.startswith(("http://", "https://")):
-        # Trainers that read the store itself need no HTTP client.
-        from ckptstore.daemon.client import DaemonClient
-
-        return DaemonClient(url, token, patience_s=patience_s)
-    return StoreSource(open_store(url, options))
 
 
 def read_manifest(source: Source, checkpoint: Checkpoint) -> Manifest:

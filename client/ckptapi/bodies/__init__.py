@@ -1,6 +1,6 @@
 """What the daemon and its clients say to each other over HTTP: paths and JSON bodies, each written once."""
 
-from ckptstore.daemon.wire.changes import (
+from ckptapi.bodies.changes import (
     LEASES,
     NOTIFY,
     REINDEX,
@@ -9,7 +9,7 @@ from ckptstore.daemon.wire.changes import (
     NotifyRequest,
     ReindexBody,
 )
-from ckptstore.daemon.wire.checkpoints import (
+from ckptapi.bodies.checkpoints import (
     CHECKPOINTS,
     LATEST,
     MAX_PAGE,
@@ -19,9 +19,9 @@ from ckptstore.daemon.wire.checkpoints import (
     RunBody,
     RunsBody,
 )
-from ckptstore.daemon.wire.decisions import DECISIONS, DecisionBody, DecisionRequest
-from ckptstore.daemon.wire.events import EVENT_STREAM, EVENTS, GAP, MAX_EVENTS, OPEN, EventBody, EventKind, EventsBody
-from ckptstore.daemon.wire.jobs import (
+from ckptapi.bodies.decisions import DECISIONS, DecisionBody, DecisionRequest
+from ckptapi.bodies.events import EVENT_STREAM, EVENTS, GAP, MAX_EVENTS, OPEN, EventBody, EventKind, EventsBody
+from ckptapi.bodies.jobs import (
     JOBS,
     CollectJob,
     JobBody,
@@ -33,7 +33,7 @@ from ckptstore.daemon.wire.jobs import (
     ReindexJob,
     VerifyJob,
 )
-from ckptstore.daemon.wire.observing import (
+from ckptapi.bodies.observing import (
     ATTEMPTS,
     MAX_ENTRIES,
     MAX_RANGES,
@@ -46,15 +46,13 @@ from ckptstore.daemon.wire.observing import (
     EntriesBody,
     EntryBody,
     LocationBody,
-    ProbeBody,
-    ProbeCheck,
     ReadinessBody,
     ReadRequest,
     ShardBody,
     ShardsBody,
 )
-from ckptstore.daemon.wire.problems import PROBLEM, Problem
-from ckptstore.daemon.wire.restores import (
+from ckptapi.bodies.problems import PROBLEM, Problem
+from ckptapi.bodies.restores import (
     MAX_SILENCE_S,
     MAX_WAIT_S,
     MAX_WORLD_SIZE,
@@ -72,7 +70,7 @@ from ckptstore.daemon.wire.restores import (
     RestoreStatus,
     WorldSize,
 )
-from ckptstore.daemon.wire.retention import (
+from ckptapi.bodies.retention import (
     AUDIT,
     DELETED,
     PINS,
@@ -80,7 +78,6 @@ from ckptstore.daemon.wire.retention import (
     PRUNE,
     AuditBody,
     AuditListBody,
-    DeletedBody,
     DeletedListBody,
     LabelsRequest,
     PinBody,
@@ -94,7 +91,7 @@ from ckptstore.daemon.wire.retention import (
     PruneRequest,
     UndeleteRequest,
 )
-from ckptstore.daemon.wire.tokens import TOKENS, NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest, TokensBody
+from ckptapi.bodies.tokens import TOKENS, NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest, TokensBody
 
 __all__ = [
     "ATTEMPTS",
@@ -139,7 +136,6 @@ __all__ = [
     "CollectJob",
     "DecisionBody",
     "DecisionRequest",
-    "DeletedBody",
     "DeletedListBody",
     "EntriesBody",
     "EntryBody",
@@ -165,8 +161,6 @@ __all__ = [
     "PoliciesBody",
     "PoliciesListBody",
     "PoliciesRequest",
-    "ProbeBody",
-    "ProbeCheck",
     "Problem",
     "PruneBody",
     "PruneItem",

@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import groupby
 
 from ckptstore import names
-from ckptstore.commit import read_outcome
+from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, Reference, checkpoint_id

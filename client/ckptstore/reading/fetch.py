@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ckptstore.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, CorruptObject
 from ckptstore.format.casting import cast_into
 from ckptstore.format.codecs import RAW, decode
 from ckptstore.format.dividing import Stretches
 from ckptstore.format.documents import digest
 from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, join
-from ckptstore.source import Source
+from ckptstore.reading.source import Source
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 
 Progress = Callable[[int], None]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from ckptstore.daemon.wire.checkpoints import CheckpointBody
+from ckptapi.bodies.checkpoints import CheckpointBody
 
 RESTORES = "/v1/restores"
 MAX_WORLD_SIZE = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptstore.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt
 
 CHECKPOINTS = "/v1/checkpoints"

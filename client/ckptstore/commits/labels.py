@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from ckptstore import names
-from ckptstore.catalog import Checkpoint, decided_attempts, hidden_attempts
 from ckptstore.clock import Clock
+from ckptstore.commits import audit
+from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts
 from ckptstore.errors import Damaged, InvalidName, InvalidRequest, NoCheckpoint, ObjectMissing, StoreUnavailable
-from ckptstore.format.documents import FORMAT, parse_sealed, seal
+from ckptstore.format.documents import FORMAT
+from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, Labels
 from ckptstore.names import Attempt, checkpoint_id
-from ckptstore.retention import audit
 from ckptstore.stores import Store
 
 MAX_LABELS = 64

@@ -97,29 +97,6 @@ class ReadRequest(msgspec.Struct, frozen=True):
     ranges: list[ByteRange]
 
 
-class ProbeCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a store must do."""
-
-    name: str
-    ok: bool
-    seconds: float
-    detail: str = ""
-
-
-class ProbeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What a probe found. It writes a few small objects, and deletes them."""
-
-    store: str
-    ok: bool
-    """Every check is."""
-    conditional_writes: bool
-    """Of concurrent creators of one key exactly one wins; without it, two committers could both believe they won."""
-    clock_skew_s: float | None
-    """The store's clock minus this machine's; None if the store does not tell."""
-    presigned_urls: bool
-    checks: list[ProbeCheck]
-
-
 class ReadinessBody(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon needs, each "ok" or what is wrong with it."""
 

@@ -1,0 +1,24 @@
+"""Where checkpoints are read from, by URL: a store, or a daemon that serves one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.reading.source import Source, StoreSource
+from ckptstore.stores import open_store
+
+
+def open_source(
+    url: str, token: str | None = None, options: Mapping[str, Any] | None = None, patience_s: float = 0.0
+) -> Source:
+    """The daemon at an http(s):// URL, or the store at any other one.
+
+    patience_s: for so long a daemon that does not answer is asked again.
+    """
+    if url.startswith(("http://", "https://")):
+        # Trainers that read the store itself need no HTTP client.
+        from ckptapi.client import DaemonClient
+
+        return DaemonClient(url, token, patience_s=patience_s)
+    return StoreSource(open_store(url, options))

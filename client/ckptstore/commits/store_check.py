@@ -1,0 +1,247 @@
+"""Examining a store: does it keep the promises that checkpoints rest on, and how fast is it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from ckptstore import names
+from ckptstore.clock import Clock
+from ckptstore.errors import CkptError, ClockSkew, ObjectMissing, StoreReadOnly, StoreUnavailable, StoreUnsafe
+from ckptstore.names import new_ulid
+from ckptstore.stores import Store
+
+_SKEW_ALLOWED_S = 60.0
+_DATA = bytes(range(256)) * 256
+
+
+class StoreCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a store must do."""
+
+    name: str
+    ok: bool
+    seconds: float
+    detail: str = ""
+
+
+class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a probe found. It writes a few small objects, and deletes them."""
+
+    store: str
+    ok: bool
+    """Every check is."""
+    conditional_writes: bool
+    """Of concurrent creators of one key exactly one wins; without it, two committers could both believe they won."""
+    clock_skew_s: float | None
+    """The store's clock minus this machine's; None if the store does not tell."""
+    presigned_urls: bool
+    checks: list[StoreCheck]
+
+
+def examine(store: Store, clock: Clock) -> StoreReport:
+    """Write, read, list, race for and delete some small objects. A store that does not answer fails the checks."""
+    examination = _Examination(store, clock)
+    checks = list(examination.run())
+    once = [check for check in checks if check.name in ("create once", "one winner")]
+    return StoreReport(
+        store=store.url,
+        ok=all(check.ok for check in checks),
+        conditional_writes=bool(once) and all(check.ok for check in once),
+        clock_skew_s=examination.skew_s,
+        presigned_urls=store.presign(names.PROBES_PREFIX + "x", 60) is not None,
+        checks=checks,
+    )
+
+
+class _Examination:
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self.skew_s: float | None = None
+        self._store = store
+        self._clock = clock
+        self._probe: Probe | None = None
+        self._folder = f"{names.PROBES_PREFIX}{new_ulid(clock())}/"
+
+    def run(self) -> Iterator[StoreCheck]:
+        steps: dict[str, Callable[[], str]] = {
+            "write": self._write,
+            "read": self._read,
+            "read a range": self._read_range,
+            "list": self._list,
+            "create once": self._create_twice,
+            "one winner": self._race,
+            "clock": self._look_at_clock,
+            "delete": self._delete,
+        }
+        try:
+            for name, step in steps.items():
+                yield self._check(name, step)
+        finally:
+            with _forgiving():
+                self._store.delete_many([info.key for info in self._store.list(self._folder)])
+
+    def _check(self, name: str, step: Callable[[], str]) -> StoreCheck:
+        began = time.perf_counter()
+        try:
+            problem = step()
+        except CkptError as error:
+            problem = str(error)
+        return StoreCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem)
+
+    def _write(self) -> str:
+        self._store.put(self._folder + "object", _DATA)
+        return ""
+
+    def _read(self) -> str:
+        return "" if self._store.get(self._folder + "object") == _DATA else "what was written reads differently"
+
+    def _read_range(self) -> str:
+        buffer = memoryview(bytearray(1000))
+        self._store.get_range(self._folder + "object", 500, buffer)
+        return "" if bytes(buffer) == _DATA[500:1500] else "a range holds other bytes than the whole"
+
+    def _list(self) -> str:
+        listed = {info.key: info.bytes for info in self._store.list(self._folder)}
+        return "" if listed == {self._folder + "object": len(_DATA)} else f"a listing shows {listed}"
+
+    def _create_twice(self) -> str:
+        self._probe = probe_store(self._store, self._clock)
+        return "" if self._probe.refuses_second else "a second create of the same object was accepted"
+
+    def _race(self) -> str:
+        return "" if self._probed().one_wins else "not one of several concurrent creators of an object won"
+
+    def _look_at_clock(self) -> str:
+        self.skew_s = self._probed().skew_s
+        far = abs(self.skew_s) > _SKEW_ALLOWED_S
+        return f"the store's clock is {self.skew_s:+.0f} s from this machine's" if far else ""
+
+    def _probed(self) -> Probe:
+        if self._probe is None:
+            raise StoreUnavailable("this could not be tried", "See the check before it")
+        return self._probe
+
+    def _delete(self) -> str:
+        self._store.delete_many([self._folder + "object"])
+        try:
+            self._store.get(self._folder + "object")
+        except ObjectMissing:
+            return ""
+        return "an object can be read after it was deleted"
+
+
+@contextmanager
+def _forgiving() -> Iterator[None]:
+    try:
+        yield
+    except CkptError:
+        pass  # the checks have said what is wrong
+
+
+logger = logging.getLogger(__name__)
+
+MAX_SKEW_S = 300.0
+"""Ages are compared with graces of hours and of a week."""
+_RACES = 3
+_RACERS = 2  # of more, SeaweedFS makes one wait for a second
+
+_found: dict[str, bool] = {}
+_probing = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a store did with some small objects."""
+
+    refuses_second: bool
+    """A second create of the same key was refused and changed nothing."""
+    one_wins: bool
+    """Of two at once one won."""
+    skew_s: float
+    """How far the store's clock is ahead of ours, at least; 0 if it may be the same."""
+
+    @property
+    def creates_once(self) -> bool:
+        """A create can decide something."""
+        return self.refuses_second and self.one_wins
+
+
+def probe_store(store: Store, clock: Clock) -> Probe:
+    """Create small objects twice, one after the other and at once, and delete them. Raises Unavailable."""
+    with _scratch(store, clock) as key:
+        before = clock()
+        created = store.put_if_absent(key, b"first\n")
+        after = clock()
+        again = store.put_if_absent(key, b"second\n")
+        kept = store.get(key) == b"first\n"
+        written_at = next(info.modified_at for info in store.list(names.PROBES_PREFIX) if info.key == key)
+    # File systems and S3 tell whole seconds.
+    skew_s = min(0.0, written_at + 1 - before) + max(0.0, written_at - after)
+    refuses_second = created and not again and kept
+    return Probe(refuses_second, all(_one_wins(store, clock) for _ in range(_RACES)), skew_s)
+
+
+def creates_once(store: Store, clock: Clock) -> bool:
+    """Whether create-only has one winner on this store. Asked of a store once in a process. Raises Unavailable."""
+    if store.creates_by_itself:
+        return True
+    with _probing:
+        if store.identity not in _found:
+            _found[store.identity] = _find_out(store, clock)
+        return _found[store.identity]
+
+
+def check_store(store: Store, clock: Clock) -> None:
+    """Return if deletions may be judged and decided on this store now.
+
+    Raises StoreUnsafe if it lets a create overwrite, ClockSkew if its clock and ours are minutes apart, or Unavailable.
+    """
+    probe = probe_store(store, clock)
+    if not (probe.creates_once or store.arbitrated):
+        raise StoreUnsafe(
+            f"{store.url} accepts create-only writes and overwrites",
+            "Two parties could both win a decision: delete through a daemon, whose database decides, or use a store "
+            "that honours If-None-Match; nothing was deleted",
+        )
+    if abs(probe.skew_s) > MAX_SKEW_S:
+        ahead = "ahead of" if probe.skew_s > 0 else "behind"
+        raise ClockSkew(
+            f"the clock of {store.url} is {abs(probe.skew_s):.0f} s {ahead} ours, {MAX_SKEW_S:.0f} s are allowed",
+            "Set the clocks; until then nothing can be called old enough to be deleted",
+        )
+
+
+def _find_out(store: Store, clock: Clock) -> bool:
+    try:
+        return probe_store(store, clock).creates_once
+    except StoreReadOnly as error:
+        # Credentials may be good for one run only.
+        logger.warning(
+            "cannot find out whether %s overwrites on create, and hope that it does not: %s", store.url, error
+        )
+        return True
+
+
+def _one_wins(store: Store, clock: Clock) -> bool:
+    with _scratch(store, clock) as key, ThreadPoolExecutor(_RACERS) as pool:
+        proposals = [f"racer {number}\n".encode() for number in range(_RACERS)]
+        won = list(pool.map(partial(store.put_if_absent, key), proposals))
+        kept = store.get(key)
+    # After a lost reply nobody may know that he has won; whoever does must be right.
+    return all(kept == proposal for proposal, first in zip(proposals, won, strict=True) if first)
+
+
+@contextmanager
+def _scratch(store: Store, clock: Clock) -> Iterator[str]:
+    key = f"{names.PROBES_PREFIX}{new_ulid(clock())}.json"
+    try:
+        yield key
+    finally:
+        store.delete_many([key])

@@ -1,0 +1,1 @@
+"""Reading checkpoints: from where, the fetching of verified chunks, and verification of whole checkpoints."""
