@@ -11,25 +11,22 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI
 
-from ckptd.api import (
-    batches,
-    changes,
-    checkpoints,
-    decisions,
-    events,
-    jobs,
-    openapi,
-    probes,
-    problems,
-    restores,
-    retention,
-    tokens,
-)
-from ckptd.api.access import authorize
-from ckptd.api.bounds import Bounds
-from ckptd.api.context import INDEX_THREADS, STORE_THREADS, Context, Threads
-from ckptd.api.middleware import Authentication, Requests
-from ckptd.api.waiting import Waiting
+from ckptd.api import batches, changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
+from ckptd.cache import BlockCache, open_folder
+from ckptd.housekeeping.collecting import Collecting
+from ckptd.housekeeping.gauges import Figures, Gauges
+from ckptd.housekeeping.job_handlers import Works
+from ckptd.housekeeping.leadership import Leadership, LeaderStore
+from ckptd.housekeeping.periodic import Periodic
+from ckptd.housekeeping.policies import Policies
+from ckptd.housekeeping.recovery import Recovering, Recovery
+from ckptd.housekeeping.scrubbing import Scrubbing
+from ckptd.housekeeping.webhooks import Webhooks
+from ckptd.http import openapi, problems
+from ckptd.http.access import authorize
+from ckptd.http.context import INDEX_THREADS, STORE_THREADS, Context, Threads
+from ckptd.http.middleware import Authentication, Bounds, Requests
+from ckptd.http.waiting import Waiting
 from ckptd.index import (
     Database,
     DecisionIndex,
@@ -60,20 +57,9 @@ from ckptd.services import (
     Tokens,
     Uploads,
 )
-from ckptd.services.cache import BlockCache, open_folder
-from ckptd.services.collecting import Collecting
 from ckptd.services.deciding import Deciding, Proposals
-from ckptd.services.figures import Figures
-from ckptd.services.gauges import Gauges
 from ckptd.services.keeping import Keeping
-from ckptd.services.leadership import Leadership, LeaderStore
-from ckptd.services.periodic import Periodic
-from ckptd.services.policies import Policies
-from ckptd.services.recovery import Recovering, Recovery
 from ckptd.services.restore_leases import RestoreLeases
-from ckptd.services.scrubbing import Scrubbing
-from ckptd.services.webhooks import Webhooks
-from ckptd.services.works import Works
 from ckptd.settings import AUTH_OFF, Settings
 from ckptd.tracing import Tracer, Tracing, no_span
 from ckptstore.clock import Clock, system_clock

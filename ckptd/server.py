@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from ckptd.api.context import Context
+from ckptd.http.context import Context
 from ckptd.settings import Settings
 from ckptstore.errors import InvalidRequest
 

@@ -13,12 +13,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from ckptapi import bodies
-from ckptd.api.bodies import read_body
 from ckptd.api.checkpoints import Id
-from ckptd.api.context import Context, Given
-from ckptd.api.openapi import documented
-from ckptd.api.ranges import ByteRange
-from ckptd.api.streaming import Reader, unsatisfiable
+from ckptd.http.bodies import read_body
+from ckptd.http.context import Context, Given
+from ckptd.http.openapi import documented
+from ckptd.http.streaming import ByteRange, Reader, unsatisfiable
 from ckptd.services.objects import StoredObject
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Reference

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.api.access import Asking
-from ckptd.api.bodies import json_response, read_body
-from ckptd.api.context import Given
-from ckptd.api.filtering import check_glob
-from ckptd.api.openapi import documented
+from ckptd.http.access import Asking
+from ckptd.http.bodies import json_response, read_body
+from ckptd.http.context import Given
+from ckptd.http.listing import check_glob
+from ckptd.http.openapi import documented
 from ckptd.services.pruning import Pruned
 from ckptstore.errors import InvalidPolicy
 from ckptstore.names import Attempt, Reference, check_run

@@ -10,14 +10,13 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from ckptapi import bodies
-from ckptd.api.access import Asking
-from ckptd.api.bodies import json_response
-from ckptd.api.context import Context, Given
-from ckptd.api.cursors import write_cursor
-from ckptd.api.filtering import Wanted
-from ckptd.api.openapi import documented
-from ckptd.api.streaming import client_of, matches, object_response
-from ckptd.api.waiting import happens
+from ckptd.http.access import Asking
+from ckptd.http.bodies import json_response
+from ckptd.http.context import Context, Given
+from ckptd.http.listing import Wanted, write_cursor
+from ckptd.http.openapi import documented
+from ckptd.http.streaming import client_of, matches, object_response
+from ckptd.http.waiting import happens
 from ckptd.services.events import CHECKPOINTS
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, NoCheckpoint

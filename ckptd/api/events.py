@@ -14,12 +14,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ckptapi import bodies
-from ckptd.api.bodies import json_response
 from ckptd.api.checkpoints import Id, RunQuery
-from ckptd.api.context import Context, Given
-from ckptd.api.openapi import documented
-from ckptd.api.streaming import client_of
-from ckptd.api.waiting import happens
+from ckptd.http.bodies import json_response
+from ckptd.http.context import Context, Given
+from ckptd.http.openapi import documented
+from ckptd.http.streaming import client_of
+from ckptd.http.waiting import happens
 from ckptd.index import Event
 from ckptd.services.events import ANY, EventPage
 from ckptstore.errors import CkptError, InvalidRequest

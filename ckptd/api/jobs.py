@@ -8,14 +8,15 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.api.access import Asking
-from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import RunQuery
-from ckptd.api.context import Given
-from ckptd.api.filtering import check_glob
-from ckptd.api.openapi import documented
+from ckptd.http.access import Asking
+from ckptd.http.bodies import json_response, read_body
+from ckptd.http.context import Given
+from ckptd.http.listing import check_glob
+from ckptd.http.openapi import documented
 from ckptd.index import Job
 from ckptd.services.jobs import job_values
+from ckptstore.commits.store_check import StoreReport
 
 router = APIRouter()
 

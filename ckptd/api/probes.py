@@ -7,9 +7,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse, Response
 
 from ckptapi import bodies
-from ckptd.api.bodies import json_response
-from ckptd.api.context import Context, Given
-from ckptd.api.openapi import documented
+from ckptd.http.bodies import json_response
+from ckptd.http.context import Context, Given
+from ckptd.http.openapi import documented
 from ckptstore.errors import IndexUnavailable
 
 router = APIRouter()

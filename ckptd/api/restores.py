@@ -8,11 +8,11 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.api.bodies import json_response, read_body
 from ckptd.api.checkpoints import RunQuery
-from ckptd.api.context import Context, Given
-from ckptd.api.openapi import documented
-from ckptd.api.waiting import happens
+from ckptd.http.bodies import json_response, read_body
+from ckptd.http.context import Context, Given
+from ckptd.http.openapi import documented
+from ckptd.http.waiting import happens
 from ckptd.index import RankProgress, Restore
 from ckptd.services.restores import RestoreView
 

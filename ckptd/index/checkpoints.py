@@ -26,8 +26,7 @@ from sqlalchemy import (
 )
 
 from ckptd.index.database import Database, transactions
-from ckptd.index.events import Event, EventLog
-from ckptd.index.news import news_of
+from ckptd.index.events import Event, EventLog, news_of
 from ckptd.index.tables import aborted, checkpoints, decisions, generation, origin, restores, runs
 from ckptstore.commits.catalog import Checkpoint, State, supersede
 from ckptstore.errors import InvalidRequest

@@ -9,24 +9,26 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections import OrderedDict
+from dataclasses import dataclass
 from http import HTTPStatus
+from importlib.resources import files
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ckptd.api.throttle import Throttle
+from ckptd.http.throttle import Throttle
 from ckptd.logs import REQUEST_ID
 from ckptd.metrics import Metrics
 from ckptd.pages.forms import VISIT, Visit, cookie, read_form
 from ckptd.pages.rendering import page
-from ckptd.pages.sessions import LIFETIME_S, Sessions
-from ckptd.pages.static import PREFIX, static_response
 from ckptd.services.tokens import Tokens
 from ckptstore.clock import Clock
 from ckptstore.errors import CkptError, TooManyFailures, Unauthorized
+from ckptstore.format.documents import digest
 
 SESSION = "ckptd_session"
 _FORM = "ckptd_form"
@@ -183,3 +185,59 @@ def _problem(error: CkptError) -> Response:
         visitor=None,
         live_s=0,
     )
+
+
+LIFETIME_S = 8 * 3600
+_MAX_SESSIONS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    secret: str
+    expires_at: float
+
+
+class Sessions:
+    """For one event loop. The token itself is kept, so that one which is revoked ends its sessions at once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+
+    def begin(self, secret: str) -> str:
+        """The id of a new session of somebody who has shown his token."""
+        id = secrets.token_urlsafe(32)
+        self._sessions[id] = _Session(secret, self._clock() + LIFETIME_S)
+        while len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return id
+
+    def secret_of(self, id: str) -> str | None:
+        """The token that a session stands for; None if there is no such session, or no longer."""
+        session = self._sessions.get(id)
+        if session is None:
+            return None
+        if self._clock() >= session.expires_at:
+            del self._sessions[id]
+            return None
+        return session.secret
+
+    def end(self, id: str) -> None:
+        """Forget a session; one that is gone already is fine."""
+        self._sessions.pop(id, None)
+
+
+PREFIX = "/static/"
+_MEDIA = {"ckptd.css": "text/css", "live.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_FILES = {name: (files("ckptd.pages") / "static" / name).read_bytes() for name in _MEDIA}
+
+
+def static_response(request: Request) -> Response:
+    """One of the files; browsers ask each time whether theirs is still the same."""
+    name = request.url.path.removeprefix(PREFIX)
+    if name not in _FILES:
+        return PlainTextResponse("there is no such file\n", 404)
+    headers = {"ETag": f'"{digest(_FILES[name])}"', "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(_FILES[name], 200, headers, _MEDIA[name])

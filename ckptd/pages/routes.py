@@ -11,8 +11,8 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from ckptapi.bodies import AttemptBody, RestoreState, Scope
-from ckptd.api.access import caller_of
-from ckptd.api.context import Context, Given
+from ckptd.http.access import caller_of
+from ckptd.http.context import Context, Given
 from ckptd.index import Filter, Sort
 from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.forms import VISIT, Visit, read_form

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 
 from ckptapi.bodies import EntriesBody, EntryBody, ShardBody, ShardsBody
-from ckptd.services.catalogue import Catalogue
+from ckptd.services.catalog import Catalogue
 from ckptd.services.objects import Objects
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.documents import Content

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckptd.services.cache import BLOCK_BYTES, BlockCache
-from ckptd.services.catalogue import Catalogue
+from ckptd.cache import BLOCK_BYTES, BlockCache
+from ckptd.services.catalog import Catalogue
 from ckptstore import names
 from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import NoCheckpoint, StoreUnavailable, Unavailable

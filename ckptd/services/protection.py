@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.services.catalogue import Catalogue
+from ckptd.services.catalog import Catalogue
 from ckptstore.clock import Clock
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import InvalidRequest

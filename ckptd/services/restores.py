@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptapi.bodies import RankReport, RestoreRequest, RestoreState
 from ckptd.index import RankProgress, Restore, RestoreIndex
 from ckptd.services import progress
-from ckptd.services.catalogue import Catalogue
+from ckptd.services.catalog import Catalogue
 from ckptd.services.restore_leases import RestoreLeases
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from ckptapi.bodies import AuditBody, PinBody, PoliciesBody, PoliciesRequest
-from ckptd.services.catalogue import Catalogue
+from ckptd.services.catalog import Catalogue
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.clock import Clock
 from ckptstore.commits.audit import read_log

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
+from zlib import crc32
 
 from ckptd.index import Index, IndexedAttempts, Reading, RunChanged, Stamp
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
-from ckptd.services.periodic import Pace
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import (
@@ -49,6 +50,8 @@ _LISTERS = 4
 _BATCH = 1000
 """Outcomes that are read before they are written, so that a first reading that is interrupted goes on."""
 _TRIES = 10
+IDLE_AFTER_S = 600.0
+IDLE_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,32 @@ class _Listing:
     fingerprint: int
 
 
+class PollPlan:
+    """Which runs a round looks at: those that changed within ten minutes, and each sixth time the others.
+
+    For one thread. A listing costs time and money: thousands of runs that ended must not slow down those that go on.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._rounds = count()
+        self._changed: dict[str, tuple[int, float]] = {}
+
+    def due(self, versions: Mapping[str, int]) -> list[str]:
+        """Of all runs, given with their versions, those of this round. A run seen for the first time is due."""
+        now = self._clock()
+        number = next(self._rounds)
+        self._changed = {
+            run: before if (before := self._changed.get(run)) and before[0] == version else (version, now)
+            for run, version in versions.items()
+        }
+        return [
+            run
+            for run, (_, changed_at) in self._changed.items()
+            if now - changed_at < IDLE_AFTER_S or (number + crc32(run.encode())) % IDLE_ROUNDS == 0
+        ]
+
+
 class Synchronizing:
     """Reads the store, writes the index. `round` is for one background thread, the rest for any."""
 
@@ -72,7 +101,7 @@ class Synchronizing:
         self._freshness = freshness
         self._metrics = metrics
         self._clock = clock
-        self._pace = Pace(clock)
+        self._poll_plan = PollPlan(clock)
         self._failed: set[str] = set()
         self._equal: dict[str, tuple[int, int]] = {}
         """Fingerprint and version of runs whose index was found equal to the store."""
@@ -87,7 +116,7 @@ class Synchronizing:
             self._count(error)
             self._freshness.report_failure(error)
             return
-        due = sorted({*self._pace.due(versions), *(self._failed & versions.keys())})
+        due = sorted({*self._poll_plan.due(versions), *(self._failed & versions.keys())})
         with ThreadPoolExecutor(_LISTERS) as pool:
             results = pool.map(lambda run: self._try(run, versions[run]), due)
             failures = {run: error for run, error in zip(due, results, strict=True) if error is not None}

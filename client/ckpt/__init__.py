@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer
     from ckpt.default import close, every, init, latest, load, prepare, restore, save, save_async, wait
     from ckpt.restoring.pipeline import Restored
-    from ckpt.saving.counters import Counters
-    from ckpt.saving.handle import SaveHandle, Timings
     from ckpt.schedule import Schedule
+    from ckpt.snapshot.counters import Counters
+    from ckpt.snapshot.handle import SaveHandle, Timings
     from ckptstore.commits.catalog import Checkpoint
     from ckptstore.errors import CkptError
 
@@ -53,11 +53,11 @@ _HOME = {
     "Checkpoint": "ckptstore.commits.catalog",
     "Checkpointer": "ckpt.checkpointer",
     "CkptError": "ckptstore.errors",
-    "Counters": "ckpt.saving.counters",
+    "Counters": "ckpt.snapshot.counters",
     "Restored": "ckpt.restoring.pipeline",
-    "SaveHandle": "ckpt.saving.handle",
+    "SaveHandle": "ckpt.snapshot.handle",
     "Schedule": "ckpt.schedule",
-    "Timings": "ckpt.saving.handle",
+    "Timings": "ckpt.snapshot.handle",
 }
 
 

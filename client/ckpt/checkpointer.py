@@ -14,26 +14,25 @@ from typing import Any, Literal
 
 import torch
 
-from ckpt.agreement import Agreement, meet
 from ckpt.capture.describe import describe
-from ckpt.capture.forecast import forecast_bytes
+from ckpt.capture.estimate import forecast_bytes
 from ckpt.capture.leaves import Captured
 from ckpt.capture.repeated import Capturer
-from ckpt.capture.subject import Model, Optimizers, Subject
+from ckpt.capture.train_state import Model, Optimizers, Subject
 from ckpt.closing import close_at_exit
 from ckpt.config import Config, configure
-from ckpt.distributed import World
+from ckpt.ranks.world import Agreement, World, meet
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import release_lease
 from ckpt.restoring.tensors import load_tensors
-from ckpt.saving.budget import Budget
-from ckpt.saving.client import OnBusy, SaveClient
-from ckpt.saving.counters import Counters, Tally
-from ckpt.saving.handle import SaveHandle
-from ckpt.saving.overlap import Overlap
-from ckpt.saving.stage import Layout
-from ckpt.saving.taking import Save, take_snapshot
+from ckpt.saver.budget import Budget
 from ckpt.schedule import Schedule
+from ckpt.snapshot.client import OnBusy, SaveClient
+from ckpt.snapshot.counters import Counters, Tally
+from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.overlap import Overlap
+from ckpt.snapshot.stage import Layout
+from ckpt.snapshot.take import Save, take_snapshot
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped

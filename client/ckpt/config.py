@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckpt.saving.budget import Budget
-from ckpt.saving.messages import Setup
-from ckpt.saving.streaming import LEAST_BYTES
+from ckpt.saver.budget import Budget
+from ckpt.saver.messages import Setup
+from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
 

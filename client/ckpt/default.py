@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ckpt.capture.subject import Model, Optimizers
+from ckpt.capture.train_state import Model, Optimizers
 from ckpt.checkpointer import Checkpointer
 from ckpt.restoring.pipeline import Restored
 from ckpt.restoring.tensors import load_tensors
-from ckpt.saving.handle import SaveHandle
 from ckpt.schedule import Schedule
+from ckpt.snapshot.handle import SaveHandle
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.names import Reference

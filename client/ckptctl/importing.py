@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckpt.foreign.parts import Foreign, Read
-from ckpt.saving.upload import Uploaded, upload_shard
+from ckpt.saver.upload import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, find, from_outcome

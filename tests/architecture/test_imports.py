@@ -46,7 +46,7 @@ def test_importing_the_training_library_loads_nothing() -> None:
 
 
 def test_the_saver_process_is_light() -> None:
-    loaded = loaded_by("import ckpt.saving.saver")
+    loaded = loaded_by("import ckpt.saver.process")
     assert "ckptstore.commits.commit" in loaded
     assert loaded & {"torch", "ckpt.capture", "ckpt.restoring", "ckpt.checkpointer", *WEB_AND_SQL} == set()
 

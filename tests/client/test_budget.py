@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.saving.budget import Budget
-from ckpt.saving.encode import BUDGET_BYTES
-from ckpt.saving.streaming import LEAST_BYTES
+from ckpt.saver.budget import Budget
+from ckpt.saver.encode import BUDGET_BYTES
+from ckpt.saver.streaming import LEAST_BYTES
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.saving.choosing import INTERVAL_SHARE, Figure, choose
+from ckpt.saver.choosing import INTERVAL_SHARE, Figure, choose
 from ckptstore.format.codings import Coding
 
 GB = 1_000_000_000

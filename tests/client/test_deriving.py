@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saving.messages import Done, Failed, Job, Report, Setup, SliceRow
-from ckpt.saving.pipeline import SavePipeline
+from ckpt.saver.messages import Done, Failed, Job, Report, Setup, SliceRow
+from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.boxes import Box

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.saving.encode import BUDGET_BYTES, Encoder, encode_stream
-from ckpt.saving.pace import Pace
+from ckpt.saver.encode import BUDGET_BYTES, Encoder, encode_stream
+from ckpt.saver.throttle import Pace
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
 from tests.support.trainers import until
 

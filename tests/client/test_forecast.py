@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saving.arena import Arena
+from ckpt.snapshot.arena import Arena
 from tests.support.trainers import until
 
 

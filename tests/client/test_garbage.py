@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.restoring.garbage import uncollected
+from ckpt.restoring.pipeline import gc_paused
 from ckptstore.errors import CorruptObject
 
 
@@ -18,7 +18,7 @@ def searches_go_on() -> Iterator[None]:
     gc.enable()
 
 
-@uncollected()
+@gc_paused()
 def is_searching(fail: bool = False) -> bool:
     if fail:
         raise CorruptObject("damaged")

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.capture.glance import Glance, Looks
-from ckpt.capture.subject import Subject
+from ckpt.capture.train_state import Subject
 
 
 class Loop:

@@ -68,7 +68,7 @@ def test_death_of_an_idle_saver_is_reported_at_the_end_and_nothing_is_left_runni
         checkpointer.close()
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
-    assert not [command for command in commands if b"ckpt.saving.saver" in command]
+    assert not [command for command in commands if b"ckpt.saver.process" in command]
     checkpointer.close()
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ckpt.saving.measuring import MeasuredCodings
-from ckpt.saving.messages import Done, Failed, Job, Released, Report, Setup, SliceRow
-from ckpt.saving.pipeline import SavePipeline
+from ckpt.saver.measuring import MeasuredCodings
+from ckpt.saver.messages import Done, Failed, Job, Released, Report, Setup, SliceRow
+from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.format.shards import ChunkSpan
 from ckptstore.names import Attempt, new_ulid

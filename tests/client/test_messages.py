@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.saving.messages import Channel, Command, Forget, Progress, Report, Slot, Stop
+from ckpt.saver.messages import Channel, Command, Forget, Progress, Report, Slot, Stop
 
 Pair = tuple[Channel, Channel]
 

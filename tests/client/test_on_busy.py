@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saving import writers
+from ckpt.snapshot import writers
 from ckptstore import names
 from ckptstore.errors import SaveSkipped
 from ckptstore.reading.source import StoreSource

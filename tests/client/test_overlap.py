@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from ckpt import Checkpointer
 from ckpt.capture.leaves import Captured
-from ckpt.saving.transfer import Transfer
+from ckpt.snapshot.transfer import Transfer
 from ckptstore.errors import SaveFailed, SnapshotTorn
 from tests.support.daemons import wait_until
 from tests.support.loops import OPTIMIZERS, Loop, open_run

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from ckpt.saving.messages import Done, Failed, Job, Progress, Released, Report, Setup, SliceRow
-from ckpt.saving.pipeline import SavePipeline
+from ckpt.saver.messages import Done, Failed, Job, Progress, Released, Report, Setup, SliceRow
+from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.commits.leases import active_leases, take_lease
 from ckptstore.format.documents import Outcome

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from ckpt import Checkpointer
 from ckpt.capture.parts import Part, Piece
-from ckpt.restoring import landing
+from ckpt.restoring import gpu_copy as landing
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.devices import CudaLane
 from ckptstore.format.planning import plan_reads

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckpt.restoring.ring import Ring
+from ckpt.restoring.buffers import Ring
 
 _PATIENCE_S = 30
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saving.messages import Channel, Job, Setup, SliceRow, Slot
-from ckpt.saving.presence import Presence, wait_for_orphans
-from ckpt.saving.segment import Segment
-from ckpt.saving.writers import _start
+from ckpt.saver.lock import Presence, wait_for_orphans
+from ckpt.saver.messages import Channel, Job, Setup, SliceRow, Slot
+from ckpt.saver.segment import Segment
+from ckpt.snapshot.writers import _start
 from ckptstore.clock import system_clock
 from ckptstore.commits.commit import receipt_ranks, roll_forward
 from ckptstore.names import Attempt, new_ulid

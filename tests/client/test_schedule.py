@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.saving.handle import SaveHandle
 from ckpt.schedule import Schedule
+from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import InvalidRequest, SaveFailed
 
 

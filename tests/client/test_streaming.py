@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saving import writers
-from ckpt.saving.streaming import LEAST_BYTES, Intake, Outlet, places
+from ckpt.saver.streaming import LEAST_BYTES, Intake, Outlet, places
+from ckpt.snapshot import writers
 from ckptstore.errors import InvalidRequest, SaveFailed, SaverDied, SnapshotTorn, StoreUnavailable
 from ckptstore.format.shards import ChunkSpan
 from ckptstore.reading.source import StoreSource

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saving.comparing import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, Known, compare, keys, worthwhile
-from ckpt.saving.streaming import LEAST_BYTES
+from ckpt.saver.matching import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, Known, compare, keys, worthwhile
+from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from ckpt.distributed import World
+from ckpt.ranks.world import World
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 
 _TIMEOUT_S = 3.0

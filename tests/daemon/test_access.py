@@ -13,8 +13,8 @@ import pytest
 
 from ckptapi import bodies
 from ckptapi.bodies import Scope, TokenRequest
-from ckptd.api.rules import RULES, in_body
-from ckptd.api.throttle import MAX_FAILURES, WINDOW_S, Throttle
+from ckptd.http.rules import RULES, in_body
+from ckptd.http.throttle import MAX_FAILURES, WINDOW_S, Throttle
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Denied, Forbidden, TooManyFailures, Unauthorized
 from ckptstore.stores import Store, open_store

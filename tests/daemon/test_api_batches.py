@@ -14,8 +14,8 @@ import pytest
 
 from ckptapi import bodies
 from ckptapi.operations import Fill
-from ckptd.api.sharing import FairTurns, Limits
 from ckptd.app import create_app
+from ckptd.http.sharing import FairTurns, Limits
 from ckptd.settings import Settings
 from ckptstore import names
 from ckptstore.errors import TooManyRequests

@@ -14,8 +14,8 @@ import pytest
 import zstandard
 
 from ckptapi import bodies
-from ckptd.api.bounds import MAX_HEADERS, MAX_QUERY_BYTES
-from ckptd.api.cursors import read_cursor, write_cursor
+from ckptd.http.listing import read_cursor, write_cursor
+from ckptd.http.middleware import MAX_HEADERS, MAX_QUERY_BYTES
 from ckptd.index import Sort
 from ckptstore import names
 from ckptstore.errors import InvalidRequest

@@ -15,9 +15,9 @@ from random import Random
 
 import pytest
 
+from ckptd.cache import BLOCK_BYTES, BlockCache, open_folder
+from ckptd.cache.extents import GRAIN_BYTES, Extent
 from ckptd.metrics import Metrics
-from ckptd.services.cache import BLOCK_BYTES, BlockCache, open_folder
-from ckptd.services.cache.extents import GRAIN_BYTES, Extent
 from ckptstore import names
 from ckptstore.errors import CorruptObject, StoreUnavailable
 from ckptstore.names import Attempt

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.services.cache.extents import BLOCK_BYTES, GRAIN_BYTES, Extent, Extents
+from ckptd.cache.extents import BLOCK_BYTES, GRAIN_BYTES, Extent, Extents
 
 _KEY = "gpt/attempts/000000000007-01HF7YAT00ABCDEFGHJKMNPQRS/shard-00000.ckpt"
 _SIZE = 3 * BLOCK_BYTES + 12_345

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from ckptd.app import create_app
-from ckptd.services.cache import BLOCK_BYTES
+from ckptd.cache import BLOCK_BYTES
 from ckptd.settings import Settings
 from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint

@@ -17,11 +17,11 @@ from alembic.migration import MigrationContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptd.housekeeping.recovery import Recovery
 from ckptd.index import Database, Filter, Index, Listing, Reading, Sort
 from ckptd.index.tables import METADATA
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
-from ckptd.services.recovery import Recovery
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints

@@ -16,10 +16,9 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from ckptd.index import Database, Filter, Index, Listing, Sort
 from ckptd.metrics import Metrics
-from ckptd.services.catalogue import Catalogue
+from ckptd.services.catalog import Catalogue
 from ckptd.services.freshness import Freshness
-from ckptd.services.periodic import IDLE_AFTER_S, IDLE_ROUNDS
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.synchronizing import IDLE_AFTER_S, IDLE_ROUNDS, Synchronizing
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
 from ckptstore.names import Attempt, Reference

@@ -12,8 +12,7 @@ from ckptd.index import Database, Filter, Index, Listing, Reading, RunChanged, S
 from ckptd.metrics import Metrics
 from ckptd.services import synchronizing as module
 from ckptd.services.freshness import Freshness
-from ckptd.services.periodic import IDLE_AFTER_S, IDLE_ROUNDS, Pace
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.synchronizing import IDLE_AFTER_S, IDLE_ROUNDS, PollPlan, Synchronizing
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
@@ -61,7 +60,7 @@ def test_a_poll_costs_four_listings_per_run(store: Store, database: Database) ->
 
 def test_runs_in_which_nothing_happens_are_looked_at_less_often() -> None:
     clock = MovableClock()
-    pace = Pace(clock)
+    pace = PollPlan(clock)
     runs = {f"run-{number}": 1 for number in range(50)}
     assert pace.due(runs) == list(runs)
     clock.advance(IDLE_AFTER_S + 1)

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
+from ckptd.housekeeping.leadership import Leadership, LeaderStore
 from ckptd.index import Database, LeaderIndex, Tenure
-from ckptd.services.leadership import Leadership, LeaderStore
 from ckptstore.errors import IndexUnavailable, LeadershipLost
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS

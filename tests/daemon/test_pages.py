@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ckptapi import bodies
-from ckptd.api.rules import RULES
+from ckptd.http.rules import RULES
 from ckptd.pages.routes import router
 from tests.daemon.conftest import Served
 from tests.support.checkpoints import write_checkpoint

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.api.ranges import ByteRange, Unsatisfiable, parse_range
+from ckptd.http.streaming import ByteRange, Unsatisfiable, parse_range
 from ckptstore import names
 from tests.daemon.conftest import Served
 

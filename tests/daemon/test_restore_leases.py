@@ -13,7 +13,7 @@ from ckptd.index import Database, Index, Restore, RestoreIndex
 from ckptd.index.listing import Listing
 from ckptd.metrics import Metrics
 from ckptd.services import restores as module
-from ckptd.services.catalogue import Catalogue
+from ckptd.services.catalog import Catalogue
 from ckptd.services.freshness import Freshness
 from ckptd.services.restore_leases import RestoreLeases
 from ckptd.services.restores import Restores

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ckptapi.bodies import EventKind
+from ckptd.housekeeping.webhooks import QUEUED, TRIES, Webhooks
 from ckptd.index import Event, News
 from ckptd.metrics import Metrics
-from ckptd.services.webhooks import QUEUED, TRIES, Webhooks
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from ckptstore.format.dividing import Stretches
+from ckptstore.reading.fetch import Stretches
 from tests.support.stores import race
 
 

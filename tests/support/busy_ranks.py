@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saving import writers
-from ckpt.saving.handle import SaveHandle
+from ckpt.snapshot import writers
+from ckpt.snapshot.handle import SaveHandle
 from ckptstore import names
 from ckptstore.errors import CkptError, SaveSkipped
 from ckptstore.names import Attempt, derive_ulid

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import torch
 
-from ckpt.restoring import landing
-from ckpt.restoring.landing import LANES
-from ckpt.restoring.ring import Mark
+from ckpt.restoring import gpu_copy as landing
+from ckpt.restoring.buffers import Mark
+from ckpt.restoring.gpu_copy import LANES
 
 _PATIENCE_S = 60
 

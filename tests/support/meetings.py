@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt.distributed import World
+from ckpt.ranks.world import World
 from ckptstore.errors import RankLost
 
 

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 
 from ckpt import Checkpointer
-from ckpt.saving import overlap
-from ckpt.saving.overlap import Overlap
-from ckpt.saving.transfer import Transfer
+from ckpt.snapshot import overlap
+from ckpt.snapshot.overlap import Overlap
+from ckpt.snapshot.transfer import Transfer
 from tests.support.parallel.built import Built, Setup
 from tests.support.parallel.layouts import LAYOUTS
 from tests.support.training import same_state

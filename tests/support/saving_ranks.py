@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt import Checkpointer
-from ckpt.distributed import World
+from ckpt.ranks.world import World
 from ckptstore.errors import CkptError
 from tests.support.parallel.built import Built, Setup
 from tests.support.parallel.layouts import LAYOUTS

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt import Checkpointer
-from ckpt.saving.handle import SaveHandle
 from ckpt.schedule import Schedule
+from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import RankLost, SaveFailed
 from tests.support.trainers import until
 

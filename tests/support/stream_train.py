@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saving.streaming import LEAST_BYTES
+from ckpt.saver.streaming import LEAST_BYTES
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from ckpt.capture.leaves import dtype_name, tensor_bytes
 from ckpt.capture.ownership import Unit
 from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import Flat, Part, part_of
-from ckpt.capture.subject import Subject
+from ckpt.capture.train_state import Subject
 
 _SAMPLE = 64  # elements of each parameter that are compared between ranks
 _FRAME = Unit("", (), (), False, 0)

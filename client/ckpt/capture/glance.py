@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ckpt.capture import modules
 from ckpt.capture.optimizers import state_holder
-from ckpt.capture.subject import Subject
+from ckpt.capture.train_state import Subject
 
 _TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
 _CONSTANTS = frozenset((type(None), bool, int, float, str))

@@ -16,7 +16,7 @@ from ckpt.capture.glance import Glance, Looks
 from ckpt.capture.leaves import Captured, Change, Collector, Leaf, Leaves
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.state import capture, capture_local, capture_objects
-from ckpt.capture.subject import Subject
+from ckpt.capture.train_state import Subject
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, merge_trees

@@ -16,7 +16,7 @@ from ckpt.capture.ownership import Ownership
 from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import part_of
 from ckpt.capture.rng import rng_state
-from ckpt.capture.subject import GRADIENTS, RNG, Stateful, Subject
+from ckpt.capture.train_state import GRADIENTS, RNG, Stateful, Subject
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import JSON
 from ckptstore.format.trees import mapping, merge_trees

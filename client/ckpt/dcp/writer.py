@@ -22,8 +22,8 @@ from torch.futures import Future
 
 from ckpt.dcp.naming import nest, parse_checkpoint_id
 from ckpt.dcp.share import Share
-from ckpt.saving.encode import encode_by, encode_stream
-from ckpt.saving.upload import upload_shard
+from ckpt.saver.encode import encode_by, encode_stream
+from ckpt.saver.upload import upload_shard
 from ckptapi.arbiter import arbitrated
 from ckptstore import names
 from ckptstore.clock import system_clock

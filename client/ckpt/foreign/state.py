@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckpt.capture.modules import canonical
-from ckpt.capture.subject import MODEL, OPTIMIZER
+from ckpt.capture.train_state import MODEL, OPTIMIZER
 from ckpt.dtypes import NAMES
 from ckpt.foreign.parts import Foreign, Part, Read
 from ckpt.foreign.strided import tensor_read

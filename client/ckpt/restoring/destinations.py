@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.dtypes import BY_NAME
-from ckpt.restoring.landing import LANES, Arrival, Landing, Lane, is_direct
+from ckpt.restoring.gpu_copy import LANES, Arrival, Landing, Lane, is_direct
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format.boxes import Box, sizes
 from ckptstore.format.documents import JSON, Content

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from ckpt.restoring.ring import Mark
+from ckpt.restoring.buffers import Mark
 from ckpt.streams import on_stream, side_stream
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from typing import Literal
 
 from ckpt.config import Config
-from ckpt.distributed import World
+from ckpt.ranks.world import World
 from ckpt.restoring.sharing import fetch_shared, share_bytes
 from ckptapi.client import DaemonClient
 from ckptstore.commits.catalog import Checkpoint

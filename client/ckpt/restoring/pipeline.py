@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -12,11 +14,10 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from ckpt.capture.rng import derive_rng_state
-from ckpt.capture.subject import Subject
+from ckpt.capture.train_state import Subject
 from ckpt.config import Config
-from ckpt.distributed import World
+from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
-from ckpt.restoring.garbage import uncollected
 from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit
 from ckpt.restoring.ranks import RankState, share_out
 from ckpt.restoring.resolve import candidates, release_lease, settle, take_lease
@@ -79,6 +80,23 @@ class Restored:
         return self.checkpoint.metrics
 
 
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause the cyclic garbage collector of the process; reference counting goes on.
+
+    A restore creates objects for every tensor and chunk, none of which is garbage before its end. Used as a decorator,
+    it also frees them before collection resumes. A collector that was disabled before stays disabled.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Restorer:
     """One restore, the same on every rank of the world."""
 
@@ -87,7 +105,7 @@ class Restorer:
         self._config = config
         self._world = world
 
-    @uncollected()
+    @gc_paused()
     def restore(self, subject: Subject, reference: Reference, strict: bool) -> Restored | None:
         """Restore the newest usable checkpoint, or the named one; None if the run has none.
 

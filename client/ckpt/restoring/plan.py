@@ -5,7 +5,8 @@ What must be done after all bytes are placed is collected as `finish`, to be run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -25,9 +26,8 @@ from ckpt.capture.optimizers import (
 from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.capture.rng import load_rng_state
-from ckpt.capture.subject import GRADIENTS, MODEL, RNG, Stateful, Subject
+from ckpt.capture.train_state import GRADIENTS, MODEL, RNG, Stateful, Subject
 from ckpt.restoring.destinations import Destinations
-from ckpt.restoring.ties import Ties, give_to_all, ties, without_further_names
 from ckptstore.errors import CorruptObject, StateMismatch
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.trees import TAG, merge_trees
@@ -266,3 +266,33 @@ def require_fit(plan: RestorePlan) -> None:
             f"It holds {', '.join(plan.items)}. Build the objects as they were saved, or pass strict=False to "
             "restore what fits; nothing was changed",
         )
+
+
+Ties = Mapping[str, frozenset[str]]
+"""By name: all names of the same tensor."""
+
+
+def ties(named: Iterable[tuple[str, Hashable]]) -> Ties:
+    """Names that go with the same thing are tied."""
+    names: dict[Hashable, set[str]] = defaultdict(set)
+    for name, thing in named:
+        names[thing].add(name)
+    return {name: frozenset(tied) for tied in names.values() if len(tied) > 1 for name in tied}
+
+
+def give_to_all(saved: Ties, states: dict[str, Any], groups: Iterable[dict[str, Any]]) -> None:
+    """Have all names of a tied parameter known to the saved optimizer that knew one of them."""
+    held = {name for group in groups for name in group["params"]}
+    for group in groups:
+        for name in list(group["params"]):
+            for other in sorted(saved.get(name, frozenset()) - held):
+                held.add(other)
+                group["params"].append(other)
+                if name in states:
+                    states[other] = states[name]
+
+
+def without_further_names(names: Iterable[str], live: Ties, known: Iterable[str]) -> list[str]:
+    """The names that are not just another one of a live parameter that is known."""
+    found = set(known)
+    return sorted(name for name in names if not live.get(name, frozenset()) & found)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import xxhash
 
-from ckpt.capture.subject import RNG
+from ckpt.capture.train_state import RNG
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
 

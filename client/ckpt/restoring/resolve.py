@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 
 from ckpt.config import Config
-from ckpt.saving.presence import wait_for_orphans
+from ckpt.saver.lock import wait_for_orphans
 from ckptapi.arbiter import arbitrated
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint

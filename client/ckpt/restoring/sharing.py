@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpt.distributed import World
+from ckpt.ranks.world import World
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject
 from ckptstore.format.documents import Content

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import xxhash
@@ -21,7 +22,6 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, CorruptObject
 from ckptstore.format.casting import cast_into
 from ckptstore.format.codecs import RAW, decode
-from ckptstore.format.dividing import Stretches
 from ckptstore.format.documents import digest
 from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, join
 from ckptstore.reading.source import Source
@@ -266,3 +266,27 @@ def _decode(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, into: 
         decode(chunk.codec, stored, into)
     except CkptError as error:
         raise CorruptObject(f"{chunk.name} of {checkpoint.id}: {error.message}") from error
+
+
+_T = TypeVar("_T")
+
+
+class Stretches(Generic[_T]):
+    """Items in order, for several threads. Disks and kernels like readers that go straight on.
+
+    Who has done his own stretch takes over the back half of the longest that is left.
+    """
+
+    def __init__(self, items: Sequence[_T], threads: int) -> None:
+        cuts = [len(items) * thread // threads for thread in range(threads + 1)]
+        self._rest = [deque(items[cuts[thread] : cuts[thread + 1]]) for thread in range(threads)]
+        self._lock = threading.Lock()
+
+    def take(self, thread: int) -> _T | None:
+        """The next item for this thread; None if all are taken."""
+        with self._lock:
+            own = self._rest[thread]
+            if not own:
+                longest = max(self._rest, key=len)
+                own.extendleft(longest.pop() for _ in range((len(longest) + 1) // 2))
+            return own.popleft() if own else None

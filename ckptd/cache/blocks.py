@@ -1,0 +1,173 @@
+"""Reads of objects that never change, through a folder: one reader fetches a byte, for all who want it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+
+from ckptd.cache.extents import Extent, Extents
+from ckptd.cache.folder import Folder
+from ckptd.metrics import Metrics
+from ckptstore import names
+from ckptstore.names import Attempt
+from ckptstore.stores import Store
+
+_LOG = logging.getLogger(__name__)
+
+
+class BlockCache:
+    """Keeps what was read from the store in a folder, the least recently used going first. Any thread may use it."""
+
+    def __init__(
+        self, store: Store, folder: Folder | None, limit_bytes: int, parallel_reads: int, metrics: Metrics
+    ) -> None:
+        """folder: None to keep nothing; readers at the same time still share one read.
+
+        parallel_reads: of the store, at a time; each holds one block in memory.
+        """
+        self._store = store
+        self._folder = folder
+        self._metrics = metrics
+        self._may_read = threading.BoundedSemaphore(parallel_reads)
+        self._lock = threading.Lock()
+        self._extents = Extents(limit_bytes if folder else 0)
+        self._flights: dict[Extent, Future[memoryview]] = {}
+        self._complained = False
+        metrics.cache_bytes.set_function(lambda: self._extents.stored_bytes)
+        if folder is not None:
+            self._adopt(folder)
+
+    def read(self, key: str, size: int, offset: int, count: int) -> memoryview:
+        """Bytes from `offset`, as many of `count` as lie in one extent: at least one.
+
+        size: of the object. Raises CorruptObject if the object ends before it, ObjectMissing or Unavailable.
+        """
+        end = min(size, offset + count)
+        while True:
+            extent, data = self._obtain(key, size, offset, end)
+            if data is not None:
+                found = data[offset - extent.offset : end - extent.offset]
+                self._metrics.cache_served_bytes.inc(len(found))
+                return found
+
+    def read_past(self, key: str, offset: int, count: int) -> memoryview:
+        """Bytes straight from the store, which forgets what it had of them: the reader believes it to be wrong."""
+        with self._lock:
+            stale = self._extents.overlapping(key, offset, offset + count)
+        self._drop(stale)
+        return self._fetch(key, offset, count)
+
+    def owners(self) -> set[tuple[str, Attempt]]:
+        """The runs and attempts of which something is kept."""
+        with self._lock:
+            keys = {extent.key: extent for extent in self._extents.stored()}
+        return {extent.owner for extent in keys.values()}
+
+    def drop(self, run: str, attempt: Attempt) -> None:
+        """Delete what is kept of an attempt."""
+        prefix = names.attempt_prefix(run, attempt)
+        with self._lock:
+            owned = [extent for extent in self._extents.stored() if extent.key.startswith(prefix)]
+        self._drop(owned)
+
+    def close(self) -> None:
+        """Let another daemon have the folder."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _obtain(self, key: str, size: int, offset: int, end: int) -> tuple[Extent, memoryview | None]:
+        """The extent that has the byte at `offset`, and its bytes; None if they turned out to be lost."""
+        with self._lock:
+            extent = self._extents.at(key, offset)
+            if extent is None:
+                extent = self._extents.claim(key, size, offset, end)
+                ours = self._flights[extent] = Future()
+            else:
+                ours = None
+                self._extents.use(extent)
+            flight = self._flights.get(extent)
+        if ours is not None:
+            self._metrics.cache_misses.inc()
+            return extent, self._fly(extent, ours)
+        self._metrics.cache_hits.inc()
+        return extent, flight.result() if flight else self._load(extent)
+
+    def _fly(self, extent: Extent, flight: Future[memoryview]) -> memoryview:
+        try:
+            data = self._fetch(extent.key, extent.offset, extent.bytes)
+        except BaseException as error:
+            # Forgotten before it is told: who comes next asks the store again.
+            self._land(extent, stored=False)
+            flight.set_exception(error)
+            raise
+        flight.set_result(data)
+        stored = False
+        try:
+            stored = self._keep(extent, data)
+        finally:
+            self._land(extent, stored)
+        return data
+
+    def _fetch(self, key: str, offset: int, count: int) -> memoryview:
+        with self._may_read:
+            data = memoryview(bytearray(count))
+            self._store.get_range(key, offset, data)
+        self._metrics.cache_store_bytes.inc(count)
+        return data
+
+    def _keep(self, extent: Extent, data: memoryview) -> bool:
+        if self._folder is None:
+            return False
+        with self._lock:
+            evicted = self._extents.make_room(extent)
+            if evicted is None:
+                return False
+            self._evict(self._folder, evicted)
+        try:
+            self._folder.write(extent, data)
+        except OSError as error:
+            self._metrics.cache_failures.inc()
+            if not self._complained:
+                _LOG.warning("cannot write to the cache, reads go on from the store: %s", error)
+            self._complained = True
+            return False
+        return True
+
+    def _land(self, extent: Extent, stored: bool) -> None:
+        with self._lock:
+            del self._flights[extent]
+            if stored:
+                self._extents.store(extent)
+            else:
+                self._extents.forget(extent)
+
+    def _load(self, extent: Extent) -> memoryview | None:
+        assert self._folder is not None
+        data = self._folder.read(extent)
+        if data is None:
+            self._drop([extent])
+        return data
+
+    def _drop(self, extents: Iterable[Extent]) -> None:
+        if self._folder is None:
+            return
+        with self._lock:
+            for extent in extents:
+                if extent not in self._flights:
+                    self._extents.forget(extent)
+                    # While locked: nobody writes it anew in the meantime.
+                    self._folder.remove(extent)
+
+    def _evict(self, folder: Folder, extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            folder.remove(extent)
+        self._metrics.cache_evictions.inc(len(extents))
+
+    def _adopt(self, folder: Folder) -> None:
+        for extent in folder.found:
+            if not self._extents.adopt(extent):
+                folder.remove(extent)
+        self._evict(folder, self._extents.shrink())
+        _LOG.info("the cache has %d bytes", self._extents.stored_bytes)

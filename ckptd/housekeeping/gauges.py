@@ -1,0 +1,78 @@
+"""Figures about checkpoints, computed when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ckptapi.bodies import EventKind, RestoreState
+from ckptd.index import Event, Index, RestoreIndex
+from ckptd.metrics import Metrics
+from ckptd.services.freshness import Freshness
+from ckptstore.clock import Clock
+from ckptstore.errors import IndexUnavailable
+
+
+class Gauges(Collector):
+    """The newest checkpoint of each run, the restore sessions, and how far the index may be behind the store."""
+
+    def __init__(self, index: Index, restores: RestoreIndex, freshness: Freshness, clock: Clock) -> None:
+        self._index = index
+        self._restores = restores
+        self._freshness = freshness
+        self._clock = clock
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that registering asks no database."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the index; without a database only the lag is left."""
+        lag = GaugeMetricFamily("ckptd_index_lag_seconds", "Time since the index was known to equal the store.")
+        lag.add_metric([], self._freshness.lag_s())
+        yield lag
+        try:
+            summaries = self._index.summaries()
+            num_restores = self._restores.count_by_state()
+        except IndexUnavailable:
+            return
+        age = GaugeMetricFamily(
+            "ckptd_checkpoint_age_seconds", "Time since the newest checkpoint was committed.", labels=["run"]
+        )
+        step = GaugeMetricFamily("ckptd_last_committed_step", "Step of the newest checkpoint.", labels=["run"])
+        count = GaugeMetricFamily("ckptd_checkpoints", "Checkpoints of all states.", labels=["run"])
+        stored = GaugeMetricFamily("ckptd_stored_bytes", "Bytes of the checkpoints in the store.", labels=["run"])
+        now = self._clock()
+        for summary in summaries:
+            count.add_metric([summary.run], summary.num_checkpoints)
+            stored.add_metric([summary.run], summary.stored_bytes)
+            if summary.latest is not None:
+                age.add_metric([summary.run], max(0.0, now - summary.latest.committed_at))
+                step.add_metric([summary.run], summary.latest.step)
+        restores = GaugeMetricFamily("ckptd_restores", "Restore sessions, ended ones for a day.", labels=["state"])
+        for state, number in num_restores.items():
+            restores.add_metric([state], number)
+        yield from (age, step, count, stored, restores)
+
+
+class Figures:
+    """A listener of the log of events. Each event is recorded by one daemon, and so counted once."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def tell(self, events: Sequence[Event]) -> None:
+        """Count these. Any thread may call."""
+        for event in events:
+            detail = event.news.detail
+            if event.news.kind is EventKind.COMMITTED and "save_seconds" in detail:
+                self._metrics.commit_seconds.observe(detail["save_seconds"])
+                self._metrics.upload_bytes.inc(detail["stored_bytes"])
+            elif event.news.kind is EventKind.CORRUPT:
+                self._metrics.verify_failures.inc()
+            elif event.news.kind is EventKind.RESTORE_ENDED and detail["state"] == RestoreState.RESTORED:
+                self._metrics.restore_seconds.observe(detail["seconds"])
+                self._metrics.restore_bytes_per_second.set(detail["bytes"] / max(detail["seconds"], 1e-3))

@@ -1,0 +1,106 @@
+"""Commits finished attempts whose committer died. Work of the leader."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptd.index import Index
+from ckptd.metrics import Metrics
+from ckptd.services.synchronizing import PollPlan
+from ckptstore import names
+from ckptstore.clock import Clock
+from ckptstore.commits.commit import receipt_ranks
+from ckptstore.errors import CkptError, LeadershipLost, Unavailable
+from ckptstore.names import Attempt, checkpoint_id
+from ckptstore.retention.deletion import advance, undecided_attempts
+from ckptstore.stores import Store
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Seen:
+    num_receipts: int
+    since: float
+    settled: bool = False
+
+
+class Recovery:
+    """Watches attempts that have no outcome yet. For one thread."""
+
+    def __init__(self, store: Store, clock: Clock, grace_s: float) -> None:
+        """grace_s: how long no receipt may have been added before we take the committer for dead."""
+        self._store = store
+        self._clock = clock
+        self._grace_s = grace_s
+        self._seen: dict[str, dict[Attempt, _Seen]] = {}
+
+    def advance_run(self, run: str) -> list[Attempt]:
+        """Commit what is finished and was left alone for the grace; returns what is committed now."""
+        undecided = undecided_attempts(self._store, run)
+        before = self._seen.get(run, {})
+        self._seen[run] = {attempt: self._look(run, attempt, before.get(attempt)) for attempt in undecided}
+        return [attempt for attempt, seen in self._seen[run].items() if self._advance(run, attempt, seen)]
+
+    def _look(self, run: str, attempt: Attempt, before: _Seen | None) -> _Seen:
+        count = len(receipt_ranks(self._store, run, attempt))
+        return before if before and before.num_receipts == count else _Seen(count, self._clock())
+
+    def _advance(self, run: str, attempt: Attempt, seen: _Seen) -> bool:
+        if seen.settled or not seen.num_receipts or self._clock() - seen.since < self._grace_s:
+            return False
+        committed = advance(self._store, run, attempt, self._clock)
+        # Not committed means that receipts are missing or damaged: worth another look when there are more.
+        seen.settled = True
+        return committed
+
+
+class Recovering:
+    """Looks for unfinished attempts in all runs. For one background thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        index: Index,
+        recovery: Recovery,
+        metrics: Metrics,
+        clock: Clock,
+        on_commit: Callable[[str, Attempt], object],
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._recovery = recovery
+        self._metrics = metrics
+        self._on_commit = on_commit
+        self._poll_plan = PollPlan(clock)
+
+    def round(self) -> None:
+        """One listing per run; more only where an attempt is not in the index. Never raises CkptError."""
+        try:
+            runs = self._poll_plan.due(self._index.versions())
+        except CkptError as error:
+            _LOG.warning("cannot look for unfinished attempts: %s", error)
+            return
+        for run in runs:
+            try:
+                self._recover(run)
+            except LeadershipLost as error:
+                _LOG.warning("leaves unfinished attempts to another daemon: %s", error)
+                return
+            except CkptError as error:
+                _LOG.warning("cannot look for unfinished attempts of run %s: %s", run, error)
+                if isinstance(error, Unavailable):
+                    self._metrics.store_errors.labels("recover", error.code).inc()
+
+    def _recover(self, run: str) -> None:
+        present = set(self._store.list_folders(names.attempts_prefix(run)))
+        known = self._index.attempts(run)
+        decided = {str(attempt) for attempt in (*known.checkpoints, *known.aborted)}
+        if present <= decided:
+            return
+        for attempt in self._recovery.advance_run(run):
+            _LOG.warning("committed %s: its own committer did not", checkpoint_id(run, attempt))
+            self._metrics.rolled_forward.inc()
+            self._on_commit(run, attempt)

@@ -1,0 +1,1 @@
+"""What HTTP needs beside the endpoints: access, limits, bodies, errors. No SQL."""

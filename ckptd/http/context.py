@@ -1,0 +1,71 @@
+"""What every endpoint is given, and how it calls blocking code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, ParamSpec, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import Depends, Request
+
+from ckptd.http.sharing import FairTurns, Limits
+from ckptd.http.waiting import Turns, Waiting
+from ckptd.metrics import Metrics
+from ckptd.services import Services
+from ckptd.tracing import Span, no_span
+
+INDEX_THREADS = 16
+STORE_THREADS = 32
+READS = 24
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Threads:
+    """Two pools, so that a store that hangs cannot keep the index from answering."""
+
+    def __init__(self, span: Span = no_span) -> None:
+        """span: around each piece of work."""
+        self._span = span
+        self._index = CapacityLimiter(INDEX_THREADS)
+        self._store = CapacityLimiter(STORE_THREADS)
+
+    async def index(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+        """Run what only asks the index."""
+        with self._span("index"):
+            return await to_thread.run_sync(partial(work, *args, **options), limiter=self._index)
+
+    async def store(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+        """Run what waits for the store; given up by its caller, the thread ends by itself."""
+        with self._span("store"):
+            call = partial(work, *args, **options)
+            return await to_thread.run_sync(call, limiter=self._store, abandon_on_cancel=True)
+
+
+@dataclass(slots=True)
+class Context:
+    """One app's services, threads and counters."""
+
+    services: Services
+    threads: Threads
+    metrics: Metrics
+    waiting: Waiting
+    turns: Turns = field(default_factory=Turns)
+    reading: FairTurns = field(default_factory=lambda: FairTurns(READS))
+    """Reads of stored objects. They leave some threads to everything else that asks the store."""
+    streams: Limits = field(default_factory=lambda: Limits("streams of events", 16, 512))
+    waits: Limits = field(default_factory=lambda: Limits("requests that wait", 256, 8192))
+    leaving: bool = False
+    """SIGTERM came: say so in /readyz."""
+
+
+async def _context(request: Request) -> Context:
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context
+
+
+Given = Annotated[Context, Depends(_context)]

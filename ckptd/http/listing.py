@@ -1,0 +1,121 @@
+"""The conditions and the order of a listing, as query parameters."""
+
+from __future__ import annotations
+
+import binascii
+import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from fastapi import Depends, Query
+
+from ckptd.index import Bound, Filter, Place, Sort, Tagged, types_of
+from ckptd.services.callers import Caller
+from ckptstore.commits.catalog import State
+from ckptstore.errors import BadInput, InvalidName, InvalidRequest
+from ckptstore.names import MAX_STEP, check_run, check_step, check_ulid
+
+_GLOB = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}")
+_BOUND = re.compile(r"([^<>=:]{1,128})(<=|>=)(-?[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,3})?)")
+_MAX_BOUNDS = 8
+_MAX_AT = 1e12
+
+Step = Annotated[int | None, Query(ge=0, le=MAX_STEP)]
+Moment = Annotated[float | None, Query(ge=0, le=_MAX_AT, description="Seconds since the epoch, of the commit")]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What a listing is asked for. FastAPI makes it of the query."""
+
+    run: Annotated[str | None, Query(max_length=128, description="A run, in which * and ? may stand")] = None
+    state: Annotated[list[State] | None, Query(max_length=len(State))] = None
+    min_step: Step = None
+    max_step: Step = None
+    since: Moment = None
+    until: Moment = None
+    metric: Annotated[
+        list[str] | None, Query(max_length=_MAX_BOUNDS, description="Such as val_loss<=2.5 or accuracy>=0.9")
+    ] = None
+    tag: Annotated[list[str] | None, Query(max_length=_MAX_BOUNDS, description="Such as paper or owner=ann")] = None
+    sort: Sort = Sort.RUN
+    cursor: Annotated[str | None, Query(max_length=1024, description="next_cursor of the page before")] = None
+
+    def filter(self, caller: Caller) -> Filter:
+        """The conditions, and that a caller sees only what is its business. Raises InvalidName or InvalidRequest."""
+        return Filter(
+            run=check_glob(self.run) if self.run is not None else None,
+            globs=caller.runs,
+            states=frozenset(self.state or ()),
+            min_step=self.min_step,
+            max_step=self.max_step,
+            since=self.since,
+            until=self.until,
+            bounds=tuple(_bound(text) for text in self.metric or ()),
+            tags=tuple(_tagged(text) for text in self.tag or ()),
+        )
+
+    def place(self) -> Place | None:
+        """Where the page begins. Raises InvalidRequest."""
+        return read_cursor(self.cursor, self.sort) if self.cursor is not None else None
+
+
+Wanted = Annotated[Listed, Depends()]
+
+
+def check_glob(text: str) -> str:
+    """`text` itself, or InvalidName."""
+    if not _GLOB.fullmatch(text) or ".." in text:
+        raise InvalidName(f"{text[:200]!r} names no runs", "Write a run's name; * and ? may stand in it")
+    return text
+
+
+def _bound(text: str) -> Bound:
+    match = _BOUND.fullmatch(text)
+    if match is None:
+        raise InvalidRequest(f"{text[:80]!r} is no condition on a metric", "Write NAME<=NUMBER or NAME>=NUMBER")
+    number = float(match[3])
+    return Bound(match[1], least=number) if match[2] == ">=" else Bound(match[1], most=number)
+
+
+def _tagged(text: str) -> Tagged:
+    name, equals, value = text.partition("=")
+    if not 0 < len(name) <= 64 or len(value) > 256:
+        raise InvalidRequest(f"{text[:80]!r} is no condition on a tag", "Write NAME or NAME=VALUE")
+    return Tagged(name, value if equals else None)
+
+
+class _Cursor(msgspec.Struct, array_like=True):
+    sort: Sort
+    values: list[str | int | float]
+
+
+def write_cursor(sort: Sort, place: Place) -> str:
+    """The text that leads to what comes after a place."""
+    return urlsafe_b64encode(msgspec.json.encode(_Cursor(sort, list(place)))).decode().rstrip("=")
+
+
+def read_cursor(text: str, sort: Sort) -> Place:
+    """The place in a cursor of a listing in that order. Raises InvalidRequest."""
+    try:
+        cursor = msgspec.json.decode(urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=_Cursor)
+        if cursor.sort is not sort:
+            raise ValueError("it belongs to a listing in another order")
+        place = tuple(msgspec.convert(cursor.values, type=tuple[types_of(sort)]))  # type: ignore[misc]
+        _check(sort, place)
+    except (binascii.Error, ValueError, msgspec.DecodeError, BadInput) as error:
+        raise InvalidRequest(f"the cursor is not one of ours: {error}", "Pass on next_cursor unchanged") from error
+    return place
+
+
+def _check(sort: Sort, place: Place) -> None:
+    """What a database would choke on is no place."""
+    for value in place:
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError("a number is too large")
+    run, ulid = (value for value in place if isinstance(value, str))
+    check_run(run)
+    check_ulid(ulid)
+    check_step(place[1] if sort is Sort.RUN else place[0] if sort in (Sort.STEP, Sort.STEP_FALLING) else place[2])

@@ -1,0 +1,203 @@
+"""Around every request: its id, its log line, its counters, its errors, its headers, and who asks."""
+
+from __future__ import annotations
+
+import logging
+import re
+from time import perf_counter
+from urllib.parse import quote, urlsplit
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ckptd.http.access import CALLER
+from ckptd.http.problems import error_response, problem_response
+from ckptd.http.sharing import Limits
+from ckptd.http.throttle import WINDOW_S, Throttle
+from ckptd.logs import FIELDS, REQUEST_ID
+from ckptd.metrics import Metrics
+from ckptd.redaction import mask_passwords
+from ckptd.services.callers import ANYBODY, Caller
+from ckptd.services.tokens import Tokens
+from ckptd.settings import is_loopback
+from ckptstore.errors import CkptError, Denied, Forbidden, TooManyFailures, Unauthorized, Unavailable
+
+_LOG = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+PROBES = frozenset({"/livez", "/readyz"})
+"""Need no token."""
+_FREQUENT = PROBES | {"/metrics"}
+_BEARER = "Bearer "
+_HEADERS = {Unauthorized: {"WWW-Authenticate": "Bearer"}, TooManyFailures: {"Retry-After": str(round(WINDOW_S))}}
+_HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token create makes one"
+
+
+class Requests:
+    """The outermost layer: nothing escapes it, so a client never sees a traceback."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = perf_counter()
+        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        token = REQUEST_ID.set(request_id)
+        status = 0
+
+        async def observe(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = request_id
+                secure(headers, scope["scheme"] == "https")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observe)
+        except Exception as error:
+            self._log(error, scope)
+            if not status:
+                await _response(error)(scope, receive, observe)
+            # Else the answer is cut off: the server closes the connection, the reader sees too few bytes.
+        finally:
+            self._finish(scope, status, perf_counter() - began)
+            REQUEST_ID.reset(token)
+
+    def _log(self, error: Exception, scope: Scope) -> None:
+        if not isinstance(error, CkptError):
+            _LOG.error("unexpected error", exc_info=error)
+            return
+        if error.http_status >= 500:
+            _LOG.warning("%s: %s", error.code, error)
+        if isinstance(error, Unavailable):
+            self._metrics.store_errors.labels(_route(scope), error.code).inc()
+
+    def _finish(self, scope: Scope, status: int, seconds: float) -> None:
+        route = _route(scope)
+        self._metrics.http_requests.labels(scope["method"], route, str(status)).inc()
+        self._metrics.http_seconds.labels(route).observe(seconds)
+        level = logging.DEBUG if scope["path"] in _FREQUENT else logging.INFO
+        method, path = scope["method"], quote(scope["path"], safe="/@")
+        caller = scope[CALLER].name if CALLER in scope else ""
+        fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 6), "caller": caller}
+        _LOG.log(level, "%s %s %d %.0f ms", method, path, status, seconds * 1e3, extra={FIELDS: fields})
+
+
+class Authentication:
+    """Finds out who asks. Without tokens, anybody on this machine."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens | None, metrics: Metrics) -> None:
+        """tokens: None where no token is asked for."""
+        self._app = app
+        self._tokens = tokens
+        self._failures = metrics.auth_failures
+        self._throttle = Throttle()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["path"] not in PROBES:
+            scope[CALLER] = self._recognized(scope, self._tokens) if self._tokens else _local(scope)
+        await self._app(scope, receive, send)
+
+    def _recognized(self, scope: Scope, tokens: Tokens) -> Caller:
+        given = Headers(scope=scope).get("authorization")
+        if given is None:
+            raise Unauthorized("this daemon asks for a token", _HOW)
+        address = scope["client"][0] if scope["client"] else "?"
+        secret = given.removeprefix(_BEARER) if given.startswith(_BEARER) else ""
+        try:
+            self._throttle.check(address, secret)
+        except TooManyFailures:
+            self._failures.labels("throttled").inc()
+            raise
+        caller = tokens.recognize(secret)
+        if caller is None:
+            self._throttle.failed(address)
+            self._failures.labels("wrong_token").inc()
+            raise Unauthorized("this token is unknown, revoked or expired", _HOW)
+        self._throttle.succeeded(address, secret)
+        return caller
+
+
+def _local(scope: Scope) -> Caller:
+    """A page of another site can make its visitor's browser ask us under a name of its own choice; not under ours."""
+    host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname
+    if not is_loopback(host or ""):
+        raise Forbidden(
+            f"without tokens this daemon answers only to its own address, not to {(host or '')[:80]!r}",
+            "Ask for http://127.0.0.1, or run it with tokens",
+        )
+    return ANYBODY
+
+
+def _request_id(given: str) -> str:
+    return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+
+
+def _response(error: Exception) -> ASGIApp:
+    if isinstance(error, Denied):
+        headers = _HEADERS.get(type(error))
+        return problem_response(error.http_status, error.code, error.message, error.hint, headers=headers)
+    if isinstance(error, CkptError):
+        return error_response(type(error)(mask_passwords(error.message), mask_passwords(error.hint)))
+    return problem_response(500, "internal", "the daemon made a mistake", "Its log says more, under this request id")
+
+
+def _route(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path", "none")
+
+
+_NOTHING = "default-src 'none'; frame-ancestors 'none'"
+_PAGE = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+def secure(headers: MutableHeaders, https: bool) -> None:
+    """Add them to an answer. There are none for other origins: no other site may read anything."""
+    page = headers.get("content-type", "").startswith("text/html")
+    headers["Content-Security-Policy"] = _PAGE if page else _NOTHING
+    headers["X-Content-Type-Options"] = "nosniff"
+    headers["Referrer-Policy"] = "no-referrer"
+    headers["Cross-Origin-Resource-Policy"] = "same-origin"
+    if https:
+        headers["Strict-Transport-Security"] = "max-age=31536000"
+
+
+MAX_HEADERS = 100
+"""The server itself limits their bytes to 64 KiB, the request line included."""
+MAX_QUERY_BYTES = 8 << 10
+PER_CLIENT = 4096
+TOTAL = 16384
+
+
+class Bounds:
+    """Refuses what is too large or too much."""
+
+    def __init__(self, app: ASGIApp, limits: Limits | None = None) -> None:
+        self._app = app
+        self._limits = limits or Limits("requests", PER_CLIENT, TOTAL)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Raises TooManyRequests."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        for found, limit, status, what in (
+            (len(scope["headers"]), MAX_HEADERS, 431, "headers"),
+            (len(scope["query_string"]), MAX_QUERY_BYTES, 414, "bytes of query"),
+        ):
+            if found > limit:
+                text = f"the request has {found} {what}, {limit} are allowed"
+                await problem_response(status, "invalid_request", text, "Send less")(scope, receive, send)
+                return
+        with self._limits.one(scope["client"][0] if scope["client"] else "-"):
+            await self._app(scope, receive, send)

@@ -1,0 +1,92 @@
+"""What the OpenAPI document says: answers, errors and bodies of every endpoint, with the schemas of the bodies."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from types import UnionType
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.responses import Response
+
+from ckptapi import bodies
+from ckptd.http.examples import EXAMPLES
+
+_REF = "#/components/schemas/{name}"
+_ALWAYS = (401, 403, 414, 422, 429, 431, 500, 503)
+_ABOUT = "Checkpoint storage and restore. docs/api.md explains what the schemas do not."
+_kinds: dict[str, Any] = {}
+
+
+def documented(
+    kind: Any = None,
+    *errors: int,
+    status: int = 200,
+    body: Any = None,
+    media: str = "application/json",
+    text: bool = False,
+    also: dict[int, str] | None = None,
+) -> dict[str, Any]:
+    """Arguments for a route.
+
+    kind: of the answer; None for one without a schema. errors: statuses beside those that every endpoint may give.
+    body: what it takes. media: of an answer that is not JSON. also: other statuses, and what they mean.
+    """
+    responses: dict[int | str, Any] = {
+        status: {"description": HTTPStatus(status).phrase, **_content(kind, media, status)},
+        **{error: {"description": HTTPStatus(error).phrase, **_problem()} for error in sorted({*_ALWAYS, *errors})},
+        **{other: {"description": text} for other, text in (also or {}).items()},
+    }
+    if text:
+        responses[status]["content"]["text/plain"] = {"schema": {"type": "string"}}
+    route: dict[str, Any] = {"responses": responses, "status_code": status, "response_class": Response}
+    if body is not None:
+        content = {"application/json": {"schema": _schema(body)}}
+        route["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
+    return route
+
+
+def install(app: FastAPI) -> None:
+    """Make the document of an app complete."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
+            found["components"] = {
+                "schemas": _components(),
+                "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            }
+            found["security"] = [{"token": []}]
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _content(kind: Any, media: str, status: int) -> dict[str, Any]:
+    if kind is None and (status == 204 or media == "application/json"):
+        return {}
+    return {"content": {media: {"schema": _schema(kind) if kind is not None else {"type": "string"}}}}
+
+
+def _problem() -> dict[str, Any]:
+    return {"content": {bodies.PROBLEM: {"schema": _schema(bodies.Problem)}}}
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    members = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+    for member in members:
+        _kinds[member.__name__] = member
+    (found,), _ = msgspec.json.schema_components((kind,), ref_template=_REF)
+    return found
+
+
+def _components() -> dict[str, Any]:
+    _, components = msgspec.json.schema_components(list(_kinds.values()), ref_template=_REF)
+    for example in EXAMPLES:
+        schema = components.get(type(example).__name__)
+        if schema is not None:
+            schema["example"] = msgspec.to_builtins(example)
+    return components

@@ -1,0 +1,139 @@
+"""Stored objects as answers: whole or a range, piece by piece, never all of it in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ckptd.http.context import Context
+from ckptd.http.problems import problem_response
+from ckptd.services.objects import StoredObject
+
+_SENT_BYTES = 512 << 10
+"""At a time: what is copied on its way to the socket stays in the processor's cache."""
+_MEDIA_TYPE = "application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads for one request: when it is its client's turn, and past the cache if the request wants that."""
+
+    context: Context
+    client: str
+    fresh: bool
+
+    @staticmethod
+    def of(request: Request, context: Context) -> Reader:
+        """The reader for a request."""
+        fresh = "no-cache" in request.headers.get("cache-control", "").lower()
+        return Reader(context, client_of(request), fresh)
+
+    async def read(self, stored: StoredObject, wanted: ByteRange) -> memoryview:
+        """The first bytes of a range, as many as come in one piece."""
+        objects, threads = self.context.services.objects, self.context.threads
+        async with self.context.reading.turn(self.client):
+            return await threads.store(objects.read, stored, wanted.offset, wanted.count, fresh=self.fresh)
+
+    async def pieces(self, stored: StoredObject, wanted: ByteRange, first: memoryview) -> AsyncIterator[memoryview]:
+        """A range piece by piece, of which the first is given."""
+        piece = first
+        while True:
+            for at in range(0, len(piece), _SENT_BYTES):
+                yield piece[at : at + _SENT_BYTES]
+            self.context.metrics.read_bytes.inc(len(piece))
+            wanted = replace(wanted, offset=wanted.offset + len(piece), count=wanted.count - len(piece))
+            if not wanted.count:
+                return
+            piece = await self.read(stored, wanted)
+
+
+def client_of(request: Request) -> str:
+    """Who shares with others: an address."""
+    return request.client.host if request.client else "-"
+
+
+async def object_response(request: Request, context: Context, stored: StoredObject) -> Response:
+    """The answer to GET or HEAD of an object, as RFC 9110 wants it."""
+    etag = f'"{stored.version}"'
+    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "private, max-age=31536000, immutable"}
+    if matches(request.headers.get("if-none-match"), etag):
+        return Response(status_code=304, headers=headers)
+    if request.method == "HEAD":
+        return Response(headers={**headers, "Content-Length": str(stored.bytes)}, media_type=_MEDIA_TYPE)
+    try:
+        asked = parse_range(request.headers.get("range"), stored.bytes) if _may_be_partial(request, etag) else None
+    except Unsatisfiable:
+        return unsatisfiable(stored.bytes, f"Range was {request.headers['range'][:80]!r}")
+    wanted = asked or ByteRange(0, stored.bytes)
+    headers["Content-Length"] = str(wanted.count)
+    if asked:
+        headers["Content-Range"] = f"bytes {asked.offset}-{asked.offset + asked.count - 1}/{stored.bytes}"
+    reader = Reader.of(request, context)
+    # The first piece is read before the status is sent, so that a missing object is still a 404.
+    pieces = reader.pieces(stored, wanted, await reader.read(stored, wanted))
+    return StreamingResponse(pieces, 206 if asked else 200, headers, media_type=_MEDIA_TYPE)
+
+
+def unsatisfiable(size: int, asked: str) -> Response:
+    """The answer to whoever asks for bytes that an object does not have."""
+    return problem_response(
+        416,
+        "range_not_satisfiable",
+        f"the object has {size} bytes, {asked}",
+        "Ask for one range of bytes inside the object",
+        headers={"Content-Range": f"bytes */{size}"},
+    )
+
+
+def matches(header: str | None, etag: str) -> bool:
+    """Whether If-None-Match names this version."""
+    if header is None:
+        return False
+    given = {part.strip().removeprefix("W/") for part in header.split(",")}
+    return "*" in given or etag in given
+
+
+def _may_be_partial(request: Request, etag: str) -> bool:
+    return request.headers.get("if-range", etag) == etag
+
+
+_RANGE = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """`count` bytes from `offset`; count is at least 1."""
+
+    offset: int
+    count: int
+
+
+class Unsatisfiable(Exception):
+    """The range asks for nothing that is there, or is not one range of bytes."""
+
+
+def parse_range(header: str | None, size: int) -> ByteRange | None:
+    """The range of an object of `size` bytes that a header asks for; None: the whole object.
+
+    Units other than bytes are ignored, as RFC 9110 says. It allows to refuse what is malformed or names
+    several ranges; answering those with a whole shard would be a surprise of many gigabytes.
+    """
+    if header is None or not header.strip().lower().startswith("bytes"):
+        return None
+    match = _RANGE.fullmatch(header)
+    if match is None or not (match[1] or match[2]):
+        raise Unsatisfiable
+    if not match[1]:
+        count = min(int(match[2]), size)
+        offset = size - count
+    else:
+        offset = int(match[1])
+        last = min(int(match[2]), size - 1) if match[2] else size - 1
+        count = last - offset + 1
+    if count <= 0:
+        raise Unsatisfiable
+    return ByteRange(offset, count)

@@ -1,7 +1,0 @@
-"""The block cache: N readers of the same bytes cost the store one read."""
-
-from ckptd.services.cache.blocks import BlockCache
-from ckptd.services.cache.extents import BLOCK_BYTES
-from ckptd.services.cache.folder import open_folder
-
-__all__ = ["BLOCK_BYTES", "BlockCache", "open_folder"]

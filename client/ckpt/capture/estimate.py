@@ -1,0 +1,94 @@
+"""Forecast: how many bytes a save will stage, before there is a first one. Copies nothing, meets nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.capture import optimizers
+from ckpt.capture.describe import state_unit
+from ckpt.capture.leaves import Captured
+from ckpt.capture.ownership import Ownership
+from ckpt.capture.parameters import Parameters
+from ckpt.capture.parts import part_of
+from ckpt.capture.train_state import Subject
+from ckptstore.format import boxes
+
+_NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiable": False}
+"""Options that a rehearsal on the CPU does without."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What an optimizer keeps for a parameter."""
+
+    per_element: int = 0
+    besides: int = 0
+
+
+def forecast_bytes(captured: Captured, subject: Subject, ownership: Ownership) -> int:
+    """What this rank will stage once every optimizer has made a step, if it has captured so much now: modules, and
+    state of torch's own optimizers.
+
+    What optimizers of other kinds are still to make is not in it.
+    """
+    known = subject.parameters()
+    to_come = (
+        _bytes_to_come(item, optimizer, ownership, known)
+        for item, found in subject.optimizers.items()
+        for optimizer in found
+    )
+    return sum(piece.bytes for piece in captured.leaves.slices) + sum(to_come)
+
+
+def _bytes_to_come(item: str, optimizer: Optimizer, ownership: Ownership, known: Parameters) -> int:
+    rehearsed: dict[tuple[int, torch.dtype, int], _Kept] = {}
+    total = 0
+    for group, name, parameter in _without_state(optimizer, known):
+        key = (id(group), parameter.dtype, min(parameter.dim(), 2))
+        if key not in rehearsed:
+            rehearsed[key] = _rehearse(optimizers.state_holder(optimizer), group, parameter.dtype, key[2])
+        kept = rehearsed[key]
+        part = part_of(name, parameter, known.flats.get(id(parameter)))
+        total += kept.besides
+        if ownership.writes(state_unit(item, name, optimizer, parameter, known), part):
+            total += kept.per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
+    return total
+
+
+def _without_state(optimizer: Optimizer, known: Parameters) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The parameters, with their group, for which the next step makes state here."""
+    for group, named in zip(optimizer.param_groups, optimizers.named_groups(optimizer, known), strict=True):
+        for name, parameter in (found for held in named for found in held.items()):
+            trains = parameter.requires_grad and optimizers.keeps_state_here(optimizer, parameter)
+            if trains and not optimizers.live_state(optimizer, parameter, known):
+                yield group, name, parameter
+
+
+def _rehearse(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, dimensions: int) -> _Kept:
+    """What such an optimizer keeps for such a parameter: told by a step of another one, on a tiny parameter."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return _Kept()  # who knows what else its step does
+    tiny = torch.nn.Parameter(torch.zeros((3, 5)[2 - dimensions :], dtype=dtype))
+    tiny.grad = torch.zeros_like(tiny)
+    options = {
+        name: 1.0 if isinstance(value, torch.Tensor) else _NOT_HERE.get(name, value)
+        for name, value in group.items()
+        if name != "param_names"
+    }
+    try:
+        other = kind([{**options, "params": [tiny]}])  # type: ignore[call-arg]
+        other.step()
+    except Exception:
+        return _Kept()  # one that needs a closure, or sparse gradients
+    found = [value for value in other.state.get(tiny, {}).values() if isinstance(value, torch.Tensor)]
+    whole = [value for value in found if value.shape == tiny.shape]
+    return _Kept(
+        sum(value.element_size() for value in whole), sum(value.nbytes for value in found if value.shape != tiny.shape)
+    )

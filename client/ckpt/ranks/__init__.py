@@ -1,0 +1,1 @@
+"""How the ranks of one job communicate."""

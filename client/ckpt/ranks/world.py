@@ -1,0 +1,224 @@
+"""This process among its ranks. A single process is a world of one.
+
+Ranks speak through the key-value store that every process group has, not in collectives: it works beside any backend,
+touches no GPU, and whoever is missing can be named. Nothing here is called on the training thread after the first save.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+from xxhash import xxh3_128_digest
+
+from ckpt.capture.ownership import Ownership, Unit, Units, agree
+from ckptstore.clock import system_clock
+from ckptstore.errors import CkptError, RankLost, SaveFailed, error_from_code
+from ckptstore.names import new_ulid
+
+_FIRST_POLL_S = 0.001
+_LONGEST_POLL_S = 0.25
+_BEAT_S = 1.0
+
+_T = TypeVar("_T")
+
+
+class _Meetings:
+    """How often the ranks of the present process group have met: all count alike."""
+
+    store: Any = None
+    count = 0
+    answers: list[str] = []  # noqa: RUF012 - replaced, never shared
+    group: Any = None
+
+
+class World:
+    """The default process group if there is one. One thread meets the others; `beat` may be called from any."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """timeout_s: after so long without a sign of life, a rank is lost."""
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if grouped else 0
+        self.size: int = dist.get_world_size() if grouped else 1
+        # A rank may be missed in an exchange first, and then in the meeting after it: both within the time-out.
+        self._silence_s, self._exchange_s = 0.6 * timeout_s, 0.25 * timeout_s
+        self._beat_s = min(_BEAT_S, self._silence_s / 4)
+        self._beating = threading.Lock()
+        self._beats = 0
+        self._last_beat = 0.0
+        if self.size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            if store is not _Meetings.store:
+                _Meetings.store, _Meetings.count, _Meetings.answers, _Meetings.group = store, 0, [], None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (what JSON and bytes can say), on every rank, by rank. Raises RankLost."""
+        if self.size == 1:
+            return [value]
+        key = self._next_key()
+        self._set(f"{key}/{self.rank}", [value])
+        if self.rank == 0:
+            try:
+                found = [self._get(f"{key}/{rank}", rank)[0] for rank in range(self.size)]
+            except RankLost as error:
+                self._set(key, [None, error.message, error.hint])
+                # The store may end with this process, and the others are to hear first who is lost.
+                time.sleep(2 * _LONGEST_POLL_S)
+                raise
+            self._set(key, [found])
+            self._forget(key)
+            return found
+        return list(self._answer(key))
+
+    def gather_alike(self, value: bytes) -> dict[bytes, tuple[int, ...]]:
+        """What ranks say, and which ranks say it; what several say alike travels once. Raises RankLost."""
+        saying: dict[bytes, list[int]] = {}
+        for rank, digest in enumerate(self.gather(xxh3_128_digest(value))):
+            saying.setdefault(digest, []).append(rank)
+        first = {ranks[0] for ranks in saying.values()}
+        values = self.gather(value if self.rank in first else None)
+        return {values[ranks[0]]: tuple(ranks) for ranks in saying.values()}
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. Raises RankLost."""
+        if self.size == 1:
+            return value
+        key = self._next_key()
+        if self.rank == 0:
+            self._set(key, [value])
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+        return self._answer(key)
+
+    def beat(self) -> None:
+        """A sign of life, for those who wait for this rank. Cheap: few a second are sent. Raises RankLost."""
+        with self._beating:
+            now = time.monotonic()
+            if self.size == 1 or now - self._last_beat < self._beat_s:
+                return
+            self._last_beat = now
+            self._beats += 1
+        self._ask(_Meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
+
+    def private_store(self) -> Any:
+        """Keys and values that all ranks share, for one purpose; all ranks ask in the same order. For threads that may
+        wait: its calls have no time-out."""
+        _Meetings.count += 1
+        return dist.distributed_c10d.PrefixStore(f"ckpt/{_Meetings.count}", _Meetings.store)
+
+    def exchange_group(self) -> dist.ProcessGroup:
+        """A process group that moves bytes between hosts' memories; made together when first asked for."""
+        if _Meetings.group is None:
+            _Meetings.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._exchange_s))
+        group: dist.ProcessGroup = _Meetings.group
+        return group
+
+    def _next_key(self) -> str:
+        _Meetings.count += 1
+        key = f"ckpt/{_Meetings.count}"
+        if self.rank == 0:
+            _Meetings.answers.append(key)
+        return key
+
+    def _forget(self, key: str) -> None:
+        """All ranks have come to meeting `key`, so that none has yet to read the answer of an earlier one."""
+        *read, last = _Meetings.answers
+        _Meetings.answers = [last]
+        for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
+            self._ask(_Meetings.store.delete_key, name)
+
+    def _set(self, key: str, value: Any) -> None:
+        self._ask(_Meetings.store.set, key, msgspec.msgpack.encode(value))
+
+    def _answer(self, key: str) -> Any:
+        answer = self._get(key, 0)
+        if len(answer) == 3:
+            raise RankLost(answer[1], answer[2])
+        return answer[0]
+
+    def _get(self, key: str, rank: int) -> Any:
+        """The value that `rank` sets. Raises RankLost if it gives no sign of life meanwhile."""
+        heard, deadline = b"", time.monotonic() + self._silence_s
+        pause = _FIRST_POLL_S
+        # Store.wait would print a warning each time it is out of time.
+        while not self._ask(_Meetings.store.check, [key]):
+            self.beat()
+            now = self._heard(rank)
+            if now != heard:
+                heard, deadline = now, time.monotonic() + self._silence_s
+            if time.monotonic() > deadline:
+                raise RankLost(
+                    f"rank {rank} of {self.size} gave no sign of life for {self._silence_s:.0f} s",
+                    "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_POLL_S)
+        return msgspec.msgpack.decode(bytes(self._ask(_Meetings.store.get, key)))
+
+    def _heard(self, rank: int) -> bytes:
+        name = f"ckpt/beat/{rank}"
+        return bytes(self._ask(_Meetings.store.get, name)) if self._ask(_Meetings.store.check, [name]) else b""
+
+    def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """What the store answers. Raises RankLost if it is gone, or gives no answer: its calls have no time-out."""
+        answer: Future[_T] = Future()
+        threading.Thread(target=_call, args=(answer, call, *arguments), name="ckpt-meeting", daemon=True).start()
+        try:
+            return answer.result(self._silence_s)
+        except (TimeoutError, dist.DistNetworkError) as error:
+            raise RankLost(
+                f"rank {self.rank} of {self.size} lost the store of its process group: {str(error) or 'no answer'}",
+                "The process that hosts it (rank 0, or torchrun's agent) is gone or hangs; restart the job",
+            ) from error
+
+
+def _call(answer: Future[_T], call: Callable[..., _T], *arguments: Any) -> None:
+    try:
+        answer.set_result(call(*arguments))
+    except Exception as error:
+        answer.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks of a job know alike."""
+
+    session: str
+    """A ULID, from which the attempts of all saves are derived."""
+    ownership: Ownership
+    different_buffers: tuple[str, ...]
+    """Buffers that are not equal on all ranks; those of the first holder are kept."""
+
+
+def meet(world: World, describe: Callable[[], dict[str, Unit]], spread: bool) -> Agreement:
+    """Say what this rank holds, hear what the others hold, and conclude. A collective of all ranks.
+
+    Each list of units goes to the others once, however many ranks hold alike. Raises the first rank's error from
+    `describe`, on every rank; UnsupportedObject; RankLost.
+    """
+    try:
+        units = describe()
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        told = error if isinstance(error, CkptError) else SaveFailed(f"cannot describe its state: {error!r}")
+        world.gather([told.code, told.message, told.hint])
+        raise
+    packed = msgspec.msgpack.encode({name: msgspec.structs.replace(u, boxes=()) for name, u in units.items()})
+    said = world.gather([new_ulid(system_clock())])
+    for rank, answer in enumerate(said):
+        if len(answer) == 3:
+            code, message, hint = answer
+            raise error_from_code(code, f"rank {rank}: {message}", hint)
+    held: list[Units] = [units] * world.size
+    for data, ranks in world.gather_alike(packed).items():
+        theirs = msgspec.msgpack.decode(data, type=dict[str, Unit])
+        for rank in ranks:
+            if rank != world.rank:
+                held[rank] = theirs
+    ownership, different = agree(world.rank, held, spread)
+    return Agreement(said[0][0], ownership, tuple(different))

@@ -1,0 +1,229 @@
+"""Landing: chunks whose bytes go to the memory of devices, by way of a few staging buffers.
+
+A chunk is read and decoded into a buffer as it would be into its destination. Then copies of its pieces are asked of
+the device, and the next chunk gets another buffer. A buffer is used again when all copies from it are done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from msgspec.structs import replace
+
+from ckpt.restoring.buffers import Mark, Ring
+from ckpt.restoring.devices import CudaLane
+from ckptstore.format import boxes
+from ckptstore.format.planning import ChunkRead, Piece, ShardRead
+from ckptstore.format.shards import CHUNK_BYTES
+from ckptstore.reading.fetch import Buffers, Receiver
+
+NUM_BUFFERS = 16
+"""Each of the eight threads that read fills one while another is being emptied."""
+STAGING_BYTES = 128 << 20
+"""Of all buffers together; two of the largest chunk if that is more."""
+_STAGED = ""
+"""Name of the staging buffer among those of a chunk."""
+_ALIGNED = 64
+_ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Lane(Protocol):
+    """A way to one device, on which work is done later, in the order in which it was asked for.
+
+    begin and end belong to the restoring thread, the others to any.
+    """
+
+    def begin(self) -> None:
+        """What the restoring thread asked of the device so far comes first."""
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Host memory that copies to the device start from."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Have the device do what `work` asks of it."""
+
+    def mark(self) -> Mark:
+        """After all work so far."""
+
+    def end(self) -> None:
+        """What the restoring thread asks of the device from now on comes after all work so far."""
+
+
+LANES: dict[str, Callable[[torch.device], Lane]] = {"cuda": CudaLane}
+"""By type of device. What goes to other devices than these, or to the CPU, is put together in host memory."""
+
+
+class Arrival:
+    """Tensors of one device that get the same box of an entry."""
+
+    def __init__(self, targets: Sequence[torch.Tensor], dtype: torch.dtype, lane: Lane) -> None:
+        self.lane = lane
+        self.item = dtype.itemsize
+        self._targets = targets
+        self._dtype = dtype
+        self._own = next((target for target in targets if is_direct(target, dtype)), None)
+        self._memory: torch.Tensor | None = None
+        self._left = targets[0].numel() * self.item
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def put(self, piece: Piece, staged: torch.Tensor) -> None:
+        """Copy the elements of a piece, which lie together, to where they belong."""
+        memory, item = self._bytes(), self.item
+        steps = [stride // item for stride in piece.to_strides]
+        to = memory.as_strided(piece.shape, steps, int(memory.storage_offset()) + piece.to // item)
+        to.copy_(staged.view(memory.dtype).view(piece.shape), non_blocking=True)
+        with self._lock:
+            self._left -= staged.numel()
+            complete = self._left == 0
+        if complete:
+            self._pass_on()
+
+    def _bytes(self) -> torch.Tensor:
+        """The box, in row-major order: the memory of a target that lies so, or else as much besides."""
+        with self._lock:
+            if self._memory is None:
+                first = self._targets[0]
+                own = self._own
+                found = own if own is not None else torch.empty(first.shape, dtype=self._dtype, device=first.device)
+                self._memory = found.detach().view(-1).view(_ELEMENTS[self.item])
+            return self._memory
+
+    def _pass_on(self) -> None:
+        """All elements have come: to the other targets."""
+        memory, self._memory = self._memory, None
+        assert memory is not None
+        for target in self._targets:
+            if target is not self._own:
+                target.copy_(memory.view(self._dtype).view(target.shape))
+
+
+class Landing(Receiver):
+    """The buffers of one fetch: host memory, and what arrives on devices.
+
+    On leaving its block without an error everything has arrived; with one, whatever is asked of the devices next comes
+    after what is still on its way.
+    """
+
+    def __init__(self, hosts: Buffers, arrivals: Mapping[str, Arrival], reads: Sequence[ShardRead]) -> None:
+        self._hosts = hosts
+        self._arrivals = arrivals
+        self._lanes = list({id(arrival.lane): arrival.lane for arrival in arrivals.values()}.values())
+        staged = [self._staged_bytes(chunk) for read in reads for chunk in read.chunks]
+        largest = max([1, *staged, min(sum(staged), CHUNK_BYTES)])
+        self._size = 1 << (largest - 1).bit_length()  # pinned memory comes in powers of two
+        num_buffers = min(NUM_BUFFERS, max(2, STAGING_BYTES // self._size))
+        self._ring = Ring(num_buffers, partial(self._lanes[0].staging, self._size))
+
+    def __getitem__(self, name: str) -> memoryview:
+        return self._hosts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._hosts)
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __enter__(self) -> Landing:
+        for lane in self._lanes:
+            lane.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for lane in self._lanes:
+            lane.end()
+        if error is None:
+            self._ring.drain()
+
+    def divide(self, read: ShardRead) -> Iterator[ShardRead]:
+        """Stretches that a staging buffer has room for."""
+        part: list[ChunkRead] = []
+        filled = 0
+        for chunk in read.chunks:
+            size = self._staged_bytes(chunk)
+            if part and filled + size > self._size:
+                yield ShardRead(tuple(part))
+                part, filled = [], 0
+            part.append(chunk)
+            filled += size
+        yield ShardRead(tuple(part))
+
+    @contextmanager
+    def receive(self, read: ShardRead) -> Iterator[tuple[ShardRead, Buffers]]:
+        """With a staging buffer in the place of devices."""
+        if not any(self._staged_bytes(chunk) for chunk in read.chunks):
+            yield read, self._hosts
+            return
+        with self._lent() as (staging, lanes):
+            sent: list[tuple[Piece, int]] = []
+            chunks = tuple(replace(chunk, pieces=self._stage(chunk.pieces, sent)) for chunk in read.chunks)
+            yield ShardRead(chunks), _Staged(staging.numpy().data, self._hosts)
+            for piece, at in sent:
+                arrival = self._arrivals[piece.buffer]
+                lanes.add(arrival.lane)
+                source = staging[at : at + prod(piece.shape) * arrival.item]
+                arrival.lane.run(partial(arrival.put, piece, source))
+
+    @contextmanager
+    def _lent(self) -> Iterator[tuple[torch.Tensor, set[Lane]]]:
+        """A staging buffer, until the lanes that are put into the set have come this far."""
+        staging, lanes, marks = self._ring.take(), set[Lane](), list[Mark]()
+        try:
+            try:
+                yield staging, lanes
+            finally:
+                marks += [lane.mark() for lane in lanes]
+        finally:
+            self._ring.give(staging, marks)
+
+    def _stage(self, pieces: Sequence[Piece], sent: list[tuple[Piece, int]]) -> tuple[Piece, ...]:
+        """The pieces, with those for devices one after the other in the staging buffer; these are noted."""
+        found = []
+        for piece in pieces:
+            if (arrival := self._arrivals.get(piece.buffer)) is None:
+                found.append(piece)
+                continue
+            at = sent[-1][1] + self._piece_bytes(sent[-1][0]) if sent else 0
+            sent.append((piece, at))
+            steps = tuple(step * arrival.item for step in boxes.strides(piece.shape))
+            found.append(replace(piece, buffer=_STAGED, to=at, to_strides=steps))
+        return tuple(found)
+
+    def _staged_bytes(self, chunk: ChunkRead) -> int:
+        """What the chunk takes of a staging buffer."""
+        return sum(self._piece_bytes(piece) for piece in chunk.pieces)
+
+    def _piece_bytes(self, piece: Piece) -> int:
+        arrival = self._arrivals.get(piece.buffer)
+        return 0 if arrival is None else -(-prod(piece.shape) * arrival.item // _ALIGNED) * _ALIGNED
+
+
+class _Staged(Mapping[str, memoryview]):
+    """A staging buffer beside those of the host."""
+
+    def __init__(self, staging: memoryview, hosts: Buffers) -> None:
+        self._staging = staging
+        self._hosts = hosts
+
+    def __getitem__(self, name: str) -> memoryview:
+        return self._staging if name == _STAGED else self._hosts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([_STAGED, *self._hosts])
+
+    def __len__(self) -> int:
+        return 1 + len(self._hosts)
+
+
+def is_direct(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the bytes of elements of that type, in row-major order, are the tensor's memory."""
+    return tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,0 +1,148 @@
+"""Commit: the receipt of this rank, then the checkpoint of all ranks. No torch, no collective.
+
+Rank 0 learns from receipts in the store that the others are done; the others learn from the outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ckpt.saver.deriving import Derived, in_stream
+from ckpt.saver.messages import Job, Setup
+from ckptstore import names
+from ckptstore.clock import Clock
+from ckptstore.commits.commit import (
+    StoredReceipt,
+    commit_attempt,
+    decline,
+    declined_by,
+    read_outcome,
+    read_receipt,
+    receipt_ranks,
+)
+from ckptstore.errors import AttemptAborted, CkptError, RankFailed, ReceiptsMissing, SaveSkipped
+from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard
+from ckptstore.format.parsing import seal
+from ckptstore.format.shards import Placed, slice_tables
+from ckptstore.names import Attempt
+from ckptstore.stores import Store
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_FIRST_WAIT_S = 0.02
+_LONGEST_WAIT_S = 2.0
+
+
+def write_receipt(
+    store: Store, setup: Setup, job: Job, placed: list[Placed], derived: list[Derived], shard: Shard | None
+) -> StoredReceipt:
+    """State that everything this rank writes is durable; the receipt itself is durable on return."""
+    attempt = Attempt.parse(job.attempt)
+    shards = [shard] if shard is not None else []
+    entries, slices = slice_tables(*in_stream(placed, derived))
+    receipt = Receipt(
+        format=FORMAT,
+        kind="receipt",
+        run=setup.run,
+        step=attempt.step,
+        attempt=job.attempt,
+        rank=setup.rank,
+        world_size=setup.world_size,
+        created_at=job.created_at,
+        content=Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees),
+        local=job.local,
+        metrics=job.metrics,
+    )
+    data = seal(receipt)
+    store.put(names.receipt_key(setup.run, attempt, setup.rank), data)
+    return StoredReceipt(receipt, data)
+
+
+def commit(store: Store, setup: Setup, own: StoredReceipt, clock: Clock) -> Outcome:
+    """The committed outcome of the attempt; the checkpoint exists on return.
+
+    Raises ReceiptsMissing if ranks are not done within the time-out, SaveSkipped if one of them takes no part,
+    RankFailed if one of them says that it cannot, AttemptAborted if a collector was faster.
+    """
+    attempt = Attempt.parse(own.receipt.attempt)
+    if setup.rank == 0:
+        receipts = _all_receipts(store, setup, own, attempt)
+        if receipts is not None:
+            return commit_attempt(store, receipts, clock)
+    outcome = _wait(lambda: read_outcome(store, setup.run, attempt), setup.commit_timeout_s)
+    if outcome is None:
+        raise ReceiptsMissing(
+            f"attempt {attempt} of run {setup.run!r} was not committed within {setup.commit_timeout_s:.0f} s",
+            "Look at rank 0: its saver commits for all ranks",
+        )
+    if outcome.committed is None:
+        raise _aborted(setup.run, attempt, outcome)
+    return outcome
+
+
+def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
+    declined = declined_by(outcome)
+    if declined is None:
+        return AttemptAborted(f"attempt {attempt} of run {run!r} was aborted by {outcome.by}", "Save again")
+    step = f"step {attempt.step} of run {run!r}"
+    if declined.failure is None:
+        return SaveSkipped(f"{step} was skipped by rank {declined.rank}, which was busy with earlier saves")
+    return RankFailed(
+        f"rank {declined.rank} could not save {step}: {declined.failure}",
+        "Look at that rank; nothing was committed, and earlier checkpoints are untouched",
+    )
+
+
+def decline_attempts(store: Store, setup: Setup, attempts: Iterable[str], failure: str | None, clock: Clock) -> None:
+    """Tell the other ranks that this one takes no part in attempts, so that they need not wait for it. Never raises.
+
+    failure: what went wrong here; None if the attempts are skipped.
+    """
+    try:
+        for attempt in attempts:
+            decline(store, setup.run, Attempt.parse(attempt), setup.rank, clock, failure)
+    except CkptError as error:
+        logger.warning("other ranks will wait for this one in vain: %s", error)
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong, for other ranks."""
+    return f"{error.code}: {error.message}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+
+
+def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt] | None:
+    """Those of all ranks; None if the attempt is decided already."""
+    world = set(range(setup.world_size))
+    if world == {0}:
+        return [own]
+    present: set[int] = set()
+
+    def complete() -> bool | Outcome | None:
+        present.update(receipt_ranks(store, setup.run, attempt))
+        return present >= world or read_outcome(store, setup.run, attempt)
+
+    answer = _wait(complete, setup.commit_timeout_s)
+    if isinstance(answer, Outcome):
+        return None
+    if not answer:
+        missing = sorted(world - present)
+        raise ReceiptsMissing(
+            f"ranks {missing[:8]} of {setup.world_size} did not finish attempt {attempt} of run {setup.run!r} "
+            f"within {setup.commit_timeout_s:.0f} s",
+            "Look at those ranks; nothing was committed, and earlier checkpoints are untouched",
+        )
+    return [own, *(read_receipt(store, setup.run, attempt, rank) for rank in sorted(world - {0}))]
+
+
+def _wait(ask: Callable[[], _T], timeout_s: float) -> _T:
+    """Ask until the answer is true or the time is up, ever more slowly; returns the last answer."""
+    deadline = time.monotonic() + timeout_s
+    pause = _FIRST_WAIT_S
+    while not (answer := ask()) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_WAIT_S)
+    return answer

@@ -1,0 +1,161 @@
+"""Encode: chunks of snapshots, compressed and hashed by a few threads, in order, under a byte budget. No torch.
+
+Encoding runs ahead of the upload, into the next snapshot if there is one, until as many bytes as the budget
+allows are encoded and not yet written. The work of a chunk is in C, without the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from types import TracebackType
+
+from ckpt.saver.throttle import Pace
+from ckptstore.format.codings import Policy
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
+
+THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
+BUDGET_BYTES = 64 << 20
+"""Raw bytes at most of chunks that are encoded, or being encoded, and not yet written; but one chunk always may be."""
+
+Encode = Callable[[memoryview, ChunkSpan], EncodedChunk]
+"""Encodes the bytes of one chunk, which is this stretch of the raw stream; called in several threads."""
+Chunks = Iterable[tuple[memoryview, ChunkSpan]]
+"""The bytes of the chunks to be encoded, in order, and their places in the raw stream."""
+
+_Encoded = tuple[Future[EncodedChunk], int]
+
+
+def encode_by(policy: Policy) -> Encode:
+    """Every chunk as its element type asks for."""
+    return lambda raw, span: encode_chunk(raw, policy(span.dtype))
+
+
+def encode_stream(chunks: Chunks, encode: Encode) -> Iterator[EncodedChunk]:
+    """The chunks in order. They are asked for in the calling thread, as encoding goes on."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
+        ahead: deque[_Encoded] = deque()
+        held = 0
+        for raw, span in chunks:
+            while ahead and held + span.bytes > BUDGET_BYTES:
+                future, size = ahead.popleft()
+                yield future.result()
+                held -= size
+            ahead.append((pool.submit(encode, raw, span), span.bytes))
+            held += span.bytes
+        while ahead:
+            yield ahead.popleft()[0].result()
+
+
+class Encoder:
+    """Encodes one snapshot after the other, ahead of whoever takes the chunks. One thread begins, one takes."""
+
+    def __init__(self, pace: Pace, budget_bytes: int = BUDGET_BYTES) -> None:
+        self._pace = pace
+        self._budget_bytes = budget_bytes
+        self._changed = threading.Condition()
+        self._held = 0
+        self._order = ThreadPoolExecutor(1, thread_name_prefix="ckpt-ahead")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
+
+    def begin(self, chunks: Chunks, encode: Encode) -> Encoding:
+        """Begin to encode a snapshot, after those begun before. Whoever gets the result must leave it."""
+        encoding = Encoding(self)
+        self._order.submit(self._feed, encoding, chunks, encode)
+        return encoding
+
+    def close(self) -> None:
+        """End the threads, when everything begun is left."""
+        self._order.shutdown()
+        self._pool.shutdown()
+
+    def _feed(self, encoding: Encoding, chunks: Chunks, encode: Encode) -> None:
+        try:
+            for raw, span in chunks:
+                if not self._take(encoding, span.bytes):
+                    break
+                encoding.coming.put((self._pool.submit(self._encode, raw, span, encode), span.bytes))
+        except BaseException as error:
+            failed: Future[EncodedChunk] = Future()
+            failed.set_exception(error)
+            encoding.coming.put((failed, 0))
+        encoding.coming.put(None)
+
+    def _encode(self, raw: memoryview, span: ChunkSpan, encode: Encode) -> EncodedChunk:
+        self._pace.keep()
+        return encode(raw, span)
+
+    def _take(self, encoding: Encoding, count: int) -> bool:
+        """Wait until the budget has room; False if nobody wants the chunks any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: encoding.left or self._held == 0 or self._held + count <= self._budget_bytes)
+            if encoding.left:
+                return False
+            self._held += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        """Bytes that are written, or not wanted any more."""
+        with self._changed:
+            self._held -= count
+            self._changed.notify_all()
+
+    def leave(self, encoding: Encoding) -> None:
+        """Have no more of it encoded."""
+        with self._changed:
+            encoding.left = True
+            self._changed.notify_all()
+
+
+class Encoding:
+    """The chunks of one snapshot, in order. A chunk's memory is the taker's until the next one is asked for.
+
+    Leaving the `with` block early gives up the rest. After it, the snapshot is not read any more.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.left = False
+        self.coming: SimpleQueue[_Encoded | None] = SimpleQueue()
+        self._encoder = encoder
+        self._ended = False
+        self._lent = 0
+        """Bytes of the chunk that the taker has."""
+
+    def __enter__(self) -> Encoding:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def __iter__(self) -> Iterator[EncodedChunk]:
+        while (item := self._next()) is not None:
+            future, self._lent = item
+            yield future.result()
+            self._take_back()
+
+    def leave(self) -> None:
+        """Give up what was not taken; waits for chunks that are being encoded."""
+        self._encoder.leave(self)
+        self._take_back()  # the iteration may have been left by an error, which keeps it alive
+        while (item := self._next()) is not None:
+            future, size = item
+            if not future.cancel():
+                future.exception()
+            self._encoder.give_back(size)
+
+    def _take_back(self) -> None:
+        lent, self._lent = self._lent, 0
+        self._encoder.give_back(lent)
+
+    def _next(self) -> _Encoded | None:
+        if self._ended:
+            return None
+        item = self.coming.get()
+        self._ended = item is None
+        return item

@@ -1,0 +1,292 @@
+"""Chunks that did not change since the last committed checkpoint: found by digest, and referenced. No torch.
+
+A chunk is unchanged if its bytes before encoding have the digest that they had then. A sample of its beginning is
+compared first, so that a state which changes throughout costs next to nothing; and a digest of all bytes is only made
+of chunks that are new or whose sample is as it was. docs/decisions/0018 has the figures, and why this is safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from msgspec.structs import replace as with_fields
+
+from ckpt.saver.encode import Chunks as Stream
+from ckpt.saver.encode import Encode
+from ckpt.saver.matching import (
+    UNKNOWN,
+    UNSEEN,
+    Base,
+    Key,
+    Known,
+    Look,
+    base_of,
+    compare,
+    keys,
+    next_base,
+    rows_of,
+    worthwhile,
+)
+from ckpt.saver.messages import Setup
+from ckptstore import names
+from ckptstore.clock import Clock
+from ckptstore.commits.catalog import latest, quarantined_attempts
+from ckptstore.commits.commit import read_receipt
+from ckptstore.commits.leases import release_lease, take_lease
+from ckptstore.commits.references import marks
+from ckptstore.errors import CkptError, NoCheckpoint
+from ckptstore.format.columns import column
+from ckptstore.format.documents import Chunks, Content, References, Shard
+from ckptstore.format.shards import ChunkSpan, Placed, chunk_table
+from ckptstore.names import Attempt
+from ckptstore.stores import Store
+
+logger = logging.getLogger(__name__)
+
+_LEASE_S = 3600.0
+_PATIENCE_S = 0.5
+_LOOK_AGAIN_S = 0.05
+
+
+class Memory:
+    """What a saver knows of the last checkpoint of the run, so that it stores only what is new.
+
+    One thread begins saves, in order; one decides, one ends them.
+    """
+
+    def __init__(self, store: Store, setup: Setup, clock: Clock, run_soon: Callable[..., Future[None]]) -> None:
+        """run_soon: runs a function in another thread, which reads what an earlier process committed."""
+        self._store = store
+        self._setup = setup
+        self._clock = clock
+        self.enabled, self.rank = setup.reference, setup.rank
+        self._base: Base | None = None
+        self._own = False
+        self._last: Save | None = None
+        self._loaded: Future[None] | None = run_soon(self._load) if setup.reference else None
+
+    def begin(self, attempt: str, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode) -> Save:
+        """A save whose chunks will be compared when they are asked for. encode: how they are encoded in this save."""
+        self._last = Save(self, attempt, placed, spans, encode, self._last)
+        return self._last
+
+    def settle(self, save: Save, previous: Save | None) -> Base | None:
+        """The base to compare with. Waits for this process's first: whatever is unchanged from then on is in it."""
+        if self._loaded is None:
+            return None
+        self._loaded.result()
+        if not self._own and previous is not None:
+            while not save.ended.is_set() and not previous.uploaded.wait(_LOOK_AGAIN_S):
+                pass  # nothing is lost: the upload of this save could not begin either
+            previous.ended.wait(0.0 if save.ended.is_set() else _PATIENCE_S)
+        return self._base
+
+    def learn(self, base: Base) -> None:
+        """What the saves to come are compared with: a save of this process is committed."""
+        self._base, self._own = base, True
+
+    def protect(self, base: Base, holder: str) -> tuple[str, set[str]]:
+        """Hold the base by a lease, and with it all that it references. Gives that, and who must not be referenced.
+
+        Raises NoCheckpoint if the base is being deleted, or Unavailable.
+        """
+        store, run = self._store, self._setup.run
+        ttl_s = self._setup.commit_timeout_s + _LEASE_S
+        lease = take_lease(store, run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s, self._clock)
+        damaged = set(quarantined_attempts(store, run))
+        suspect = {str(attempt) for attempt in damaged}
+        if damaged:
+            # What was found damaged may be so in chunks of others.
+            suspect |= {str(mark.attempt) for mark in marks(store, run) if mark.by in damaged}
+        return lease, suspect
+
+    def release(self, lease: str) -> None:
+        """End a lease."""
+        try:
+            release_lease(self._store, self._setup.run, lease)
+        except CkptError as error:
+            logger.warning("lease %s was not released and will expire: %s", lease, error)
+
+    def _load(self) -> None:
+        """Begin with the latest checkpoint of the run. Never raises: what is not known is stored."""
+        store, run, rank = self._store, self._setup.run, self._setup.rank
+        try:
+            attempt = latest(store, run).attempt
+            content = read_receipt(store, run, attempt, rank).receipt.content
+            for shard in content.shards:
+                others = shard.references.attempts if shard.references is not None else []
+                sizes = {text: store.size(names.shard_key(run, Attempt.parse(text), shard.name)) for text in others}
+                self._base = base_of(attempt, content, sizes)
+        except NoCheckpoint:
+            pass
+        except CkptError as error:
+            logger.warning("the next save stores all chunks, because the last checkpoint cannot be read: %s", error)
+
+
+class Save:
+    """One save, which stores the chunks that changed. These are for one thread; everything else waits for it."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        attempt: str,
+        placed: Sequence[Placed],
+        spans: Sequence[ChunkSpan],
+        encode: Encode,
+        previous: Save | None,
+    ) -> None:
+        self.uploaded, self.ended = threading.Event(), threading.Event()
+        self._memory = memory
+        self._attempt = attempt
+        self._placed = placed
+        self._spans = spans
+        self._encode = encode
+        self._previous = previous
+        self._looks: Future[list[Look]] = Future()
+        self._expected_bytes = sum(span.bytes for span in spans)
+        self._sizes: Mapping[str, int] = {}
+        self._lease: str | None = None
+
+    def changed(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
+        """The chunks of a raw stream to be stored, in order, each with its memory. Compares all of them first."""
+        try:
+            self._looks.set_result(self._compare(raw))
+        except BaseException as error:
+            self._looks.set_exception(error)
+            raise
+        for span, look in zip(self._spans, self._looks.result(), strict=True):
+            if look.known is None:
+                yield span.of(raw), span
+
+    def changed_in(
+        self, stream: Stream, decided: Callable[[ChunkSpan, bool], None]
+    ) -> Iterator[tuple[memoryview, ChunkSpan]]:
+        """As `changed`, of all chunks one by one: each is compared as it passes, and nothing is known of those to come.
+
+        decided: told of each whether it is to be stored. What is worth it is judged by what the last checkpoint had in
+        common with the one before; what was not compared then is expected not to change.
+        """
+        looks: list[Look] = []
+        try:
+            base = self._settle()
+            known, usable = (base.chunks, self._expect(base)) if base is not None else ({}, ())
+            for (raw, span), key in zip(stream, self._keys(), strict=True):
+                look = self._chosen(self._look(span, raw, known.get(key)), usable)
+                looks.append(look)
+                decided(span, look.known is None)
+                if look.known is None:
+                    yield raw, span
+        except BaseException as error:
+            self._looks.set_exception(error)
+            raise
+        self._looks.set_result(looks)
+
+    @property
+    def unchanged_bytes(self) -> int:
+        """Raw bytes of the chunks that are referenced."""
+        return sum(span.bytes for span in self._spans) - self.changed_bytes
+
+    @property
+    def expected_bytes(self) -> int:
+        """As changed_bytes; while a stream passes, what is expected. Once there is a first chunk to be stored."""
+        return self.changed_bytes if self._looks.done() else self._expected_bytes
+
+    @property
+    def changed_bytes(self) -> int:
+        """Raw bytes of the chunks to be stored."""
+        looks = self._looks.result()
+        return sum(span.bytes for span, look in zip(self._spans, looks, strict=True) if look.known is None)
+
+    def shard(self, stored: Chunks | None) -> Shard:
+        """The document of the shard. stored: of the chunks that were stored, in order; None if there are none."""
+        looks = self._looks.result()
+        rows = iter(rows_of(stored) if stored is not None else ())
+        table = chunk_table([look.known.chunk if look.known is not None else next(rows) for look in looks])
+        if any(look.raw_digest for look in looks):
+            table = with_fields(table, raw_digest=b"".join(look.raw_digest or UNKNOWN for look in looks))
+        referenced = [(number, look.known) for number, look in enumerate(looks) if look.known is not None]
+        attempts = sorted({known.attempt for _, known in referenced})
+        references = References(
+            attempts=attempts,
+            chunk=column(number for number, _ in referenced),
+            attempt=column(attempts.index(known.attempt) for _, known in referenced),
+            offset=column(known.offset for _, known in referenced),
+        )
+        rank = self._memory.rank
+        return Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references if attempts else None)
+
+    def end(self, content: Content | None) -> None:
+        """The save is over. content: of a committed one, which the next save is compared with."""
+        if content is not None and content.shards and self._memory.enabled:
+            attempt, shard = Attempt.parse(self._attempt), content.shards[0]
+            self._memory.learn(next_base(attempt, shard, self._keys(), self._looks.result(), self._sizes))
+        self.uploaded.set()
+        self.ended.set()
+        self._release()
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._memory.release(lease)
+
+    def _compare(self, raw: memoryview) -> list[Look]:
+        base = self._settle()
+        known = base.chunks if base is not None else {}
+        looks = []
+        for span, key in zip(self._spans, self._keys(), strict=True):
+            looks.append(self._look(span, span.of(raw), known.get(key)))
+        usable = self._usable(base, (look.known for look in looks if look.known)) if base is not None else ()
+        return [self._chosen(look, usable) for look in looks]
+
+    def _settle(self) -> Base | None:
+        previous, self._previous = self._previous, None
+        return self._memory.settle(self, previous)
+
+    def _expect(self, base: Base) -> Collection[str]:
+        """The attempts that may be referenced in a stream."""
+        pairs = zip(self._spans, map(base.chunks.get, self._keys()), strict=True)
+        expected = [(span, known) for span, known in pairs if known is not None and known.same is not False]
+        usable = self._usable(base, (known for _, known in expected))
+        unchanged = sum(span.bytes for span, known in expected if known.attempt in usable)
+        self._expected_bytes -= unchanged
+        return usable
+
+    @staticmethod
+    def _chosen(look: Look, usable: Collection[str]) -> Look:
+        return look if look.known is None or look.known.attempt in usable else replace(look, known=None)
+
+    def _look(self, span: ChunkSpan, raw: memoryview, known: Known | None) -> Look:
+        if not self._memory.enabled:
+            return UNSEEN
+        sample, whole, same = compare(raw, known)
+        if known is not None and known.raw_digest is None and known.sample == sample:
+            # It changed until now. Encoding makes the same of the same.
+            same = replace(self._encode(raw, span), data=b"") == known.chunk
+        return Look(sample, whole, same if known is not None else None, known if same else None)
+
+    def _usable(self, base: Base, unchanged: Iterable[Known]) -> Collection[str]:
+        """The attempts that may and should be referenced; from now on none of them can be deleted."""
+        used: Counter[str] = Counter()
+        for known in unchanged:
+            used[known.attempt] += known.chunk.stored
+        chosen = worthwhile(used, base.sizes, sum(span.bytes for span in self._spans))
+        if not chosen:
+            return ()
+        try:
+            self._lease, suspect = self._memory.protect(base, f"save of {self._attempt}")
+        except CkptError as error:
+            logger.warning("%s stores all chunks: %s", self._attempt, error)
+            return ()
+        if self.ended.is_set():  # given up meanwhile
+            self._release()
+        self._sizes = {attempt: base.sizes[attempt] for attempt in chosen - suspect}
+        return () if str(base.attempt) in suspect else chosen - suspect
+
+    def _keys(self) -> Iterator[Key]:
+        slices = [(place.slice.entry, place.slice.box, place.at) for place in self._placed if place.slice.bytes]
+        return keys(slices, ((span.at, span.bytes) for span in self._spans))

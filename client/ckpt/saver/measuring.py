@@ -1,0 +1,252 @@
+"""How the chunks of each save are encoded: alike in all of them, or by what earlier saves took. No torch.
+
+Figures begin as stated priors and are smoothed over saves. Codings that are not in use are probed: from time to time
+one chunk of a save is encoded by one of them, and stored so, since any mixture can be read.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ckpt.saver.choosing import INTERVAL_SHARE, Choice, Figure, Figures, choose
+from ckptstore.format.codings import POLICIES, Coding, Policy, codings
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
+
+LOCAL_UPLOAD_S = 1 / 2e9
+REMOTE_UPLOAD_S = 1 / 0.3e9
+"""Seconds per byte that a store is expected to take, until it was written to."""
+
+# Trained weights and moments, and integers of all sorts, on one core beside a trainer (docs/decisions/0016).
+_PRIORS = {
+    Coding("raw"): Figure(1 / 10e9, 1.0),
+    Coding("float-split/float32"): Figure(1 / 1.6e9, 0.835),
+    Coding("float-split/bfloat16"): Figure(1 / 1.2e9, 0.67),
+    Coding("float-split/float16"): Figure(1 / 1.4e9, 0.85),
+    Coding("zstd"): Figure(1 / 0.8e9, 0.9),
+}
+_PRIOR_COST_OF_LEVELS = 10  # for nothing, until a probe shows otherwise
+
+_NEWEST_WEIGHS = 0.5
+_LEAST_BYTES = 64 << 10  # fewer tell more about latencies than about speed
+_LEAST_S = 1e-9
+_PROBE_SHARE = 0.01  # of the time that saves take, or may take, goes into probing a coding, at most
+_PROBE_EVERY = 4
+
+
+def codings_for(compress: str, url: str, threads: float) -> Codings:
+    """As the user's word for it says. url: of the store. threads: how many cores encode."""
+    if compress != "auto":
+        return FixedCodings(POLICIES[compress])
+    return MeasuredCodings(threads, LOCAL_UPLOAD_S if url.startswith(("file:", "memory:")) else REMOTE_UPLOAD_S)
+
+
+class SaveCodings(Protocol):
+    """How the chunks of one save are encoded."""
+
+    reason: str
+    """What was chosen and why, for people."""
+
+    def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+        """Encode one chunk; called in several threads."""
+
+    def learn(self, stored_bytes: int, upload_s: float) -> None:
+        """The save is uploaded, in so much time without waiting for chunks; called once, after the last chunk."""
+
+
+class Codings(Protocol):
+    """Says for each save how its chunks are encoded."""
+
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> SaveCodings:
+        """For a save that was asked for at this time."""
+
+
+class FixedCodings:
+    """Alike in all saves, so that one object serves for them all."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.reason = f"compress={policy.__name__!r}"
+        self._policy = policy
+
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> FixedCodings:
+        """Itself."""
+        return self
+
+    def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+        """By element type alone."""
+        return encode_chunk(raw, self._policy(span.dtype))
+
+    def learn(self, stored_bytes: int, upload_s: float) -> None:
+        """Nothing to learn."""
+
+
+class MeasuredCodings:
+    """Chosen for each save, from what the saves before it took and how far apart they were. For any threads."""
+
+    def __init__(self, threads: float, upload_s: float) -> None:
+        """threads: how many cores encode. upload_s: seconds per byte that the store is expected to take."""
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._upload = _Smoothed(Figure(upload_s, 1.0))
+        self._encoding: dict[tuple[str, Coding], _Smoothed] = {}
+        self._measured_in: dict[tuple[str, Coding], int] = defaultdict(lambda: -_PROBE_EVERY)
+        self._saves = 0
+        self._changed: dict[str, float] = {}
+        """The share of bytes that had to be stored anew."""
+        self._last_at: float | None = None
+        self._interval_s: float | None = None
+
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> MeasuredSave:
+        """The best choice by now, but for one chunk, which may be a probe."""
+        with self._lock:
+            self._saves += 1
+            interval_s = self._pass(created_at)
+            raw_bytes: Counter[str] = Counter()
+            for span in spans:
+                raw_bytes[span.dtype] += span.bytes
+            changing = {dtype: count * self._changed.get(dtype, 1.0) for dtype, count in raw_bytes.items()}
+            figures = self._figures(raw_bytes)
+            choice = choose(changing, figures, self._upload.figure.seconds, self._threads, interval_s)
+            return MeasuredSave(self, raw_bytes, choice, interval_s, self._probe(spans, figures, choice))
+
+    def learn(
+        self, raw_bytes: Mapping[str, int], samples: Iterable[Sample], stored_bytes: int, upload_s: float
+    ) -> None:
+        """Take up what one save took. raw_bytes: by element type, also of chunks that had not changed."""
+        totals: dict[tuple[str, Coding], Sample] = {}
+        for sample in samples:
+            key = sample.dtype, sample.coding
+            totals[key] = totals[key].plus(sample) if key in totals else sample
+        with self._lock:
+            if stored_bytes >= _LEAST_BYTES:
+                self._upload.add(upload_s, stored_bytes, stored_bytes)
+            for dtype, count in raw_bytes.items():
+                encoded = sum(total.raw for total in totals.values() if total.dtype == dtype)
+                self._changed[dtype] = encoded / count
+            for key, total in totals.items():
+                if total.raw >= _LEAST_BYTES:
+                    self._measured_in[key] = self._saves
+                    self._smoothed(*key).add(total.seconds, total.raw, total.stored)
+
+    def _pass(self, now: float) -> float | None:
+        """The interval between saves by now; rather too short than too long."""
+        if self._last_at is not None:
+            last = max(_LEAST_S, now - self._last_at)
+            self._interval_s = min(last, _smooth(self._interval_s or last, last))
+        self._last_at = now
+        return self._interval_s
+
+    def _figures(self, dtypes: Iterable[str]) -> Figures:
+        return {dtype: {coding: self._smoothed(dtype, coding).figure for coding in codings(dtype)} for dtype in dtypes}
+
+    def _smoothed(self, dtype: str, coding: Coding) -> _Smoothed:
+        return self._encoding.setdefault((dtype, coding), _Smoothed(_prior(coding)))
+
+    def _probe(self, spans: Sequence[ChunkSpan], figures: Figures, choice: Choice) -> dict[int, Coding]:
+        """The chunk, by where it begins, that is encoded otherwise, by the coding that was measured longest ago."""
+        time_s = max(choice.durable_s, INTERVAL_SHARE * (self._interval_s or 0.0))
+        due: list[tuple[int, int, Coding]] = []
+        for dtype, chosen in choice.codings.items():
+            eligible = [span for span in spans if span.dtype == dtype and span.bytes >= _LEAST_BYTES]
+            if not eligible:
+                continue
+            span = eligible[self._saves % len(eligible)]
+            for coding in codings(dtype):
+                age = self._saves - self._measured_in[dtype, coding]
+                cost_s = span.bytes * figures[dtype][coding].seconds
+                affordable = cost_s <= _PROBE_SHARE * age * time_s
+                if coding != chosen and age >= _PROBE_EVERY and affordable:
+                    due.append((age, span.at, coding))
+        return {at: coding for _, at, coding in [max(due)]} if due else {}
+
+
+class MeasuredSave:
+    """One save by MeasuredCodings."""
+
+    def __init__(
+        self,
+        codings: MeasuredCodings,
+        raw_bytes: Mapping[str, int],
+        choice: Choice,
+        interval_s: float | None,
+        probe: Mapping[int, Coding],
+    ) -> None:
+        self._codings = codings
+        self._raw_bytes = raw_bytes
+        self.choice = choice
+        self._probe = probe
+        self._samples: list[Sample] = []
+        self.reason = _explain(choice, interval_s)
+
+    def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+        """As chosen."""
+        coding = self._probe.get(span.at, self.choice.codings[span.dtype])
+        # Not the CPU time of this thread: it is behind the trainer's, and what counts is how far it gets.
+        started = time.perf_counter()
+        chunk = encode_chunk(raw, coding)
+        self._samples.append(Sample(span.dtype, coding, time.perf_counter() - started, chunk.raw, chunk.stored))
+        return chunk
+
+    def learn(self, stored_bytes: int, upload_s: float) -> None:
+        """For the saves to come."""
+        self._codings.learn(self._raw_bytes, self._samples, stored_bytes, upload_s)
+
+
+class Sample(NamedTuple):
+    """Chunks of one element type in one coding, and what encoding them took."""
+
+    dtype: str
+    coding: Coding
+    seconds: float
+    raw: int
+    stored: int
+
+    def plus(self, other: Sample) -> Sample:
+        """Both together."""
+        return self._replace(
+            seconds=self.seconds + other.seconds, raw=self.raw + other.raw, stored=self.stored + other.stored
+        )
+
+
+class _Smoothed:
+    """A figure over saves. The first one measured takes the place of the prior."""
+
+    def __init__(self, prior: Figure) -> None:
+        self.figure = prior
+        self._measured = False
+
+    def add(self, seconds: float, count: int, stored: int) -> None:
+        """What `count` bytes took in one save."""
+        new = Figure(max(seconds, _LEAST_S) / count, stored / count)
+        old, self._measured = self.figure if self._measured else new, True
+        self.figure = Figure(_smooth(old.seconds, new.seconds), _smooth(old.stored, new.stored))
+
+
+def _smooth(old: float, new: float) -> float:
+    """By ratios rather than differences: a store that became ten times faster is as soon noticed as a slower one."""
+    return math.exp((1 - _NEWEST_WEIGHS) * math.log(old) + _NEWEST_WEIGHS * math.log(new))
+
+
+def _name(coding: Coding) -> str:
+    return coding.codec if coding.level == 1 else f"{coding.codec} at level {coding.level}"
+
+
+def _prior(coding: Coding) -> Figure:
+    if coding in _PRIORS:
+        return _PRIORS[coding]
+    lowest = _PRIORS[Coding(coding.codec)]
+    return lowest._replace(seconds=_PRIOR_COST_OF_LEVELS * lowest.seconds)
+
+
+def _explain(choice: Choice, interval_s: float | None) -> str:
+    chosen = ", ".join(f"{dtype} {_name(coding)}" for dtype, coding in choice.codings.items())
+    times = f"{choice.durable_s:.3g} s expected (encode {choice.encode_s:.3g}, upload {choice.upload_s:.3g})"
+    if interval_s is None:
+        return f"{chosen}: {times}, the soonest, for nothing is known of the interval between saves"
+    inside = choice.durable_s <= INTERVAL_SHARE * interval_s
+    why = "the smallest well inside" if inside else "the soonest, for none is well inside"
+    return f"{chosen}: {times}, {why} the interval of {interval_s:.3g} s"

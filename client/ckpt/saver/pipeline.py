@@ -1,0 +1,283 @@
+"""The stages behind the training thread, joined: encode, upload, receipt, commit. No torch.
+
+Jobs are uploaded one after the other, in order, and encoding runs ahead of that. Waiting for other ranks happens in a
+thread of its own, so that it never delays the next upload.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
+
+from ckpt.saver.commit import commit, decline_attempts, describe, write_receipt
+from ckpt.saver.deriving import Derived, divide
+from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
+from ckpt.saver.incremental import Memory, Save
+from ckpt.saver.measuring import SaveCodings, codings_for
+from ckpt.saver.messages import Done, Failed, Job, Progress, Released, Report, Setup
+from ckpt.saver.notify import Notifier
+from ckpt.saver.streaming import Intake
+from ckpt.saver.throttle import Pace
+from ckpt.saver.upload import Uploaded, upload_shard
+from ckptapi.arbiter import arbitrated
+from ckptstore import names
+from ckptstore.clock import Clock, system_clock
+from ckptstore.commits.commit import StoredReceipt
+from ckptstore.commits.leases import release_lease
+from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
+from ckptstore.format.parsing import seal
+from ckptstore.format.shards import Placed, Slice, plan_chunks
+from ckptstore.names import Attempt
+from ckptstore.stores import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A job, and its chunks on their way."""
+
+    job: Job
+    placed: list[Placed]
+    """What is stored."""
+    derived: list[Derived]
+    """What is not, since it follows."""
+    saving: Save
+    codings: SaveCodings
+    encoding: Encoding
+    intake: Intake | None
+    """Of a streamed one."""
+    received_at: float
+
+    @property
+    def not_stored_bytes(self) -> int:
+        """Raw bytes that are referenced or derived."""
+        return self.saving.unchanged_bytes + sum(one.place.slice.bytes for one in self.derived)
+
+
+class SavePipeline:
+    """Makes snapshots durable, in the saver process or in threads of the trainer.
+
+    submit and close are called by one thread; `report` is called from the pipeline's own threads.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        setup: Setup,
+        report: Callable[[Report], None],
+        clock: Clock = system_clock,
+        own_process: bool = False,
+    ) -> None:
+        """own_process: nothing else runs in this process, so that its CPU time is that of the saves."""
+        if setup.upload_bytes is not None:
+            store.upload_bytes = setup.upload_bytes
+        # Where the store lets several committers win, the daemon decides.
+        self._store = arbitrated(store, setup.daemon, setup.token)
+        self._setup = setup
+        self._report = report
+        self._clock = clock
+        # Rank 0 commits for all, so it tells for all.
+        tells = setup.daemon if setup.rank == 0 else None
+        self._notifier = Notifier(tells, setup.token) if tells is not None else None
+        self._own_process = own_process
+        cpu_budget = setup.cpu_budget if own_process else None
+        self._encoder = Encoder(Pace(cpu_budget), setup.encoded_bytes or BUDGET_BYTES)
+        self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
+        self._lock = threading.Lock()
+        self._leases: set[str] = set()
+        self._waiting: dict[int, _Snapshot] = {}
+        self._intakes: dict[int, Intake] = {}
+        self._begins = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
+        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
+        self._memory = Memory(self._store, setup, clock, self._commits.submit)
+        self._declines = ThreadPoolExecutor(1, thread_name_prefix="ckpt-decline")
+
+    def submit(self, job: Job, raw: memoryview) -> None:
+        """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
+        received_at = time.perf_counter()
+        if job.lease is not None:
+            self._leases.add(job.lease)
+        if not job.streamed:
+            raw = raw.toreadonly()  # nobody writes to the slot before it is released
+        placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
+        if self._setup.derive:
+            self._begins.submit(self._derive, job, raw, placed, received_at)
+        else:
+            self._begin(job, raw, placed, [], received_at)
+
+    def _derive(self, job: Job, raw: memoryview, placed: list[Placed], received_at: float) -> None:
+        try:
+            self._begin(job, raw, *divide(placed, raw), received_at)
+        except BaseException as error:
+            self._give_up(job, error)
+
+    def _begin(
+        self, job: Job, raw: memoryview, placed: list[Placed], derived: list[Derived], received_at: float
+    ) -> None:
+        spans = plan_chunks(placed)
+        codings = self._codings.begin(spans, job.created_at)
+        saving = self._memory.begin(job.attempt, placed, spans, codings.encode)
+        intake = None
+        if job.streamed:
+            intake = Intake(raw, spans, lambda done: self._report(Progress(job.number, done)))
+            self._intakes[job.number] = intake
+            chunks = saving.changed_in(intake.chunks(spans), intake.decided)
+        else:
+            chunks = saving.changed(raw)
+        encoding = self._encoder.begin(chunks, codings.encode)
+        snapshot = _Snapshot(job, placed, derived, saving, codings, encoding, intake, received_at)
+        with self._lock:
+            self._waiting[job.number] = snapshot
+        self._uploads.submit(self._upload, snapshot)
+
+    def staged(self, number: int, chunks: int) -> None:
+        """So many chunks of a streamed job are in its slot, or were."""
+        if (intake := self._intakes.get(number)) is not None:
+            intake.staged(chunks)
+
+    def cut(self, number: int) -> None:
+        """No more chunks of a streamed job will come."""
+        if (intake := self._intakes.get(number)) is not None:
+            intake.cut()
+
+    def withdraw(self, step: int) -> None:
+        """Give up the oldest snapshot whose upload has not begun, if there is one, in favour of a save of `step`."""
+        with self._lock:
+            number = next((number for number, one in self._waiting.items() if one.job.slot is not None), None)
+            if number is None:
+                return
+            snapshot = self._waiting.pop(number)
+        snapshot.saving.end(None)
+        self.cut(number)
+        snapshot.encoding.leave()
+        skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
+        self._give_up(snapshot.job, skipped)
+
+    def decline(self, attempt: str, failure: str | None = None) -> None:
+        """Tell the other ranks, if there are any, that this one takes no part in an attempt."""
+        if self._setup.world_size > 1:
+            self._declines.submit(decline_attempts, self._store, self._setup, [attempt], failure, self._clock)
+
+    def finish_uploads(self) -> None:
+        """Return when this rank has done its part of every job: nothing is read from the slots any more."""
+        for intake in list(self._intakes.values()):
+            intake.cut()
+        self._begins.shutdown(wait=True)
+        self._uploads.shutdown(wait=True)
+
+    def close(self) -> None:
+        """Return when every submitted job is committed or has failed."""
+        self.finish_uploads()
+        self._encoder.close()
+        self._commits.shutdown(wait=True)
+        self._declines.shutdown(wait=True)
+        if self._notifier is not None:
+            self._notifier.close()
+
+    def _upload(self, snapshot: _Snapshot) -> None:
+        job = snapshot.job
+        with self._lock:
+            if self._waiting.pop(job.number, None) is None:
+                return  # withdrawn
+        try:
+            # What feeds the encoding ends first: a stream may be waited for.
+            with snapshot.encoding, snapshot.intake or nullcontext():
+                receipt, released = self._make_durable(snapshot)
+            self._intakes.pop(job.number, None)
+            self._report(released)
+        except BaseException as error:
+            snapshot.saving.end(None)
+            self._give_up(job, error)
+            return
+        snapshot.saving.uploaded.set()
+        self._commits.submit(self._commit, snapshot, receipt)
+
+    def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
+        job, placed = snapshot.job, snapshot.placed
+        started, cpu = time.perf_counter(), time.process_time()
+        uploaded = self._upload_shard(snapshot)
+        if uploaded is not None:
+            snapshot.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
+        shard = snapshot.saving.shard(uploaded.chunks if uploaded else None) if placed else None
+        receipt = write_receipt(self._store, self._setup, job, placed, snapshot.derived, shard)
+        total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
+        released = Released(
+            number=job.number,
+            slot=job.slot,
+            queue_s=started - snapshot.received_at,
+            encode_s=max(0.0, total - upload_s),
+            upload_s=upload_s,
+            cpu_s=time.process_time() - cpu if self._own_process else 0.0,
+            stored_bytes=uploaded.stored_bytes if uploaded else 0,
+            referenced_bytes=shard.referenced_bytes if shard is not None else 0,
+            coding=snapshot.codings.reason,
+        )
+        return receipt, released
+
+    def _upload_shard(self, snapshot: _Snapshot) -> Uploaded | None:
+        """The shard; None if there is nothing to store, which shows when the first chunk does not come."""
+        setup, chunks = self._setup, iter(snapshot.encoding)
+        first = next(chunks, None)
+        if first is None:
+            return None
+        return upload_shard(
+            self._store,
+            names.shard_key(setup.run, Attempt.parse(snapshot.job.attempt), names.shard_name(setup.rank)),
+            snapshot.saving.expected_bytes,
+            chain([first], chunks),
+            self._progress_of(snapshot),
+        )
+
+    def _progress_of(self, snapshot: _Snapshot) -> Callable[[int], None]:
+        """What is told of each written chunk."""
+        if (intake := snapshot.intake) is not None:
+            return lambda _: intake.written()
+        not_stored = snapshot.not_stored_bytes  # a look at every chunk: once, not for each
+        return lambda done: self._report(Progress(snapshot.job.number, not_stored + done))
+
+    def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
+        job, started = snapshot.job, time.perf_counter()
+        try:
+            outcome = commit(self._store, self._setup, receipt, self._clock)
+        except BaseException as error:
+            snapshot.saving.end(None)
+            self._fail(job, None, error)
+            if self._setup.rank == 0 and isinstance(error, ReferenceLost | CorruptObject):
+                self.decline(job.attempt, describe(error))  # nobody else could commit it either
+            return
+        snapshot.saving.end(receipt.receipt.content)
+        self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
+        self._release_leases()
+        if self._notifier is not None:
+            self._notifier.commit(outcome)
+
+    def _release_leases(self) -> None:
+        """The run has a commit of its own, be it of another save than of the one that was to have it."""
+        while self._leases:
+            lease = self._leases.pop()
+            try:
+                release_lease(self._store, self._setup.run, lease)
+            except CkptError as error:
+                logger.warning("lease %s was not released and will expire: %s", lease, error)
+
+    def _give_up(self, job: Job, error: BaseException) -> None:
+        """End a job that has no receipt, and never will."""
+        self._fail(job, job.slot, error)
+        self.decline(job.attempt, None if isinstance(error, SaveSkipped) else describe(error))
+
+    def _fail(self, job: Job, slot: int | None, error: BaseException) -> None:
+        if not isinstance(error, SaveSkipped):
+            logger.error("save of attempt %s failed", job.attempt, exc_info=error)
+        if isinstance(error, CkptError):
+            code, message, hint = error.code, error.message, error.hint
+        else:
+            code, message, hint = "save_failed", f"{type(error).__name__}: {error}", ""
+        self._report(Failed(number=job.number, slot=slot, code=code, message=message, hint=hint))

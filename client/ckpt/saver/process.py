@@ -1,0 +1,92 @@
+"""The saver process: receives snapshots in shared memory and makes them durable. No torch.
+
+It is a session of its own and holds the arena by descriptor. When the trainer dies, the socket ends: the saver
+finishes every job it was given, then exits. While it lives it holds an inherited lock (presence.py),
+by which the next trainer on this host knows that an upload is still under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+
+from ckpt.saver.messages import Channel, Command, Cut, Decline, Forget, Job, Report, Setup, Slot, Staged, Withdraw
+from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.segment import Segment
+from ckpt.saver.throttle import step_back
+from ckptstore.errors import CkptError
+from ckptstore.stores import open_store
+
+
+class _Reporter:
+    """Sends reports while somebody listens; several threads report."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def __call__(self, report: Report) -> None:
+        try:
+            with self._lock:
+                self._channel.send(report)
+        except OSError:
+            pass  # the trainer is gone; what matters is in the store
+
+
+def main(sock: int, lock: int) -> int:
+    """Serve the trainer at the other end of a socket until it stops or dies. Returns the exit status.
+
+    lock: the descriptor that says a saver is at work (presence.py).
+    """
+    logging.basicConfig(format="%(asctime)s ckpt saver %(process)d: %(message)s", stream=sys.stderr)
+    step_back()
+    channel = Channel(socket.socket(fileno=sock))
+    setup = channel.receive(Command)
+    if not isinstance(setup, Setup):
+        return 1
+    pipeline = SavePipeline(open_store(setup.store, setup.options), setup, _Reporter(channel), own_process=True)
+    segments: dict[int, Segment] = {}
+    _serve(channel, pipeline, segments)
+    pipeline.finish_uploads()
+    # From here on other ranks may be waited for, and whoever sees all receipts can commit as well: the next trainer
+    # needs the memory, and need not wait.
+    while segments:
+        segments.popitem()[1].close()
+    os.close(lock)
+    pipeline.close()
+    channel.close()
+    return 0
+
+
+def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment]) -> None:
+    while (command := channel.receive(Command)) is not None:
+        if isinstance(command, Slot):
+            segments[command.number] = Segment(command.num_bytes, channel.take_fd())
+        elif isinstance(command, Forget):
+            segments.pop(command.slot).close()
+        elif isinstance(command, Job):
+            raw = segments[command.slot].view if command.slot is not None else memoryview(b"")
+            pipeline.submit(command, raw)
+        elif isinstance(command, Staged):
+            pipeline.staged(command.number, command.chunks)
+        elif isinstance(command, Cut):
+            pipeline.cut(command.number)
+        elif isinstance(command, Withdraw):
+            pipeline.withdraw(command.step)
+        elif isinstance(command, Decline):
+            pipeline.decline(command.attempt, command.failure)
+        else:
+            return
+
+
+def run(sock: int, lock: int) -> None:
+    """Entry point of the process."""
+    try:
+        status = main(sock, lock)
+    except CkptError as error:
+        print(error, file=sys.stderr)
+        status = 1
+    sys.exit(status)

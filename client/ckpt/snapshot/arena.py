@@ -1,0 +1,203 @@
+"""The arena: slots of shared memory, each holding one snapshot from staging until its shard is durable."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ckpt.saver.segment import Segment, populate
+from ckpt.snapshot.stage import Stager
+
+logger = logging.getLogger(__name__)
+
+_NOT_MADE = "no slot was made in advance, and the save that needs one will try again: %s"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSlot:
+    """One slot: memory, and the copier into it."""
+
+    number: int
+    segment: Segment
+    stager: Stager
+
+
+class Listener(Protocol):
+    """Who must know which slots there are."""
+
+    def add_slot(self, number: int, segment: Segment) -> None:
+        """A slot was made."""
+
+    def forget_slot(self, number: int) -> None:
+        """A slot is gone."""
+
+
+class Arena:
+    """At most `num_slots` slots, all pages provided, reused by every save.
+
+    They are made in the background as soon as their size is known, or by the save that needs one. expect, acquire and
+    close belong to the training thread; release may be called from any thread.
+    """
+
+    def __init__(self, num_slots: int, listener: Listener) -> None:
+        self._num_slots = num_slots
+        self._listener = listener
+        self._changed = threading.Condition()
+        self._slots: dict[int, ArenaSlot] = {}
+        self._idle: set[int] = set()
+        self._making = 0
+        self._numbers = 0
+        self._wanted_bytes = 0
+        self._gpu: torch.device | None = None
+        self._background: threading.Thread | None = None
+
+    @property
+    def segments(self) -> dict[int, Segment]:
+        """All slots' memory, by number."""
+        with self._changed:
+            return {number: slot.segment for number, slot in self._slots.items()}
+
+    def expect(self, num_bytes: int, gpu: torch.device | None, wait: bool) -> None:
+        """Snapshots will have this size: make all slots in the background, so that no save waits for that.
+
+        gpu: one that they come from; for it memory is pinned, too. wait: return when there is one, or can be none.
+        """
+        with self._changed:
+            self._wanted_bytes = num_bytes
+            self._gpu = gpu
+            self._drop_small()
+        if not num_bytes:
+            return
+        if wait:
+            try:
+                slot = self.acquire(num_bytes, 0.0)
+            except OSError as error:
+                logger.warning(_NOT_MADE, error)
+                return
+            if slot is not None:
+                self.release(slot.number)
+        self.prepare_rest()
+
+    def limit(self, num_slots: int) -> None:
+        """Make no more slots than these."""
+        with self._changed:
+            self._num_slots = min(self._num_slots, num_slots)
+
+    def acquire(self, num_bytes: int, timeout_s: float) -> ArenaSlot | None:
+        """An idle slot of at least `num_bytes`, now in use. None if all are in use for so long.
+
+        A slot that is being made is waited for in any case; where none is and there may be more, this makes one.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._wanted_bytes = num_bytes
+            while True:
+                self._drop_small()
+                if self._idle:
+                    number = min(self._idle)
+                    self._idle.remove(number)
+                    return self._slots[number]
+                if len(self._slots) + self._making < self._num_slots:
+                    self._making += 1
+                    break
+                left = None if self._making else max(0.0, deadline - time.monotonic())
+                if not self._changed.wait(left):
+                    return None
+        return self._make(num_bytes, idle=False)
+
+    def prepare_rest(self) -> None:
+        """Make the slots that are missing in the background, if memory allows."""
+        with self._changed:
+            missing = len(self._slots) + self._making < self._num_slots
+            making = self._background is not None and self._background.is_alive()
+            if missing and not making:
+                self._background = threading.Thread(target=self._make_rest, name="ckpt-arena", daemon=True)
+                self._background.start()
+
+    def release(self, number: int) -> None:
+        """The slot may be staged into again."""
+        with self._changed:
+            if number in self._slots:
+                self._idle.add(number)
+                self._drop_small()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give up all slots."""
+        if self._background is not None:
+            self._background.join()
+        with self._changed:
+            for slot in self._slots.values():
+                slot.segment.close()
+            self._slots.clear()
+            self._idle.clear()
+
+    def _make_rest(self) -> None:
+        while True:
+            with self._changed:
+                num_bytes = self._wanted_bytes
+                if len(self._slots) + self._making >= self._num_slots:
+                    return
+                available = available_bytes()
+                if self._slots and available is not None and available < 2 * num_bytes:
+                    logger.warning("memory for one snapshot only: a save waits until the one before is uploaded")
+                    self._num_slots = 1
+                    return
+                self._making += 1
+            try:
+                self._make(num_bytes, idle=True)
+            except OSError as error:
+                logger.warning(_NOT_MADE, error)
+                return
+
+    def _make(self, num_bytes: int, idle: bool) -> ArenaSlot:
+        try:
+            segment = Segment(num_bytes)
+            populate(segment)
+            stager = Stager(segment)
+            if (gpu := self._pinning_for()) is not None:
+                stager.pin(gpu)
+        except BaseException:
+            with self._changed:
+                self._making -= 1
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._making -= 1
+            slot = ArenaSlot(self._numbers, segment, stager)
+            self._numbers += 1
+            self._slots[slot.number] = slot
+            self._listener.add_slot(slot.number, segment)
+            if idle:
+                self._idle.add(slot.number)
+            self._changed.notify_all()
+        return slot
+
+    def _pinning_for(self) -> torch.device | None:
+        """A GPU that snapshots come from, as far as is known."""
+        with self._changed:
+            return self._gpu or next((gpu for slot in self._slots.values() if (gpu := slot.stager.gpu)), None)
+
+    def _drop_small(self) -> None:
+        """Give up idle slots that the state has outgrown."""
+        for number in list(self._idle):
+            if self._slots[number].segment.num_bytes < self._wanted_bytes:
+                self._idle.remove(number)
+                self._slots.pop(number).segment.close()
+                self._listener.forget_slot(number)
+
+
+def available_bytes() -> int | None:
+    """Memory that could be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) << 10 if found else None

@@ -1,0 +1,191 @@
+"""Stage: copy the captured leaves into a slot of the arena.
+
+What may change at any time is copied on the training thread, which waits for memory and for nothing else. What only
+changes in `optim.step()` may be left to another thread meanwhile (overlap.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ckpt.capture.leaves import Change, Leaf, Leaves
+from ckpt.saver.messages import SliceRow
+from ckpt.saver.segment import Segment
+from ckpt.snapshot.guard import FROZEN_BYTES, Memory, memory_at, witness
+from ckpt.snapshot.transfer import Move, Run, Transfer, move_all, pin
+from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
+
+Later = Callable[[Leaf], bool]
+
+_GATHERED_BYTES = 16 << 10
+_ALL_GATHERED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the leaves of a snapshot lie in its slot: the raw stream of the shard to be."""
+
+    slices: list[Slice]
+    """In the order of capture."""
+    placed: list[Placed]
+    order: list[int]
+    """Index of the leaf at each place."""
+    rows: list[SliceRow]
+    num_bytes: int
+
+    @staticmethod
+    def of(slices: Sequence[Slice]) -> Layout:
+        """The layout that leaves of these slices have in every save."""
+        placed = place_slices(slices)
+        index = {piece: i for i, piece in enumerate(slices)}
+        order = [index[place.slice] for place in placed]
+        rows = [
+            SliceRow(piece.entry, piece.dtype, piece.shape, piece.box, place.at)
+            for place in placed
+            for piece in [place.slice]
+        ]
+        return Layout(list(slices), placed, order, rows, raw_bytes(placed))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Leaves that are moved later: what is the same in every save."""
+
+    indexes: list[int] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    witnesses: list[Memory] = field(default_factory=list)
+
+    def add(self, index: int, leaf: Leaf) -> None:
+        """One more."""
+        self.indexes.append(index)
+        self.slices.append(leaf.slice)
+        self.changes.append(leaf.change)
+        self.witnesses.append(witness(leaf.tensor))
+
+    def among(self, leaves: Leaves) -> Leaves:
+        """As they are now."""
+        tensors = [leaves.tensors[i] for i in self.indexes]
+        origins = None if leaves.origins is leaves.tensors else [leaves.origins[i] for i in self.indexes]
+        return Leaves(self.slices, tensors, origins, self.changes)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How to copy leaves, as long as they are the same: addresses, and indexes of leaves."""
+
+    sameness: object | None
+    now: list[Move] = field(default_factory=list)
+    gathered: list[Memory] = field(default_factory=list)
+    """Small memory, which is copied to one place now, and from there to where it belongs later."""
+    runs: list[Run] = field(default_factory=list)
+    later: list[Move] = field(default_factory=list)
+    waiting: _Waiting = field(default_factory=_Waiting)
+    """The leaves of these."""
+    frozen: list[Placed] = field(default_factory=list)
+    """Of large leaves that nobody should change."""
+    others: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
+    """Leaves that are not plain host memory, where they go, and whether they may wait."""
+
+    def gather(self) -> None:
+        """Of what is to be copied now, gather what is small: in all no more than a little."""
+        now, self.now, at = self.now, [], 0
+        for to, source, size in now:
+            if size > _GATHERED_BYTES or at + size > _ALL_GATHERED_BYTES:
+                self.now.append((to, source, size))
+                continue
+            self.gathered.append(memory_at(source, size))
+            if self.runs and to == self.runs[-1][0] + self.runs[-1][2]:
+                begin, first, before = self.runs[-1]
+                self.runs[-1] = (begin, first, before + size)
+            else:
+                self.runs.append((to, at, size))
+            at += size
+
+
+class Stager:
+    """Copies into one segment. The training thread begins a copy; the transfer that it gets may be finished by another.
+
+    Nothing of the training loop is held between saves.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
+        self._address = self._arena.data_ptr()
+        self.gpu: torch.device | None = None
+        """For which the segment has been pinned."""
+        self._plan: _Plan | None = None
+
+    def pin(self, gpu: torch.device) -> None:
+        """Have GPUs copy into the segment by themselves: this one, and all others."""
+        if self.gpu is None:
+            pin(self._segment, gpu)
+            self.gpu = gpu
+
+    def stage(self, leaves: Leaves, layout: Layout, sameness: object | None = None) -> None:
+        """Copy all leaves. On return the slot holds them, also those from a GPU. sameness: see `Captured`."""
+        self.begin(leaves, layout, None, sameness).finish()
+
+    @torch.no_grad()
+    def begin(self, leaves: Leaves, layout: Layout, later: Later | None, sameness: object | None = None) -> Transfer:
+        """Copy the leaves that may change at any time, but for those that are on a GPU: they are on their way, in the
+        order of the current stream. What `later` says may wait goes with `Transfer.copy`.
+
+        sameness: if it is not None and equals the one before, leaves and `later` are as they were then.
+        """
+        plan = self._plan
+        if plan is None or sameness is None or plan.sameness != sameness:
+            plan = self._plan = self._make_plan(leaves, layout, later, sameness)
+        transfer = Transfer(plan.frozen)
+        move_all(plan.now)
+        if plan.later:
+            transfer.add_gathered(b"".join(plan.gathered), plan.runs)
+            transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.witnesses)
+        for view, i, waits in plan.others:
+            self._begin_other(transfer, view, leaves[i], waits)
+        transfer.begun()
+        return transfer
+
+    def _make_plan(self, leaves: Leaves, layout: Layout, later: Later | None, sameness: object | None) -> _Plan:
+        plan = _Plan(sameness)
+        for place, i in zip(layout.placed, layout.order, strict=True):
+            leaf = leaves[i]
+            waits = later is not None and later(leaf)
+            if leaf.change is Change.NEVER and leaf.slice.bytes >= FROZEN_BYTES:
+                plan.frozen.append(place)
+            if not is_plain(leaf.tensor):
+                plan.others.append((self._view(place, leaf.tensor), i, waits))
+                continue
+            move = (self._address + place.at, leaf.tensor.data_ptr(), leaf.tensor.nbytes)
+            if waits:
+                plan.later.append(move)
+                plan.waiting.add(i, leaf)
+            else:
+                plan.now.append(move)
+        if plan.later:
+            plan.gather()
+        return plan
+
+    def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: Leaf, waits: bool) -> None:
+        if leaf.tensor.is_cuda:
+            self.pin(leaf.tensor.device)
+            transfer.add_device_copy(view, leaf, waits)
+        elif waits:
+            transfer.add_copy(view, leaf)
+        else:
+            view.copy_(leaf.tensor)
+
+    def _view(self, place: Placed, tensor: torch.Tensor) -> torch.Tensor:
+        flat = self._arena[place.at : place.at + place.slice.bytes]
+        if not place.slice.bytes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes in memory are its elements, in order."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
