@@ -1,0 +1,75 @@
+"""Ranks meet through the store of their process group, and name the one that does not come."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from ckpt.ranks.world import World
+from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+
+_TIMEOUT_S = 3.0
+_ROUNDS = 3
+_STORES = ("file", "tcp")
+_LOST = [
+    *product(_STORES, ("SIGKILL", "SIGSTOP"), (0, 2), ("gather",)),
+    ("file", "SIGKILL", 0, "broadcast"),
+    ("tcp", "SIGSTOP", 0, "broadcast"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
+    """All at the same time: most of it is waiting."""
+    scenarios: dict[object, Scenario] = {}
+    for store in _STORES:
+        tcp = store == "tcp"
+        scenarios["meet", store] = Scenario("tests.ckpt.ranks.meetings:meet", 3, {"rounds": _ROUNDS}, tcp=tcp)
+        scenarios["slow", store] = Scenario("tests.ckpt.ranks.meetings:be_slow", 3, {"timeout_s": _TIMEOUT_S}, tcp=tcp)
+    for case in _LOST:
+        store, how, lost, meeting = case
+        arguments = {"lost": lost, "how": how, "meeting": meeting, "timeout_s": _TIMEOUT_S}
+        scenarios[case] = Scenario("tests.ckpt.ranks.meetings:lose", 3, arguments, lost=(lost,), tcp=store == "tcp")
+    found = run_scenarios(list(scenarios.values()), tmp_path_factory.mktemp("world"), together=True)
+    return dict(zip(scenarios, found, strict=True))
+
+
+@pytest.mark.parametrize("store", _STORES)
+def test_all_ranks_hear_all_in_one_world_after_another(outcomes: dict[object, Outcome], store: str) -> None:
+    results = outcomes["meet", store].result()
+    expected: list[object] = []
+    for number in [*range(_ROUNDS), *range(_ROUNDS)]:
+        expected += [[[number, rank, b"\x00\xff", None] for rank in range(3)], {"from": 0, "number": number}]
+    for result in results:
+        assert result["heard"] == repr(expected)
+
+
+@pytest.mark.parametrize("store", _STORES)
+def test_meetings_leave_nothing_but_the_last_answer(outcomes: dict[object, Outcome], store: str) -> None:
+    last = f"ckpt/{4 * _ROUNDS + 1}"
+    assert [result["left"] for result in outcomes["meet", store].result()] == [[last]] * 3
+
+
+@pytest.mark.parametrize(("store", "how", "lost", "meeting"), _LOST)
+def test_a_rank_that_is_lost_is_named_in_time(
+    outcomes: dict[object, Outcome], store: str, how: str, lost: int, meeting: str
+) -> None:
+    results = outcomes[store, how, lost, meeting].result()
+    for result in (result for rank, result in enumerate(results) if rank != lost):
+        # With rank 0 its store is gone as well, and whoever hosts it is named.
+        assert f"rank {lost}" in result["said"]
+        assert result["seconds"] < _TIMEOUT_S
+
+
+@pytest.mark.parametrize("store", _STORES)
+def test_a_slow_rank_that_gives_signs_of_life_is_waited_for(outcomes: dict[object, Outcome], store: str) -> None:
+    assert outcomes["slow", store].result() == [[0, 1, 2]] * 3
+
+
+def test_one_process_is_a_world_of_its_own() -> None:
+    world = World(1.0)
+    assert (world.rank, world.size) == (0, 1)
+    assert world.gather("a") == ["a"]
+    assert world.broadcast("b") == "b"
+    world.beat()

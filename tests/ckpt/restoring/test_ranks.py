@@ -1,0 +1,113 @@
+"""State that belongs to ranks, when a checkpoint is restored by more or fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.restoring.ranks import share_out
+from ckptstore.errors import StateMismatch
+from ckptstore.format.documents import JSON
+from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+
+
+class Loader:
+    """Can share out its position anew."""
+
+    def load_state_dicts(self, states: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+
+def _saved(count: int, **items: list[JSON]) -> list[dict[str, JSON]]:
+    return [{item: values[rank] for item, values in items.items()} for rank in range(count)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4, 9])
+def test_ranks_that_existed_keep_their_random_numbers_and_others_derive_them(world_size: int) -> None:
+    saved = _saved(4, rng=["a", "b", "c", "d"])
+    states = [share_out(saved, rank, world_size, {}, strict=True) for rank in range(world_size)]
+    assert [state.items for state in states[:4]] == [{"rng": value} for value in "abcd"[:world_size]]
+    assert [state.seed for state in states[:4]] == [None] * min(4, world_size)
+    seeds = [state.seed for state in states[4:]]
+    assert None not in seeds
+    assert len(set(seeds)) == len(seeds)
+    assert all(state.items == {} for state in states[4:])
+    assert seeds == [share_out(saved, rank, world_size, {}, strict=True).seed for rank in range(4, world_size)]
+
+
+def test_one_process_that_becomes_several_gives_each_its_own_random_numbers() -> None:
+    states = [share_out(_saved(1, rng=["a"]), rank, 3, {}, strict=True) for rank in range(3)]
+    assert states[0].items == {"rng": "a"}
+    assert states[1].seed != states[2].seed
+    assert None not in (states[1].seed, states[2].seed)
+    expected = (
+        "saved by 1, restored by 3 ranks: rank 0 with the random numbers they had, ranks 1 to 2 with derived ones"
+    )
+    assert states[2].notes == (expected,)
+
+
+def test_what_all_ranks_had_alike_is_everybodys() -> None:
+    saved = _saved(2, rng=["same", "same"], scheduler=["s", "s"])
+    for rank in range(5):
+        state = share_out(saved, rank, 5, {}, strict=True)
+        assert (state.items, state.seed) == ({"rng": "same", "scheduler": "s"}, None)
+        assert state.notes == ("saved by 2, restored by 5 ranks: with the random numbers that all ranks had",)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_loader_that_can_gets_the_states_of_all_ranks(world_size: int) -> None:
+    saved = _saved(2, loader=[{"at": 1}, {"at": 2}])
+    for rank in range(world_size):
+        state = share_out(saved, rank, world_size, {"loader": Loader()}, strict=True)
+        assert state.redistributed == {"loader": [{"at": 1}, {"at": 2}]}
+        assert state.items == {}
+        assert "loader: the states of all ranks were shared out anew" in state.notes
+
+
+def test_state_that_fits_nobody_is_refused_with_a_way_out() -> None:
+    saved = _saved(2, position=[1, 2], seen=["x", "y"], step=[7, 7])
+    with pytest.raises(
+        StateMismatch, match="saved by 2 ranks and is restored by 3, and position, seen differed"
+    ) as caught:
+        share_out(saved, 0, 3, {"position": object()}, strict=True)
+    assert "load_state_dicts" in caught.value.hint
+    assert "strict=False" in caught.value.hint
+
+
+def test_without_strict_it_is_taken_from_the_rank_modulo_the_saved_ones() -> None:
+    saved = _saved(2, position=[1, 2], step=[7, 7])
+    states = [share_out(saved, rank, 3, {}, strict=False) for rank in range(3)]
+    assert [state.items["position"] for state in states] == [1, 2, 1]
+    assert "position: taken from rank (own rank modulo 2)" in states[0].notes
+
+
+WORLDS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
+    """Saved by two ranks, restored by so many."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    store = str(folder / "store")
+    (folder / "scenarios").mkdir()
+    scenarios = [Scenario("tests.ckpt.restoring.rank_state:save", 2, {"store": store})]
+    scenarios += [Scenario("tests.ckpt.restoring.rank_state:restore", size, {"store": store}) for size in WORLDS]
+    found = run_scenarios(scenarios, folder / "scenarios")
+    return dict(zip((0, *WORLDS), found, strict=True))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_in_real_ranks(outcomes: dict[int, Outcome], world_size: int) -> None:
+    drawn = [result["drawn"] for result in outcomes[0].result()]
+    results = outcomes[world_size].result()
+    # Python's, numpy's and torch's next numbers.
+    assert [result["drawn"] for result in results][:2] == drawn[:world_size]
+    assert len({str(result["drawn"]) for result in results}) == world_size
+    # Samples 0 to 9 were to be seen; each rank had seen two of its own.
+    left = [sample for result in results for sample in result["left"]]
+    assert sorted(left) == [4, 5, 6, 7, 8, 9]
+    changed = world_size != 2
+    assert all(bool(result["notes"]) == changed for result in results)

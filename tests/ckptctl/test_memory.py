@@ -1,0 +1,74 @@
+"""Exports and imports take the same memory however large the checkpoint is."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptctl.safetensors_file import plan_file
+from tests.ckptctl.memory import PeakMemory
+from tests.support.command_line import clean_environment
+
+LARGE = 320 << 20
+LIMIT = 200 << 20
+
+# Runs each command on a small checkpoint, so that everything is loaded, then on the large one.
+COMMANDS = """
+import sys
+from tests.support.command_line import invoke
+
+def both_ways(run, kind, to):
+    done = [
+        invoke("export", f"{run}@1", "--to", to, "--format", kind, "--store", "store", "--max-shard-size", "100MB"),
+        invoke("import", to, f"{run}-{kind}@1", "--store", "store"),
+    ]
+    assert [d.code for d in done] == [0, 0], done
+
+kind, to = sys.argv[1:]
+invoke("import", "small.safetensors", "small@1", "--store", "store")
+invoke("import", "large.safetensors", "large@1", "--store", "store")
+both_ways("small", kind, f"small-{to}")
+print("ready", flush=True)
+sys.stdin.readline()
+both_ways("large", kind, f"large-{to}")
+"""
+
+
+def write_zeros(path: Path, size: int) -> None:
+    """Three tensors of zeros in a safetensors file that takes no room on the disk."""
+    rows = size // 4 // 1024
+    shapes = {"a": (rows // 2, 1024), "b": (rows // 4, 1024), "c": (rows // 4, 1024)}
+    layout = plan_file([(name, "float32", shape) for name, shape in shapes.items()], {})
+    path.write_bytes(layout.header)
+    with open(path, "rb+") as file:
+        file.truncate(layout.bytes)
+
+
+@pytest.mark.parametrize(("kind", "to"), [("huggingface", "folder"), ("torch", "x.pt"), ("dcp", "folder")])
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to: str) -> None:
+    (tmp_path / "store").mkdir()
+    write_zeros(tmp_path / "small.safetensors", 1 << 20)
+    write_zeros(tmp_path / "large.safetensors", LARGE)
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", COMMANDS, kind, to],
+        env=clean_environment({"PYTHONPATH": str(root)}),
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        before = PeakMemory(process)
+        before.look()
+        with PeakMemory(process) as peak:
+            process.stdin.close()
+            process.wait(60)
+    assert process.returncode == 0
+    print((peak.bytes - before.bytes) / 2**20)
+    assert before.bytes < peak.bytes < before.bytes + LIMIT
+    shutil.rmtree(tmp_path)

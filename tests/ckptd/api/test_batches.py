@@ -1,0 +1,200 @@
+"""Many ranges in one answer, other ways to the bytes, and readers who share."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+import threading
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ckptapi import bodies
+from ckptapi.operations import Fill
+from ckptd.app import create_app
+from ckptd.http.sharing import FairTurns, Limits
+from ckptd.settings import Settings
+from ckptstore import names
+from ckptstore.errors import TooManyRequests
+from ckptstore.stores import open_store
+from tests.ckptd.conftest import Served
+from tests.conftest import S3Location
+from tests.support.checkpoints import write_checkpoint
+from tests.support.counting import CountingStore, serving
+from tests.support.daemons import running_daemon, wait_until
+
+SHARD = names.shard_name(0)
+
+
+def stored(served: Served) -> bytes:
+    """The shard as it lies in the store."""
+    return served.store.get(names.shard_key("gpt", served.newest.attempt, SHARD))
+
+
+def test_ranges_come_framed_in_their_order(served: Served) -> None:
+    data = stored(served)
+    ranges = [(500, 10), (0, 1), (len(data) - 7, 7), (500, 10)]
+    body = {"ranges": [{"shard": SHARD, "offset": offset, "count": count} for offset, count in ranges]}
+    answer = served.daemon.post(f"/v1/checkpoints/{served.newest.id}/read", body)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == bodies.RANGES_MEDIA
+    expected = b"".join(struct.pack("<Q", count) + data[offset : offset + count] for offset, count in ranges)
+    assert answer.content == expected
+    assert int(answer.headers["content-length"]) == len(expected)
+
+
+def test_the_client_fills_buffers(served: Served) -> None:
+    data = stored(served)
+    chosen = random.Random(1)
+    places = [(chosen.randrange(len(data) - 1), chosen.randrange(1, 300_000)) for _ in range(200)]
+    places = [(offset, min(count, len(data) - offset)) for offset, count in places]
+    buffers = [bytearray(count) for _, count in places]
+    fills = [Fill(SHARD, offset, memoryview(b)) for (offset, _), b in zip(places, buffers, strict=True)]
+    with served.daemon.client() as client:
+        client.read_ranges(served.newest, fills)
+    for (offset, count), buffer in zip(places, buffers, strict=True):
+        assert buffer == data[offset : offset + count]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "status", "code"),
+    [
+        ([], 422, "invalid_request"),
+        ([{"shard": SHARD, "offset": 0, "count": 0}], 422, "invalid_request"),
+        ([{"shard": SHARD, "offset": -1, "count": 1}], 422, "invalid_request"),
+        ([{"shard": SHARD, "offset": 0, "count": 1 << 59}], 416, "range_not_satisfiable"),
+        ([{"shard": SHARD, "offset": 1 << 59, "count": 1}], 416, "range_not_satisfiable"),
+        ([{"shard": "shard-00001.ckpt", "offset": 0, "count": 1}], 404, "object_missing"),
+        ([{"shard": "../../x", "offset": 0, "count": 1}], 422, "invalid_name"),
+        ([{"shard": SHARD, "offset": 0, "count": 1}] * 4097, 422, "invalid_request"),
+        ([{"shard": SHARD + "x" * 2_000_000, "offset": 0, "count": 1}], 422, "invalid_request"),
+    ],
+)
+def test_batches_that_cannot_be(served: Served, ranges: object, status: int, code: str) -> None:
+    answer = served.daemon.post(f"/v1/checkpoints/{served.newest.id}/read", {"ranges": ranges})
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+
+
+def test_direct_says_where_the_bytes_lie(served: Served) -> None:
+    location = served.daemon.get(f"/v1/checkpoints/{served.newest.id}/shards/{SHARD}?mode=direct").json()
+    path = httpx.URL(location["url"]).path
+    assert Path(path).read_bytes() == stored(served)
+    assert location["bytes"] == len(stored(served))
+
+
+def test_a_folder_has_nowhere_to_redirect_to(served: Served) -> None:
+    answer = served.daemon.get(f"/v1/checkpoints/{served.newest.id}/shards/{SHARD}?mode=redirect")
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+    assert served.daemon.get(f"/v1/checkpoints/{served.newest.id}/shards/{SHARD}?mode=x").status_code == 422
+
+
+def test_an_object_store_is_redirected_to_without_its_credentials(s3_store: S3Location) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+    checkpoint = write_checkpoint(store, "gpt", 1)
+    data = store.get(names.shard_key("gpt", checkpoint.attempt, SHARD))
+    with running_daemon(s3_store.url, environment=s3_store.environment) as daemon:
+        answer = daemon.get(f"/v1/checkpoints/{checkpoint.id}/shards/{SHARD}?mode=redirect")
+        assert answer.status_code == 307
+        assert answer.headers["cache-control"] == "no-store"
+        url = answer.headers["location"]
+        assert httpx.get(url).content == data
+        ranged = httpx.get(url, headers={"Range": "bytes=10-19"})
+        assert (ranged.status_code, ranged.content) == (206, data[10:20])
+        assert httpx.get(url.replace(SHARD, "shard-00001.ckpt")).status_code == 403
+        assert s3_store.service.environment["AWS_SECRET_ACCESS_KEY"] not in url
+
+
+def test_turns_come_round_however_many_one_client_wants() -> None:
+    async def run() -> list[str]:
+        turns, order = FairTurns(2), list[str]()
+
+        async def read(client: str) -> None:
+            async with turns.turn(client):
+                order.append(client)
+                await asyncio.sleep(0)
+
+        greedy = [asyncio.create_task(read("greedy")) for _ in range(50)]
+        await asyncio.sleep(0)
+        modest = [asyncio.create_task(read(name)) for name in ("a", "b") for _ in range(5)]
+        await asyncio.gather(*greedy, *modest)
+        return order
+
+    order = asyncio.run(run())
+    assert Counter(order) == {"greedy": 50, "a": 5, "b": 5}
+    # In rotation: each of the modest has had five turns when the greedy one has had five more.
+    assert Counter(order[:20])["a"] >= 4
+    assert Counter(order[:20])["b"] >= 4
+
+
+def test_turns_that_nobody_wants_any_more_are_passed_on() -> None:
+    async def run() -> int:
+        turns = FairTurns(1)
+        entered = 0
+
+        async def read() -> None:
+            nonlocal entered
+            async with turns.turn("x"):
+                entered += 1
+                await asyncio.sleep(0.01)
+
+        tasks = [asyncio.create_task(read()) for _ in range(40)]
+        await asyncio.sleep(0.005)
+        for task in tasks[1::2]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait_for(read(), 5)
+        return entered
+
+    assert asyncio.run(run()) == 21
+
+
+def test_limits_per_client_and_for_all() -> None:
+    limits = Limits("things", 2, 3)
+    with limits.one("a"), limits.one("a"):
+        with pytest.raises(TooManyRequests, match="this client"), limits.one("a"):
+            pass
+        with limits.one("b"), pytest.raises(TooManyRequests, match="all clients"), limits.one("c"):
+            pass
+    with limits.one("a"):
+        pass
+
+
+def test_a_greedy_reader_does_not_starve_another(tmp_path: Path) -> None:
+    """Sixty reads of one client wait when another one asks for four: it has them long before those have ended."""
+    store = CountingStore(open_store(str(tmp_path / "store")))
+    checkpoints = [write_checkpoint(store, "gpt", step) for step in range(64)]
+    gate = threading.Semaphore(0)
+    store.before_read = gate.acquire
+    settings = Settings(store=store.url, db=f"sqlite:///{tmp_path}/index.db", auth="off", cache_bytes=0, store_reads=4)
+    app = create_app(settings, store)
+    with serving(app) as url, httpx.Client(timeout=60, limits=httpx.Limits(max_connections=200)) as probing:
+        wait_until(lambda: probing.get(f"{url}/readyz").status_code == 200, "readiness")
+        answered: list[str] = []
+
+        def read(client: str, address: str, number: int) -> None:
+            path = f"{url}/v1/checkpoints/{checkpoints[number].id}/shards/{SHARD}"
+            with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=60) as own:
+                assert own.get(path, headers={"Range": "bytes=0-999"}).status_code == 206
+            answered.append(client)
+
+        def begin(client: str, address: str, numbers: range) -> list[threading.Thread]:
+            threads = [threading.Thread(target=read, args=(client, address, number)) for number in numbers]
+            for thread in threads:
+                thread.start()
+            return threads
+
+        threads = begin("greedy", "127.0.0.1", range(60))
+        reading = app.state.context.reading
+        wait_until(lambda: sum(map(len, list(reading._waiting.values()))) == 60 - 24, "the greedy one's reads to wait")
+        threads += begin("modest", "127.0.0.2", range(60, 64))
+        wait_until(lambda: len(reading._waiting.get("127.0.0.2", ())) == 4, "the modest one's reads to wait")
+        for _ in threads:
+            gate.release()
+        for thread in threads:
+            thread.join()
+    assert store.most_at_a_time <= 4
+    last = max(place for place, client in enumerate(answered) if client == "modest")
+    assert last < 50, answered

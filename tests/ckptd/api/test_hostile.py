@@ -1,0 +1,140 @@
+"""Hostile requests to the newer endpoints, and what they cost: typed refusals, bounded memory, no crash."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from base64 import urlsafe_b64encode
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import zstandard
+
+from ckptapi import bodies
+from ckptd.http.listing import read_cursor, write_cursor
+from ckptd.http.middleware import MAX_HEADERS, MAX_QUERY_BYTES
+from ckptd.index import Sort
+from ckptstore import names
+from ckptstore.errors import InvalidRequest
+from ckptstore.stores import open_store
+from tests.ckptd.conftest import Served
+from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import running_daemon, wait_until
+
+ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
+
+
+def refused(answer: httpx.Response, status: int) -> None:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == bodies.PROBLEM
+    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+
+
+def test_too_many_headers(served: Served) -> None:
+    headers = {f"X-Header-{number}": "x" for number in range(MAX_HEADERS + 1)}
+    refused(served.daemon.get("/v1/runs", headers=headers), 431)
+
+
+def test_a_query_that_is_too_long(served: Served) -> None:
+    refused(served.daemon.get("/v1/runs?" + "x" * (MAX_QUERY_BYTES + 1)), 414)
+
+
+@pytest.mark.parametrize("head", [b"X-Long: " + b"x" * 200_000, b"GET / HTTP/9.9", b"\xff\xfe\x00", b"A" * 300_000])
+def test_what_is_hardly_http(served: Served, head: bytes) -> None:
+    host, port = served.daemon.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        try:
+            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n" + head + b"\r\n\r\n")
+            answer = connection.recv(1000)
+        except ConnectionError:
+            answer = b""
+        assert not answer or answer.startswith(b"HTTP/1.1 4")
+    assert served.daemon.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [f"/v1/checkpoints/{id}/{tail}" for id in ("..@1", "gpt@x", "x" * 500, "%00@1") for tail in
+     ("events", "entries", "shards")] +
+    ["/v1/jobs/..", "/v1/jobs/" + "x" * 300, "/v1/jobs/%00", "/v1/jobs?limit=0", "/v1/attempts?run=../x",
+     "/v1/attempts?run=" + "x" * 300, "/v1/events?after=-1", "/v1/events?after=" + "9" * 40, "/v1/events?run=..",
+     "/v1/events?limit=501", "/v1/checkpoints/latest?wait=61", "/v1/checkpoints/latest?wait=nan",
+     "/v1/checkpoints/latest?wait=-1", "/v1/checkpoints/gpt@30/entries?offset=-1",
+     "/v1/checkpoints/gpt@30/entries?limit=10001", "/v1/checkpoints/gpt@30/entries?offset=" + "9" * 30],
+)  # fmt: skip
+def test_paths_and_queries(served: Served, path: str) -> None:
+    answer = served.daemon.get(path)
+    assert answer.status_code in (404, 422), answer.text
+    assert answer.json()["code"] in ("invalid_name", "invalid_request", "unknown_route")
+
+
+def test_cursors_come_back_and_nothing_else_does() -> None:
+    place = ("gpt", 10, 5.5, ULID)
+    text = write_cursor(Sort.RUN, place)
+    assert read_cursor(text, Sort.RUN) == place
+    chosen = random.Random(0)
+    for _ in range(2000):
+        data = bytearray(text.encode())
+        data[chosen.randrange(len(data))] = chosen.randrange(256)
+        try:
+            found = read_cursor(data.decode("latin-1"), Sort.RUN)
+        except InvalidRequest:
+            continue
+        assert names.check_run(found[0])
+    for values in (
+        ["gpt", 1 << 70, 0.0, ULID],
+        ["../x", 1, 0.0, ULID],
+        ["gpt", 1, 0.0],
+        [1, 2, 3, 4],
+        ["gpt", -1, 0, ULID],
+    ):
+        forged = urlsafe_b64encode(msgspec.json.encode(["run", values])).decode()
+        with pytest.raises(InvalidRequest):
+            read_cursor(forged, Sort.RUN)
+
+
+def test_a_bomb_for_a_manifest_costs_no_memory(tmp_path: Path) -> None:
+    """The manifest of a checkpoint is replaced by 4 KiB of zstd that would be gigabytes."""
+    store = open_store(str(tmp_path / "store"))
+    good, bad = write_checkpoint(store, "gpt", 1), write_checkpoint(store, "gpt", 2)
+    compressor = zstandard.ZstdCompressor(level=19).compressobj()
+    bomb = b"".join(compressor.compress(b"\0" * (1 << 20)) for _ in range(2048)) + compressor.flush()
+    key = names.manifest_key("gpt", bad.attempt)
+    store.delete_many([key])
+    store.put(key, bomb)
+    with running_daemon(store.url) as daemon:
+        before = _memory_kib(daemon.process.pid)
+        for tail in ("shards", "entries"):
+            answer = daemon.get(f"/v1/checkpoints/{bad.id}/{tail}", timeout=60)
+            refused(answer, 500)
+            assert answer.json()["code"] == "corrupt"
+            assert daemon.get(f"/v1/checkpoints/{good.id}/{tail}").status_code == 200
+        assert _memory_kib(daemon.process.pid) - before < 200 << 10
+        assert "Traceback" not in daemon.log()
+
+
+def test_clients_that_leave_in_the_middle_cost_nothing(served: Served) -> None:
+    """Hundreds of answers are not read to their end, and streams are left without a word."""
+    host, port = served.daemon.url.removeprefix("http://").split(":")
+    path = f"/v1/checkpoints/{served.newest.id}/shards/shard-00000.ckpt"
+    descriptors = f"/proc/{served.daemon.process.pid}/fd"
+    before = len(os.listdir(descriptors))
+    for number in range(300):
+        with socket.create_connection((host, int(port)), 10) as connection:
+            accept = "text/event-stream" if number % 10 == 0 else "*/*"
+            target = bodies.EVENTS if number % 10 == 0 else path
+            head = f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: {accept}\r\n\r\n"
+            connection.sendall(head.encode())
+            connection.recv(10)
+    wait_until(
+        lambda: len(os.listdir(f"/proc/{served.daemon.process.pid}/fd")) <= before + 20, "the end of connections"
+    )
+    assert served.daemon.get(bodies.EVENTS).status_code == 200
+
+
+def _memory_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

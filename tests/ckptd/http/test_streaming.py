@@ -1,0 +1,129 @@
+"""Shards over HTTP: whole, in ranges, conditionally, by many at once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.http.streaming import ByteRange, Unsatisfiable, parse_range
+from ckptstore import names
+from tests.ckptd.conftest import Served
+
+
+def _url(served: Served) -> str:
+    return f"{served.daemon.url}/v1/checkpoints/{served.newest.id}/shards/shard-00000.ckpt"
+
+
+def _stored(served: Served) -> bytes:
+    return served.store.get(names.shard_key("gpt", served.newest.attempt, "shard-00000.ckpt"))
+
+
+def test_a_whole_shard(served: Served) -> None:
+    answer, data = httpx.get(_url(served)), _stored(served)
+    assert answer.status_code == 200
+    assert answer.content == data
+    assert int(answer.headers["content-length"]) == len(data)
+    assert answer.headers["accept-ranges"] == "bytes"
+    assert answer.headers["etag"].startswith('"')
+
+
+def test_head_tells_the_size_and_sends_nothing(served: Served) -> None:
+    answer = httpx.head(_url(served), headers={"Range": "bytes=0-9"})
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert int(answer.headers["content-length"]) == len(_stored(served))
+
+
+@pytest.mark.parametrize("what", ["manifest", "receipts/0"])
+def test_documents_have_ranges_and_versions_too(served: Served, what: str) -> None:
+    url = f"{served.daemon.url}/v1/checkpoints/{served.newest.id}/{what}"
+    whole = httpx.get(url)
+    assert httpx.get(url, headers={"Range": "bytes=3-7"}).content == whole.content[3:8]
+    assert httpx.get(url, headers={"If-None-Match": whole.headers["etag"]}).status_code == 304
+
+
+@pytest.mark.parametrize(
+    ("header", "first", "last"),
+    [("bytes=0-0", 0, 0), ("bytes=5-99", 5, 99), ("bytes=-7", -7, -1), ("bytes=100-", 100, -1), ("BYTES = 1-2", 1, 2)],
+)
+def test_one_range_is_206(served: Served, header: str, first: int, last: int) -> None:
+    data = _stored(served)
+    first, last = first % len(data), last % len(data)
+    answer = httpx.get(_url(served), headers={"Range": header})
+    assert answer.status_code == 206
+    assert answer.content == data[first : last + 1]
+    assert answer.headers["content-range"] == f"bytes {first}-{last}/{len(data)}"
+
+
+def test_a_range_that_leaves_the_end_is_cut(served: Served) -> None:
+    data = _stored(served)
+    answer = httpx.get(_url(served), headers={"Range": f"bytes={len(data) - 3}-{10**18}"})
+    assert (answer.status_code, answer.content) == (206, data[-3:])
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["bytes=99999999999-", "bytes=-0", "bytes=5-3", "bytes=", "bytes=-", "bytes=a-b", "bytes=0-1,3-4", "bytes=1-2-3",
+     "bytes=--1", "bytes=" + "9" * 4000 + "-", "bytes=0x1-2"],
+)  # fmt: skip
+def test_what_cannot_be_served_is_416(served: Served, header: str) -> None:
+    answer = httpx.get(_url(served), headers={"Range": header})
+    assert answer.status_code == 416
+    assert answer.headers["content-range"] == f"bytes */{len(_stored(served))}"
+    assert answer.json()["code"] == "range_not_satisfiable"
+
+
+def test_other_units_are_ignored(served: Served) -> None:
+    assert httpx.get(_url(served), headers={"Range": "lines=1-2"}).status_code == 200
+
+
+def test_if_range_and_if_none_match(served: Served) -> None:
+    etag = httpx.head(_url(served)).headers["etag"]
+
+    def status(**headers: str) -> int:
+        return httpx.get(_url(served), headers={k.replace("_", "-"): v for k, v in headers.items()}).status_code
+
+    assert status(Range="bytes=0-3", If_Range=etag) == 206
+    assert status(Range="bytes=0-3", If_Range='"older"') == 200
+    assert status(Range="bytes=0-3", If_Range=f"W/{etag}") == 200
+    assert status(If_None_Match=etag) == 304
+    assert status(If_None_Match=f'"x", {etag}') == 304
+    assert status(If_None_Match='"x"') == 200
+
+
+def test_a_shard_that_is_not_there_is_404(served: Served) -> None:
+    answer = httpx.get(_url(served).replace("00000", "00007"))
+    assert (answer.status_code, answer.json()["code"]) == (404, "object_missing")
+
+
+def test_twenty_readers_at_once(served: Served) -> None:
+    data = _stored(served)
+    step = -(-len(data) // 60)
+
+    def read(index: int) -> bool:
+        with httpx.Client() as http:
+            return all(
+                http.get(_url(served), headers={"Range": f"bytes={at}-{at + step - 1}"}).content == data[at : at + step]
+                for at in range(index * step % len(data), len(data), 20 * step)
+            )
+
+    with ThreadPoolExecutor(20) as pool:
+        assert all(pool.map(read, range(20)))
+
+
+@given(st.integers(0, 50), st.text("bytes=-0123456789, ", max_size=20) | st.from_regex(r"bytes=\d{0,3}-\d{0,3}"))
+def test_a_parsed_range_lies_inside_the_object(size: int, header: str) -> None:
+    try:
+        found = parse_range(header, size)
+    except Unsatisfiable:
+        return
+    assert found is None or (found.offset >= 0 and found.count > 0 and found.offset + found.count <= size)
+
+
+def test_an_empty_object_has_no_range() -> None:
+    with pytest.raises(Unsatisfiable):
+        parse_range("bytes=0-", 0)
+    assert parse_range("bytes=0-", 1) == ByteRange(0, 1)

@@ -1,0 +1,221 @@
+"""The pages over HTTP: who gets in, what a cookie is good for, and what hostile requests get."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from urllib.parse import quote, unquote
+
+import httpx
+import pytest
+
+from ckptapi import bodies
+from ckptd.http.rules import RULES
+from ckptd.pages.routes import router
+from tests.ckptd.conftest import Served
+from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.runs import SMALL
+
+ADMIN = "0123456789abcdef-bootstrap"
+HOSTILE = (
+    "/runs/..%2f..%2fetc", "/runs/%00", "/runs/*", "/runs/gp%3F", "/runs/" + "x" * 300,
+    "/checkpoints/gpt@-1", "/checkpoints/..@1",
+    "/checkpoints/gpt@1%2F..%2F..", "/restores/..", "/restores/'", "/jobs/%27--", "/runs/gpt?page=-1",
+    "/runs/gpt?page=99999999999999999", "/runs/gpt?state=%3Cscript%3E", "/runs/gpt?min_step=1e9",
+    "/runs/gpt?keep=%F0%9F%98%80", "/attempts?run=../x", "/restores?run=%00", "/?page=x",
+    "/runs/gpt?metric=" + "m" * 3000,
+)  # fmt: skip
+NEITHER_NOR = ("/static/../ckptd.css", "/static/..%2fckptd.css", "/static/", "/static/settings.py")
+
+
+@pytest.fixture(scope="module")
+def guarded(served: Served) -> Iterator[Daemon]:
+    """A daemon on the same store that asks for tokens."""
+    with running_daemon(served.store.url, environment={**os.environ, "CKPTD_TOKEN": ADMIN}) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def visitor(guarded: Daemon) -> Iterator[httpx.Client]:
+    """A browser without scripts and without a picture."""
+    with httpx.Client(base_url=guarded.url, follow_redirects=True, timeout=60) as client:
+        yield client
+
+
+def _form(page: httpx.Response) -> dict[str, str]:
+    """The hidden fields of the last form."""
+    return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', page.text))
+
+
+def _log_in(client: httpx.Client, token: str = ADMIN, path: str = "/login") -> httpx.Response:
+    return client.post("/login", data={**_form(client.get(path)), "token": token})
+
+
+class _Outline(HTMLParser):
+    """Tags in order, and attributes that must not be there."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "link", "input"):
+            self.open.append(tag)
+        self.wrong += [f"{tag} {name}" for name, _ in attributes if name == "style" or name.startswith("on")]
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.wrong += [f"{tag} {name}" for name, _ in attributes if name == "style" or name.startswith("on")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"/{tag}")
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/runs/gpt?keep=1", "/checkpoints/gpt@30", "/attempts", "/restores", "/jobs", "/store", "/runs/none"]
+)
+def test_pages_are_well_formed_and_bring_nothing_inline(served: Served, path: str) -> None:
+    page = served.daemon.get(path)
+    outline = _Outline(page.text)
+    assert (outline.open, outline.wrong) == ([], [])
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["cache-control"] == "no-store"
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_every_page_has_a_rule() -> None:
+    pages = {(method, route.path) for route in router.routes for method in route.methods}  # type: ignore[attr-defined]
+    assert pages - RULES.keys() == set()
+    assert len(pages) == 10
+
+
+def test_pages_are_no_part_of_the_api(served: Served) -> None:
+    assert not any(path in served.daemon.get("/openapi.json").json()["paths"] for path in ("/", "/jobs", "/runs/{run}"))
+    assert served.daemon.get("/checkpoints/latest").headers["content-type"] == "application/json"
+
+
+def test_metrics_and_entries_are_shown_as_text(served: Served) -> None:
+    write_checkpoint(served.store, "odd", 1, {"model/<b>&amp;'\"": SMALL["model/a"]}, {"<i>x</i>": 1.0})
+    wait_until(lambda: served.daemon.get("/runs/odd").status_code == 200, "the commit's way into the index")
+    for path in ("/runs/odd", "/checkpoints/odd@1"):
+        page = served.daemon.get(path).text
+        assert "&lt;i&gt;x&lt;/i&gt;" in page
+        assert "<i>" not in page
+        assert "<b>" not in page
+
+
+@pytest.mark.parametrize("path", HOSTILE)
+def test_hostile_requests_get_an_answer_that_is_not_an_accident(served: Served, path: str) -> None:
+    answer = served.daemon.get(path)
+    assert answer.status_code in (200, 404, 422)
+    assert "<script>" not in answer.text
+    assert "Traceback" not in served.daemon.log()
+
+
+@pytest.mark.parametrize("run", ["*", "gp?", "g*"])
+def test_a_pattern_is_no_run(served: Served, run: str) -> None:
+    assert served.daemon.get(f"/runs/{quote(run)}").status_code == 422
+
+
+@pytest.mark.parametrize("path", NEITHER_NOR)
+def test_only_our_own_files_are_served(served: Served, path: str) -> None:
+    assert served.daemon.get(path).status_code == 404
+
+
+def test_files_are_fetched_once(served: Served) -> None:
+    first = served.daemon.get("/static/ckptd.css")
+    assert first.headers["content-type"].startswith("text/css")
+    again = served.daemon.get("/static/ckptd.css", headers={"If-None-Match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_the_store_is_probed_for_a_form_of_the_page_only(served: Served) -> None:
+    with httpx.Client(base_url=served.daemon.url) as client:
+        page = client.get("/store")
+        assert client.post("/store", data={"csrf": "0" * 43}).status_code == 403
+        assert "passed" in client.post("/store", data=_form(page)).text
+    assert served.daemon.post("/store", {"csrf": ""}).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/", "/runs/gpt", "/checkpoints/gpt@30", "/attempts", "/restores", "/jobs", "/store"])
+def test_without_a_login_pages_lead_to_it_and_tell_nothing(guarded: Daemon, path: str) -> None:
+    for cookies in ({}, {"ckptd_session": "0" * 43}, {"ckptd_session": ADMIN}):
+        answer = guarded.get(path, cookies=cookies)
+        assert (answer.status_code, answer.text) == (303, "")
+        assert unquote(answer.headers["location"]) == f"/login?next={path}"
+
+
+def test_a_login_is_worth_what_its_token_is(guarded: Daemon, visitor: httpx.Client) -> None:
+    with guarded.client(ADMIN) as admin:
+        reader = bodies.TokenRequest(name="reader", scopes=[bodies.Scope.READ])
+        secret = admin.create_token(reader).secret
+        writer = bodies.TokenRequest(name="writer", scopes=[bodies.Scope.WRITE])
+        useless = admin.create_token(writer).secret
+        assert _log_in(visitor, secret).url.path == "/"
+        page = visitor.get("/store")
+        assert "Probe the store now" not in page.text
+        assert visitor.post("/store", data=_form(page)).status_code == 403
+        admin.revoke_token("reader")
+        assert visitor.get("/").url.path == "/login"
+        assert _log_in(visitor, useless).status_code == 403
+
+
+def test_the_api_knows_no_cookie(visitor: httpx.Client) -> None:
+    _log_in(visitor)
+    assert visitor.get("/").status_code == 200
+    for path in (bodies.RUNS, bodies.TOKENS, "/metrics", "/checkpoints/latest"):
+        assert visitor.get(path).status_code == 401
+    assert visitor.post(bodies.PRUNE, json={"keep_last": 1}).status_code == 401
+
+
+def test_a_token_in_the_header_opens_pages_too(guarded: Daemon) -> None:
+    page = guarded.get("/", headers={"Authorization": f"Bearer {ADMIN}"})
+    assert page.status_code == 200
+    assert "Log out" not in page.text
+
+
+@pytest.mark.parametrize(
+    "following", ["//evil.example/", "https://evil.example", "/\\evil", "/v1/runs", "javascript:x"]
+)
+def test_a_login_leads_to_pages_of_ours_only(visitor: httpx.Client, following: str) -> None:
+    form = _form(visitor.get("/login", params={"next": following}))
+    assert form["next"] == "/"
+    answer = visitor.post("/login", data={**form, "next": following, "token": ADMIN}, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+
+
+def test_forms_of_other_sites_are_refused(guarded: Daemon, visitor: httpx.Client) -> None:
+    assert guarded.post("/login").status_code == 403
+    form = _form(visitor.get("/login"))
+    assert httpx.post(f"{guarded.url}/login", data={**form, "token": ADMIN}).status_code == 403
+    assert visitor.post("/login", data={"token": ADMIN, "csrf": form["csrf"][::-1]}).status_code == 403
+    _log_in(visitor)
+    assert visitor.post("/logout", data={"csrf": "x"}).status_code == 403
+    assert visitor.get("/").url.path == "/"
+
+
+def test_cookies_are_for_browsers_and_for_this_site_alone(visitor: httpx.Client) -> None:
+    page = visitor.get("/login")
+    answer = visitor.post("/login", data={**_form(page), "token": ADMIN}, follow_redirects=False)
+    for header in (page.headers["set-cookie"], answer.headers["set-cookie"]):
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(header.split("; "))
+    assert ADMIN not in answer.headers["set-cookie"]
+
+
+def test_guessing_is_throttled_and_large_forms_are_refused(visitor: httpx.Client, served: Served) -> None:
+    assert visitor.post("/login", content=b"token=" + b"x" * 10_000).status_code == 422
+    assert visitor.post("/login", content=b"\xff\xfe").status_code == 422
+    assert visitor.post("/login", content="&".join(f"a{i}=" for i in range(100)).encode()).status_code == 422
+    with running_daemon(served.store.url, environment={**os.environ, "CKPTD_TOKEN": ADMIN}) as daemon:  # noqa: SIM117
+        with httpx.Client(base_url=daemon.url, follow_redirects=True) as guesser:
+            answers = [_log_in(guesser, f"guess-{i}-0123456789").status_code for i in range(12)]
+            assert answers == [401] * 10 + [429] * 2
+            assert 'reason="throttled"' in daemon.get("/metrics", headers={"Authorization": f"Bearer {ADMIN}"}).text
+            assert "guess-3" not in daemon.log()

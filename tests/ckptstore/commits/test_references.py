@@ -1,0 +1,324 @@
+"""Chunks of earlier checkpoints: read and checked like one's own, and never deleted while anybody may need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ckptstore import names
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome
+from ckptstore.commits.references import Mark, marks, referenced_attempts
+from ckptstore.errors import CheckpointHeld, CkptError, CorruptObject, ReferenceLost
+from ckptstore.format.columns import column
+from ckptstore.format.documents import References
+from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.places import Places
+from ckptstore.format.planning import entry_bytes, plan_all, plan_reads, whole_entries
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.reading.verify import verify
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, apply_prune, collect, delete_checkpoint, plan_prune
+from ckptstore.retention.pins import active_holds
+from ckptstore.retention.policy import Policy
+from ckptstore.retention.tombstones import hide, undelete
+from ckptstore.stores import Store
+from tests.ckptstore.format import independent_reader
+from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.stores import FaultyStore, Interleaving, MovableClock
+
+RUN = "gpt"
+Arrays = dict[str, npt.NDArray[Any]]
+
+in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+
+
+def state(step: int) -> Arrays:
+    """Two frozen chunks with one that changes between them, and one that changes at the end."""
+    rng = np.random.default_rng(7)
+    return {
+        "model/frozen": rng.standard_normal((200, 128)).astype(np.float64),
+        "model/trained": np.full((200, 128), step + 0.5, np.float32),
+        "model/table": rng.integers(0, 100, (200, 128), dtype=np.int32),
+        "model/step": np.array(step, np.int16),
+    }
+
+
+def chain(store: Store, *steps: int) -> list[Checkpoint]:
+    """Checkpoints of which each was written on the one before."""
+    found: list[Checkpoint] = []
+    for step in steps:
+        base = found[-1].attempt if found else None
+        found.append(write_checkpoint(store, RUN, step, state(step), base=base))
+    return found
+
+
+def read(store: Store, checkpoint: Checkpoint) -> dict[str, bytes]:
+    source = StoreSource(store)
+    content = read_manifest(source, checkpoint).content
+    buffers = {name: bytearray(size) for name, size in entry_bytes(content).items()}
+    reads = plan_reads(content, whole_entries(buffers))
+    fetch(source, checkpoint, reads, {name: memoryview(data) for name, data in buffers.items()})
+    return {name: bytes(data) for name, data in buffers.items()}
+
+
+def test_what_is_referenced_is_read_where_it_lies(store: Store) -> None:
+    first, second, third = chain(store, 1, 2, 3)
+    for checkpoint in (first, second, third):
+        assert read(store, checkpoint) == {name: a.tobytes() for name, a in state(checkpoint.step).items()}
+        assert verify(StoreSource(store), checkpoint).ok
+    assert first.referenced_bytes == 0
+    assert third.referenced_bytes == second.referenced_bytes > 20 * second.stored_bytes
+    assert third.needed_bytes == pytest.approx(first.stored_bytes, rel=0.01)
+    manifest = read_manifest(StoreSource(store), third)
+    assert referenced_attempts(manifest.content) == [first.attempt], "never a reference to a reference"
+    assert {chunk.attempt for chunk in plan_all(manifest.content)} == {None, str(first.attempt)}
+
+
+def test_an_independent_reader_follows_references(tmp_path: Any) -> None:
+    from ckptstore.stores import open_store
+
+    chain(open_store(str(tmp_path)), 1, 2, 3)
+    _, entries = independent_reader.read(str(tmp_path), RUN)
+    assert {name: data for name, (_, _, data) in entries.items()} == {n: a.tobytes() for n, a in state(3).items()}
+
+
+def test_a_checkpoint_of_references_alone_has_no_shard_file(store: Store) -> None:
+    (first,) = chain(store, 1)
+    again = write_checkpoint(store, RUN, 2, state(1), base=first.attempt)
+    assert (again.stored_bytes, again.referenced_bytes) == (0, first.stored_bytes)
+    assert [
+        info.key for info in store.list(names.attempt_prefix(RUN, again.attempt)) if info.key.endswith("ckpt")
+    ] == []
+    assert verify(StoreSource(store), again).ok
+    assert read(store, again) == read(store, first)
+
+
+@in_memory
+def test_neighbours_in_one_file_are_read_at_once(store: Store) -> None:
+    first, second = chain(store, 1, 2)
+    content = read_manifest(StoreSource(store), second).content
+    reads = plan_reads(content, whole_entries(content.entries.name))
+    assert {(read.attempt, len(read.chunks)) for read in reads} == {(None, 2), (str(first.attempt), 3)}
+    (shard,) = content.shards
+    places = Places.of(shard)
+    assert [places.adjoins(chunk) for chunk in range(1, 5)] == [True, False, False, False]
+
+
+# Keeping what is needed.
+
+
+def test_what_is_referenced_is_kept_until_the_last_that_needs_it_is_gone(store: Store) -> None:
+    first, second, third = chain(store, 1, 2, 3)
+    plan = plan_prune(store, RUN, Policy(1), system_clock)
+    assert [c.step for c in plan.remove] == [2]
+    reasons = {v.checkpoint.step: v.reasons for v in plan.verdicts}
+    assert reasons[1] == (f"referenced:{third.id}", f"referenced:{second.id}")
+    apply_prune(store, plan, system_clock)
+    assert verify(StoreSource(store), third).ok
+    delete_checkpoint(store, third, "test", system_clock)
+    assert [c.step for c in list_checkpoints(store, RUN)] == [1]
+    assert active_holds(store, RUN, system_clock) == {}
+    delete_checkpoint(store, first, "test", system_clock)
+    assert list(store.list(names.attempts_prefix(RUN))) == list(store.list(names.references_prefix(RUN))) == []
+
+
+def test_a_checkpoint_that_others_need_is_not_deleted_by_hand(store: Store) -> None:
+    first, second, third = chain(store, 1, 2, 3)
+    with pytest.raises(CheckpointHeld, match=f"{first.id} is held by referenced:{third.id}, referenced:{second.id}"):
+        delete_checkpoint(store, first, "test", system_clock)
+    assert len(list_checkpoints(store, RUN)) == 3
+
+
+def test_many_that_reference_are_counted_not_listed(store: Store) -> None:
+    first, *others = chain(store, *range(1, 7))
+    (reasons,) = active_holds(store, RUN, system_clock).values()
+    assert reasons == [f"referenced:{c.id}" for c in others[:-4:-1]] + ["referenced:2 more"]
+    assert first not in others
+
+
+def test_what_is_deleted_and_can_be_taken_back_still_holds_what_it_references(store: Store) -> None:
+    first, second = chain(store, 1, 2)
+    delete_checkpoint(store, second, "test", system_clock, grace_s=3600)
+    with pytest.raises(CheckpointHeld):
+        delete_checkpoint(store, first, "test", system_clock)
+    undelete(store, RUN, second.attempt, "me", system_clock)
+    assert verify(StoreSource(store), second).ok
+
+
+@in_memory
+@pytest.mark.parametrize("gone", ["hidden", "swept", "never committed"])
+def test_nothing_is_committed_on_what_is_gone(store: Store, gone: str) -> None:
+    clock = MovableClock()
+    (first,) = chain(store, 1)
+    attempt = Attempt(2, new_ulid(clock()))
+    base = Attempt(0, new_ulid(clock())) if gone == "never committed" else first.attempt
+    if gone == "never committed":
+        write_rank(store, RUN, base, state(1), world_size=2)
+    receipt = write_rank(store, RUN, attempt, state(2), base=base)
+    if gone != "never committed":
+        delete_checkpoint(store, first, "test", clock, grace_s=3600 if gone == "hidden" else 0)
+    with pytest.raises(ReferenceLost, match=f"{names.checkpoint_id(RUN, attempt)} references chunks of"):
+        commit_attempt(store, [receipt], clock)
+    assert read_outcome(store, RUN, attempt) is None
+    assert not advance(store, RUN, attempt, clock)
+    clock.advance(ORPHAN_GRACE_S + 3600)
+    collect(store, RUN, clock)
+    collect(store, RUN, clock)
+    assert marks(store, RUN) == []
+    assert names.attempts_prefix(RUN) not in {info.key for info in store.list(names.attempt_prefix(RUN, attempt))}
+
+
+@in_memory
+def test_an_undecided_attempt_holds_what_it_may_come_to_need(store: Store) -> None:
+    """Its committer died after the marks; somebody else commits it later."""
+    (first,) = chain(store, 1)
+    attempt = Attempt(2, new_ulid(system_clock()))
+    receipt = write_rank(store, RUN, attempt, state(2), base=first.attempt)
+
+    commit_attempt(store, [receipt], system_clock)
+    store.delete_many([names.outcome_key(RUN, attempt)])
+    with pytest.raises(CheckpointHeld):
+        delete_checkpoint(store, first, "test", system_clock)
+    assert advance(store, RUN, attempt, system_clock)
+    assert all(verify(StoreSource(store), c).ok for c in list_checkpoints(store, RUN))
+
+
+def _meet(
+    store: Store, clock: MovableClock, work: Callable[[Store], object], act: Callable[[], object], at: int
+) -> int:
+    """Do some work on the store, while somebody acts just before call `at`. Returns how many calls there were."""
+    meanwhile = Interleaving(at, act)
+    try:
+        work(FaultyStore(store, meanwhile))
+    except CkptError:
+        pass
+    return len(meanwhile.calls)
+
+
+@in_memory
+@pytest.mark.parametrize("grace_s", [0.0, 3600.0])
+@pytest.mark.parametrize("committing", [True, False])
+def test_a_commit_and_a_deletion_of_what_it_references_never_both_win(
+    store: Store, grace_s: float, committing: bool
+) -> None:
+    """At every call of one of them, the other one does all of its work."""
+    clock = MovableClock()
+    at, calls = 0, 1
+    while at <= calls:
+        clock.advance(1)
+        first = write_checkpoint(store, RUN, 1, state(1))
+        attempt = Attempt(2, new_ulid(clock()))
+        receipt = write_rank(store, RUN, attempt, state(2), base=first.attempt)
+
+        def commit(on: Store, receipt: StoredReceipt = receipt) -> None:
+            commit_attempt(on, [receipt], clock)
+
+        def delete(on: Store, first: Checkpoint = first) -> None:
+            delete_checkpoint(on, first, "test", clock, grace_s)
+
+        works = (commit, delete) if committing else (delete, commit)
+        calls = _meet(store, clock, works[0], partial(_quietly, works[1], store), at)
+        listed = {c.attempt: c for c in list_checkpoints(store, RUN)}
+        assert attempt not in listed or first.attempt in listed
+        clock.advance(7200)
+        collect(store, RUN, clock)
+        if attempt in listed:
+            assert verify(StoreSource(store), listed[attempt]).ok
+        _clear(store)
+        at += 1
+    assert at > 5
+
+
+def _quietly(work: Callable[[Store], object], store: Store) -> None:
+    try:
+        work(store)
+    except CkptError:
+        pass
+
+
+def _clear(store: Store) -> None:
+    store.delete_many([info.key for info in store.list("")])
+
+
+# Damage.
+
+
+def test_damage_shows_in_all_that_need_the_chunk(store: Store) -> None:
+    first, second = chain(store, 1, 2)
+    key = names.shard_key(RUN, first.attempt, names.shard_name(0))
+    data = bytearray(store.get(key))
+    data[0] ^= 1
+    store.put(key, bytes(data))
+    assert [verify(StoreSource(store), c).ok for c in (first, second)] == [False, False]
+    with pytest.raises(CorruptObject):
+        read(store, second)
+
+
+@in_memory
+def test_what_nobody_references_is_not_needed(store: Store) -> None:
+    first, second = chain(store, 1, 2)
+    key = names.shard_key(RUN, first.attempt, names.shard_name(0))
+    data = bytearray(store.get(key))
+    data[-1] ^= 1  # of the step
+    store.put(key, bytes(data))
+    assert [verify(StoreSource(store), c).ok for c in (first, second)] == [False, True]
+
+
+_ULID = "01HF0000000000000000000000"
+_OTHER = f"{1:012d}-{_ULID}"
+_BAD: dict[str, Callable[[References, str], References]] = {
+    "itself": lambda r, own: replace_fields(r, attempts=[own]),
+    "another run's": lambda r, own: replace_fields(r, attempts=["../other/" + _OTHER]),
+    "twice": lambda r, own: replace_fields(r, attempts=r.attempts * 2),
+    "unused": lambda r, own: replace_fields(r, attempts=[*r.attempts, _OTHER]),
+    "out of order": lambda r, own: replace_fields(r, chunk=r.chunk[::-1].copy()),
+    "repeated": lambda r, own: replace_fields(r, chunk=column([0, 0, 1])),
+    "no chunk": lambda r, own: replace_fields(r, chunk=column([0, 1, 10**6])),
+    "no attempt": lambda r, own: replace_fields(r, attempt=column([0, 0, 2**62])),
+    "too far": lambda r, own: replace_fields(r, offset=column([0, 0, 2**63 - 1])),
+    "too short": lambda r, own: replace_fields(r, offset=column([0])),
+    "none": lambda r, own: replace_fields(r, attempts=[], chunk=column(), attempt=column(), offset=column()),
+}
+
+
+def replace_fields(references: References, **fields: Any) -> References:
+    return msgspec.structs.replace(references, **fields)
+
+
+@in_memory
+@pytest.mark.parametrize("how", _BAD)
+def test_references_that_make_no_sense_are_refused(store: Store, how: str) -> None:
+    (first,) = chain(store, 1)
+    attempt = Attempt(2, new_ulid(system_clock()))
+    stored = write_rank(store, RUN, attempt, state(2), base=first.attempt)
+    receipt, (shard,) = stored.receipt, stored.receipt.content.shards
+    assert shard.references is not None
+    assert len(shard.references.chunk) == 3
+    bad = msgspec.structs.replace(shard, references=_BAD[how](shard.references, str(attempt)))
+    content = msgspec.structs.replace(receipt.content, shards=[bad])
+    data = seal(msgspec.structs.replace(receipt, content=content))
+    with pytest.raises(CorruptObject):
+        parse_sealed(data, type(receipt), "receipt")
+    with pytest.raises(CorruptObject):
+        commit_attempt(
+            store, [replace(stored, receipt=msgspec.structs.replace(receipt, content=content), data=data)], system_clock
+        )
+
+
+def test_marks_that_are_not_ours_are_left_alone(store: Store) -> None:
+    first, second = chain(store, 1, 2)
+    store.put(names.references_prefix(RUN) + "notes.txt", b"")
+    store.put(names.references_prefix(RUN) + f"{first.attempt}.paper.json", b"")
+    assert marks(store, RUN) == [Mark(first.attempt, second.attempt)]
+    hide(store, RUN, [second.attempt], "test", "me", system_clock)
+    assert marks(store, RUN) == [Mark(first.attempt, second.attempt)]
