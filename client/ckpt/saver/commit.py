@@ -41,15 +41,14 @@ def write_receipt(
     store: Store, setup: Setup, job: Job, placed: list[Placed], derived: list[Derived], shard: Shard | None
 ) -> StoredReceipt:
     """State that everything this rank writes is durable; the receipt itself is durable on return."""
-    attempt = Attempt.parse(job.attempt)
     shards = [shard] if shard is not None else []
     entries, slices = slice_tables(*in_stream(placed, derived))
     receipt = Receipt(
         format=FORMAT,
         kind="receipt",
         run=setup.run,
-        step=attempt.step,
-        attempt=job.attempt,
+        step=job.attempt.step,
+        attempt=str(job.attempt),
         rank=setup.rank,
         world_size=setup.world_size,
         created_at=job.created_at,
@@ -58,17 +57,16 @@ def write_receipt(
         metrics=job.metrics,
     )
     data = seal(receipt)
-    store.put(names.receipt_key(setup.run, attempt, setup.rank), data)
+    store.put(names.receipt_key(setup.run, job.attempt, setup.rank), data)
     return StoredReceipt(receipt, data)
 
 
-def commit(store: Store, setup: Setup, own: StoredReceipt, clock: Clock) -> Outcome:
+def commit(store: Store, setup: Setup, attempt: Attempt, own: StoredReceipt, clock: Clock) -> Outcome:
     """The committed outcome of the attempt; the checkpoint exists on return.
 
     Raises ReceiptsMissing if ranks are not done within the time-out, SaveSkipped if one of them takes no part,
     RankFailed if one of them says that it cannot, AttemptAborted if a collector was faster.
     """
-    attempt = Attempt.parse(own.receipt.attempt)
     if setup.rank == 0:
         receipts = _all_receipts(store, setup, own, attempt)
         if receipts is not None:
@@ -97,14 +95,16 @@ def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
     )
 
 
-def decline_attempts(store: Store, setup: Setup, attempts: Iterable[str], failure: str | None, clock: Clock) -> None:
+def decline_attempts(
+    store: Store, setup: Setup, attempts: Iterable[Attempt], failure: str | None, clock: Clock
+) -> None:
     """Tell the other ranks that this one takes no part in attempts, so that they need not wait for it. Never raises.
 
     failure: what went wrong here; None if the attempts are skipped.
     """
     try:
         for attempt in attempts:
-            decline(store, setup.run, Attempt.parse(attempt), setup.rank, clock, failure)
+            decline(store, setup.run, attempt, setup.rank, clock, failure)
     except CkptError as error:
         logger.warning("other ranks will wait for this one in vain: %s", error)
 

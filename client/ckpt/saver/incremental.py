@@ -29,6 +29,7 @@ from ckpt.saver.matching import (
     compare,
     keys,
     next_base,
+    referenced_by,
     rows_of,
     worthwhile,
 )
@@ -70,7 +71,7 @@ class Memory:
         self._last: Save | None = None
         self._loaded: Future[None] | None = run_soon(self._load) if setup.reference else None
 
-    def begin(self, attempt: str, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode) -> Save:
+    def begin(self, attempt: Attempt, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode) -> Save:
         """A save whose chunks will be compared when they are asked for. encode: how they are encoded in this save."""
         self._last = Save(self, attempt, placed, spans, encode, self._last)
         return self._last
@@ -90,7 +91,7 @@ class Memory:
         """What the saves to come are compared with: a save of this process is committed."""
         self._base, self._own = base, True
 
-    def protect(self, base: Base, holder: str) -> tuple[str, set[str]]:
+    def protect(self, base: Base, holder: str) -> tuple[str, set[Attempt]]:
         """Hold the base by a lease, and with it all that it references. Gives that, and who must not be referenced.
 
         Raises NoCheckpoint if the base is being deleted, or Unavailable.
@@ -99,10 +100,10 @@ class Memory:
         ttl_s = self._setup.commit_timeout_s + _LEASE_S
         lease = take_lease(store, run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s, self._clock)
         damaged = set(quarantined_attempts(store, run))
-        suspect = {str(attempt) for attempt in damaged}
+        suspect = set(damaged)
         if damaged:
             # What was found damaged may be so in chunks of others.
-            suspect |= {str(mark.attempt) for mark in marks(store, run) if mark.by in damaged}
+            suspect |= {mark.attempt for mark in marks(store, run) if mark.by in damaged}
         return lease, suspect
 
     def release(self, lease: str) -> None:
@@ -119,8 +120,8 @@ class Memory:
             attempt = latest(store, run).attempt
             content = read_receipt(store, run, attempt, rank).receipt.content
             for shard in content.shards:
-                others = shard.references.attempts if shard.references is not None else []
-                sizes = {text: store.size(names.shard_key(run, Attempt.parse(text), shard.name)) for text in others}
+                others = referenced_by(shard)
+                sizes = {other: store.size(names.shard_key(run, other, shard.name)) for other in others}
                 self._base = base_of(attempt, content, sizes)
         except NoCheckpoint:
             pass
@@ -134,7 +135,7 @@ class Save:
     def __init__(
         self,
         memory: Memory,
-        attempt: str,
+        attempt: Attempt,
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
         encode: Encode,
@@ -149,7 +150,7 @@ class Save:
         self._previous = previous
         self._looks: Future[list[Look]] = Future()
         self._expected_bytes = sum(span.bytes for span in spans)
-        self._sizes: Mapping[str, int] = {}
+        self._sizes: Mapping[Attempt, int] = {}
         self._lease: str | None = None
 
     def changed(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
@@ -212,7 +213,7 @@ class Save:
         referenced = [(number, look.known) for number, look in enumerate(looks) if look.known is not None]
         attempts = sorted({known.attempt for _, known in referenced})
         references = References(
-            attempts=attempts,
+            attempts=list(map(str, attempts)),
             chunk=column(number for number, _ in referenced),
             attempt=column(attempts.index(known.attempt) for _, known in referenced),
             offset=column(known.offset for _, known in referenced),
@@ -223,8 +224,8 @@ class Save:
     def end(self, content: Content | None) -> None:
         """The save is over. content: of a committed one, which the next save is compared with."""
         if content is not None and content.shards and self._memory.enabled:
-            attempt, shard = Attempt.parse(self._attempt), content.shards[0]
-            self._memory.learn(next_base(attempt, shard, self._keys(), self._looks.result(), self._sizes))
+            shard = content.shards[0]
+            self._memory.learn(next_base(self._attempt, shard, self._keys(), self._looks.result(), self._sizes))
         self.uploaded.set()
         self.ended.set()
         self._release()
@@ -247,7 +248,7 @@ class Save:
         previous, self._previous = self._previous, None
         return self._memory.settle(self, previous)
 
-    def _expect(self, base: Base) -> Collection[str]:
+    def _expect(self, base: Base) -> Collection[Attempt]:
         """The attempts that may be referenced in a stream."""
         pairs = zip(self._spans, map(base.chunks.get, self._keys()), strict=True)
         expected = [(span, known) for span, known in pairs if known is not None and known.same is not False]
@@ -257,7 +258,7 @@ class Save:
         return usable
 
     @staticmethod
-    def _chosen(look: Look, usable: Collection[str]) -> Look:
+    def _chosen(look: Look, usable: Collection[Attempt]) -> Look:
         return look if look.known is None or look.known.attempt in usable else replace(look, known=None)
 
     def _look(self, span: ChunkSpan, raw: memoryview, known: Known | None) -> Look:
@@ -269,9 +270,9 @@ class Save:
             same = replace(self._encode(raw, span), data=b"") == known.chunk
         return Look(sample, whole, same if known is not None else None, known if same else None)
 
-    def _usable(self, base: Base, unchanged: Iterable[Known]) -> Collection[str]:
+    def _usable(self, base: Base, unchanged: Iterable[Known]) -> Collection[Attempt]:
         """The attempts that may and should be referenced; from now on none of them can be deleted."""
-        used: Counter[str] = Counter()
+        used: Counter[Attempt] = Counter()
         for known in unchanged:
             used[known.attempt] += known.chunk.stored
         chosen = worthwhile(used, base.sizes, sum(span.bytes for span in self._spans))
@@ -285,7 +286,7 @@ class Save:
         if self.ended.is_set():  # given up meanwhile
             self._release()
         self._sizes = {attempt: base.sizes[attempt] for attempt in chosen - suspect}
-        return () if str(base.attempt) in suspect else chosen - suspect
+        return () if base.attempt in suspect else chosen - suspect
 
     def _keys(self) -> Iterator[Key]:
         slices = [(place.slice.entry, place.slice.box, place.at) for place in self._placed if place.slice.bytes]

@@ -31,7 +31,7 @@ Key = tuple[str, Box, int, int]
 class Known:
     """A chunk of the last checkpoint that was committed: where it lies, and what tells whether it has changed."""
 
-    attempt: str
+    attempt: Attempt
     """Who holds it."""
     offset: int
     chunk: EncodedChunk
@@ -48,7 +48,7 @@ class Base:
 
     attempt: Attempt
     chunks: Mapping[Key, Known]
-    sizes: Mapping[str, int]
+    sizes: Mapping[Attempt, int]
     """Stored bytes of the shard files that these chunks lie in, by attempt."""
 
 
@@ -76,13 +76,13 @@ def compare(raw: memoryview, known: Known | None) -> tuple[bytes, bytes | None, 
     return sample, whole, known is not None and known.raw_digest == whole
 
 
-def worthwhile(used: Mapping[str, int], sizes: Mapping[str, int], total: int) -> set[str]:
+def worthwhile(used: Mapping[Attempt, int], sizes: Mapping[Attempt, int], total: int) -> set[Attempt]:
     """The attempts whose chunks are referenced, of those that could be. Pure.
 
     used: the stored bytes of each that would be. total: the size of the new checkpoint. What is referenced stays whole,
     so that it must be worth it: all that stays and nobody uses is together at most as large as the checkpoint.
     """
-    chosen: set[str] = set()
+    chosen: set[Attempt] = set()
     unused = 0
     for attempt, count in sorted(used.items(), key=lambda item: (-item[1], item[0])):
         waste = sizes[attempt] - count
@@ -100,7 +100,7 @@ def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int
         yield entry, box, begin - at, size
 
 
-def base_of(attempt: Attempt, content: Content, sizes: Mapping[str, int]) -> Base:
+def base_of(attempt: Attempt, content: Content, sizes: Mapping[Attempt, int]) -> Base:
     """What the receipt of a rank tells of its shard. sizes: of the shard files that it references. Pure."""
     shard, entries, slices = content.shards[0], content.entries, content.slices
     found: list[tuple[str, Box, int]] = []
@@ -120,14 +120,14 @@ def next_base(
     shard: Shard,
     found: Iterable[Key],
     looks: Sequence[Look],
-    sizes: Mapping[str, int],
+    sizes: Mapping[Attempt, int],
 ) -> Base:
     """What a committed shard is for the save after it. Pure.
 
     found, looks: the key of each chunk, and what it was found to be. sizes: of the shard files that it references.
     """
     places, digests = Places.of(shard), shard.chunks.raw_digest
-    holders = [str(attempt), *(shard.references.attempts if shard.references is not None else ())]
+    holders = [attempt, *referenced_by(shard)]
     chunks = {}
     for number, (key, row, look) in enumerate(zip(found, rows_of(shard.chunks), looks, strict=True)):
         holder, offset = places.order(number)
@@ -136,7 +136,12 @@ def next_base(
             digest = bytes.fromhex(row.digest)
         raw_digest = digest if digest != UNKNOWN else None
         chunks[key] = Known(holders[holder], offset, row, look.sample, raw_digest, look.same)
-    return Base(attempt, chunks, {str(attempt): shard.stored_bytes, **sizes})
+    return Base(attempt, chunks, {attempt: shard.stored_bytes, **sizes})
+
+
+def referenced_by(shard: Shard) -> list[Attempt]:
+    """The attempts whose chunks a shard references, in the order of its document. Pure."""
+    return [Attempt.parse(text) for text in shard.references.attempts] if shard.references is not None else []
 
 
 def rows_of(chunks: Chunks) -> Iterator[EncodedChunk]:

@@ -17,6 +17,7 @@ import msgspec
 
 from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import JSON
+from ckptstore.names import Attempt
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 4
@@ -72,7 +73,7 @@ class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int
     slot: int | None
     """None: this rank has no shard."""
-    attempt: str
+    attempt: Attempt
     created_at: float
     slices: list[SliceRow]
     aliases: dict[str, str]
@@ -108,7 +109,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
 class Decline(msgspec.Struct, frozen=True, tag=True):
     """This rank takes no part in an attempt: tell the others."""
 
-    attempt: str
+    attempt: Attempt
     failure: str | None = None
     """What went wrong; None if it skips the attempt."""
 

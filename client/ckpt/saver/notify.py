@@ -9,7 +9,6 @@ import logging
 import threading
 
 from ckptstore.errors import CkptError
-from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt
 
 logger = logging.getLogger(__name__)
@@ -21,19 +20,20 @@ _LAST_WORD_S = 1.0
 class Notifier:
     """Sends the newest commit from a thread of its own. commit and close may be called from any thread."""
 
-    def __init__(self, daemon: str, token: str | None) -> None:
+    def __init__(self, daemon: str, token: str | None, run: str) -> None:
         self._daemon = daemon
         self._token = token
+        self._run = run
         self._changed = threading.Condition()
-        self._newest: Outcome | None = None
+        self._newest: Attempt | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="ckpt-notify", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="ckpt-notify", daemon=True)
         self._thread.start()
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, attempt: Attempt) -> None:
         """Have this commit told, unless a newer one comes first."""
         with self._changed:
-            self._newest = outcome
+            self._newest = attempt
             self._changed.notify()
 
     def close(self) -> None:
@@ -43,22 +43,22 @@ class Notifier:
             self._changed.notify()
         self._thread.join(_LAST_WORD_S)
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         # Savers without a daemon need no HTTP client.
         import httpx
 
         from ckptapi.client import DaemonClient
 
         client = DaemonClient(self._daemon, self._token, timeout=httpx.Timeout(_TIMEOUT_S), retries=0)
-        while (outcome := self._next()) is not None:
+        while (attempt := self._next()) is not None:
             try:
-                client.notify(outcome.run, Attempt.parse(outcome.attempt))
+                client.notify(self._run, attempt)
             except CkptError as error:
-                logger.warning("the daemon was not told of %s: %s", outcome.attempt, error)
+                logger.warning("the daemon was not told of %s: %s", attempt, error)
         client.close()
 
-    def _next(self) -> Outcome | None:
+    def _next(self) -> Attempt | None:
         with self._changed:
             self._changed.wait_for(lambda: self._newest is not None or self._closing)
-            outcome, self._newest = self._newest, None
-            return outcome
+            attempt, self._newest = self._newest, None
+            return attempt

@@ -85,7 +85,7 @@ class SavePipeline:
         self._clock = clock
         # Rank 0 commits for all, so it tells for all.
         tells = setup.daemon if setup.rank == 0 else None
-        self._notifier = Notifier(tells, setup.token) if tells is not None else None
+        self._notifier = Notifier(tells, setup.token, setup.run) if tells is not None else None
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
         self._encoder = Encoder(Pace(cpu_budget), setup.encoded_bytes or BUDGET_BYTES)
@@ -161,7 +161,7 @@ class SavePipeline:
         skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
         self._give_up(snapshot.job, skipped)
 
-    def decline(self, attempt: str, failure: str | None = None) -> None:
+    def decline(self, attempt: Attempt, failure: str | None = None) -> None:
         """Tell the other ranks, if there are any, that this one takes no part in an attempt."""
         if self._setup.world_size > 1:
             self._declines.submit(decline_attempts, self._store, self._setup, [attempt], failure, self._clock)
@@ -230,7 +230,7 @@ class SavePipeline:
             return None
         return upload_shard(
             self._store,
-            names.shard_key(setup.run, Attempt.parse(snapshot.job.attempt), names.shard_name(setup.rank)),
+            names.shard_key(setup.run, snapshot.job.attempt, names.shard_name(setup.rank)),
             snapshot.saving.expected_bytes,
             chain([first], chunks),
             self._progress_of(snapshot),
@@ -246,7 +246,7 @@ class SavePipeline:
     def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
         job, started = snapshot.job, time.perf_counter()
         try:
-            outcome = commit(self._store, self._setup, receipt, self._clock)
+            outcome = commit(self._store, self._setup, job.attempt, receipt, self._clock)
         except BaseException as error:
             snapshot.saving.end(None)
             self._fail(job, None, error)
@@ -257,7 +257,7 @@ class SavePipeline:
         self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
         if self._notifier is not None:
-            self._notifier.commit(outcome)
+            self._notifier.commit(job.attempt)
 
     def _release_leases(self) -> None:
         """The run has a commit of its own, be it of another save than of the one that was to have it."""

@@ -28,6 +28,7 @@ from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.errors import CkptError, SaverDied, SaveSkipped, error_from_code
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
+from ckptstore.names import Attempt
 from ckptstore.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Draft:
     """A job before its snapshot is copied. What failed is told by its number and attempt; the rest may be missing."""
 
     number: int
-    attempt: str
+    attempt: Attempt
     complete: Callable[[], Job]
 
     @staticmethod
@@ -57,7 +58,7 @@ class _UnderWay:
     """A job in the writer's hands."""
 
     handle: SaveHandle
-    attempt: str
+    attempt: Attempt
     slot: int | None
     """None: it uses none any more."""
     released: bool = False
@@ -144,7 +145,7 @@ class SaveClient:
         """Give a slot back that no job was submitted for."""
         self._arena.release(slot.number)
 
-    def skip(self, attempt: str, handle: SaveHandle) -> None:
+    def skip(self, attempt: Attempt, handle: SaveHandle) -> None:
         """Finish a handle without a save; the other ranks hear of it."""
         self.start().decline(attempt)
         self._end(handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
@@ -277,7 +278,7 @@ class SaveClient:
         if attempts and self._setup.world_size > 1:
             threading.Thread(target=self._decline, args=(attempts, describe(error)), name="ckpt-decline").start()
 
-    def _decline(self, attempts: Sequence[str], failure: str) -> None:
+    def _decline(self, attempts: Sequence[Attempt], failure: str) -> None:
         """What a saver would do, for one that is dead."""
         setup = self._setup
         store = arbitrated(open_store(setup.store, setup.options), setup.daemon, setup.token)

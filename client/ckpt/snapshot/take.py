@@ -37,11 +37,11 @@ def take_snapshot(client: SaveClient, save: Save, handle: SaveHandle, overlap: O
     if save.captured.leaves:
         slot = client.acquire(layout.num_bytes, on_busy, save.attempt.step)
         if slot is None:
-            client.skip(str(save.attempt), handle)
+            client.skip(save.attempt, handle)
             return False
     handle._measure(wait_s=time.perf_counter() - waiting)
     streamed = slot is not None and slot.segment.num_bytes < layout.num_bytes
-    number, attempt = client.next_number(), str(save.attempt)
+    number = client.next_number()
     complete = partial(_job, number, slot.number if slot is not None else None, system_clock(), save, streamed)
     if slot is None:
         client.submit(complete(), handle)
@@ -49,7 +49,7 @@ def take_snapshot(client: SaveClient, save: Save, handle: SaveHandle, overlap: O
         stream_snapshot(client, slot, save.captured.leaves, layout, complete(), handle, overlap)
     else:
         try:
-            copy_snapshot(client, slot, save.captured, layout, Draft(number, attempt, complete), handle, overlap)
+            copy_snapshot(client, slot, save.captured, layout, Draft(number, save.attempt, complete), handle, overlap)
         except BaseException:
             client.release(slot)
             raise
@@ -60,7 +60,7 @@ def _job(number: int, slot: int | None, created_at: float, save: Save, streamed:
     return Job(
         number=number,
         slot=slot,
-        attempt=str(save.attempt),
+        attempt=save.attempt,
         created_at=created_at,
         slices=save.layout.rows,
         aliases=save.captured.aliases,

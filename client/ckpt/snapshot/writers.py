@@ -33,6 +33,7 @@ from ckpt.saver.messages import (
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.segment import Segment, close_after_fork
 from ckptstore.errors import SaverDied
+from ckptstore.names import Attempt
 from ckptstore.stores import open_store
 
 OnReport = Callable[[Report], None]
@@ -63,7 +64,7 @@ class Writer(Protocol):
     def withdraw(self, step: int) -> None:
         """Give up the oldest job whose upload has not begun, if there is one, in favour of a save of `step`."""
 
-    def decline(self, attempt: str, failure: str | None = None) -> None:
+    def decline(self, attempt: Attempt, failure: str | None = None) -> None:
         """Tell other ranks that this one takes no part in an attempt. failure: because something went wrong."""
 
     def close(self, timeout_s: float | None) -> None:
@@ -102,7 +103,7 @@ class ThreadWriter:
         """Done on return."""
         self._pipeline.withdraw(step)
 
-    def decline(self, attempt: str, failure: str | None = None) -> None:
+    def decline(self, attempt: Attempt, failure: str | None = None) -> None:
         """Leave it to a thread."""
         self._pipeline.decline(attempt, failure)
 
@@ -165,7 +166,7 @@ class ProcessWriter:
         """Ask for it; a report says so when it is done."""
         self._send(Withdraw(step))
 
-    def decline(self, attempt: str, failure: str | None = None) -> None:
+    def decline(self, attempt: Attempt, failure: str | None = None) -> None:
         """Ask for it."""
         self._send(Decline(attempt, failure))
 

@@ -180,7 +180,7 @@ def save_halves(store: Store, cut: int) -> tuple[Content, Words]:
             daemon=None, token=None, derive=True,
         )  # fmt: skip
         job = Job(
-            number=1, slot=0, attempt=str(attempt), created_at=system_clock(), slices=rows, aliases={}, trees={},
+            number=1, slot=0, attempt=attempt, created_at=system_clock(), slices=rows, aliases={}, trees={},
             local={}, metrics={}, lease=None,
         )  # fmt: skip
         pipelines.append(SavePipeline(store, setup, reports.put))

@@ -27,6 +27,7 @@ from ckptstore.commits.leases import active_leases
 from ckptstore.commits.references import marks
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import EncodedChunk
+from ckptstore.names import Attempt
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
@@ -34,6 +35,7 @@ from ckptstore.retention.scrubbing import scrub
 from ckptstore.stores import open_store
 
 RUN = "r"
+ULID = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
 
 
 class Adapted(nn.Module):
@@ -254,7 +256,12 @@ def test_a_saver_that_is_killed_leaves_what_the_next_one_can_use(tmp_path: Path)
 def _known(raw: bytes, sample: bool, digest: bool) -> Known:
     was = compare(memoryview(raw), None)
     return Known(
-        "a", 0, EncodedChunk(b"", len(raw), 1, "raw", ""), was[0] if sample else None, was[1] if digest else None, None
+        Attempt(0, ULID),
+        0,
+        EncodedChunk(b"", len(raw), 1, "raw", ""),
+        was[0] if sample else None,
+        was[1] if digest else None,
+        None,
     )
 
 
@@ -276,10 +283,12 @@ def test_a_chunk_is_unchanged_only_if_all_of_it_is(size: int, at: float | None, 
 
 
 @given(
-    st.dictionaries(st.text("abc", min_size=1), st.tuples(st.integers(1, 100), st.integers(0, 3000))),
+    st.dictionaries(
+        st.builds(Attempt, st.integers(0, 99), st.just(ULID)), st.tuples(st.integers(1, 100), st.integers(0, 3000))
+    ),
     st.integers(1, 5000),
 )
-def test_what_stays_for_references_is_worth_it(found: dict[str, tuple[int, int]], total: int) -> None:
+def test_what_stays_for_references_is_worth_it(found: dict[Attempt, tuple[int, int]], total: int) -> None:
     used = {name: count for name, (count, _) in found.items()}
     sizes = {name: count + rest for name, (count, rest) in found.items()}
     chosen = worthwhile(used, sizes, total)

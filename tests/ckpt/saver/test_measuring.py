@@ -52,7 +52,7 @@ class Saver:
             SliceRow("noise", "uint8", (len(NOISE),), (0, len(NOISE)), WEIGHTS.nbytes),
         ]
         job = Job(
-            number=self._steps, slot=0, attempt=str(Attempt(self._steps, new_ulid(system_clock()))),
+            number=self._steps, slot=0, attempt=Attempt(self._steps, new_ulid(system_clock())),
             created_at=self._created_at, slices=rows, aliases={}, trees={}, local={}, metrics={}, lease=None,
         )  # fmt: skip
         self.pipeline.submit(job, STATES[self._steps % 2])

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.saver.messages import Channel, Command, Forget, Progress, Report, Slot, Stop
+from ckpt.saver.messages import Channel, Command, Decline, Forget, Progress, Report, Slot, Stop
+from ckptstore.names import Attempt
 
 Pair = tuple[Channel, Channel]
 
@@ -61,3 +62,9 @@ def test_the_end_of_the_stream_is_none_also_in_the_middle_of_a_message(pair: Pai
     assert pair[1].receive(Report) is None
     with pytest.raises(BrokenPipeError):
         pair[1].send(Stop())
+
+
+def test_attempts_stay_typed(pair: Pair) -> None:
+    sent = Decline(Attempt(7, "01ARZ3NDEKTSV4RRFFQ69G5FAV"), "out of memory")
+    pair[0].send(sent)
+    assert pair[1].receive(Command) == sent

@@ -35,7 +35,7 @@ def job(attempt: Attempt, number: int = 1, rows: bool = True) -> Job:
     return Job(
         number=number,
         slot=0 if rows else None,
-        attempt=str(attempt),
+        attempt=attempt,
         created_at=system_clock(),
         slices=[SliceRow("model/w", "float32", (COUNT,), (0, COUNT), 0)] if rows else [],
         aliases={},

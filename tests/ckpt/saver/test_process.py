@@ -34,7 +34,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
         daemon=None, token=None,
     )  # fmt: skip
     job = Job(
-        number=1, slot=0, attempt=str(attempt), created_at=system_clock(),
+        number=1, slot=0, attempt=attempt, created_at=system_clock(),
         slices=[SliceRow("model/w", "float32", (COUNT,), (0, COUNT), 0)], aliases={},
         trees={"model": {"w": {"$": "tensor", "name": "model/w"}}}, local={}, metrics={}, lease=None,
     )  # fmt: skip
