@@ -1,0 +1,183 @@
+"""The shape of the source, from its import statements: layers, circles, size of files, and a test folder per folder."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+LAYERED = [contract for contract in CONTRACTS if contract["type"] == "layers"]
+LAYERS: dict[str, list[str]] = {c["containers"][0]: c["layers"] for c in LAYERED if "containers" in c}
+PACKAGE_LAYERS: list[str] = next(c["layers"] for c in LAYERED if "containers" not in c)
+FOLDERS = {name: ROOT / name if name == "ckptd" else ROOT / "client" / name for name in LAYERS}
+
+SMALL = 60
+"""A file with fewer lines and a single importer belongs into that importer."""
+MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptd.index.migrations.")
+STILL_SMALL = {
+    "ckpt.closing",
+    "ckptd.housekeeping.periodic",
+}
+"""To be merged into their importer, or grown; nothing may be added here."""
+
+Graph = Mapping[str, set[str]]
+
+
+@cache
+def _trees() -> dict[str, ast.Module]:
+    """The syntax tree of each module of the product."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return found
+
+
+@cache
+def _imports() -> dict[str, set[str]]:
+    """Which modules of the product each one imports, anywhere in it: also in functions and for type checkers."""
+    trees = _trees()
+    return {name: set(_imported(tree, trees)) - {name} for name, tree in trees.items()}
+
+
+def _imported(tree: ast.Module, known: Mapping[str, Any]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module in known:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+
+
+def _users() -> dict[str, set[str]]:
+    """Who imports each module; a name that a package's `__init__` passes on counts as imported from its source."""
+    source = {
+        (package, alias.name): node.module
+        for package, tree in _trees().items()
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module in _trees()
+        for alias in node.names
+    }
+    users: dict[str, set[str]] = {name: set() for name in _trees()}
+    for name, tree in _trees().items():
+        for imported in _imports()[name]:
+            users[imported].add(name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                passed_on = {source.get((node.module or "", alias.name)) for alias in node.names} - {None, name}
+                for module in passed_on:
+                    users[module].add(name)  # type: ignore[index]
+    return users
+
+
+def _circles(graph: Graph) -> list[list[str]]:
+    """Modules that reach each other, and the way round: what is left when those without imports are taken away."""
+    left = dict(graph)
+    while free := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in free:
+            del left[name]
+    # What only leads into a circle is not in one.
+    while free := [name for name in left if not any(name in targets for targets in left.values())]:
+        for name in free:
+            del left[name]
+    return [[name, *sorted(left[name] & left.keys())] for name in sorted(left)]
+
+
+def _part(package: str, module: str) -> str | None:
+    """The file or folder of the package that a module is or lies in; None for the package itself."""
+    return module.removeprefix(f"{package}.").partition(".")[0] if module.startswith(f"{package}.") else None
+
+
+def _ranks(layers: list[str]) -> dict[str, int]:
+    """The height of each name; 0 is the lowest layer."""
+    return {
+        name.strip(): rank for rank, layer in enumerate(reversed(layers)) for name in layer.replace("|", ":").split(":")
+    }
+
+
+def _arrows(package: str) -> dict[str, set[str]]:
+    """Which files and folders of the package each one imports."""
+    arrows: dict[str, set[str]] = {}
+    for name, targets in _imports().items():
+        if part := _part(package, name):
+            parts = {_part(package, target) for target in targets}
+            arrows.setdefault(part, set()).update(p for p in parts if p is not None and p != part)
+    return arrows
+
+
+def test_files_do_not_import_each_other_in_circles() -> None:
+    assert len(_imports()) > 200
+    assert _circles(_imports()) == []
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_the_folders_of_a_package_do_not_import_each_other_in_circles(package: str) -> None:
+    assert _circles(_arrows(package)) == []
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_every_file_and_folder_has_a_layer(package: str) -> None:
+    folder = FOLDERS[package]
+    parts = {path.stem for path in folder.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))} - {"__init__"}
+    assert parts == _ranks(LAYERS[package]).keys()
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_nothing_imports_a_higher_layer(package: str) -> None:
+    ranks = _ranks(LAYERS[package])
+    upward = [(a, b) for a, targets in _arrows(package).items() for b in targets if ranks[b] > ranks[a]]
+    assert upward == []
+
+
+def test_no_package_imports_a_higher_one() -> None:
+    ranks = _ranks(PACKAGE_LAYERS)
+    assert ranks.keys() == LAYERS.keys()
+    pairs = {(a.partition(".")[0], b.partition(".")[0]) for a, targets in _imports().items() for b in targets}
+    assert {(a, b) for a, b in pairs if ranks[b] > ranks[a]} == set()
+    assert {("ckpt", "ckptd"), ("ckptd", "ckpt")} & pairs == set()
+
+
+def test_the_store_library_has_no_http_client() -> None:
+    loads = {
+        name
+        for name, tree in _trees().items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == "httpx" for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "httpx")
+    }
+    assert "ckptapi.connection" in loads
+    assert {name for name in loads if name.startswith("ckptstore")} == set()
+
+
+def test_no_small_file_has_a_single_importer() -> None:
+    users = _users()
+    small = {}
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            name = ".".join([package, *path.relative_to(folder).with_suffix("").parts])
+            lines = len(path.read_text().splitlines())
+            if path.stem.startswith("__") or name.startswith(MAY_BE_SMALL) or lines >= SMALL:
+                continue
+            if len(users[name]) <= 1:
+                small[name] = (lines, *users[name])
+    added = {name: why for name, why in small.items() if name not in STILL_SMALL}
+    assert added == {}, "merge these (lines, importer) into their importer"
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_each_folder_has_its_folder_of_tests(package: str) -> None:
+    folder, tests = FOLDERS[package], ROOT / "tests" / package
+    source = {p.parent.relative_to(folder) for p in folder.rglob("*.py") if "migrations" not in p.parts}
+    tested = {p.parent.relative_to(tests) for p in tests.rglob("test_*.py")}
+    assert tested == source
+    strangers = {p.parent.relative_to(tests) for p in tests.rglob("*.py")} - source
+    assert strangers == set()
