@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI
 
-from ckptd.api import batches, changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
+from ckptd.api import changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
 from ckptd.housekeeping.collecting import Collecting
 from ckptd.housekeeping.gauges import Figures, Gauges
@@ -254,7 +254,7 @@ def _assemble(
     app.state.context = context
     problems.install(app)
     openapi.install(app)
-    for module in (probes, checkpoints, batches, changes, decisions, restores, retention, events, jobs, tokens, pages):
+    for module in (probes, checkpoints, changes, decisions, restores, retention, events, jobs, tokens, pages):
         app.include_router(module.router)
     # The last one added is the outermost.
     known = context.services.tokens if auth else None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Path, Query, Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from ckptapi import bodies
 from ckptd.http.access import Asking
@@ -19,24 +19,18 @@ from ckptd.http.streaming import client_of, matches, object_response
 from ckptd.http.waiting import happens
 from ckptd.services.events import CHECKPOINTS
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import InvalidRequest, NoCheckpoint
+from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference, check_run
 
 router = APIRouter()
 
 _MAX_ID = 200
-_URL_S = 300.0
 _BYTES = "application/octet-stream"
 _LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-Match named it"})
 _RANGED = {206: "The range that was asked for", 304: "If-None-Match named it"}
-_SHARD = {**_RANGED, 307: "mode=redirect: where to read it"}
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
 Id = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
 Wait = Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds; answers earlier if there is something")]
-Mode = Annotated[
-    Literal["proxy", "redirect", "direct"],
-    Query(description="The bytes; or 307 to a URL of the store, for S3; or where they lie, as JSON"),
-]
 
 
 @router.get("/checkpoints/latest", **_LATEST)
@@ -142,21 +136,11 @@ async def receipt(request: Request, given: Given, id: Id, rank: Annotated[int, P
     return await object_response(request, given, stored)
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_SHARD))
+@router.get(bodies.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 @router.head(bodies.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
-async def shard(
-    request: Request, given: Given, id: Id, name: Annotated[str, Path(max_length=32)], mode: Mode = "proxy"
-) -> Response:
+async def shard(request: Request, given: Given, id: Id, name: Annotated[str, Path(max_length=32)]) -> Response:
     """A shard, or one range of its bytes."""
-    objects = given.services.objects
-    stored = await given.threads.store(objects.shard, Reference.parse(id), name)
-    if mode == "direct":
-        return json_response(bodies.LocationBody(url=objects.location(stored), bytes=stored.bytes))
-    if mode == "redirect":
-        url = await given.threads.store(objects.presigned, stored, _URL_S)
-        if url is None:
-            raise InvalidRequest("this store has no URLs that anybody could read", "Leave out mode, or use mode=proxy")
-        return RedirectResponse(url, 307, {"Cache-Control": "no-store"})
+    stored = await given.threads.store(given.services.objects.shard, Reference.parse(id), name)
     return await object_response(request, given, stored)
 
 

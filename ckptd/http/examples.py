@@ -58,7 +58,6 @@ EXAMPLES: tuple[msgspec.Struct, ...] = (
         total=1_240_000_000,
         unit="bytes",
     ),
-    bodies.ReadRequest([bodies.ByteRange(shard="shard-00000.ckpt", offset=0, count=1 << 20)]),
     bodies.Problem(
         type="about:blank",
         title="Not Found",

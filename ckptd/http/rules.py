@@ -82,7 +82,6 @@ RULES: dict[tuple[str, str], Rule] = {
     ("GET", _ONE + "/manifest"): Rule(Scope.READ, of_checkpoint),
     ("GET", _ONE + "/receipts/{rank}"): Rule(Scope.READ, of_checkpoint),
     ("GET", _ONE + "/shards/{name}"): Rule(Scope.READ, of_checkpoint),
-    ("POST", _ONE + "/read"): Rule(Scope.READ, of_checkpoint),
     ("PATCH", _ONE): Rule(Scope.WRITE, of_checkpoint),
     ("DELETE", _ONE): Rule(Scope.PRUNE, of_checkpoint),
     ("POST", _ONE + "/undelete"): Rule(Scope.PRUNE, of_checkpoint),

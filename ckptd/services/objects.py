@@ -66,14 +66,6 @@ class Objects:
             data += self.read(stored, len(data), stored.bytes - len(data))
         return bytes(data)
 
-    def location(self, stored: StoredObject) -> str:
-        """Where the store has it, for a reader with credentials of its own."""
-        return self._store.object_url(stored.key)
-
-    def presigned(self, stored: StoredObject, seconds: float) -> str | None:
-        """A URL with which anybody can read it for so long; None where the store has no such thing."""
-        return self._store.presign(stored.key, seconds)
-
     def forget_deleted(self) -> None:
         """Drop from the cache what belongs to no checkpoint any more. Never raises CkptError."""
         for run, attempt in self._cache.owners():

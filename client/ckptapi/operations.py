@@ -1,10 +1,8 @@
-"""What operators ask a daemon: retention, events, jobs, live uploads, the probe; and reads of many ranges at once."""
+"""What operators ask a daemon: retention, events, jobs, live uploads, the probe."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote
@@ -17,24 +15,13 @@ from ckptapi.connection import Connection
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
 from ckptstore.commits.store_check import StoreReport
-from ckptstore.errors import CorruptObject, DaemonUnavailable
+from ckptstore.errors import DaemonUnavailable
 from ckptstore.format.decoding import decode_json
 from ckptstore.names import Reference, check_pin, check_ulid
 from ckptstore.retention.deletion import Deleted
 
 _SILENCE_S = 60.0
 """A stream of events says something every quarter of it."""
-_PART_BYTES = 1 << 20
-_LENGTH = struct.Struct("<Q")
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Stored bytes of a shard, and where they are to go."""
-
-    shard: str
-    offset: int
-    buffer: memoryview
 
 
 class Operations(Connection):
@@ -163,49 +150,9 @@ class Operations(Connection):
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
 
-    def read_ranges(self, checkpoint: Checkpoint, fills: Sequence[Fill]) -> None:
-        """Fill buffers with stored bytes, unchecked, in one request; bodies.MAX_RANGES at most.
-
-        Raises CorruptObject if the answer ends early: then some of the buffers are not filled.
-        """
-        ranges = [bodies.ByteRange(shard=fill.shard, offset=fill.offset, count=len(fill.buffer)) for fill in fills]
-        content = msgspec.json.encode(bodies.ReadRequest(ranges))
-        headers = {"Content-Type": "application/json"}
-        try:
-            with self._http.stream("POST", f"{_path(checkpoint)}/read", content=content, headers=headers) as response:
-                self._raise_for(response)
-                _unframe(response.iter_bytes(_PART_BYTES), fills, f"{self.url}{_path(checkpoint)}/read")
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
-
 
 def _path(checkpoint: Checkpoint) -> str:
     return f"{bodies.CHECKPOINTS}/{quote(checkpoint.id, safe='@')}"
-
-
-def _unframe(parts: Iterator[bytes], fills: Sequence[Fill], url: str) -> None:
-    """Deal out bytes: for each range its length, then its content."""
-    rest = memoryview(b"")
-
-    def take(into: memoryview) -> None:
-        nonlocal rest
-        done = 0
-        while done < len(into):
-            if not rest:
-                rest = memoryview(next(parts, b""))
-                if not rest:
-                    raise CorruptObject(f"{url} ended early")
-            count = min(len(rest), len(into) - done)
-            into[done : done + count] = rest[:count]
-            rest = rest[count:]
-            done += count
-
-    for fill in fills:
-        length = bytearray(_LENGTH.size)
-        take(memoryview(length))
-        if _LENGTH.unpack(length) != (len(fill.buffer),):
-            raise CorruptObject(f"{url} gave {_LENGTH.unpack(length)[0]} bytes, {len(fill.buffer)} were asked for")
-        take(fill.buffer)
 
 
 def _parse(lines: Iterator[str]) -> Iterator[bodies.EventBody]:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
 ATTEMPTS = "/v1/attempts"
 PROBE = "/v1/probe"
-RANGES_MEDIA = "application/vnd.ckpt.ranges"
-MAX_RANGES = 4096
 MAX_ENTRIES = 10_000
-Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
-Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 
 
 class AttemptBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,27 +68,6 @@ class EntriesBody(msgspec.Struct, frozen=True):
     items: list[EntryBody]
     total: int
     next_offset: int | None = None
-
-
-class LocationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a stored object lies, for a reader with credentials of its own."""
-
-    url: str
-    bytes: int
-
-
-class ByteRange(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one shard."""
-
-    shard: str
-    offset: Offset
-    count: Count
-
-
-class ReadRequest(msgspec.Struct, frozen=True):
-    """A batch of reads of one checkpoint."""
-
-    ranges: list[ByteRange]
 
 
 class ReadinessBody(msgspec.Struct, frozen=True, kw_only=True):

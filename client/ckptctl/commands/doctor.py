@@ -135,7 +135,7 @@ def _probe_blocks(found: StoreReport) -> Iterator[Block]:
     yield Table(columns, rows)
     yield ""
     skew = "unknown" if found.clock_skew_s is None else f"{found.clock_skew_s:+.0f} s from this machine's"
-    yield f"{found.store}: clock {skew}; presigned URLs {'yes' if found.presigned_urls else 'no'}"
+    yield f"{found.store}: clock {skew}"
 
 
 def _findings_blocks(findings: list[Finding]) -> Iterator[Block]:

@@ -42,7 +42,6 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of concurrent creators of one key exactly one wins; without it, two committers could both believe they won."""
     clock_skew_s: float | None
     """The store's clock minus this machine's; None if the store does not tell."""
-    presigned_urls: bool
     checks: list[StoreCheck]
 
 
@@ -56,7 +55,6 @@ def examine(store: Store, clock: Clock) -> StoreReport:
         ok=all(check.ok for check in checks),
         conditional_writes=bool(once) and all(check.ok for check in once),
         clock_skew_s=examination.skew_s,
-        presigned_urls=store.presign(names.PROBES_PREFIX + "x", 60) is not None,
         checks=checks,
     )
 

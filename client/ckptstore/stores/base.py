@@ -188,10 +188,6 @@ class Store(ABC):
         """
         return 0
 
-    def presign(self, key: str, seconds: float) -> str | None:
-        """A URL with which anybody can read the object for so long; None where there is no such thing."""
-        return None
-
     def get_range(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
         count = self.read_into(key, offset, buffer)

@@ -104,11 +104,6 @@ class S3Store(FsspecStore):
                     return aborted
                 position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
-    def presign(self, key: str, seconds: float) -> str | None:
-        """Signed here, without asking the service."""
-        with store_errors("sign a URL of", self.object_url(key)):
-            return str(self._fs.sign(self._path(key), expiration=max(1, round(seconds))))
-
 
 class _S3Reader(ObjectReader):
     """Takes what is expected from one reply, chunk by chunk, as it comes."""

@@ -62,10 +62,6 @@ class WrappedStore(Store):
         """As the other store."""
         return self._store.abort_uploads(prefix, begun_before)
 
-    def presign(self, key: str, seconds: float) -> str | None:
-        """As the other store."""
-        return self._store.presign(key, seconds)
-
     def open_reader(self, key: str) -> ObjectReader:
         """As the other store."""
         return self._store.open_reader(key)

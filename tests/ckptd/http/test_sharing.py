@@ -1,10 +1,8 @@
-"""Many ranges in one answer, other ways to the bytes, and readers who share."""
+"""Readers take turns, and concurrent requests are limited."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-import struct
 import threading
 from collections import Counter
 from pathlib import Path
@@ -12,99 +10,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ckptapi import bodies
-from ckptapi.operations import Fill
 from ckptd.app import create_app
 from ckptd.http.sharing import FairTurns, Limits
 from ckptd.settings import Settings
 from ckptstore import names
 from ckptstore.errors import TooManyRequests
 from ckptstore.stores import open_store
-from tests.ckptd.conftest import Served
-from tests.conftest import S3Location
 from tests.support.checkpoints import write_checkpoint
 from tests.support.counting import CountingStore, serving
-from tests.support.daemons import running_daemon, wait_until
+from tests.support.daemons import wait_until
 
 SHARD = names.shard_name(0)
-
-
-def stored(served: Served) -> bytes:
-    """The shard as it lies in the store."""
-    return served.store.get(names.shard_key("gpt", served.newest.attempt, SHARD))
-
-
-def test_ranges_come_framed_in_their_order(served: Served) -> None:
-    data = stored(served)
-    ranges = [(500, 10), (0, 1), (len(data) - 7, 7), (500, 10)]
-    body = {"ranges": [{"shard": SHARD, "offset": offset, "count": count} for offset, count in ranges]}
-    answer = served.daemon.post(f"/v1/checkpoints/{served.newest.id}/read", body)
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == bodies.RANGES_MEDIA
-    expected = b"".join(struct.pack("<Q", count) + data[offset : offset + count] for offset, count in ranges)
-    assert answer.content == expected
-    assert int(answer.headers["content-length"]) == len(expected)
-
-
-def test_the_client_fills_buffers(served: Served) -> None:
-    data = stored(served)
-    chosen = random.Random(1)
-    places = [(chosen.randrange(len(data) - 1), chosen.randrange(1, 300_000)) for _ in range(200)]
-    places = [(offset, min(count, len(data) - offset)) for offset, count in places]
-    buffers = [bytearray(count) for _, count in places]
-    fills = [Fill(SHARD, offset, memoryview(b)) for (offset, _), b in zip(places, buffers, strict=True)]
-    with served.daemon.client() as client:
-        client.read_ranges(served.newest, fills)
-    for (offset, count), buffer in zip(places, buffers, strict=True):
-        assert buffer == data[offset : offset + count]
-
-
-@pytest.mark.parametrize(
-    ("ranges", "status", "code"),
-    [
-        ([], 422, "invalid_request"),
-        ([{"shard": SHARD, "offset": 0, "count": 0}], 422, "invalid_request"),
-        ([{"shard": SHARD, "offset": -1, "count": 1}], 422, "invalid_request"),
-        ([{"shard": SHARD, "offset": 0, "count": 1 << 59}], 416, "range_not_satisfiable"),
-        ([{"shard": SHARD, "offset": 1 << 59, "count": 1}], 416, "range_not_satisfiable"),
-        ([{"shard": "shard-00001.ckpt", "offset": 0, "count": 1}], 404, "object_missing"),
-        ([{"shard": "../../x", "offset": 0, "count": 1}], 422, "invalid_name"),
-        ([{"shard": SHARD, "offset": 0, "count": 1}] * 4097, 422, "invalid_request"),
-        ([{"shard": SHARD + "x" * 2_000_000, "offset": 0, "count": 1}], 422, "invalid_request"),
-    ],
-)
-def test_batches_that_cannot_be(served: Served, ranges: object, status: int, code: str) -> None:
-    answer = served.daemon.post(f"/v1/checkpoints/{served.newest.id}/read", {"ranges": ranges})
-    assert (answer.status_code, answer.json()["code"]) == (status, code)
-
-
-def test_direct_says_where_the_bytes_lie(served: Served) -> None:
-    location = served.daemon.get(f"/v1/checkpoints/{served.newest.id}/shards/{SHARD}?mode=direct").json()
-    path = httpx.URL(location["url"]).path
-    assert Path(path).read_bytes() == stored(served)
-    assert location["bytes"] == len(stored(served))
-
-
-def test_a_folder_has_nowhere_to_redirect_to(served: Served) -> None:
-    answer = served.daemon.get(f"/v1/checkpoints/{served.newest.id}/shards/{SHARD}?mode=redirect")
-    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
-    assert served.daemon.get(f"/v1/checkpoints/{served.newest.id}/shards/{SHARD}?mode=x").status_code == 422
-
-
-def test_an_object_store_is_redirected_to_without_its_credentials(s3_store: S3Location) -> None:
-    store = open_store(s3_store.url, s3_store.options)
-    checkpoint = write_checkpoint(store, "gpt", 1)
-    data = store.get(names.shard_key("gpt", checkpoint.attempt, SHARD))
-    with running_daemon(s3_store.url, environment=s3_store.environment) as daemon:
-        answer = daemon.get(f"/v1/checkpoints/{checkpoint.id}/shards/{SHARD}?mode=redirect")
-        assert answer.status_code == 307
-        assert answer.headers["cache-control"] == "no-store"
-        url = answer.headers["location"]
-        assert httpx.get(url).content == data
-        ranged = httpx.get(url, headers={"Range": "bytes=10-19"})
-        assert (ranged.status_code, ranged.content) == (206, data[10:20])
-        assert httpx.get(url.replace(SHARD, "shard-00001.ckpt")).status_code == 403
-        assert s3_store.service.environment["AWS_SECRET_ACCESS_KEY"] not in url
 
 
 def test_turns_come_round_however_many_one_client_wants() -> None:
