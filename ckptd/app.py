@@ -153,7 +153,7 @@ def _services(core: _Core, cache: BlockCache) -> Services:
     objects = Objects(store, core.catalogue, cache)
     leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
     pruning = core.pruning(store)
-    works = Works(store, core.synchronizing, pruning, clock, core.settings.orphan_grace_seconds)
+    works = Works(store, core.synchronizing, clock, core.settings.orphan_grace_seconds)
     return Services(
         catalogue=core.catalogue,
         contents=Contents(core.catalogue, objects),

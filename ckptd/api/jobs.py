@@ -25,7 +25,7 @@ JobId = Annotated[str, Path(max_length=26)]
 
 @router.post(bodies.JOBS, **documented(bodies.JobBody, 404, status=202, body=bodies.JobRequest))
 async def start(request: Request, given: Given, caller: Asking) -> Response:
-    """Start a job: verify, reindex, prune or gc. The answer names it; Location leads to it."""
+    """Start a job: verify or gc. The answer names it; Location leads to it."""
     body = await read_body(request, cast(type[Any], bodies.JobRequest))
     if getattr(body, "run", None) is not None:
         check_glob(body.run)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptapi.bodies import CollectJob, PruneJob, ReindexJob, VerifyJob
+from ckptapi.bodies import CollectJob, VerifyJob
 from ckptd.services.jobs import Progress, Work
-from ckptd.services.pruning import Pruning
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.commits.store_check import check_store
-from ckptstore.errors import InvalidPolicy, NoCheckpoint
+from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference, check_run
 from ckptstore.retention.deletion import collect
-from ckptstore.retention.policy import Policy, policy_of
-from ckptstore.retention.pruning import Prune
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.stores import Store
 
@@ -29,13 +26,11 @@ class Works:
         self,
         store: Store,
         synchronizing: Synchronizing,
-        pruning: Pruning,
         clock: Clock,
         orphan_grace_s: float,
     ) -> None:
         self._store = store
         self._synchronizing = synchronizing
-        self._pruning = pruning
         self._clock = clock
         self._orphan_grace_s = orphan_grace_s
 
@@ -43,8 +38,6 @@ class Works:
         """What does which kind."""
         return {
             VerifyJob: self.verify,
-            ReindexJob: self.reindex,
-            PruneJob: self.prune,
             CollectJob: self.collect,
         }
 
@@ -61,28 +54,6 @@ class Works:
                 corrupt.append(found.checkpoint.id)
             self._synchronizing.sync_run(found.checkpoint.run)
         return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}
-
-    def reindex(self, _: ReindexJob, progress: Progress) -> dict[str, Any]:
-        """Read every outcome again."""
-        progress.say("reading every outcome")
-        num_runs, num_checkpoints = self._synchronizing.reindex()
-        return {"runs": num_runs, "checkpoints": num_checkpoints}
-
-    def prune(self, request: PruneJob, progress: Progress) -> dict[str, Any]:
-        """Delete what policies do not keep."""
-        progress.say("planning")
-        done = self._pruning.prune(_prune(request), request.dry_run, progress.by)
-        freed = sum(checkpoint.stored_bytes for checkpoint in done.removed)
-        for checkpoint in done.removed:
-            progress.say(f"{'would delete' if request.dry_run else 'deleted'} {checkpoint.id}")
-        removed = [checkpoint.id for checkpoint in done.removed[:1000]]
-        return {
-            "dry_run": request.dry_run,
-            "removed": removed,
-            "num_removed": len(done.removed),
-            "freed_bytes": freed,
-            "held": [checkpoint.id for checkpoint in done.spared[:1000]],
-        }
 
     def collect(self, request: CollectJob, progress: Progress) -> dict[str, Any]:
         """Collect orphans, half deletions and expired leases."""
@@ -117,12 +88,3 @@ class Works:
                 f"run {run!r} has no checkpoint in {url}", "ckptctl runs, or GET /v1/runs, shows the runs"
             )
         return [run]
-
-
-def _prune(request: PruneJob) -> Prune:
-    policy = policy_of(request.rules) if request.rules is not None else None
-    if request.keep_last is not None:
-        if policy is not None:
-            raise InvalidPolicy("both keep_last and rules are given", "Write keep_last into the rules")
-        policy = Policy(keep_last=request.keep_last)
-    return Prune(policy, request.run, request.grace_s, looked_at=request.force)

@@ -129,7 +129,6 @@ RULES: dict[tuple[str, str], Rule] = {
 }
 JOBS: dict[type[Any], Scope] = {
     bodies.VerifyJob: Scope.READ,
-    bodies.PruneJob: Scope.PRUNE,
     bodies.CollectJob: Scope.PRUNE,
 }
 """What starting a job of a kind asks for; other kinds are for admins."""

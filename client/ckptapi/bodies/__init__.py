@@ -29,8 +29,6 @@ from ckptapi.bodies.jobs import (
     JobsBody,
     JobState,
     Name,
-    PruneJob,
-    ReindexJob,
     VerifyJob,
 )
 from ckptapi.bodies.observing import (
@@ -155,14 +153,12 @@ __all__ = [
     "Problem",
     "PruneBody",
     "PruneItem",
-    "PruneJob",
     "PruneRequest",
     "Rank",
     "RankBody",
     "RankReport",
     "ReadinessBody",
     "ReindexBody",
-    "ReindexJob",
     "RestoreBody",
     "RestoreRequest",
     "RestoreState",

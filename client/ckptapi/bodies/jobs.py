@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ckptapi.bodies.retention import PruneRequest
-
 JOBS = "/v1/jobs"
 Name = Annotated[str, msgspec.Meta(max_length=200)]
 
@@ -37,21 +35,13 @@ class VerifyJob(msgspec.Struct, frozen=True, kw_only=True, tag="verify", tag_fie
     checkpoint: Name | None = None
 
 
-class ReindexJob(msgspec.Struct, frozen=True, kw_only=True, tag="reindex", tag_field="kind"):
-    """Read every outcome in the store again."""
-
-
-class PruneJob(PruneRequest, frozen=True, kw_only=True, tag="prune", tag_field="kind"):
-    """Delete what policies do not keep; a dry run unless it says otherwise."""
-
-
 class CollectJob(msgspec.Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):
     """Collect orphans, half deletions and expired leases now."""
 
     run: Name | None = None
 
 
-JobRequest = VerifyJob | ReindexJob | PruneJob | CollectJob
+JobRequest = VerifyJob | CollectJob
 
 
 class JobBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from ckptd.services.events import Events
 from ckptd.services.jobs import MAX_LIVE, Jobs, Progress
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, InvalidPolicy, NoCheckpoint, NoJob, TooManyRequests
+from ckptstore.errors import CkptError, NoCheckpoint, NoJob, TooManyRequests
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
@@ -67,20 +67,14 @@ def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(served: tup
         assert client.jobs()[0].log is None
 
 
-def test_prune_and_gc_and_reindex(served: tuple[Daemon, Store]) -> None:
+def test_gc_leaves_fresh_uploads_alone(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
     with daemon.client() as client:
-        planned = done(client, bodies.PruneJob(keep_last=1, run="gpt"))
-        assert planned.result is not None
-        assert (planned.result["num_removed"], planned.result["dry_run"]) == (2, True)
+        write_rank(store, "gpt", Attempt(4, new_ulid(system_clock() - 7 * 86_400)), sample_arrays(), 0, world_size=2)
+        collected = done(client, bodies.CollectJob(run="gpt"))
+        assert collected.state is JobState.SUCCEEDED, collected
+        assert collected.result == {"aborted": 0, "rolled_forward": 0, "freed_bytes": 0}
         assert len(client.checkpoints("gpt")) == 3
-        pruned = done(client, bodies.PruneJob(keep_last=1, run="gpt", dry_run=False, force=True, grace_s=0))
-        assert pruned.state is JobState.SUCCEEDED, pruned
-        assert [c.step for c in client.checkpoints("gpt")] == [3]
-        assert done(client, bodies.CollectJob(run="gpt")).state is JobState.SUCCEEDED
-        write_checkpoint(store, "gpt", 4)
-        reindexed = done(client, bodies.ReindexJob())
-        assert reindexed.result == {"runs": 1, "checkpoints": 2}
 
 
 def test_what_cannot_be_done_is_said(served: tuple[Daemon, Store]) -> None:
@@ -89,7 +83,7 @@ def test_what_cannot_be_done_is_said(served: tuple[Daemon, Store]) -> None:
         for request, error in (
             (bodies.VerifyJob(run="nope"), NoCheckpoint),
             (bodies.VerifyJob(checkpoint="gpt@77"), NoCheckpoint),
-            (bodies.PruneJob(keep_last=0), InvalidPolicy),
+            (bodies.CollectJob(run="nope"), NoCheckpoint),
         ):
             failed = done(client, request)
             assert (failed.state, failed.code) == (JobState.FAILED, error.code)
@@ -149,7 +143,7 @@ class Bench:
         self.index = JobIndex(self.database)
         self.log = EventLog(self.database, self.clock)
         events = Events(self.log, None, lambda _: None)  # type: ignore[arg-type]
-        self.jobs = Jobs(self.index, events, self.clock, {bodies.ReindexJob: work})
+        self.jobs = Jobs(self.index, events, self.clock, {bodies.CollectJob: work})
 
     def clock(self) -> float:
         return self.now
@@ -189,7 +183,7 @@ def test_a_running_job_ends_at_its_next_step_after_a_cancel(bench: Any) -> None:
         raise AssertionError("it was not cancelled")
 
     made = bench(work)
-    job = made.jobs.submit(bodies.ReindexJob())
+    job = made.jobs.submit(bodies.CollectJob())
     assert began.wait(30)
     assert made.jobs.cancel(job.id).cancelling
     go_on.set()
@@ -208,7 +202,7 @@ def test_a_waiting_job_never_begins_after_a_cancel(bench: Any) -> None:
         assert go_on.wait(30)
 
     made = bench(work)
-    jobs = [made.jobs.submit(bodies.ReindexJob()) for _ in range(3)]
+    jobs = [made.jobs.submit(bodies.CollectJob()) for _ in range(3)]
     wait_until(lambda: len(ran) == 2, "two jobs at work")
     assert made.jobs.cancel(jobs[2].id).state is JobState.CANCELLED
     go_on.set()
@@ -224,16 +218,16 @@ def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
         raise ZeroDivisionError
 
     made = bench(work)
-    first = made.jobs.submit(bodies.ReindexJob())
+    first = made.jobs.submit(bodies.CollectJob())
     assert (made.ended(first).state, made.ended(first).code) == (JobState.FAILED, "internal")
-    assert made.ended(made.jobs.submit(bodies.ReindexJob())).result == {"fine": True}
+    assert made.ended(made.jobs.submit(bodies.CollectJob())).result == {"fine": True}
 
 
 @on_both
 def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
     made = bench(lambda _request, _progress: None)
     left = Job(
-        id=ULID, kind="reindex", request={}, state=JobState.RUNNING, created_at=900.0, heard_at=990.0, started_at=901.0
+        id=ULID, kind="gc", request={}, state=JobState.RUNNING, created_at=900.0, heard_at=990.0, started_at=901.0
     )
     made.index.add(left)
     made.jobs.watch()
@@ -249,7 +243,7 @@ def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
 def test_a_job_that_works_for_long_is_not_taken_for_gone(bench: Any) -> None:
     go_on = threading.Event()
     made = bench(lambda _request, _progress: {"done": go_on.wait(30)})
-    job = made.jobs.submit(bodies.ReindexJob())
+    job = made.jobs.submit(bodies.CollectJob())
     wait_until(lambda: made.jobs.find(job.id).state is JobState.RUNNING, "its begin")
     for _ in range(5):
         made.now += 10
@@ -263,9 +257,9 @@ def test_no_more_jobs_than_anybody_could_want(bench: Any) -> None:
     go_on = threading.Event()
     made = bench(lambda _request, _progress: {"done": go_on.wait(60)})
     for _ in range(MAX_LIVE):
-        made.jobs.submit(bodies.ReindexJob())
+        made.jobs.submit(bodies.CollectJob())
     with pytest.raises(TooManyRequests):
-        made.jobs.submit(bodies.ReindexJob())
+        made.jobs.submit(bodies.CollectJob())
     go_on.set()
 
 
@@ -276,7 +270,7 @@ def test_a_log_keeps_its_newest_lines(bench: Any) -> None:
             progress.say(f"line {number}")
 
     made = bench(work)
-    log = made.ended(made.jobs.submit(bodies.ReindexJob())).log
+    log = made.ended(made.jobs.submit(bodies.CollectJob())).log
     assert len(log) <= 64 << 10
     assert log.endswith("line 19999\n")
 
