@@ -12,7 +12,6 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.http.examples import EXAMPLES
 
 _REF = "#/components/schemas/{name}"
 _ALWAYS = (401, 403, 414, 422, 429, 431, 500, 503)
@@ -54,8 +53,9 @@ def install(app: FastAPI) -> None:
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             found = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
+            _, schemas = msgspec.json.schema_components(list(_kinds.values()), ref_template=_REF)
             found["components"] = {
-                "schemas": _components(),
+                "schemas": schemas,
                 "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
             }
             found["security"] = [{"token": []}]
@@ -81,12 +81,3 @@ def _schema(kind: Any) -> dict[str, Any]:
         _kinds[member.__name__] = member
     (found,), _ = msgspec.json.schema_components((kind,), ref_template=_REF)
     return found
-
-
-def _components() -> dict[str, Any]:
-    _, components = msgspec.json.schema_components(list(_kinds.values()), ref_template=_REF)
-    for example in EXAMPLES:
-        schema = components.get(type(example).__name__)
-        if schema is not None:
-            schema["example"] = msgspec.to_builtins(example)
-    return components

@@ -46,7 +46,6 @@ from ckptapi.bodies.observing import (
 )
 from ckptapi.bodies.problems import PROBLEM, Problem
 from ckptapi.bodies.restores import (
-    MAX_SILENCE_S,
     MAX_WAIT_S,
     MAX_WORLD_SIZE,
     RESTORES,
@@ -61,7 +60,6 @@ from ckptapi.bodies.restores import (
     RestoresBody,
     RestoreState,
     RestoreStatus,
-    WorldSize,
 )
 from ckptapi.bodies.retention import (
     AUDIT,
@@ -74,7 +72,6 @@ from ckptapi.bodies.retention import (
     DeletedListBody,
     LabelsRequest,
     PinBody,
-    PinRequest,
     PinsBody,
     PoliciesBody,
     PoliciesListBody,
@@ -101,7 +98,6 @@ __all__ = [
     "MAX_ENTRIES",
     "MAX_EVENTS",
     "MAX_PAGE",
-    "MAX_SILENCE_S",
     "MAX_WAIT_S",
     "MAX_WORLD_SIZE",
     "NOTIFY",
@@ -145,7 +141,6 @@ __all__ = [
     "Page",
     "Phase",
     "PinBody",
-    "PinRequest",
     "PinsBody",
     "PoliciesBody",
     "PoliciesListBody",
@@ -175,5 +170,4 @@ __all__ = [
     "TokensBody",
     "UndeleteRequest",
     "VerifyJob",
-    "WorldSize",
 ]

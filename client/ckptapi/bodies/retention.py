@@ -91,14 +91,6 @@ class PinBody(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-class PinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Keep a checkpoint until the pin is removed."""
-
-    id: str
-    name: str
-    reason: Reason = ""
-
-
 class LabelsRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to set, and with null what to remove. A metric that is removed is again as it was saved."""
 
