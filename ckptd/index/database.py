@@ -157,7 +157,8 @@ class Database:
                 command.upgrade(config, "head")
             except CommandError as error:
                 raise IndexUnavailable(
-                    f"{self.url} was written by a newer ckptd: {error}", f"Upgrade ckptd. {_DISPOSABLE}"
+                    f"{self.url} was written by a newer ckptd, or by a development version: {error}",
+                    f"Upgrade ckptd. {_DISPOSABLE}",
                 ) from error
 
     @contextmanager
