@@ -1,4 +1,4 @@
-"""What users may rely on is complete, explained, and mentioned in the README."""
+"""What users may rely on is complete, explained, and mentioned in the README or in docs/python.md."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 import ckpt
 from ckpt import Checkpointer, default
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md").read_text() + (ROOT / "docs" / "python.md").read_text()
 FUNCTIONS = [name for name in ckpt.__all__ if inspect.isfunction(getattr(ckpt, name))]
 
 
 @pytest.mark.parametrize("name", ckpt.__all__)
 def test_every_public_name_exists_and_is_documented(name: str) -> None:
     assert inspect.getdoc(getattr(ckpt, name))
-    assert f"`{name}" in README or f"ckpt.{name}" in README
+    assert f"`{name}" in PAGES or f"ckpt.{name}" in PAGES
 
 
 def test_nothing_else_is_public() -> None:
