@@ -28,11 +28,11 @@ from ckpt.restoring.tensors import load_tensors
 from ckpt.saver.budget import Budget
 from ckpt.schedule import Schedule
 from ckpt.snapshot.client import OnBusy, SaveClient
-from ckpt.snapshot.counters import Counters, Tally
+from ckpt.snapshot.counters import Counters, LiveCounters
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.overlap import Overlap
-from ckpt.snapshot.stage import Layout
-from ckpt.snapshot.take import Save, take_snapshot
+from ckpt.snapshot.stage import SnapshotLayout
+from ckpt.snapshot.take import SaveRequest, take_snapshot
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
@@ -84,11 +84,11 @@ class Checkpointer:
             self.config.source, self.config.token, self.config.options, patience_s=self.config.daemon_timeout_s
         )
         self._pid = os.getpid()
-        self._tally = Tally()
+        self._tally = LiveCounters()
         self._client: SaveClient | None = None
         self._agreement: Agreement | None = None
         self._saves_of_step: Counter[int] = Counter()
-        self._layout = Layout.of([])
+        self._layout = SnapshotLayout.of([])
         self._placed: object | None = None
         """The sameness of captures that are known to have this layout."""
         self._capturer = Capturer()
@@ -174,7 +174,7 @@ class Checkpointer:
         attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
         handle = SaveHandle(step, self._layout.num_bytes, started)
         overlap = self._gate(subject)
-        save = Save(attempt, captured, self._layout, _numbers(metrics), self._lease)
+        save = SaveRequest(attempt, captured, self._layout, _numbers(metrics), self._lease)
         try:
             taken = take_snapshot(client, save, handle, overlap, on_busy)
         except BaseException:
@@ -352,7 +352,7 @@ class Checkpointer:
         if captured.leaves.slices != self._layout.slices:
             # Optimizer state appears with the first step; anything else is for all ranks to agree on.
             agreement.ownership.check(describe(subject, sampled=False))
-            self._layout = Layout.of(captured.leaves.slices)
+            self._layout = SnapshotLayout.of(captured.leaves.slices)
         self._placed = captured.sameness
         return captured
 

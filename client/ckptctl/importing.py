@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ckpt.foreign.parts import Foreign, Read
+from ckpt.foreign.parts import ForeignState, Read
 from ckpt.saver.upload import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.clock import Clock
@@ -51,7 +51,7 @@ def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attemp
 
 
 def write_checkpoint(
-    store: Store, run: str, attempt: Attempt, foreign: Foreign, progress: Progress, clock: Clock
+    store: Store, run: str, attempt: Attempt, foreign: ForeignState, progress: Progress, clock: Clock
 ) -> Checkpoint:
     """Store the state as the checkpoint of a single process; it exists on return.
 
@@ -86,7 +86,7 @@ def write_checkpoint(
 
 
 def _upload(
-    store: Store, run: str, attempt: Attempt, placed: Sequence[Placed], foreign: Foreign, progress: Progress
+    store: Store, run: str, attempt: Attempt, placed: Sequence[Placed], foreign: ForeignState, progress: Progress
 ) -> Uploaded:
     reads = {(part.slice.entry, part.slice.box): part.read for part in foreign.parts}
     key = names.shard_key(run, attempt, names.shard_name(0))

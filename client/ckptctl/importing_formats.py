@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.foreign.parts import Foreign, Part, file_read
+from ckpt.foreign.parts import ForeignSlice, ForeignState, file_read
 from ckptctl.exporting_formats import INDEX, ONLY, missing_torch
 from ckptctl.safetensors_file import StoredTensor, read_header
 from ckptstore.errors import CorruptObject, InvalidRequest
@@ -58,7 +58,7 @@ def choose_format(path: Path, given: ForeignFormat | None) -> ForeignFormat:
     return found
 
 
-def read_foreign(path: Path, kind: ForeignFormat, item: str) -> Foreign:
+def read_foreign(path: Path, kind: ForeignFormat, item: str) -> ForeignState:
     """The state at `path`, without the bytes of its tensors. `item` names a state that is not a dict of items.
 
     Raises InvalidRequest, UnsupportedObject or CorruptObject.
@@ -83,11 +83,11 @@ def _file(path: Path) -> Path:
     return path / INDEX if (path / INDEX).is_file() else path / ONLY
 
 
-def read_safetensors(path: Path, item: str) -> Foreign:
+def read_safetensors(path: Path, item: str) -> ForeignState:
     """A file, or the files that an index names. A file that ckptctl exported falls into its items again."""
     index = _index(path)
     files = [path.parent / name for name in sorted(set(index.values()))] if index else [path]
-    foreign = Foreign()
+    foreign = ForeignState()
     paths: dict[tuple[str, ...], str] = {}
     found: set[str] = set()
     for file in files:
@@ -107,7 +107,7 @@ def read_safetensors(path: Path, item: str) -> Foreign:
 
 
 def _add(
-    foreign: Foreign,
+    foreign: ForeignState,
     paths: dict[tuple[str, ...], str],
     file: Path,
     tensors: Iterable[StoredTensor],
@@ -120,7 +120,7 @@ def _add(
     tied = {alias: name for alias, name in metadata.items() if name in entries and alias not in entries}
     for tensor in tensors:
         piece = Slice.whole(entries[tensor.name], tensor.dtype, tensor.shape)
-        foreign.parts.append(Part(piece, file_read(file, tensor.at)))
+        foreign.parts.append(ForeignSlice(piece, file_read(file, tensor.at)))
     for name, entry in [*entries.items(), *((alias, entries[name]) for alias, name in tied.items())]:
         paths[tuple(name.split("/")) if is_own else (item, name)] = entry
     prefix = "" if is_own else f"{item}/"

@@ -36,7 +36,7 @@ class Brake:
 def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator[Brake]:
     """Copies wait to be released; with `release_at_gate`, until an optimizer waits for them. Of any size, unless
     `small_bytes` is how small those are that do not wait."""
-    brake, copy, hold = Brake(), Transfer.copy, Overlap.hold
+    brake, copy, hold = Brake(), Transfer.copy, Overlap.before_step
 
     def held_copy(transfer: Transfer) -> None:
         assert brake.released.wait(_PATIENCE_S)
@@ -51,7 +51,7 @@ def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator
 
     with (
         patch.object(Transfer, "copy", held_copy),
-        patch.object(Overlap, "hold", seen_hold),
+        patch.object(Overlap, "before_step", seen_hold),
         patch.object(overlap, "_SMALL_BYTES", small_bytes),
     ):
         try:

@@ -17,8 +17,8 @@ import torch
 from torch.serialization import skip_data
 
 from ckpt.dtypes import BY_NAME
-from ckpt.foreign.inert import Name, Record, read_records
-from ckpt.foreign.parts import Foreign, Read, file_read
+from ckpt.foreign.inert import GlobalName, Record, read_records
+from ckpt.foreign.parts import ForeignState, Read, file_read
 from ckpt.foreign.state import Scattered, to_foreign
 from ckpt.foreign.strided import strided_read
 from ckpt.foreign.torch_file import first_sentence, refusal
@@ -43,7 +43,7 @@ _CLASSES = (
 )
 _PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
 _RECORDS = frozenset([(module, name) for module in _MODULES for name in _CLASSES] + _PATHS)
-_PLAIN: dict[Name, Any] = {
+_PLAIN: dict[GlobalName, Any] = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
@@ -55,27 +55,27 @@ _PLAIN: dict[Name, Any] = {
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class _Chunk(msgspec.Struct, frozen=True):
+class _ChunkMetadata(msgspec.Struct, frozen=True):
     offsets: tuple[_Count, ...]
     sizes: tuple[_Count, ...]
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _StoragePlace(msgspec.Struct, frozen=True):
     relative_path: str
     offset: _Count
     length: _Count
     transform_descriptors: list[str] | None = None
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _MetadataIndex(msgspec.Struct, frozen=True):
     fqn: str
     offset: tuple[_Count, ...] | None = None
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+class _TensorMetadata(msgspec.Struct, frozen=True):
     properties: Any
     size: tuple[_Count, ...]
-    chunks: list[_Chunk]
+    chunks: list[_ChunkMetadata]
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ _Key = tuple[str, tuple[int, ...] | None]
 """Name of a tensor or value, and where in the tensor a chunk begins."""
 
 
-def read_dcp(path: Path, item: str) -> Foreign:
+def read_dcp(path: Path, item: str) -> ForeignState:
     """The state in a folder. `item` names it unless it is a dict of items.
 
     Raises UnsupportedObject for what would need code to be executed or was transformed, CorruptObject for a folder
@@ -96,15 +96,18 @@ def read_dcp(path: Path, item: str) -> Foreign:
     """
     try:
         metadata = _convert(read_records(path / METADATA, _RECORDS, _PLAIN), _Metadata)
-        pairs = [(_convert(index, _Index), _convert(info, _Place)) for index, info in metadata.storage_data.items()]
+        pairs = [
+            (_convert(index, _MetadataIndex), _convert(info, _StoragePlace))
+            for index, info in metadata.storage_data.items()
+        ]
         folder = _Folder(path, {(index.fqn, index.offset): place for index, place in pairs})
-        state = _Node()
+        state = _PathNode()
         for name, described in metadata.state_dict_metadata.items():
             _set(state, (metadata.planner_data or {}).get(name, (name,)), folder.value(name, described))
         nested = _with_lists(state)
     except FileNotFoundError as error:
         raise CorruptObject(f"{path} has no {METADATA}", "Only a finished checkpoint has one") from error
-    except (msgspec.ValidationError, _Nowhere) as error:
+    except (msgspec.ValidationError, _BadMetadata) as error:
         raise CorruptObject(f"{path / METADATA} is malformed: {error}") from error
     return to_foreign(nested, item, str(path))
 
@@ -118,26 +121,26 @@ class _Folder:
     """The files of a checkpoint, and what lies where in them."""
 
     path: Path
-    places: dict[_Key, _Place]
+    places: dict[_Key, _StoragePlace]
     _maps: dict[Path, memoryview] = field(default_factory=dict)
 
     def value(self, name: str, described: Any) -> Any:
         """A tensor to be read later, or a small value."""
         if type(described).__name__ != "TensorStorageMetadata":
             return self._small_value(name)
-        tensor: _Tensor = _convert(described, _Tensor)
+        tensor: _TensorMetadata = _convert(described, _TensorMetadata)
         dtype = _dtype(tensor.properties)
         if 0 in tensor.size:
             return torch.empty(tensor.size, dtype=dtype)
         boxes = {(*chunk.offsets, *chunk.sizes): chunk for chunk in tensor.chunks if 0 not in chunk.sizes}
         if not boxes:
-            raise _Nowhere(f"no chunk of {name!r} is there")
+            raise _BadMetadata(f"no chunk of {name!r} is there")
         pieces = []
         for box, chunk in boxes.items():
             if {len(chunk.offsets), len(chunk.sizes)} != {len(tensor.size)}:
-                raise _Nowhere(f"a chunk of {name!r} has other dimensions than the tensor")
+                raise _BadMetadata(f"a chunk of {name!r} has other dimensions than the tensor")
             if any(at + n > end for at, n, end in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
-                raise _Nowhere(f"a chunk of {name!r} leaves the tensor")
+                raise _BadMetadata(f"a chunk of {name!r} leaves the tensor")
             place = self._place(name, chunk.offsets)
             pieces.append((box, self._read(name, place, dtype, chunk.sizes)))
         return Scattered(dtype, tensor.size, tuple(pieces))
@@ -154,26 +157,26 @@ class _Folder:
         except Exception as error:  # torch raises almost anything for a damaged file
             raise CorruptObject(f"{what} cannot be read: {first_sentence(error)}") from error
 
-    def _place(self, name: str, offsets: tuple[int, ...] | None) -> _Place:
+    def _place(self, name: str, offsets: tuple[int, ...] | None) -> _StoragePlace:
         place = self.places.get((name, offsets))
         if place is None:
-            raise _Nowhere(f"it does not say where {name!r} lies")
+            raise _BadMetadata(f"it does not say where {name!r} lies")
         if place.transform_descriptors:
             raise UnsupportedObject(
                 f"{name!r} of {self.path} was transformed by {', '.join(place.transform_descriptors)}",
                 "Save it without extensions",
             )
         if Path(place.relative_path).name != place.relative_path or place.relative_path == "..":
-            raise _Nowhere(f"{name!r} lies outside the folder, at {place.relative_path!r}")
+            raise _BadMetadata(f"{name!r} lies outside the folder, at {place.relative_path!r}")
         path = self.path / place.relative_path
         if not path.is_file() or path.stat().st_size < place.offset + place.length:
             raise CorruptObject(f"{path} is missing or not whole", "Copy the folder again, with the files of all ranks")
         return place
 
-    def _read(self, name: str, place: _Place, dtype: torch.dtype, sizes: tuple[int, ...]) -> Read:
+    def _read(self, name: str, place: _StoragePlace, dtype: torch.dtype, sizes: tuple[int, ...]) -> Read:
         """The elements of one chunk, found in its file when they are first asked for."""
         if prod(sizes) * dtype.itemsize > place.length:
-            raise _Nowhere(f"a chunk of {name!r} is larger than where it lies")
+            raise _BadMetadata(f"a chunk of {name!r} is larger than where it lies")
         find = cache(partial(self._find, place, dtype, sizes))
 
         def read(start: int, buffer: memoryview) -> None:
@@ -187,7 +190,7 @@ class _Folder:
 
         return read
 
-    def _find(self, place: _Place, dtype: torch.dtype, sizes: tuple[int, ...]) -> Read:
+    def _find(self, place: _StoragePlace, dtype: torch.dtype, sizes: tuple[int, ...]) -> Read:
         path = self.path / place.relative_path
         if path not in self._maps:
             with open(path, "rb") as file:
@@ -201,7 +204,7 @@ class _Folder:
         return strided_read(memory, dtype.itemsize, sizes, tensor.stride(), int(tensor.storage_offset()))
 
 
-class _Nowhere(Exception):
+class _BadMetadata(Exception):
     """The metadata contradicts itself; says where."""
 
 
@@ -209,7 +212,7 @@ def _dtype(properties: Any) -> torch.dtype:
     state = properties.state if isinstance(properties, Record) else None
     if isinstance(state, tuple) and state and isinstance(state[0], torch.dtype):
         return state[0]
-    raise _Nowhere("a tensor has no element type")
+    raise _BadMetadata("a tensor has no element type")
 
 
 def _only_record(window: _Window) -> int:
@@ -251,27 +254,27 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-class _Node(dict[str | int, Any]):
+class _PathNode(dict[str | int, Any]):
     """A dict or list of the state, by keys or places; a dict that is a value is none."""
 
 
-def _set(state: _Node, path: tuple[str | int, ...], value: Any) -> None:
+def _set(state: _PathNode, path: tuple[str | int, ...], value: Any) -> None:
     """Put a value where its path leads."""
     for step in path[:-1]:
-        state = state.setdefault(step, _Node())
-        if type(state) is not _Node:
-            raise _Nowhere(f"the path {path} leads through a value")
+        state = state.setdefault(step, _PathNode())
+        if type(state) is not _PathNode:
+            raise _BadMetadata(f"the path {path} leads through a value")
     if not path or path[-1] in state:
-        raise _Nowhere(f"two values at {path}")
+        raise _BadMetadata(f"two values at {path}")
     state[path[-1]] = value
 
 
 def _with_lists(value: Any) -> Any:
     """Whole numbers in a path are places in a list, and come in any order."""
-    if type(value) is not _Node:
+    if type(value) is not _PathNode:
         return value
     if not any(type(key) is int for key in value):
         return {key: _with_lists(item) for key, item in value.items()}
     if value.keys() != set(range(len(value))):
-        raise _Nowhere("a list has gaps")
+        raise _BadMetadata("a list has gaps")
     return [_with_lists(value[i]) for i in range(len(value))]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
 
-Name = tuple[str, str]
+GlobalName = tuple[str, str]
 """Module and name of a global."""
 
 
@@ -33,12 +33,12 @@ class Record:
             self.state = state
 
 
-def read_records(path: Path, records: frozenset[Name], plain: Mapping[Name, Any]) -> Any:
+def read_records(path: Path, records: frozenset[GlobalName], plain: Mapping[GlobalName, Any]) -> Any:
     """What a pickle holds: Records in the place of objects of the classes `records`, harmless things for `plain` names.
 
     Raises UnsupportedObject for any other name, CorruptObject if it is not a whole pickle.
     """
-    made: dict[Name, type[Record]] = {}
+    made: dict[GlobalName, type[Record]] = {}
 
     class Inert(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:

@@ -15,7 +15,7 @@ Read = Callable[[int, memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ForeignSlice:
     """A slice and how to get its bytes."""
 
     slice: Slice
@@ -23,10 +23,10 @@ class Part:
 
 
 @dataclass(slots=True)
-class Foreign:
+class ForeignState:
     """The state in a file, as a checkpoint would hold it."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ForeignSlice] = field(default_factory=list)
     trees: dict[str, JSON] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ import torch
 from ckpt.capture.modules import canonical
 from ckpt.capture.train_state import MODEL, OPTIMIZER
 from ckpt.dtypes import NAMES
-from ckpt.foreign.parts import Foreign, Part, Read
+from ckpt.foreign.parts import ForeignSlice, ForeignState, Read
 from ckpt.foreign.strided import tensor_read
 from ckptstore.errors import InvalidRequest, UnsupportedObject
 from ckptstore.format.boxes import Box
@@ -45,7 +45,7 @@ class _Builder:
     """Collects the parts and trees of one file."""
 
     path: str
-    foreign: Foreign = field(default_factory=Foreign)
+    foreign: ForeignState = field(default_factory=ForeignState)
     _names: set[str] = field(default_factory=set)
     _seen: dict[tuple[object, ...], str] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class _Builder:
         if isinstance(value, Scattered):
             name, dtype = self._fresh(path), self._dtype(path, value.dtype)
             slices = [(Slice(name, dtype, value.shape, box), read) for box, read in value.pieces]
-            self.foreign.parts += [Part(piece, read) for piece, read in slices]
+            self.foreign.parts += [ForeignSlice(piece, read) for piece, read in slices]
             return {TAG: "tensor", "name": name}
         if isinstance(value, torch.Tensor):
             return {TAG: "tensor", "name": self._tensor(path, value)}
@@ -84,7 +84,9 @@ class _Builder:
             self.foreign.aliases[name] = known
             return known
         self._seen[key] = name
-        self.foreign.parts.append(Part(Slice.whole(name, dtype, tuple(tensor.shape)), tensor_read(tensor.detach())))
+        self.foreign.parts.append(
+            ForeignSlice(Slice.whole(name, dtype, tuple(tensor.shape)), tensor_read(tensor.detach()))
+        )
         return name
 
     def _dtype(self, path: str, dtype: torch.dtype) -> str:
@@ -102,7 +104,7 @@ class _Builder:
         return name
 
 
-def to_foreign(state: Any, item: str, path: str) -> Foreign:
+def to_foreign(state: Any, item: str, path: str) -> ForeignState:
     """A state as parts and trees. `item` names it unless it is a dict of items.
 
     Raises InvalidRequest if nothing is in it, UnsupportedObject for what cannot be stored.

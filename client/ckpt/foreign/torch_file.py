@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, set_default_mmap_options
 
-from ckpt.foreign.parts import Foreign
+from ckpt.foreign.parts import ForeignState
 from ckpt.foreign.state import to_foreign
 from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
 
@@ -22,7 +22,7 @@ _ZIP = b"PK\x03\x04"
 _REMEDY = "Load it where it was written, keep only tensors, numbers, strings, lists and dicts, and save that"
 
 
-def read_torch(path: Path, item: str) -> Foreign:
+def read_torch(path: Path, item: str) -> ForeignState:
     """The state in a file. `item` names it unless it is a dict of items.
 
     Raises UnsupportedObject if it needs code to be executed, CorruptObject if it is not whole.

@@ -23,7 +23,7 @@ WORTH_SAVING = 0.01
 """A coding that saves less than this share of the bytes is not worth its seconds."""
 
 
-class Figure(NamedTuple):
+class CodingCost(NamedTuple):
     """What a byte of one element type costs in one coding."""
 
     seconds: float
@@ -32,7 +32,7 @@ class Figure(NamedTuple):
     """Bytes."""
 
 
-Figures = Mapping[str, Mapping[Coding, Figure]]
+CostTable = Mapping[str, Mapping[Coding, CodingCost]]
 """By element type; all that may be chosen is in it."""
 
 
@@ -63,7 +63,7 @@ class _Step(NamedTuple):
 
 
 def choose(
-    raw_bytes: Mapping[str, float], figures: Figures, upload_s: float, threads: float, interval_s: float | None
+    raw_bytes: Mapping[str, float], costs: CostTable, upload_s: float, threads: float, interval_s: float | None
 ) -> Choice:
     """The smallest choice that is durable well inside the interval, or without one, that which is durable soonest.
 
@@ -71,7 +71,7 @@ def choose(
     from save to save; None if nothing is known of it. Then soonest counts too: it may be the only save, at the end
     of a run, which somebody waits for.
     """
-    choices = list(_sequence(raw_bytes, figures, upload_s, threads))
+    choices = list(_sequence(raw_bytes, costs, upload_s, threads))
     if interval_s is not None:
         in_time = [choice for choice in choices if choice.durable_s <= INTERVAL_SHARE * interval_s]
         if in_time:
@@ -79,12 +79,12 @@ def choose(
     return min(choices, key=lambda choice: (choice.durable_s, choice.stored_bytes))
 
 
-def _sequence(raw_bytes: Mapping[str, float], figures: Figures, upload_s: float, threads: float) -> Iterable[Choice]:
+def _sequence(raw_bytes: Mapping[str, float], costs: CostTable, upload_s: float, threads: float) -> Iterable[Choice]:
     codings: dict[str, Coding] = {}
     seconds = stored = 0.0
     steps: list[list[_Step]] = []
     for dtype, count in raw_bytes.items():
-        points = _worthwhile(figures[dtype])
+        points = _worthwhile(costs[dtype])
         codings[dtype], (each, left) = points[0]
         seconds += count * each
         stored += count * left
@@ -98,16 +98,16 @@ def _sequence(raw_bytes: Mapping[str, float], figures: Figures, upload_s: float,
         yield Choice(dict(codings), seconds / threads, stored * upload_s, stored)
 
 
-def _worthwhile(figures: Mapping[Coding, Figure]) -> list[tuple[Coding, Figure]]:
+def _worthwhile(costs: Mapping[Coding, CodingCost]) -> list[tuple[Coding, CodingCost]]:
     """From the soonest encoded to the smallest; those that cost more without saving much are left out."""
-    left: list[tuple[Coding, Figure]] = []
-    for coding, figure in sorted(figures.items(), key=lambda item: item[1]):
-        if not left or left[-1][1].stored - figure.stored >= WORTH_SAVING:
-            left.append((coding, figure))
+    left: list[tuple[Coding, CodingCost]] = []
+    for coding, cost in sorted(costs.items(), key=lambda item: item[1]):
+        if not left or left[-1][1].stored - cost.stored >= WORTH_SAVING:
+            left.append((coding, cost))
     return left
 
 
-def _step(dtype: str, count: float, before: tuple[Coding, Figure], after: tuple[Coding, Figure]) -> _Step:
+def _step(dtype: str, count: float, before: tuple[Coding, CodingCost], after: tuple[Coding, CodingCost]) -> _Step:
     (_, old), (coding, new) = before, after
     seconds, saved = new.seconds - old.seconds, old.stored - new.stored
     return _Step(saved / seconds if seconds else math.inf, dtype, coding, count * seconds, count * saved)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ckpt.saver.deriving import Derived, in_stream
-from ckpt.saver.messages import Job, Setup
+from ckpt.saver.messages import SaveJob, Setup
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.commit import (
@@ -38,7 +38,7 @@ _LONGEST_WAIT_S = 2.0
 
 
 def write_receipt(
-    store: Store, setup: Setup, job: Job, placed: list[Placed], derived: list[Derived], shard: Shard | None
+    store: Store, setup: Setup, job: SaveJob, placed: list[Placed], derived: list[Derived], shard: Shard | None
 ) -> StoredReceipt:
     """State that everything this rank writes is durable; the receipt itself is durable on return."""
     shards = [shard] if shard is not None else []
@@ -95,9 +95,7 @@ def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
     )
 
 
-def decline_attempts(
-    store: Store, setup: Setup, attempts: Iterable[Attempt], failure: str | None, clock: Clock
-) -> None:
+def abort_attempts(store: Store, setup: Setup, attempts: Iterable[Attempt], failure: str | None, clock: Clock) -> None:
     """Tell the other ranks that this one takes no part in attempts, so that they need not wait for it. Never raises.
 
     failure: what went wrong here; None if the attempts are skipped.

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from types import TracebackType
 
-from ckpt.saver.throttle import Pace
+from ckpt.saver.throttle import CpuThrottle
 from ckptstore.format.codings import Policy
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
@@ -24,7 +24,7 @@ BUDGET_BYTES = 64 << 20
 
 Encode = Callable[[memoryview, ChunkSpan], EncodedChunk]
 """Encodes the bytes of one chunk, which is this stretch of the raw stream; called in several threads."""
-Chunks = Iterable[tuple[memoryview, ChunkSpan]]
+ChunkStream = Iterable[tuple[memoryview, ChunkSpan]]
 """The bytes of the chunks to be encoded, in order, and their places in the raw stream."""
 
 _Encoded = tuple[Future[EncodedChunk], int]
@@ -35,7 +35,7 @@ def encode_by(policy: Policy) -> Encode:
     return lambda raw, span: encode_chunk(raw, policy(span.dtype))
 
 
-def encode_stream(chunks: Chunks, encode: Encode) -> Iterator[EncodedChunk]:
+def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]:
     """The chunks in order. They are asked for in the calling thread, as encoding goes on."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
         ahead: deque[_Encoded] = deque()
@@ -54,15 +54,15 @@ def encode_stream(chunks: Chunks, encode: Encode) -> Iterator[EncodedChunk]:
 class Encoder:
     """Encodes one snapshot after the other, ahead of whoever takes the chunks. One thread begins, one takes."""
 
-    def __init__(self, pace: Pace, budget_bytes: int = BUDGET_BYTES) -> None:
-        self._pace = pace
+    def __init__(self, pace: CpuThrottle, budget_bytes: int = BUDGET_BYTES) -> None:
+        self._throttle = pace
         self._budget_bytes = budget_bytes
         self._changed = threading.Condition()
         self._held = 0
         self._order = ThreadPoolExecutor(1, thread_name_prefix="ckpt-ahead")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
 
-    def begin(self, chunks: Chunks, encode: Encode) -> Encoding:
+    def begin(self, chunks: ChunkStream, encode: Encode) -> Encoding:
         """Begin to encode a snapshot, after those begun before. Whoever gets the result must leave it."""
         encoding = Encoding(self)
         self._order.submit(self._feed, encoding, chunks, encode)
@@ -73,41 +73,43 @@ class Encoder:
         self._order.shutdown()
         self._pool.shutdown()
 
-    def _feed(self, encoding: Encoding, chunks: Chunks, encode: Encode) -> None:
+    def _feed(self, encoding: Encoding, chunks: ChunkStream, encode: Encode) -> None:
         try:
             for raw, span in chunks:
-                if not self._take(encoding, span.bytes):
+                if not self._reserve(encoding, span.bytes):
                     break
-                encoding.coming.put((self._pool.submit(self._encode, raw, span, encode), span.bytes))
+                encoding.queue.put((self._pool.submit(self._encode, raw, span, encode), span.bytes))
         except BaseException as error:
             failed: Future[EncodedChunk] = Future()
             failed.set_exception(error)
-            encoding.coming.put((failed, 0))
-        encoding.coming.put(None)
+            encoding.queue.put((failed, 0))
+        encoding.queue.put(None)
 
     def _encode(self, raw: memoryview, span: ChunkSpan, encode: Encode) -> EncodedChunk:
-        self._pace.keep()
+        self._throttle.wait_for_budget()
         return encode(raw, span)
 
-    def _take(self, encoding: Encoding, count: int) -> bool:
+    def _reserve(self, encoding: Encoding, count: int) -> bool:
         """Wait until the budget has room; False if nobody wants the chunks any more."""
         with self._changed:
-            self._changed.wait_for(lambda: encoding.left or self._held == 0 or self._held + count <= self._budget_bytes)
-            if encoding.left:
+            self._changed.wait_for(
+                lambda: encoding.cancelled or self._held == 0 or self._held + count <= self._budget_bytes
+            )
+            if encoding.cancelled:
                 return False
             self._held += count
             return True
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Bytes that are written, or not wanted any more."""
         with self._changed:
             self._held -= count
             self._changed.notify_all()
 
-    def leave(self, encoding: Encoding) -> None:
+    def cancel(self, encoding: Encoding) -> None:
         """Have no more of it encoded."""
         with self._changed:
-            encoding.left = True
+            encoding.cancelled = True
             self._changed.notify_all()
 
 
@@ -118,8 +120,8 @@ class Encoding:
     """
 
     def __init__(self, encoder: Encoder) -> None:
-        self.left = False
-        self.coming: SimpleQueue[_Encoded | None] = SimpleQueue()
+        self.cancelled = False
+        self.queue: SimpleQueue[_Encoded | None] = SimpleQueue()
         self._encoder = encoder
         self._ended = False
         self._lent = 0
@@ -131,31 +133,31 @@ class Encoding:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave()
+        self.cancel()
 
     def __iter__(self) -> Iterator[EncodedChunk]:
         while (item := self._next()) is not None:
             future, self._lent = item
             yield future.result()
-            self._take_back()
+            self._release_lent()
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Give up what was not taken; waits for chunks that are being encoded."""
-        self._encoder.leave(self)
-        self._take_back()  # the iteration may have been left by an error, which keeps it alive
+        self._encoder.cancel(self)
+        self._release_lent()  # the iteration may have been left by an error, which keeps it alive
         while (item := self._next()) is not None:
             future, size = item
             if not future.cancel():
                 future.exception()
-            self._encoder.give_back(size)
+            self._encoder.release(size)
 
-    def _take_back(self) -> None:
+    def _release_lent(self) -> None:
         lent, self._lent = self._lent, 0
-        self._encoder.give_back(lent)
+        self._encoder.release(lent)
 
     def _next(self) -> _Encoded | None:
         if self._ended:
             return None
-        item = self.coming.get()
+        item = self.queue.get()
         self._ended = item is None
         return item

@@ -16,15 +16,14 @@ from dataclasses import replace
 
 from msgspec.structs import replace as with_fields
 
-from ckpt.saver.encode import Chunks as Stream
-from ckpt.saver.encode import Encode
+from ckpt.saver.encode import ChunkStream, Encode
 from ckpt.saver.matching import (
+    NOT_COMPARED,
     UNKNOWN,
-    UNSEEN,
-    Base,
+    BaseCheckpoint,
     Key,
-    Known,
-    Look,
+    KnownChunk,
+    Match,
     base_of,
     compare,
     keys,
@@ -54,7 +53,7 @@ _PATIENCE_S = 0.5
 _LOOK_AGAIN_S = 0.05
 
 
-class Memory:
+class ChunkIndex:
     """What a saver knows of the last checkpoint of the run, so that it stores only what is new.
 
     One thread begins saves, in order; one decides, one ends them.
@@ -66,17 +65,19 @@ class Memory:
         self._setup = setup
         self._clock = clock
         self.enabled, self.rank = setup.reference, setup.rank
-        self._base: Base | None = None
+        self._base: BaseCheckpoint | None = None
         self._own = False
-        self._last: Save | None = None
+        self._last: IncrementalSave | None = None
         self._loaded: Future[None] | None = run_soon(self._load) if setup.reference else None
 
-    def begin(self, attempt: Attempt, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode) -> Save:
+    def begin(
+        self, attempt: Attempt, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode
+    ) -> IncrementalSave:
         """A save whose chunks will be compared when they are asked for. encode: how they are encoded in this save."""
-        self._last = Save(self, attempt, placed, spans, encode, self._last)
+        self._last = IncrementalSave(self, attempt, placed, spans, encode, self._last)
         return self._last
 
-    def settle(self, save: Save, previous: Save | None) -> Base | None:
+    def settle(self, save: IncrementalSave, previous: IncrementalSave | None) -> BaseCheckpoint | None:
         """The base to compare with. Waits for this process's first: whatever is unchanged from then on is in it."""
         if self._loaded is None:
             return None
@@ -87,11 +88,11 @@ class Memory:
             previous.ended.wait(0.0 if save.ended.is_set() else _PATIENCE_S)
         return self._base
 
-    def learn(self, base: Base) -> None:
+    def learn(self, base: BaseCheckpoint) -> None:
         """What the saves to come are compared with: a save of this process is committed."""
         self._base, self._own = base, True
 
-    def protect(self, base: Base, holder: str) -> tuple[str, set[Attempt]]:
+    def protect(self, base: BaseCheckpoint, holder: str) -> tuple[str, set[Attempt]]:
         """Hold the base by a lease, and with it all that it references. Gives that, and who must not be referenced.
 
         Raises NoCheckpoint if the base is being deleted, or Unavailable.
@@ -129,26 +130,26 @@ class Memory:
             logger.warning("the next save stores all chunks, because the last checkpoint cannot be read: %s", error)
 
 
-class Save:
+class IncrementalSave:
     """One save, which stores the chunks that changed. These are for one thread; everything else waits for it."""
 
     def __init__(
         self,
-        memory: Memory,
+        index: ChunkIndex,
         attempt: Attempt,
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
         encode: Encode,
-        previous: Save | None,
+        previous: IncrementalSave | None,
     ) -> None:
         self.uploaded, self.ended = threading.Event(), threading.Event()
-        self._memory = memory
+        self._index = index
         self._attempt = attempt
         self._placed = placed
         self._spans = spans
         self._encode = encode
         self._previous = previous
-        self._looks: Future[list[Look]] = Future()
+        self._matches: Future[list[Match]] = Future()
         self._expected_bytes = sum(span.bytes for span in spans)
         self._sizes: Mapping[Attempt, int] = {}
         self._lease: str | None = None
@@ -156,36 +157,36 @@ class Save:
     def changed(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
         """The chunks of a raw stream to be stored, in order, each with its memory. Compares all of them first."""
         try:
-            self._looks.set_result(self._compare(raw))
+            self._matches.set_result(self._compare(raw))
         except BaseException as error:
-            self._looks.set_exception(error)
+            self._matches.set_exception(error)
             raise
-        for span, look in zip(self._spans, self._looks.result(), strict=True):
-            if look.known is None:
+        for span, match in zip(self._spans, self._matches.result(), strict=True):
+            if match.known is None:
                 yield span.of(raw), span
 
     def changed_in(
-        self, stream: Stream, decided: Callable[[ChunkSpan, bool], None]
+        self, stream: ChunkStream, decided: Callable[[ChunkSpan, bool], None]
     ) -> Iterator[tuple[memoryview, ChunkSpan]]:
         """As `changed`, of all chunks one by one: each is compared as it passes, and nothing is known of those to come.
 
         decided: told of each whether it is to be stored. What is worth it is judged by what the last checkpoint had in
         common with the one before; what was not compared then is expected not to change.
         """
-        looks: list[Look] = []
+        matches: list[Match] = []
         try:
             base = self._settle()
             known, usable = (base.chunks, self._expect(base)) if base is not None else ({}, ())
             for (raw, span), key in zip(stream, self._keys(), strict=True):
-                look = self._chosen(self._look(span, raw, known.get(key)), usable)
-                looks.append(look)
-                decided(span, look.known is None)
-                if look.known is None:
+                match = self._chosen(self._match(span, raw, known.get(key)), usable)
+                matches.append(match)
+                decided(span, match.known is None)
+                if match.known is None:
                     yield raw, span
         except BaseException as error:
-            self._looks.set_exception(error)
+            self._matches.set_exception(error)
             raise
-        self._looks.set_result(looks)
+        self._matches.set_result(matches)
 
     @property
     def unchanged_bytes(self) -> int:
@@ -195,22 +196,22 @@ class Save:
     @property
     def expected_bytes(self) -> int:
         """As changed_bytes; while a stream passes, what is expected. Once there is a first chunk to be stored."""
-        return self.changed_bytes if self._looks.done() else self._expected_bytes
+        return self.changed_bytes if self._matches.done() else self._expected_bytes
 
     @property
     def changed_bytes(self) -> int:
         """Raw bytes of the chunks to be stored."""
-        looks = self._looks.result()
-        return sum(span.bytes for span, look in zip(self._spans, looks, strict=True) if look.known is None)
+        matches = self._matches.result()
+        return sum(span.bytes for span, match in zip(self._spans, matches, strict=True) if match.known is None)
 
     def shard(self, stored: Chunks | None) -> Shard:
         """The document of the shard. stored: of the chunks that were stored, in order; None if there are none."""
-        looks = self._looks.result()
+        matches = self._matches.result()
         rows = iter(rows_of(stored) if stored is not None else ())
-        table = chunk_table([look.known.chunk if look.known is not None else next(rows) for look in looks])
-        if any(look.raw_digest for look in looks):
-            table = with_fields(table, raw_digest=b"".join(look.raw_digest or UNKNOWN for look in looks))
-        referenced = [(number, look.known) for number, look in enumerate(looks) if look.known is not None]
+        table = chunk_table([match.known.chunk if match.known is not None else next(rows) for match in matches])
+        if any(match.raw_digest for match in matches):
+            table = with_fields(table, raw_digest=b"".join(match.raw_digest or UNKNOWN for match in matches))
+        referenced = [(number, match.known) for number, match in enumerate(matches) if match.known is not None]
         attempts = sorted({known.attempt for _, known in referenced})
         references = References(
             attempts=list(map(str, attempts)),
@@ -218,14 +219,14 @@ class Save:
             attempt=column(attempts.index(known.attempt) for _, known in referenced),
             offset=column(known.offset for _, known in referenced),
         )
-        rank = self._memory.rank
+        rank = self._index.rank
         return Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references if attempts else None)
 
     def end(self, content: Content | None) -> None:
         """The save is over. content: of a committed one, which the next save is compared with."""
-        if content is not None and content.shards and self._memory.enabled:
+        if content is not None and content.shards and self._index.enabled:
             shard = content.shards[0]
-            self._memory.learn(next_base(self._attempt, shard, self._keys(), self._looks.result(), self._sizes))
+            self._index.learn(next_base(self._attempt, shard, self._keys(), self._matches.result(), self._sizes))
         self.uploaded.set()
         self.ended.set()
         self._release()
@@ -233,22 +234,22 @@ class Save:
     def _release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._memory.release(lease)
+            self._index.release(lease)
 
-    def _compare(self, raw: memoryview) -> list[Look]:
+    def _compare(self, raw: memoryview) -> list[Match]:
         base = self._settle()
         known = base.chunks if base is not None else {}
-        looks = []
+        matches = []
         for span, key in zip(self._spans, self._keys(), strict=True):
-            looks.append(self._look(span, span.of(raw), known.get(key)))
-        usable = self._usable(base, (look.known for look in looks if look.known)) if base is not None else ()
-        return [self._chosen(look, usable) for look in looks]
+            matches.append(self._match(span, span.of(raw), known.get(key)))
+        usable = self._usable(base, (match.known for match in matches if match.known)) if base is not None else ()
+        return [self._chosen(match, usable) for match in matches]
 
-    def _settle(self) -> Base | None:
+    def _settle(self) -> BaseCheckpoint | None:
         previous, self._previous = self._previous, None
-        return self._memory.settle(self, previous)
+        return self._index.settle(self, previous)
 
-    def _expect(self, base: Base) -> Collection[Attempt]:
+    def _expect(self, base: BaseCheckpoint) -> Collection[Attempt]:
         """The attempts that may be referenced in a stream."""
         pairs = zip(self._spans, map(base.chunks.get, self._keys()), strict=True)
         expected = [(span, known) for span, known in pairs if known is not None and known.same is not False]
@@ -258,19 +259,19 @@ class Save:
         return usable
 
     @staticmethod
-    def _chosen(look: Look, usable: Collection[Attempt]) -> Look:
-        return look if look.known is None or look.known.attempt in usable else replace(look, known=None)
+    def _chosen(match: Match, usable: Collection[Attempt]) -> Match:
+        return match if match.known is None or match.known.attempt in usable else replace(match, known=None)
 
-    def _look(self, span: ChunkSpan, raw: memoryview, known: Known | None) -> Look:
-        if not self._memory.enabled:
-            return UNSEEN
+    def _match(self, span: ChunkSpan, raw: memoryview, known: KnownChunk | None) -> Match:
+        if not self._index.enabled:
+            return NOT_COMPARED
         sample, whole, same = compare(raw, known)
         if known is not None and known.raw_digest is None and known.sample == sample:
             # It changed until now. Encoding makes the same of the same.
             same = replace(self._encode(raw, span), data=b"") == known.chunk
-        return Look(sample, whole, same if known is not None else None, known if same else None)
+        return Match(sample, whole, same if known is not None else None, known if same else None)
 
-    def _usable(self, base: Base, unchanged: Iterable[Known]) -> Collection[Attempt]:
+    def _usable(self, base: BaseCheckpoint, unchanged: Iterable[KnownChunk]) -> Collection[Attempt]:
         """The attempts that may and should be referenced; from now on none of them can be deleted."""
         used: Counter[Attempt] = Counter()
         for known in unchanged:
@@ -279,7 +280,7 @@ class Save:
         if not chosen:
             return ()
         try:
-            self._lease, suspect = self._memory.protect(base, f"save of {self._attempt}")
+            self._lease, suspect = self._index.protect(base, f"save of {self._attempt}")
         except CkptError as error:
             logger.warning("%s stores all chunks: %s", self._attempt, error)
             return ()

@@ -21,7 +21,7 @@ from ckpt.saver.segment import close_after_fork
 _PAUSE_S = 0.05
 
 
-class Presence:
+class SaverLock:
     """The locks of one trainer and its saver, held from before the saver starts."""
 
     def __init__(self, store: str, run: str) -> None:

@@ -28,7 +28,7 @@ Key = tuple[str, Box, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownChunk:
     """A chunk of the last checkpoint that was committed: where it lies, and what tells whether it has changed."""
 
     attempt: Attempt
@@ -43,31 +43,31 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseCheckpoint:
     """The last checkpoint that was committed, as far as this rank's shard goes."""
 
     attempt: Attempt
-    chunks: Mapping[Key, Known]
+    chunks: Mapping[Key, KnownChunk]
     sizes: Mapping[Attempt, int]
     """Stored bytes of the shard files that these chunks lie in, by attempt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Match:
     """What comparing one chunk came to."""
 
     sample: bytes | None
     raw_digest: bytes | None
     same: bool | None
     """Whether it is equal to the one before; None if there is none."""
-    known: Known | None
+    known: KnownChunk | None
     """The chunk that it is equal to, and that is referenced in its place."""
 
 
-UNSEEN = Look(None, None, None, None)
+NOT_COMPARED = Match(None, None, None, None)
 
 
-def compare(raw: memoryview, known: Known | None) -> tuple[bytes, bytes | None, bool]:
+def compare(raw: memoryview, known: KnownChunk | None) -> tuple[bytes, bytes | None, bool]:
     """The digest of the chunk's sample, that of all of it where it may be needed, and whether it is unchanged. Pure."""
     sample = xxhash.xxh3_128_digest(raw[:SAMPLE_BYTES])
     if known is not None and known.sample not in (None, sample):
@@ -100,7 +100,7 @@ def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int
         yield entry, box, begin - at, size
 
 
-def base_of(attempt: Attempt, content: Content, sizes: Mapping[Attempt, int]) -> Base:
+def base_of(attempt: Attempt, content: Content, sizes: Mapping[Attempt, int]) -> BaseCheckpoint:
     """What the receipt of a rank tells of its shard. sizes: of the shard files that it references. Pure."""
     shard, entries, slices = content.shards[0], content.entries, content.slices
     found: list[tuple[str, Box, int]] = []
@@ -112,16 +112,16 @@ def base_of(attempt: Attempt, content: Content, sizes: Mapping[Attempt, int]) ->
     found.sort(key=lambda item: item[2])
     places = Places.of(shard)
     chunks = zip(places.raw[:-1], shard.chunks.raw.tolist(), strict=True)
-    return next_base(attempt, shard, keys(found, chunks), [UNSEEN] * len(shard.chunks.raw), sizes)
+    return next_base(attempt, shard, keys(found, chunks), [NOT_COMPARED] * len(shard.chunks.raw), sizes)
 
 
 def next_base(
     attempt: Attempt,
     shard: Shard,
     found: Iterable[Key],
-    looks: Sequence[Look],
+    matches: Sequence[Match],
     sizes: Mapping[Attempt, int],
-) -> Base:
+) -> BaseCheckpoint:
     """What a committed shard is for the save after it. Pure.
 
     found, looks: the key of each chunk, and what it was found to be. sizes: of the shard files that it references.
@@ -129,14 +129,14 @@ def next_base(
     places, digests = Places.of(shard), shard.chunks.raw_digest
     holders = [attempt, *referenced_by(shard)]
     chunks = {}
-    for number, (key, row, look) in enumerate(zip(found, rows_of(shard.chunks), looks, strict=True)):
+    for number, (key, row, match) in enumerate(zip(found, rows_of(shard.chunks), matches, strict=True)):
         holder, offset = places.order(number)
         digest = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)] if digests is not None else UNKNOWN
         if row.codec == RAW:
             digest = bytes.fromhex(row.digest)
         raw_digest = digest if digest != UNKNOWN else None
-        chunks[key] = Known(holders[holder], offset, row, look.sample, raw_digest, look.same)
-    return Base(attempt, chunks, {attempt: shard.stored_bytes, **sizes})
+        chunks[key] = KnownChunk(holders[holder], offset, row, match.sample, raw_digest, match.same)
+    return BaseCheckpoint(attempt, chunks, {attempt: shard.stored_bytes, **sizes})
 
 
 def referenced_by(shard: Shard) -> list[Attempt]:

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ckpt.saver.choosing import INTERVAL_SHARE, Choice, Figure, Figures, choose
+from ckpt.saver.choosing import INTERVAL_SHARE, Choice, CodingCost, CostTable, choose
 from ckptstore.format.codings import POLICIES, Coding, Policy, codings
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
@@ -23,11 +23,11 @@ REMOTE_UPLOAD_S = 1 / 0.3e9
 
 # Trained weights and moments, and integers of all sorts, on one core beside a trainer (docs/decisions/0016).
 _PRIORS = {
-    Coding("raw"): Figure(1 / 10e9, 1.0),
-    Coding("float-split/float32"): Figure(1 / 1.6e9, 0.835),
-    Coding("float-split/bfloat16"): Figure(1 / 1.2e9, 0.67),
-    Coding("float-split/float16"): Figure(1 / 1.4e9, 0.85),
-    Coding("zstd"): Figure(1 / 0.8e9, 0.9),
+    Coding("raw"): CodingCost(1 / 10e9, 1.0),
+    Coding("float-split/float32"): CodingCost(1 / 1.6e9, 0.835),
+    Coding("float-split/bfloat16"): CodingCost(1 / 1.2e9, 0.67),
+    Coding("float-split/float16"): CodingCost(1 / 1.4e9, 0.85),
+    Coding("zstd"): CodingCost(1 / 0.8e9, 0.9),
 }
 _PRIOR_COST_OF_LEVELS = 10  # for nothing, until a probe shows otherwise
 
@@ -91,7 +91,7 @@ class MeasuredCodings:
         """threads: how many cores encode. upload_s: seconds per byte that the store is expected to take."""
         self._threads = threads
         self._lock = threading.Lock()
-        self._upload = _Smoothed(Figure(upload_s, 1.0))
+        self._upload = _Smoothed(CodingCost(upload_s, 1.0))
         self._encoding: dict[tuple[str, Coding], _Smoothed] = {}
         self._measured_in: dict[tuple[str, Coding], int] = defaultdict(lambda: -_PROBE_EVERY)
         self._saves = 0
@@ -109,15 +109,15 @@ class MeasuredCodings:
             for span in spans:
                 raw_bytes[span.dtype] += span.bytes
             changing = {dtype: count * self._changed.get(dtype, 1.0) for dtype, count in raw_bytes.items()}
-            figures = self._figures(raw_bytes)
-            choice = choose(changing, figures, self._upload.figure.seconds, self._threads, interval_s)
-            return MeasuredSave(self, raw_bytes, choice, interval_s, self._probe(spans, figures, choice))
+            costs = self._costs(raw_bytes)
+            choice = choose(changing, costs, self._upload.cost.seconds, self._threads, interval_s)
+            return MeasuredSave(self, raw_bytes, choice, interval_s, self._probe(spans, costs, choice))
 
     def learn(
-        self, raw_bytes: Mapping[str, int], samples: Iterable[Sample], stored_bytes: int, upload_s: float
+        self, raw_bytes: Mapping[str, int], samples: Iterable[EncodeSample], stored_bytes: int, upload_s: float
     ) -> None:
         """Take up what one save took. raw_bytes: by element type, also of chunks that had not changed."""
-        totals: dict[tuple[str, Coding], Sample] = {}
+        totals: dict[tuple[str, Coding], EncodeSample] = {}
         for sample in samples:
             key = sample.dtype, sample.coding
             totals[key] = totals[key].plus(sample) if key in totals else sample
@@ -140,13 +140,13 @@ class MeasuredCodings:
         self._last_at = now
         return self._interval_s
 
-    def _figures(self, dtypes: Iterable[str]) -> Figures:
-        return {dtype: {coding: self._smoothed(dtype, coding).figure for coding in codings(dtype)} for dtype in dtypes}
+    def _costs(self, dtypes: Iterable[str]) -> CostTable:
+        return {dtype: {coding: self._smoothed(dtype, coding).cost for coding in codings(dtype)} for dtype in dtypes}
 
     def _smoothed(self, dtype: str, coding: Coding) -> _Smoothed:
         return self._encoding.setdefault((dtype, coding), _Smoothed(_prior(coding)))
 
-    def _probe(self, spans: Sequence[ChunkSpan], figures: Figures, choice: Choice) -> dict[int, Coding]:
+    def _probe(self, spans: Sequence[ChunkSpan], costs: CostTable, choice: Choice) -> dict[int, Coding]:
         """The chunk, by where it begins, that is encoded otherwise, by the coding that was measured longest ago."""
         time_s = max(choice.durable_s, INTERVAL_SHARE * (self._interval_s or 0.0))
         due: list[tuple[int, int, Coding]] = []
@@ -157,7 +157,7 @@ class MeasuredCodings:
             span = eligible[self._saves % len(eligible)]
             for coding in codings(dtype):
                 age = self._saves - self._measured_in[dtype, coding]
-                cost_s = span.bytes * figures[dtype][coding].seconds
+                cost_s = span.bytes * costs[dtype][coding].seconds
                 affordable = cost_s <= _PROBE_SHARE * age * time_s
                 if coding != chosen and age >= _PROBE_EVERY and affordable:
                     due.append((age, span.at, coding))
@@ -179,7 +179,7 @@ class MeasuredSave:
         self._raw_bytes = raw_bytes
         self.choice = choice
         self._probe = probe
-        self._samples: list[Sample] = []
+        self._samples: list[EncodeSample] = []
         self.reason = _explain(choice, interval_s)
 
     def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
@@ -188,7 +188,7 @@ class MeasuredSave:
         # Not the CPU time of this thread: it is behind the trainer's, and what counts is how far it gets.
         started = time.perf_counter()
         chunk = encode_chunk(raw, coding)
-        self._samples.append(Sample(span.dtype, coding, time.perf_counter() - started, chunk.raw, chunk.stored))
+        self._samples.append(EncodeSample(span.dtype, coding, time.perf_counter() - started, chunk.raw, chunk.stored))
         return chunk
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
@@ -196,7 +196,7 @@ class MeasuredSave:
         self._codings.learn(self._raw_bytes, self._samples, stored_bytes, upload_s)
 
 
-class Sample(NamedTuple):
+class EncodeSample(NamedTuple):
     """Chunks of one element type in one coding, and what encoding them took."""
 
     dtype: str
@@ -205,7 +205,7 @@ class Sample(NamedTuple):
     raw: int
     stored: int
 
-    def plus(self, other: Sample) -> Sample:
+    def plus(self, other: EncodeSample) -> EncodeSample:
         """Both together."""
         return self._replace(
             seconds=self.seconds + other.seconds, raw=self.raw + other.raw, stored=self.stored + other.stored
@@ -215,15 +215,15 @@ class Sample(NamedTuple):
 class _Smoothed:
     """A figure over saves. The first one measured takes the place of the prior."""
 
-    def __init__(self, prior: Figure) -> None:
-        self.figure = prior
+    def __init__(self, prior: CodingCost) -> None:
+        self.cost = prior
         self._measured = False
 
     def add(self, seconds: float, count: int, stored: int) -> None:
         """What `count` bytes took in one save."""
-        new = Figure(max(seconds, _LEAST_S) / count, stored / count)
-        old, self._measured = self.figure if self._measured else new, True
-        self.figure = Figure(_smooth(old.seconds, new.seconds), _smooth(old.stored, new.stored))
+        new = CodingCost(max(seconds, _LEAST_S) / count, stored / count)
+        old, self._measured = self.cost if self._measured else new, True
+        self.cost = CodingCost(_smooth(old.seconds, new.seconds), _smooth(old.stored, new.stored))
 
 
 def _smooth(old: float, new: float) -> float:
@@ -235,7 +235,7 @@ def _name(coding: Coding) -> str:
     return coding.codec if coding.level == 1 else f"{coding.codec} at level {coding.level}"
 
 
-def _prior(coding: Coding) -> Figure:
+def _prior(coding: Coding) -> CodingCost:
     if coding in _PRIORS:
         return _PRIORS[coding]
     lowest = _PRIORS[Coding(coding.codec)]

@@ -67,7 +67,7 @@ class SliceRow(msgspec.Struct, frozen=True, array_like=True):
     at: int
 
 
-class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One snapshot to be made durable."""
 
     number: int
@@ -106,7 +106,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
     """Of the save that needs its slot."""
 
 
-class Decline(msgspec.Struct, frozen=True, tag=True):
+class Abort(msgspec.Struct, frozen=True, tag=True):
     """This rank takes no part in an attempt: tell the others."""
 
     attempt: Attempt
@@ -118,7 +118,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish all jobs, then exit."""
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class SaveProgress(msgspec.Struct, frozen=True, tag=True):
     """Raw bytes of a job that are uploaded."""
 
     number: int
@@ -159,8 +159,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     hint: str
 
 
-Command = Setup | Slot | Forget | Job | Staged | Cut | Withdraw | Decline | Stop
-Report = Progress | Released | Done | Failed
+Command = Setup | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Abort | Stop
+Report = SaveProgress | Released | Done | Failed
 
 
 class Channel:

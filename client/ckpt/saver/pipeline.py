@@ -15,15 +15,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
-from ckpt.saver.commit import commit, decline_attempts, describe, write_receipt
+from ckpt.saver.commit import abort_attempts, commit, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
-from ckpt.saver.incremental import Memory, Save
+from ckpt.saver.incremental import ChunkIndex, IncrementalSave
 from ckpt.saver.measuring import SaveCodings, codings_for
-from ckpt.saver.messages import Done, Failed, Job, Progress, Released, Report, Setup
+from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup
 from ckpt.saver.notify import Notifier
-from ckpt.saver.streaming import Intake
-from ckpt.saver.throttle import Pace
+from ckpt.saver.streaming import StreamReader
+from ckpt.saver.throttle import CpuThrottle
 from ckpt.saver.upload import Uploaded, upload_shard
 from ckptapi.arbiter import arbitrated
 from ckptstore import names
@@ -43,22 +43,22 @@ logger = logging.getLogger(__name__)
 class _Snapshot:
     """A job, and its chunks on their way."""
 
-    job: Job
+    job: SaveJob
     placed: list[Placed]
     """What is stored."""
     derived: list[Derived]
     """What is not, since it follows."""
-    saving: Save
+    incremental: IncrementalSave
     codings: SaveCodings
     encoding: Encoding
-    intake: Intake | None
+    reader: StreamReader | None
     """Of a streamed one."""
     received_at: float
 
     @property
     def not_stored_bytes(self) -> int:
         """Raw bytes that are referenced or derived."""
-        return self.saving.unchanged_bytes + sum(one.place.slice.bytes for one in self.derived)
+        return self.incremental.unchanged_bytes + sum(one.place.slice.bytes for one in self.derived)
 
 
 class SavePipeline:
@@ -84,23 +84,23 @@ class SavePipeline:
         self._report = report
         self._clock = clock
         # Rank 0 commits for all, so it tells for all.
-        tells = setup.daemon if setup.rank == 0 else None
-        self._notifier = Notifier(tells, setup.token, setup.run) if tells is not None else None
+        notified = setup.daemon if setup.rank == 0 else None
+        self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
-        self._encoder = Encoder(Pace(cpu_budget), setup.encoded_bytes or BUDGET_BYTES)
+        self._encoder = Encoder(CpuThrottle(cpu_budget), setup.encoded_bytes or BUDGET_BYTES)
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._lock = threading.Lock()
         self._leases: set[str] = set()
         self._waiting: dict[int, _Snapshot] = {}
-        self._intakes: dict[int, Intake] = {}
-        self._begins = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
+        self._readers: dict[int, StreamReader] = {}
+        self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
-        self._memory = Memory(self._store, setup, clock, self._commits.submit)
-        self._declines = ThreadPoolExecutor(1, thread_name_prefix="ckpt-decline")
+        self._chunk_index = ChunkIndex(self._store, setup, clock, self._commits.submit)
+        self._aborts = ThreadPoolExecutor(1, thread_name_prefix="ckpt-decline")
 
-    def submit(self, job: Job, raw: memoryview) -> None:
+    def submit(self, job: SaveJob, raw: memoryview) -> None:
         """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
         received_at = time.perf_counter()
         if job.lease is not None:
@@ -109,44 +109,44 @@ class SavePipeline:
             raw = raw.toreadonly()  # nobody writes to the slot before it is released
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         if self._setup.derive:
-            self._begins.submit(self._derive, job, raw, placed, received_at)
+            self._derivations.submit(self._derive, job, raw, placed, received_at)
         else:
             self._begin(job, raw, placed, [], received_at)
 
-    def _derive(self, job: Job, raw: memoryview, placed: list[Placed], received_at: float) -> None:
+    def _derive(self, job: SaveJob, raw: memoryview, placed: list[Placed], received_at: float) -> None:
         try:
             self._begin(job, raw, *divide(placed, raw), received_at)
         except BaseException as error:
-            self._give_up(job, error)
+            self._abort_job(job, error)
 
     def _begin(
-        self, job: Job, raw: memoryview, placed: list[Placed], derived: list[Derived], received_at: float
+        self, job: SaveJob, raw: memoryview, placed: list[Placed], derived: list[Derived], received_at: float
     ) -> None:
         spans = plan_chunks(placed)
         codings = self._codings.begin(spans, job.created_at)
-        saving = self._memory.begin(job.attempt, placed, spans, codings.encode)
-        intake = None
+        incremental = self._chunk_index.begin(job.attempt, placed, spans, codings.encode)
+        reader = None
         if job.streamed:
-            intake = Intake(raw, spans, lambda done: self._report(Progress(job.number, done)))
-            self._intakes[job.number] = intake
-            chunks = saving.changed_in(intake.chunks(spans), intake.decided)
+            reader = StreamReader(raw, spans, lambda done: self._report(SaveProgress(job.number, done)))
+            self._readers[job.number] = reader
+            chunks = incremental.changed_in(reader.chunks(spans), reader.decided)
         else:
-            chunks = saving.changed(raw)
+            chunks = incremental.changed(raw)
         encoding = self._encoder.begin(chunks, codings.encode)
-        snapshot = _Snapshot(job, placed, derived, saving, codings, encoding, intake, received_at)
+        snapshot = _Snapshot(job, placed, derived, incremental, codings, encoding, reader, received_at)
         with self._lock:
             self._waiting[job.number] = snapshot
         self._uploads.submit(self._upload, snapshot)
 
     def staged(self, number: int, chunks: int) -> None:
         """So many chunks of a streamed job are in its slot, or were."""
-        if (intake := self._intakes.get(number)) is not None:
-            intake.staged(chunks)
+        if (reader := self._readers.get(number)) is not None:
+            reader.staged(chunks)
 
     def cut(self, number: int) -> None:
         """No more chunks of a streamed job will come."""
-        if (intake := self._intakes.get(number)) is not None:
-            intake.cut()
+        if (reader := self._readers.get(number)) is not None:
+            reader.cut()
 
     def withdraw(self, step: int) -> None:
         """Give up the oldest snapshot whose upload has not begun, if there is one, in favour of a save of `step`."""
@@ -155,22 +155,22 @@ class SavePipeline:
             if number is None:
                 return
             snapshot = self._waiting.pop(number)
-        snapshot.saving.end(None)
+        snapshot.incremental.end(None)
         self.cut(number)
-        snapshot.encoding.leave()
+        snapshot.encoding.cancel()
         skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
-        self._give_up(snapshot.job, skipped)
+        self._abort_job(snapshot.job, skipped)
 
-    def decline(self, attempt: Attempt, failure: str | None = None) -> None:
+    def abort(self, attempt: Attempt, failure: str | None = None) -> None:
         """Tell the other ranks, if there are any, that this one takes no part in an attempt."""
         if self._setup.world_size > 1:
-            self._declines.submit(decline_attempts, self._store, self._setup, [attempt], failure, self._clock)
+            self._aborts.submit(abort_attempts, self._store, self._setup, [attempt], failure, self._clock)
 
     def finish_uploads(self) -> None:
         """Return when this rank has done its part of every job: nothing is read from the slots any more."""
-        for intake in list(self._intakes.values()):
-            intake.cut()
-        self._begins.shutdown(wait=True)
+        for reader in list(self._readers.values()):
+            reader.cut()
+        self._derivations.shutdown(wait=True)
         self._uploads.shutdown(wait=True)
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class SavePipeline:
         self.finish_uploads()
         self._encoder.close()
         self._commits.shutdown(wait=True)
-        self._declines.shutdown(wait=True)
+        self._aborts.shutdown(wait=True)
         if self._notifier is not None:
             self._notifier.close()
 
@@ -189,15 +189,15 @@ class SavePipeline:
                 return  # withdrawn
         try:
             # What feeds the encoding ends first: a stream may be waited for.
-            with snapshot.encoding, snapshot.intake or nullcontext():
+            with snapshot.encoding, snapshot.reader or nullcontext():
                 receipt, released = self._make_durable(snapshot)
-            self._intakes.pop(job.number, None)
+            self._readers.pop(job.number, None)
             self._report(released)
         except BaseException as error:
-            snapshot.saving.end(None)
-            self._give_up(job, error)
+            snapshot.incremental.end(None)
+            self._abort_job(job, error)
             return
-        snapshot.saving.uploaded.set()
+        snapshot.incremental.uploaded.set()
         self._commits.submit(self._commit, snapshot, receipt)
 
     def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
@@ -206,7 +206,7 @@ class SavePipeline:
         uploaded = self._upload_shard(snapshot)
         if uploaded is not None:
             snapshot.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
-        shard = snapshot.saving.shard(uploaded.chunks if uploaded else None) if placed else None
+        shard = snapshot.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
         receipt = write_receipt(self._store, self._setup, job, placed, snapshot.derived, shard)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
@@ -231,29 +231,29 @@ class SavePipeline:
         return upload_shard(
             self._store,
             names.shard_key(setup.run, snapshot.job.attempt, names.shard_name(setup.rank)),
-            snapshot.saving.expected_bytes,
+            snapshot.incremental.expected_bytes,
             chain([first], chunks),
             self._progress_of(snapshot),
         )
 
     def _progress_of(self, snapshot: _Snapshot) -> Callable[[int], None]:
         """What is told of each written chunk."""
-        if (intake := snapshot.intake) is not None:
-            return lambda _: intake.written()
+        if (reader := snapshot.reader) is not None:
+            return lambda _: reader.written()
         not_stored = snapshot.not_stored_bytes  # a look at every chunk: once, not for each
-        return lambda done: self._report(Progress(snapshot.job.number, not_stored + done))
+        return lambda done: self._report(SaveProgress(snapshot.job.number, not_stored + done))
 
     def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
         job, started = snapshot.job, time.perf_counter()
         try:
             outcome = commit(self._store, self._setup, job.attempt, receipt, self._clock)
         except BaseException as error:
-            snapshot.saving.end(None)
+            snapshot.incremental.end(None)
             self._fail(job, None, error)
             if self._setup.rank == 0 and isinstance(error, ReferenceLost | CorruptObject):
-                self.decline(job.attempt, describe(error))  # nobody else could commit it either
+                self.abort(job.attempt, describe(error))  # nobody else could commit it either
             return
-        snapshot.saving.end(receipt.receipt.content)
+        snapshot.incremental.end(receipt.receipt.content)
         self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
         if self._notifier is not None:
@@ -268,12 +268,12 @@ class SavePipeline:
             except CkptError as error:
                 logger.warning("lease %s was not released and will expire: %s", lease, error)
 
-    def _give_up(self, job: Job, error: BaseException) -> None:
+    def _abort_job(self, job: SaveJob, error: BaseException) -> None:
         """End a job that has no receipt, and never will."""
         self._fail(job, job.slot, error)
-        self.decline(job.attempt, None if isinstance(error, SaveSkipped) else describe(error))
+        self.abort(job.attempt, None if isinstance(error, SaveSkipped) else describe(error))
 
-    def _fail(self, job: Job, slot: int | None, error: BaseException) -> None:
+    def _fail(self, job: SaveJob, slot: int | None, error: BaseException) -> None:
         if not isinstance(error, SaveSkipped):
             logger.error("save of attempt %s failed", job.attempt, exc_info=error)
         if isinstance(error, CkptError):

@@ -13,10 +13,10 @@ import socket
 import sys
 import threading
 
-from ckpt.saver.messages import Channel, Command, Cut, Decline, Forget, Job, Report, Setup, Slot, Staged, Withdraw
+from ckpt.saver.messages import Abort, Channel, Command, Cut, Forget, Report, SaveJob, Setup, Slot, Staged, Withdraw
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.segment import Segment
-from ckpt.saver.throttle import step_back
+from ckpt.saver.throttle import lower_priority
 from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 
@@ -42,7 +42,7 @@ def main(sock: int, lock: int) -> int:
     lock: the descriptor that says a saver is at work (presence.py).
     """
     logging.basicConfig(format="%(asctime)s ckpt saver %(process)d: %(message)s", stream=sys.stderr)
-    step_back()
+    lower_priority()
     channel = Channel(socket.socket(fileno=sock))
     setup = channel.receive(Command)
     if not isinstance(setup, Setup):
@@ -67,7 +67,7 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
             segments[command.number] = Segment(command.num_bytes, channel.take_fd())
         elif isinstance(command, Forget):
             segments.pop(command.slot).close()
-        elif isinstance(command, Job):
+        elif isinstance(command, SaveJob):
             raw = segments[command.slot].view if command.slot is not None else memoryview(b"")
             pipeline.submit(command, raw)
         elif isinstance(command, Staged):
@@ -76,8 +76,8 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
             pipeline.cut(command.number)
         elif isinstance(command, Withdraw):
             pipeline.withdraw(command.step)
-        elif isinstance(command, Decline):
-            pipeline.decline(command.attempt, command.failure)
+        elif isinstance(command, Abort):
+            pipeline.abort(command.attempt, command.failure)
         else:
             return
 

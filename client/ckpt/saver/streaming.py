@@ -23,7 +23,7 @@ _ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkPlace:
     """Where in the slot a chunk lies."""
 
     at: int
@@ -31,9 +31,9 @@ class Place:
     """So many chunks of the snapshot must have been written before this one may be copied."""
 
 
-def places(spans: Sequence[ChunkSpan], slot_bytes: int) -> list[Place]:
+def chunk_places(spans: Sequence[ChunkSpan], slot_bytes: int) -> list[ChunkPlace]:
     """The place of each chunk, none of which is larger than the slot. Pure."""
-    found: list[Place] = []
+    found: list[ChunkPlace] = []
     at = 0
     for number, span in enumerate(spans):
         if at + span.bytes > slot_bytes:
@@ -44,19 +44,19 @@ def places(spans: Sequence[ChunkSpan], slot_bytes: int) -> list[Place]:
             if begin < at + span.bytes and at < begin + spans[before].bytes:
                 after = before + 1
                 break
-        found.append(Place(at, after))
+        found.append(ChunkPlace(at, after))
         at = -(-(at + span.bytes) // _ALIGNMENT) * _ALIGNMENT
     return found
 
 
-class Intake:
+class StreamReader:
     """A stream, seen by the saver. One thread takes chunks, one tells how many there are, one which are written."""
 
     def __init__(self, slot: memoryview, spans: Sequence[ChunkSpan], progress: Callable[[int], None]) -> None:
         """progress: told how many bytes of the stream need not stay in the slot."""
         self._slot = slot
         self._progress = progress
-        self._places = places(spans, len(slot))
+        self._places = chunk_places(spans, len(slot))
         self._changed = threading.Condition()
         self._staged = 0
         self._cut = False
@@ -70,7 +70,7 @@ class Intake:
             self._staged = count
             self._changed.notify_all()
 
-    def __enter__(self) -> Intake:
+    def __enter__(self) -> StreamReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,12 +108,12 @@ class Intake:
             self._progress(self._to_write[0] if self._to_write else self._decided)
 
 
-class Outlet:
+class StreamWriter:
     """A stream, seen by the trainer. One thread copies, others hear what the saver says."""
 
     def __init__(self, spans: Sequence[ChunkSpan], slot_bytes: int) -> None:
         self.spans = spans
-        self.places = places(spans, slot_bytes)
+        self.places = chunk_places(spans, slot_bytes)
         self._ends = list(accumulate(span.bytes for span in spans))
         self._changed = threading.Condition()
         self._written = 0
@@ -131,7 +131,7 @@ class Outlet:
             self._error = error
             self._changed.notify_all()
 
-    def wait(self, place: Place) -> None:
+    def wait(self, place: ChunkPlace) -> None:
         """Return when there is room for a chunk. Raises the error of a save that has failed by now."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._written >= place.after)

@@ -24,7 +24,7 @@ _IOPRIO_WHO_PROCESS = 1
 _LOWEST_BEST_EFFORT = (2 << 13) | 7
 
 
-class Pace:
+class CpuThrottle:
     """Keeps this process to a share of one core. keep() may be called from any thread."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Pace:
         self._used = cpu()
         self._left_s = 0.0
 
-    def keep(self) -> None:
+    def wait_for_budget(self) -> None:
         """Return when the process may use more CPU time; call it before each piece of work."""
         if self._budget is None:
             return
@@ -60,7 +60,7 @@ class Pace:
             return -self._left_s / self._budget
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Have this process, and threads it starts from now on, give way to others. Does what the system allows."""
     if hasattr(os, "SCHED_BATCH"):
         try:

@@ -13,14 +13,14 @@ from typing import Literal
 
 import torch
 
-from ckpt.saver.commit import decline_attempts, describe
-from ckpt.saver.messages import Done, Failed, Job, Progress, Released, Report, Setup
+from ckpt.saver.commit import abort_attempts, describe
+from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup
 from ckpt.saver.segment import Segment
-from ckpt.saver.streaming import Outlet
+from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.arena import Arena, ArenaSlot
-from ckpt.snapshot.counters import Tally
+from ckpt.snapshot.counters import LiveCounters
 from ckpt.snapshot.handle import SaveHandle
-from ckpt.snapshot.writers import ProcessWriter, ThreadWriter, Writer
+from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.arbiter import arbitrated
 from ckptstore import human
 from ckptstore.clock import system_clock
@@ -40,21 +40,21 @@ _PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PendingJob:
     """A job before its snapshot is copied. What failed is told by its number and attempt; the rest may be missing."""
 
     number: int
     attempt: Attempt
-    complete: Callable[[], Job]
+    complete: Callable[[], SaveJob]
 
     @staticmethod
-    def of(job: Job) -> Draft:
+    def of(job: SaveJob) -> PendingJob:
         """The draft of a job that is complete already."""
-        return Draft(job.number, job.attempt, lambda: job)
+        return PendingJob(job.number, job.attempt, lambda: job)
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _JobState:
     """A job in the writer's hands."""
 
     handle: SaveHandle
@@ -68,24 +68,26 @@ class _UnderWay:
 class SaveClient:
     """An arena and handles around one writer, which is replaced when it has died."""
 
-    def __init__(self, setup: Setup, in_process: bool, num_slots: int, slot_bytes: int | None, tally: Tally) -> None:
+    def __init__(
+        self, setup: Setup, in_process: bool, num_slots: int, slot_bytes: int | None, counters: LiveCounters
+    ) -> None:
         self._setup = setup
         self._most_bytes = slot_bytes
-        self._tally = tally
+        self._counters = counters
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
         self._lock = threading.Lock()
-        self._under_way: dict[int, _UnderWay] = {}
+        self._jobs: dict[int, _JobState] = {}
         self._finished: list[SaveHandle] = []
         self._deaths: list[SaverDied] = []
         self._numbers = 0
-        self._writer: Writer | None = None
+        self._writer: SaveWriter | None = None
 
     @property
     def pending(self) -> list[SaveHandle]:
         """Saves under way, oldest first."""
         with self._lock:
-            return [one.handle for one in self._under_way.values()]
+            return [one.handle for one in self._jobs.values()]
 
     @property
     def saver_pid(self) -> int | None:
@@ -93,7 +95,7 @@ class SaveClient:
         writer = self._writer
         return writer.pid if isinstance(writer, ProcessWriter) else None
 
-    def start(self) -> Writer:
+    def start(self) -> SaveWriter:
         """The writer, started unless it runs."""
         writer = self._writer
         if writer is None:
@@ -147,21 +149,21 @@ class SaveClient:
 
     def skip(self, attempt: Attempt, handle: SaveHandle) -> None:
         """Finish a handle without a save; the other ranks hear of it."""
-        self.start().decline(attempt)
-        self._end(handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
+        self.start().abort(attempt)
+        self._end_with(handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
-    def abandon(self, draft: Draft, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
+    def abandon(self, pending_job: PendingJob, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
         """A save failed before its job was submitted, or at the end of its stream; the next call raises the error, and
         the other ranks hear of it."""
         if handle.done():
             return  # the stream had failed already
         with self._lock:
             self._finished.append(handle)
-            streamed = draft.number in self._under_way
-        self._end(handle, error)
-        self.start().decline(draft.attempt, describe(error))
+            streamed = pending_job.number in self._jobs
+        self._end_with(handle, error)
+        self.start().abort(pending_job.attempt, describe(error))
         if streamed:
-            self.cut(draft.number)  # the saver says when it has let go of the slot
+            self.cut(pending_job.number)  # the saver says when it has let go of the slot
         else:
             self._arena.release(slot.number)
 
@@ -170,18 +172,18 @@ class SaveClient:
         self._numbers += 1
         return self._numbers
 
-    def submit(self, job: Job, handle: SaveHandle) -> None:
+    def submit(self, job: SaveJob, handle: SaveHandle) -> None:
         """Hand a staged snapshot over, or the end of a streamed one; from now on its slot is the writer's."""
-        if handle._outlet is None:
+        if handle._stream_writer is None:
             self._send(job, handle)
         else:
-            self.staged(job.number, len(handle._outlet.spans))
+            self.staged(job.number, len(handle._stream_writer.spans))
         handle._hand_over()
         self._arena.prepare_rest()
 
-    def stream(self, job: Job, handle: SaveHandle, outlet: Outlet) -> None:
+    def stream(self, job: SaveJob, handle: SaveHandle, stream_writer: StreamWriter) -> None:
         """Announce a snapshot that will pass through its slot; until all of it has, it is lost if this process dies."""
-        handle._outlet = outlet
+        handle._stream_writer = stream_writer
         self._send(job, handle)
 
     def staged(self, number: int, chunks: int) -> None:
@@ -217,13 +219,13 @@ class SaveClient:
         self._arena.limit(1)  # a snapshot that passes through one waits for the one before in any case
         return limit
 
-    def _send(self, job: Job, handle: SaveHandle) -> None:
+    def _send(self, job: SaveJob, handle: SaveHandle) -> None:
         writer = self.start()
         with self._lock:
-            self._under_way[job.number] = _UnderWay(handle, job.attempt, job.slot)
+            self._jobs[job.number] = _JobState(handle, job.attempt, job.slot)
         writer.submit(job)
         if self._writer is not writer:
-            self._missed(job.number)
+            self._on_missed_death(job.number)
 
     # What the arena tells.
 
@@ -241,57 +243,57 @@ class SaveClient:
 
     def _on_report(self, report: Report) -> None:
         with self._lock:
-            if report.number not in self._under_way:
+            if report.number not in self._jobs:
                 return  # given up already
-            one = self._under_way[report.number]
+            one = self._jobs[report.number]
             slot = one.slot
             if isinstance(report, Released):
                 one.slot, one.released = None, True
             elif isinstance(report, Done | Failed):
-                del self._under_way[report.number]
+                del self._jobs[report.number]
                 if not one.handle.done():
                     self._finished.append(one.handle)
         if slot is not None and isinstance(report, Released | Failed):
             self._arena.release(slot)
-        self._tell(one.handle, report)
+        self._apply(one.handle, report)
 
     def _on_death(self, error: SaverDied) -> None:
         with self._lock:
             self._writer = None
             self._deaths.append(error)
-            lost, self._under_way = list(self._under_way.values()), {}
-        self._give_up(lost, error)
+            lost, self._jobs = list(self._jobs.values()), {}
+        self._fail_lost(lost, error)
 
-    def _missed(self, number: int) -> None:
+    def _on_missed_death(self, number: int) -> None:
         """The writer died, and its death was reported, just before this job was known to be under way."""
         with self._lock:
-            one = self._under_way.pop(number, None)
+            one = self._jobs.pop(number, None)
         if one is not None:
-            self._give_up([one], SaverDied("the saver process died", "The next save starts a new one"))
+            self._fail_lost([one], SaverDied("the saver process died", "The next save starts a new one"))
 
-    def _give_up(self, lost: Sequence[_UnderWay], error: SaverDied) -> None:
+    def _fail_lost(self, lost: Sequence[_JobState], error: SaverDied) -> None:
         for one in lost:
             if one.slot is not None:
                 self._arena.release(one.slot)
-            self._end(one.handle, error)
+            self._end_with(one.handle, error)
         attempts = [one.attempt for one in lost if not one.released]
         if attempts and self._setup.world_size > 1:
-            threading.Thread(target=self._decline, args=(attempts, describe(error)), name="ckpt-decline").start()
+            threading.Thread(target=self._abort_attempts, args=(attempts, describe(error)), name="ckpt-decline").start()
 
-    def _decline(self, attempts: Sequence[Attempt], failure: str) -> None:
+    def _abort_attempts(self, attempts: Sequence[Attempt], failure: str) -> None:
         """What a saver would do, for one that is dead."""
         setup = self._setup
         store = arbitrated(open_store(setup.store, setup.options), setup.daemon, setup.token)
-        decline_attempts(store, setup, attempts, failure, system_clock)
+        abort_attempts(store, setup, attempts, failure, system_clock)
 
-    def _end(self, handle: SaveHandle, error: CkptError) -> None:
+    def _end_with(self, handle: SaveHandle, error: CkptError) -> None:
         if handle.done():
             return  # a stream that was cut
-        self._tally.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
+        self._counters.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
         handle._fail(error)
 
-    def _tell(self, handle: SaveHandle, report: Report) -> None:
-        if isinstance(report, Progress):
+    def _apply(self, handle: SaveHandle, report: Report) -> None:
+        if isinstance(report, SaveProgress):
             handle._advance(report.done_bytes)
         elif isinstance(report, Released):
             logger.debug("step %d: %s", handle.step, report.coding)
@@ -309,15 +311,15 @@ class SaveClient:
             assert checkpoint is not None
             self._committed(handle, checkpoint)
         else:
-            self._end(handle, error_from_code(report.code, report.message, report.hint))
+            self._end_with(handle, error_from_code(report.code, report.message, report.hint))
 
     def _committed(self, handle: SaveHandle, checkpoint: Checkpoint) -> None:
         timings = handle.timings
-        self._tally.add(
+        self._counters.add(
             committed=1, raw_bytes=timings.raw_bytes, stored_bytes=timings.stored_bytes,
             referenced_bytes=timings.referenced_bytes, cpu_s=timings.cpu_s,
         )  # fmt: skip
-        self._tally.durable(handle.step)
+        self._counters.durable(handle.step)
         if self._setup.rank == 0:
             logger.info(
                 "run %s step %d is committed as %s: %s, %s stored, %s referenced, %.2f s after save_async was called",

@@ -30,7 +30,7 @@ class Counters:
     """The highest step that was committed."""
 
 
-class Tally:
+class LiveCounters:
     """Counts, in any thread."""
 
     def __init__(self) -> None:

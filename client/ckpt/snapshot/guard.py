@@ -12,9 +12,9 @@ from ckpt.capture.leaves import Leaves
 from ckpt.saver.segment import Segment
 from ckptstore.format.shards import Placed, Slice
 
-Memory = ctypes.Array[ctypes.c_char]
+RawMemory = ctypes.Array[ctypes.c_char]
 
-WITNESS_BYTES = 64
+SAMPLE_BYTES = 64
 FROZEN_BYTES = 1 << 20
 """Smaller frozen parameters are not watched, but copied at once."""
 _PAGE_BYTES = 4 << 10
@@ -22,7 +22,7 @@ _PAGES = 16
 _VERSION: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
-class Guard:
+class ChangeGuard:
     """Looks at leaves when they are captured, and again after the copy.
 
     It compares version counters, which torch advances with every change in place. Some changes go past them: through
@@ -30,10 +30,10 @@ class Guard:
     bytes, which sees whatever changes all elements.
     """
 
-    def __init__(self, leaves: Leaves, witnesses: Sequence[Memory]) -> None:
+    def __init__(self, leaves: Leaves, samples: Sequence[RawMemory]) -> None:
         """witnesses: the first bytes of each leaf; whoever copies keeps that memory alive."""
         self._leaves = leaves
-        self._witnesses = witnesses
+        self._samples = samples
         self._seen = self._look()
 
     def changed(self) -> list[str]:
@@ -49,25 +49,25 @@ class Guard:
             zip(
                 counters,
                 counters if same else map(_VERSION, leaves.origins),
-                [witness.raw for witness in self._witnesses],
+                [sample.raw for sample in self._samples],
                 strict=True,
             )
         )
 
 
-def witness(tensor: torch.Tensor) -> Memory:
+def sample(tensor: torch.Tensor) -> RawMemory:
     """The first bytes of a tensor in host memory; nothing of another one."""
     if not tensor.is_cpu or not tensor.is_contiguous():
         return memory_at(0, 0)
-    return memory_at(tensor.data_ptr(), min(WITNESS_BYTES, tensor.nbytes))
+    return memory_at(tensor.data_ptr(), min(SAMPLE_BYTES, tensor.nbytes))
 
 
-def memory_at(address: int, num_bytes: int) -> Memory:
+def memory_at(address: int, num_bytes: int) -> RawMemory:
     """Memory as an object. It does not keep it alive."""
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
-class Steadiness:
+class FrozenTracker:
     """Which frozen parameters stay as they are while optimizers step.
 
     A parameter that needs no gradient may be the frozen base of a fine-tuning, or an average that user code moves by

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from ckpt.saver.streaming import Outlet
+from ckpt.saver.streaming import StreamWriter
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, SaveSkipped
 
@@ -56,7 +56,7 @@ class SaveHandle:
         self._seen = False
         self._done_bytes = 0
         self._timings = Timings(raw_bytes=raw_bytes)
-        self._outlet: Outlet | None = None
+        self._stream_writer: StreamWriter | None = None
 
     def __repr__(self) -> str:
         ended = "skipped" if self.skipped else "failed" if self._error else "committed"
@@ -116,8 +116,8 @@ class SaveHandle:
 
     def _advance(self, done_bytes: int) -> None:
         self._done_bytes = done_bytes
-        if self._outlet is not None:
-            self._outlet.written(done_bytes)
+        if self._stream_writer is not None:
+            self._stream_writer.written(done_bytes)
 
     @property
     def _age_s(self) -> float:
@@ -139,8 +139,8 @@ class SaveHandle:
     def _fail(self, error: CkptError) -> None:
         self._error = error
         self._seen = False
-        if self._outlet is not None:
-            self._outlet.fail(error)
+        if self._stream_writer is not None:
+            self._stream_writer.fail(error)
         self._lost = not self._staged.is_set()
         self._staged.set()
         self._finished.set()

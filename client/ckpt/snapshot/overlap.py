@@ -25,12 +25,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.capture.leaves import Captured, Change, Leaf
-from ckpt.saver.messages import Job
+from ckpt.saver.messages import SaveJob
 from ckpt.snapshot.arena import ArenaSlot
-from ckpt.snapshot.client import Draft, SaveClient
-from ckpt.snapshot.guard import FROZEN_BYTES, Guard, Steadiness
+from ckpt.snapshot.client import PendingJob, SaveClient
+from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker
 from ckpt.snapshot.handle import SaveHandle
-from ckpt.snapshot.stage import Layout
+from ckpt.snapshot.stage import SnapshotLayout
 from ckpt.snapshot.transfer import Transfer
 from ckptstore.errors import CkptError, SaveFailed, SnapshotTorn
 
@@ -45,56 +45,56 @@ def copy_snapshot(
     client: SaveClient,
     slot: ArenaSlot,
     captured: Captured,
-    layout: Layout,
-    draft: Draft,
+    layout: SnapshotLayout,
+    pending_job: PendingJob,
     handle: SaveHandle,
     overlap: Overlap | None,
 ) -> None:
     """Copy the leaves into the slot, and submit the job when all are copied: now, or in the background."""
     began, leaves = time.perf_counter(), captured.leaves
     if overlap is not None and overlap.on:
-        transfer = slot.stager.begin(leaves, layout, overlap.may_wait, overlap.sameness(captured))
+        transfer = slot.stager.begin(leaves, layout, overlap.can_overlap, overlap.sameness(captured))
         if transfer.under_way:
-            guard = Guard(transfer.later, transfer.witnesses)
-            overlap.begin(client, Flight(transfer, guard, draft, handle, slot))
+            guard = ChangeGuard(transfer.later, transfer.samples)
+            overlap.begin(client, PendingCopy(transfer, guard, pending_job, handle, slot))
             return
         transfer.finish()
     else:
         slot.stager.stage(leaves, layout, captured.sameness)
     handle._measure(stage_s=time.perf_counter() - began)
-    client.submit(draft.complete(), handle)
+    client.submit(pending_job.complete(), handle)
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingCopy:
     """A snapshot that is being copied, and what becomes of it then."""
 
     transfer: Transfer
-    guard: Guard | None
+    guard: ChangeGuard | None
     """Until it has told."""
-    draft: Draft
+    pending_job: PendingJob
     handle: SaveHandle
     slot: ArenaSlot
     copied: threading.Event = field(default_factory=threading.Event)
     """GPUs have been told; host memory is copied; or neither will be."""
-    held: bool = False
+    step_reached: bool = False
     """An optimizer has come to the gate."""
     error: BaseException | None = None
     future: Future[None] | None = None
-    _torn: list[str] = field(default_factory=list)
+    _changed: list[str] = field(default_factory=list)
     _deciding: threading.Lock = field(default_factory=threading.Lock)
 
-    def torn(self) -> list[str]:
+    def changed_entries(self) -> list[str]:
         """Entries that have changed since they were captured; decided once, by whoever comes first."""
         with self._deciding:
             if self.guard is not None:
-                self._torn, self.guard = self.guard.changed(), None
-            return self._torn
+                self._changed, self.guard = self.guard.changed(), None
+            return self._changed
 
-    def let_go(self, job: Job) -> None:
+    def release(self, job: SaveJob) -> None:
         """Keep no tensor any more: all is copied, and this came of it."""
-        self.draft = Draft.of(job)
-        self.transfer.let_go()
+        self.pending_job = PendingJob.of(job)
+        self.transfer.release()
 
 
 class Overlap:
@@ -105,20 +105,20 @@ class Overlap:
         """Whether the loop has been found to change its state in optimizers only."""
         self._pid = os.getpid()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="ckpt-copy")
-        self._flight: Flight | None = None
+        self._pending: PendingCopy | None = None
         self._client: SaveClient | None = None
-        self._steadiness = Steadiness()
+        self._frozen = FrozenTracker()
         self._stepped = False
         """Whether an optimizer has come to the gate since the last save."""
         self._gate = threading.Lock()  # backward passes of several devices step from several threads
-        self._open = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
+        self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
 
-    def may_wait(self, leaf: Leaf) -> bool:
+    def can_overlap(self, leaf: Leaf) -> bool:
         """Whether a leaf can be copied while training goes on."""
         if leaf.change is Change.ANY_TIME or not (leaf.tensor.is_cpu or leaf.tensor.is_cuda):
             return False
         if leaf.change is Change.NEVER:
-            return leaf.slice.bytes >= FROZEN_BYTES and leaf.slice in self._steadiness
+            return leaf.slice.bytes >= FROZEN_BYTES and leaf.slice in self._frozen
         if leaf.tensor.is_cuda:
             # A step that is replayed from a CUDA graph comes to no gate, and no guard sees it. What cannot wait for
             # the gate is copied in the order of the current stream, before whatever is replayed there.
@@ -127,108 +127,108 @@ class Overlap:
 
     def sameness(self, captured: Captured) -> object | None:
         """Equal for captures whose leaves are the same and may wait alike; None where that is not known."""
-        return captured.sameness and (captured.sameness, self._steadiness.changes, self._stepped)
+        return captured.sameness and (captured.sameness, self._frozen.changes, self._stepped)
 
-    def begin(self, client: SaveClient, flight: Flight) -> None:
+    def begin(self, client: SaveClient, pending: PendingCopy) -> None:
         """Copy in the background, then submit the job. The flight before has been joined."""
-        self._client, self._flight = client, flight
+        self._client, self._pending = client, pending
         stepped, self._stepped = self._stepped, False
-        flight.future = self._copier.submit(self._copy, flight, stepped)
+        pending.future = self._copier.submit(self._copy, pending, stepped)
 
     def join(self) -> None:
         """Return when the last snapshot is in the saver's hands, or has failed."""
-        flight, self._flight = self._flight, None
-        if flight is None or flight.future is None:
+        pending, self._pending = self._pending, None
+        if pending is None or pending.future is None:
             return
-        flight.future.result()
-        if not flight.held and flight.error is None and (torn := flight.torn()):
+        pending.future.result()
+        if not pending.step_reached and pending.error is None and (changed_entries := pending.changed_entries()):
             self.on = False
-            self._abandon(flight, _snapshot_torn(torn))
+            self._abandon(pending, _torn_error(changed_entries))
 
-    def hold(self) -> None:
+    def before_step(self) -> None:
         """The gate: an optimizer is about to step. What it does from now on comes after the copy."""
         self._stepped = True
-        flight = self._flight
-        if flight is None or flight.held or os.getpid() != self._pid:  # a forked child has its own memory
+        pending = self._pending
+        if pending is None or pending.step_reached or os.getpid() != self._pid:  # a forked child has its own memory
             return
         with self._gate:
-            came = time.perf_counter()
-            flight.copied.wait()
-            if not flight.held and flight.error is None:
-                if torn := flight.torn():
-                    self._take_again(flight, torn)
-                flight.transfer.hold()
-            if not flight.held:
-                flight.handle._measure(held_s=time.perf_counter() - came)
-            flight.held = True
+            reached_at = time.perf_counter()
+            pending.copied.wait()
+            if not pending.step_reached and pending.error is None:
+                if changed_entries := pending.changed_entries():
+                    self._copy_again(pending, changed_entries)
+                pending.transfer.make_streams_wait()
+            if not pending.step_reached:
+                pending.handle._measure(held_s=time.perf_counter() - reached_at)
+            pending.step_reached = True
 
     def close(self) -> None:
         """Join, and let go of optimizers."""
         self.join()
-        self._open()
+        self._remove_hook()
         self._copier.shutdown()
 
-    def _copy(self, flight: Flight, stepped: bool) -> None:
+    def _copy(self, pending: PendingCopy, stepped: bool) -> None:
         began = time.perf_counter()
         try:
-            flight.transfer.copy()
-            flight.copied.set()
-            flight.transfer.finish()
-            flight.handle._measure(stage_s=time.perf_counter() - began)
-            self._steadiness.learn(flight.slot.segment, flight.transfer.frozen, stepped)
-            if not flight.torn():
-                self._deliver(flight)
+            pending.transfer.copy()
+            pending.copied.set()
+            pending.transfer.finish()
+            pending.handle._measure(stage_s=time.perf_counter() - began)
+            self._frozen.learn(pending.slot.segment, pending.transfer.frozen, stepped)
+            if not pending.changed_entries():
+                self._deliver(pending)
         except BaseException as error:
-            self._fail(flight, error)
+            self._fail(pending, error)
         finally:
-            flight.copied.set()
+            pending.copied.set()
 
-    def _take_again(self, flight: Flight, torn: Sequence[str]) -> None:
+    def _copy_again(self, pending: PendingCopy, changed_entries: Sequence[str]) -> None:
         self.on = False
         logger.warning(
             "%s changed after save_async and before optim.step(): the snapshot is taken again, unless it is a stream, "
             "and from now on save_async returns when the copy is taken, as with overlap=False",
-            _names(torn),
+            _names(changed_entries),
         )
-        flight.transfer.again()
-        flight.future = self._copier.submit(self._finish, flight)
+        pending.transfer.copy_again()
+        pending.future = self._copier.submit(self._finish, pending)
 
-    def _finish(self, flight: Flight) -> None:
+    def _finish(self, pending: PendingCopy) -> None:
         try:
-            flight.transfer.finish()
-            self._deliver(flight)
+            pending.transfer.finish()
+            self._deliver(pending)
         except BaseException as error:
-            self._fail(flight, error)
+            self._fail(pending, error)
 
-    def _deliver(self, flight: Flight) -> None:
+    def _deliver(self, pending: PendingCopy) -> None:
         assert self._client is not None
-        job = flight.draft.complete()
-        self._client.submit(job, flight.handle)
-        flight.let_go(job)
+        job = pending.pending_job.complete()
+        self._client.submit(job, pending.handle)
+        pending.release(job)
 
-    def _fail(self, flight: Flight, error: BaseException) -> None:
-        flight.error = error
-        logger.error("the snapshot of step %d was not copied", flight.handle.step, exc_info=error)
+    def _fail(self, pending: PendingCopy, error: BaseException) -> None:
+        pending.error = error
+        logger.error("the snapshot of step %d was not copied", pending.handle.step, exc_info=error)
         if not isinstance(error, CkptError):
             error = SaveFailed(f"the snapshot was not copied: {error!r}")
-        self._abandon(flight, error)
+        self._abandon(pending, error)
 
-    def _abandon(self, flight: Flight, error: CkptError) -> None:
+    def _abandon(self, pending: PendingCopy, error: CkptError) -> None:
         assert self._client is not None
-        self._client.abandon(flight.draft, flight.handle, flight.slot, error)
+        self._client.abandon(pending.pending_job, pending.handle, pending.slot, error)
 
 
 def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def hold(*_: object) -> None:
+    def before_step(*_: object) -> None:
         overlap = reference()
         if overlap is not None:
-            overlap.hold()
+            overlap.before_step()
 
-    return cast(Callable[..., None], hold)
+    return cast(Callable[..., None], before_step)
 
 
-def _snapshot_torn(entries: Sequence[str]) -> SnapshotTorn:
+def _torn_error(entries: Sequence[str]) -> SnapshotTorn:
     return SnapshotTorn(
         f"{_names(entries)} changed while the snapshot was taken, and no optimizer was about to step",
         "Pass overlap=False to the Checkpointer if anything but optim.step() changes parameters between save_async and "

@@ -14,8 +14,8 @@ import torch
 from ckpt.capture.leaves import Change, Leaf, Leaves
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
-from ckpt.snapshot.guard import FROZEN_BYTES, Memory, memory_at, witness
-from ckpt.snapshot.transfer import Move, Run, Transfer, move_all, pin
+from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, memory_at, sample
+from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all, pin
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
 Later = Callable[[Leaf], bool]
@@ -25,7 +25,7 @@ _ALL_GATHERED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SnapshotLayout:
     """Where the leaves of a snapshot lie in its slot: the raw stream of the shard to be."""
 
     slices: list[Slice]
@@ -37,7 +37,7 @@ class Layout:
     num_bytes: int
 
     @staticmethod
-    def of(slices: Sequence[Slice]) -> Layout:
+    def of(slices: Sequence[Slice]) -> SnapshotLayout:
         """The layout that leaves of these slices have in every save."""
         placed = place_slices(slices)
         index = {piece: i for i, piece in enumerate(slices)}
@@ -47,24 +47,24 @@ class Layout:
             for place in placed
             for piece in [place.slice]
         ]
-        return Layout(list(slices), placed, order, rows, raw_bytes(placed))
+        return SnapshotLayout(list(slices), placed, order, rows, raw_bytes(placed))
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _DeferredLeaves:
     """Leaves that are moved later: what is the same in every save."""
 
     indexes: list[int] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    witnesses: list[Memory] = field(default_factory=list)
+    samples: list[RawMemory] = field(default_factory=list)
 
     def add(self, index: int, leaf: Leaf) -> None:
         """One more."""
         self.indexes.append(index)
         self.slices.append(leaf.slice)
         self.changes.append(leaf.change)
-        self.witnesses.append(witness(leaf.tensor))
+        self.samples.append(sample(leaf.tensor))
 
     def among(self, leaves: Leaves) -> Leaves:
         """As they are now."""
@@ -74,16 +74,16 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _CopyPlan:
     """How to copy leaves, as long as they are the same: addresses, and indexes of leaves."""
 
     sameness: object | None
     now: list[Move] = field(default_factory=list)
-    gathered: list[Memory] = field(default_factory=list)
+    gathered: list[RawMemory] = field(default_factory=list)
     """Small memory, which is copied to one place now, and from there to where it belongs later."""
-    runs: list[Run] = field(default_factory=list)
+    runs: list[GatheredRun] = field(default_factory=list)
     later: list[Move] = field(default_factory=list)
-    waiting: _Waiting = field(default_factory=_Waiting)
+    waiting: _DeferredLeaves = field(default_factory=_DeferredLeaves)
     """The leaves of these."""
     frozen: list[Placed] = field(default_factory=list)
     """Of large leaves that nobody should change."""
@@ -118,7 +118,7 @@ class Stager:
         self._address = self._arena.data_ptr()
         self.gpu: torch.device | None = None
         """For which the segment has been pinned."""
-        self._plan: _Plan | None = None
+        self._plan: _CopyPlan | None = None
 
     def pin(self, gpu: torch.device) -> None:
         """Have GPUs copy into the segment by themselves: this one, and all others."""
@@ -126,12 +126,14 @@ class Stager:
             pin(self._segment, gpu)
             self.gpu = gpu
 
-    def stage(self, leaves: Leaves, layout: Layout, sameness: object | None = None) -> None:
+    def stage(self, leaves: Leaves, layout: SnapshotLayout, sameness: object | None = None) -> None:
         """Copy all leaves. On return the slot holds them, also those from a GPU. sameness: see `Captured`."""
         self.begin(leaves, layout, None, sameness).finish()
 
     @torch.no_grad()
-    def begin(self, leaves: Leaves, layout: Layout, later: Later | None, sameness: object | None = None) -> Transfer:
+    def begin(
+        self, leaves: Leaves, layout: SnapshotLayout, later: Later | None, sameness: object | None = None
+    ) -> Transfer:
         """Copy the leaves that may change at any time, but for those that are on a GPU: they are on their way, in the
         order of the current stream. What `later` says may wait goes with `Transfer.copy`.
 
@@ -144,14 +146,16 @@ class Stager:
         move_all(plan.now)
         if plan.later:
             transfer.add_gathered(b"".join(plan.gathered), plan.runs)
-            transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.witnesses)
+            transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.samples)
         for view, i, waits in plan.others:
             self._begin_other(transfer, view, leaves[i], waits)
         transfer.begun()
         return transfer
 
-    def _make_plan(self, leaves: Leaves, layout: Layout, later: Later | None, sameness: object | None) -> _Plan:
-        plan = _Plan(sameness)
+    def _make_plan(
+        self, leaves: Leaves, layout: SnapshotLayout, later: Later | None, sameness: object | None
+    ) -> _CopyPlan:
+        plan = _CopyPlan(sameness)
         for place, i in zip(layout.placed, layout.order, strict=True):
             leaf = leaves[i]
             waits = later is not None and later(leaf)

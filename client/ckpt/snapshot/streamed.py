@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ckpt.capture.leaves import Leaf, Leaves
-from ckpt.saver.messages import Job
+from ckpt.saver.messages import SaveJob
 from ckpt.saver.segment import Segment
-from ckpt.saver.streaming import Outlet
+from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.arena import ArenaSlot
-from ckpt.snapshot.client import Draft, SaveClient
-from ckpt.snapshot.guard import Guard, witness
+from ckpt.snapshot.client import PendingJob, SaveClient
+from ckpt.snapshot.guard import ChangeGuard, sample
 from ckpt.snapshot.handle import SaveHandle
-from ckpt.snapshot.overlap import Flight, Overlap
-from ckpt.snapshot.stage import Layout, is_plain
+from ckpt.snapshot.overlap import Overlap, PendingCopy
+from ckpt.snapshot.stage import SnapshotLayout, is_plain
 from ckpt.snapshot.transfer import Transfer
 from ckptstore.errors import SnapshotTorn
 from ckptstore.format.shards import ChunkSpan, plan_chunks
@@ -30,8 +30,8 @@ def stream_snapshot(
     client: SaveClient,
     slot: ArenaSlot,
     leaves: Leaves,
-    layout: Layout,
-    job: Job,
+    layout: SnapshotLayout,
+    job: SaveJob,
     handle: SaveHandle,
     overlap: Overlap | None,
 ) -> None:
@@ -40,20 +40,22 @@ def stream_snapshot(
 
     Raises the error of the save if it fails meanwhile, such as SaverDied; then nothing was taken.
     """
-    outlet = Outlet(plan_chunks(layout.placed), slot.segment.num_bytes)
-    waits = [_may_wait(leaf, overlap) for leaf in leaves]
+    stream_writer = StreamWriter(plan_chunks(layout.placed), slot.segment.num_bytes)
+    waits = [_can_overlap(leaf, overlap) for leaf in leaves]
     if overlap is not None and _worthwhile(leaves, waits):
         pairs = list(zip(leaves, waits, strict=True))
         stream = _Stream(slot.segment, [leaf.tensor if wait else leaf.tensor.clone() for leaf, wait in pairs], layout)
-        client.stream(job, handle, outlet)
+        client.stream(job, handle, stream_writer)
         later = leaves.pick(i for i, wait in enumerate(waits) if wait)
-        transfer = StreamTransfer(stream, client, outlet, job, handle, later)
-        overlap.begin(client, Flight(transfer, Guard(later, transfer.witnesses), Draft.of(job), handle, slot))
+        transfer = StreamTransfer(stream, client, stream_writer, job, handle, later)
+        overlap.begin(
+            client, PendingCopy(transfer, ChangeGuard(later, transfer.samples), PendingJob.of(job), handle, slot)
+        )
         return
     stream = _Stream(slot.segment, leaves.tensors, layout)
-    client.stream(job, handle, outlet)
+    client.stream(job, handle, stream_writer)
     try:
-        StreamTransfer(stream, client, outlet, job, handle, Leaves()).copy()
+        StreamTransfer(stream, client, stream_writer, job, handle, Leaves()).copy()
         client.submit(job, handle)
     except BaseException:
         client.cut(job.number)
@@ -61,8 +63,8 @@ def stream_snapshot(
         raise
 
 
-def _may_wait(leaf: Leaf, overlap: Overlap | None) -> bool:
-    return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.may_wait(leaf)
+def _can_overlap(leaf: Leaf, overlap: Overlap | None) -> bool:
+    return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.can_overlap(leaf)
 
 
 def _worthwhile(leaves: Sequence[Leaf], waits: Sequence[bool]) -> bool:
@@ -74,35 +76,41 @@ class StreamTransfer(Transfer):
     """A snapshot on its way through a slot. The saver cannot end it before the job is submitted."""
 
     def __init__(
-        self, stream: _Stream, client: SaveClient, outlet: Outlet, job: Job, handle: SaveHandle, later: Leaves
+        self,
+        stream: _Stream,
+        client: SaveClient,
+        stream_writer: StreamWriter,
+        job: SaveJob,
+        handle: SaveHandle,
+        later: Leaves,
     ) -> None:
         super().__init__()
-        self.later, self.witnesses = later, list(map(witness, later.tensors))
+        self.later, self.samples = later, list(map(sample, later.tensors))
         self._stream = stream
         self._client = client
-        self._outlet = outlet
+        self._stream_writer = stream_writer
         self._job = job
         self._handle = handle
         self._torn = False
 
     def copy(self) -> None:
         """Copy everything, and tell the saver of all but the last chunk. Raises the error of a save that fails."""
-        outlet, waited_s, began = self._outlet, 0.0, time.perf_counter()
-        for number, (span, place) in enumerate(zip(outlet.spans, outlet.places, strict=True)):
+        stream_writer, waited_s, began = self._stream_writer, 0.0, time.perf_counter()
+        for number, (span, place) in enumerate(zip(stream_writer.spans, stream_writer.places, strict=True)):
             asked = time.perf_counter()
-            outlet.wait(place)
+            stream_writer.wait(place)
             waited_s += time.perf_counter() - asked
             self._stream.copy(span, place.at)
-            self._client.staged(self._job.number, min(number + 1, len(outlet.spans) - 1))
-        outlet.check()
+            self._client.staged(self._job.number, min(number + 1, len(stream_writer.spans) - 1))
+        stream_writer.check()
         wait_s = self._handle.timings.wait_s + waited_s
         self._handle._measure(wait_s=wait_s, stage_s=time.perf_counter() - began - waited_s)
 
-    def again(self) -> None:
+    def copy_again(self) -> None:
         """Most of it has gone already."""
         self._torn = True
 
-    def hold(self) -> None:
+    def make_streams_wait(self) -> None:
         """Nothing is copied any more."""
 
     def finish(self) -> None:
@@ -118,7 +126,7 @@ class StreamTransfer(Transfer):
 class _Stream:
     """The raw stream of a snapshot, read from live tensors from front to back."""
 
-    def __init__(self, segment: Segment, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
+    def __init__(self, segment: Segment, tensors: Sequence[torch.Tensor], layout: SnapshotLayout) -> None:
         self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
         pairs = zip(layout.placed, layout.order, strict=True)
         self._left = iter([(place, tensors[i]) for place, i in pairs if place.slice.bytes])

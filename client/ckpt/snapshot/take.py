@@ -8,65 +8,69 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt.capture.leaves import Captured
-from ckpt.saver.messages import Job
-from ckpt.snapshot.client import Draft, OnBusy, SaveClient
+from ckpt.saver.messages import SaveJob
+from ckpt.snapshot.client import OnBusy, PendingJob, SaveClient
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.overlap import Overlap, copy_snapshot
-from ckpt.snapshot.stage import Layout
+from ckpt.snapshot.stage import SnapshotLayout
 from ckpt.snapshot.streamed import stream_snapshot
 from ckptstore.clock import system_clock
 from ckptstore.names import Attempt
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveRequest:
     """What one save is about."""
 
     attempt: Attempt
     captured: Captured
-    layout: Layout
+    layout: SnapshotLayout
     metrics: Mapping[str, float]
     lease: str | None
     """A lease that its commit makes needless."""
 
 
-def take_snapshot(client: SaveClient, save: Save, handle: SaveHandle, overlap: Overlap | None, on_busy: OnBusy) -> bool:
+def take_snapshot(
+    client: SaveClient, request: SaveRequest, handle: SaveHandle, overlap: Overlap | None, on_busy: OnBusy
+) -> bool:
     """Copy the state, now or beside training, and have it made durable. False if the save is skipped instead."""
-    layout, slot = save.layout, None
+    layout, slot = request.layout, None
     waiting = time.perf_counter()
-    if save.captured.leaves:
-        slot = client.acquire(layout.num_bytes, on_busy, save.attempt.step)
+    if request.captured.leaves:
+        slot = client.acquire(layout.num_bytes, on_busy, request.attempt.step)
         if slot is None:
-            client.skip(save.attempt, handle)
+            client.skip(request.attempt, handle)
             return False
     handle._measure(wait_s=time.perf_counter() - waiting)
     streamed = slot is not None and slot.segment.num_bytes < layout.num_bytes
     number = client.next_number()
-    complete = partial(_job, number, slot.number if slot is not None else None, system_clock(), save, streamed)
+    complete = partial(_job, number, slot.number if slot is not None else None, system_clock(), request, streamed)
     if slot is None:
         client.submit(complete(), handle)
     elif streamed:
-        stream_snapshot(client, slot, save.captured.leaves, layout, complete(), handle, overlap)
+        stream_snapshot(client, slot, request.captured.leaves, layout, complete(), handle, overlap)
     else:
         try:
-            copy_snapshot(client, slot, save.captured, layout, Draft(number, save.attempt, complete), handle, overlap)
+            copy_snapshot(
+                client, slot, request.captured, layout, PendingJob(number, request.attempt, complete), handle, overlap
+            )
         except BaseException:
             client.release(slot)
             raise
     return True
 
 
-def _job(number: int, slot: int | None, created_at: float, save: Save, streamed: bool) -> Job:
-    return Job(
+def _job(number: int, slot: int | None, created_at: float, request: SaveRequest, streamed: bool) -> SaveJob:
+    return SaveJob(
         number=number,
         slot=slot,
-        attempt=save.attempt,
+        attempt=request.attempt,
         created_at=created_at,
-        slices=save.layout.rows,
-        aliases=save.captured.aliases,
-        trees=save.captured.trees,
-        local=save.captured.write(),
-        metrics=dict(save.metrics),
-        lease=save.lease,
+        slices=request.layout.rows,
+        aliases=request.captured.aliases,
+        trees=request.captured.trees,
+        local=request.captured.write(),
+        metrics=dict(request.metrics),
+        lease=request.lease,
         streamed=streamed,
     )

@@ -17,7 +17,7 @@ import torch
 
 from ckpt.capture.leaves import Leaf, Leaves
 from ckpt.saver.segment import Segment
-from ckpt.snapshot.guard import Memory, witness
+from ckpt.snapshot.guard import RawMemory, sample
 from ckpt.streams import on_stream, side_stream
 from ckptstore.format.shards import Placed
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Move = tuple[int, int, int]
 """Addresses to copy to and from, and bytes."""
 
-Run = tuple[int, int, int]
+GatheredRun = tuple[int, int, int]
 """Address to copy to, where in gathered bytes to copy from, and bytes."""
 
 
@@ -38,7 +38,7 @@ class Transfer:
         """What is copied of large leaves that nobody should change."""
         self.later = Leaves()
         """What is left for `copy`."""
-        self.witnesses: list[Memory] = []
+        self.samples: list[RawMemory] = []
         """Of each of these."""
         self._moves: Sequence[Move] = ()
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -46,13 +46,13 @@ class Transfer:
         self._devices: dict[torch.device, DeviceCopies] = {}
         self._gathered: Sequence[Move] = ()
 
-    def add_moves(self, moves: Sequence[Move], leaves: Leaves, witnesses: Sequence[Memory]) -> None:
+    def add_moves(self, moves: Sequence[Move], leaves: Leaves, samples: Sequence[RawMemory]) -> None:
         """Copy memory later, before anything else is added. It lives until then, whatever becomes of the tensors."""
-        self.later, self.witnesses = leaves, list(witnesses)
+        self.later, self.samples = leaves, list(samples)
         self._moves = moves
         self._kept += map(torch.Tensor.untyped_storage, leaves.tensors)
 
-    def add_gathered(self, data: bytes, runs: Sequence[Run]) -> None:
+    def add_gathered(self, data: bytes, runs: Sequence[GatheredRun]) -> None:
         """Put later in its place what was copied already."""
         kept = ctypes.c_char_p(data)
         self._kept.append(kept)
@@ -75,7 +75,7 @@ class Transfer:
 
     def _add_later(self, leaf: Leaf) -> None:
         self.later.append(leaf)
-        self.witnesses.append(witness(leaf.tensor))
+        self.samples.append(sample(leaf.tensor))
 
     @property
     def under_way(self) -> bool:
@@ -100,16 +100,16 @@ class Transfer:
         for view, tensor in self._copies:
             view.copy_(tensor)
 
-    def hold(self) -> None:
+    def make_streams_wait(self) -> None:
         """What is asked of the current streams from now on comes after the copy. Does not wait. After `copy`."""
         for copies in self._devices.values():
-            copies.hold()
+            copies.make_streams_wait()
 
     @torch.no_grad()
-    def again(self) -> None:
+    def copy_again(self) -> None:
         """Copy what was left for later once more, as it is now. After `copy`."""
         for copies in self._devices.values():
-            copies.again()
+            copies.copy_again()
         self._copy_memory()
 
     def finish(self) -> None:
@@ -117,11 +117,11 @@ class Transfer:
         for copies in self._devices.values():
             copies.finish()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """What was copied will not be copied again: its memory may go. After `finish`."""
         for copies in self._devices.values():
-            copies.let_go()
-        self.later, self.witnesses, self._moves, self._gathered = Leaves(), [], (), ()
+            copies.release()
+        self.later, self.samples, self._moves, self._gathered = Leaves(), [], (), ()
         self._copies, self._kept = [], []
 
 
@@ -167,7 +167,7 @@ class DeviceCopies:
             self._enqueue()
         self._done.record(stream)
 
-    def again(self) -> None:
+    def copy_again(self) -> None:
         """Copy in the order of the current stream, after the side stream has done so."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._done)
@@ -175,7 +175,7 @@ class DeviceCopies:
             self._enqueue()
         self._done.record(stream)
 
-    def hold(self) -> None:
+    def make_streams_wait(self) -> None:
         """The current stream waits for the copy; the CPU does not."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
@@ -183,7 +183,7 @@ class DeviceCopies:
         """The CPU waits for the copy, without the GIL."""
         self._done.synchronize()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Keep no tensor any more."""
         self._later = []
 

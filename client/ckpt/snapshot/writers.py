@@ -15,15 +15,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ckpt.saver.lock import Presence
+from ckpt.saver.lock import SaverLock
 from ckpt.saver.messages import (
+    Abort,
     Channel,
     Command,
     Cut,
-    Decline,
     Forget,
-    Job,
     Report,
+    SaveJob,
     Setup,
     Slot,
     Staged,
@@ -40,10 +40,10 @@ OnReport = Callable[[Report], None]
 OnDeath = Callable[[SaverDied], None]
 
 _SEND_TIMEOUT_S = 60.0
-_STDERR_TAIL = 2000
+_STDERR_TAIL_CHARACTERS = 2000
 
 
-class Writer(Protocol):
+class SaveWriter(Protocol):
     """Makes snapshots durable. Methods may be called from any thread."""
 
     def add_slot(self, number: int, segment: Segment) -> None:
@@ -52,7 +52,7 @@ class Writer(Protocol):
     def forget_slot(self, number: int) -> None:
         """No further job uses this slot."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SaveJob) -> None:
         """Take a snapshot over. After return it becomes durable even if this process is killed (saver process)."""
 
     def staged(self, number: int, chunks: int) -> None:
@@ -64,7 +64,7 @@ class Writer(Protocol):
     def withdraw(self, step: int) -> None:
         """Give up the oldest job whose upload has not begun, if there is one, in favour of a save of `step`."""
 
-    def decline(self, attempt: Attempt, failure: str | None = None) -> None:
+    def abort(self, attempt: Attempt, failure: str | None = None) -> None:
         """Tell other ranks that this one takes no part in an attempt. failure: because something went wrong."""
 
     def close(self, timeout_s: float | None) -> None:
@@ -86,7 +86,7 @@ class ThreadWriter:
         """Forget it."""
         del self._segments[number]
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SaveJob) -> None:
         """Hand over to the pipeline's threads."""
         raw = self._segments[job.slot].view if job.slot is not None else memoryview(b"")
         self._pipeline.submit(job, raw)
@@ -103,9 +103,9 @@ class ThreadWriter:
         """Done on return."""
         self._pipeline.withdraw(step)
 
-    def decline(self, attempt: Attempt, failure: str | None = None) -> None:
+    def abort(self, attempt: Attempt, failure: str | None = None) -> None:
         """Leave it to a thread."""
-        self._pipeline.decline(attempt, failure)
+        self._pipeline.abort(attempt, failure)
 
     def close(self, timeout_s: float | None) -> None:
         """Wait for the threads."""
@@ -128,9 +128,9 @@ class ProcessWriter:
         ours, theirs = socket.socketpair()
         ours.settimeout(_SEND_TIMEOUT_S)
         with theirs:
-            self._presence = Presence(setup.store, setup.run)
-            self._process = _start(theirs.fileno(), self._presence.saver, self._stderr.fileno())
-            self._presence.inherited()
+            self._saver_lock = SaverLock(setup.store, setup.run)
+            self._process = _start(theirs.fileno(), self._saver_lock.saver, self._stderr.fileno())
+            self._saver_lock.inherited()
         self._channel = Channel(ours)
         close_after_fork(self._channel)
         self._listener = threading.Thread(target=self._listen, name="ckpt-reports", daemon=True)
@@ -150,7 +150,7 @@ class ProcessWriter:
         """Have the saver unmap it."""
         self._send(Forget(number))
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SaveJob) -> None:
         """Send the job; it is in the kernel's hands on return."""
         self._send(job)
 
@@ -166,9 +166,9 @@ class ProcessWriter:
         """Ask for it; a report says so when it is done."""
         self._send(Withdraw(step))
 
-    def decline(self, attempt: Attempt, failure: str | None = None) -> None:
+    def abort(self, attempt: Attempt, failure: str | None = None) -> None:
         """Ask for it."""
-        self._send(Decline(attempt, failure))
+        self._send(Abort(attempt, failure))
 
     def close(self, timeout_s: float | None) -> None:
         """Ask the saver to finish, and wait for it."""
@@ -192,19 +192,19 @@ class ProcessWriter:
         while (report := self._channel.receive(Report)) is not None:
             self._on_report(report)
         status = self._process.wait()
-        error = None if self._closing and status == 0 else self._obituary(status)
-        self._presence.close()
+        error = None if self._closing and status == 0 else self._death_error(status)
+        self._saver_lock.close()
         self._channel.close()
         self._stderr.close()
         if error is not None:
             self._on_death(error)
 
-    def _obituary(self, status: int) -> SaverDied:
+    def _death_error(self, status: int) -> SaverDied:
         cause = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         self._stderr.seek(0)
-        last_words = self._stderr.read()[-_STDERR_TAIL:].decode(errors="replace").strip()
+        stderr_tail = self._stderr.read()[-_STDERR_TAIL_CHARACTERS:].decode(errors="replace").strip()
         return SaverDied(
-            f"the saver process {self._process.pid} {cause}" + (f", saying: {last_words}" if last_words else ""),
+            f"the saver process {self._process.pid} {cause}" + (f", saying: {stderr_tail}" if stderr_tail else ""),
             "Saves that were under way are lost, committed checkpoints are not; the next save starts a new saver",
         )
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.saver.choosing import INTERVAL_SHARE, Figure, choose
+from ckpt.saver.choosing import INTERVAL_SHARE, CodingCost, choose
 from ckptstore.format.codings import Coding
 
 GB = 1_000_000_000
 RAW, SPLIT, ZSTD, ZSTD_MORE = Coding("raw"), Coding("float-split/float32"), Coding("zstd"), Coding("zstd", 9)
-FLOATS = {RAW: Figure(0.1 / GB, 1.0), SPLIT: Figure(1 / GB, 0.83)}
-NUMBERS = {RAW: Figure(0.1 / GB, 1.0), ZSTD: Figure(2 / GB, 0.5), ZSTD_MORE: Figure(40 / GB, 0.3)}
-NOISE = {RAW: Figure(0.1 / GB, 1.0), ZSTD: Figure(2 / GB, 0.999)}
+FLOATS = {RAW: CodingCost(0.1 / GB, 1.0), SPLIT: CodingCost(1 / GB, 0.83)}
+NUMBERS = {RAW: CodingCost(0.1 / GB, 1.0), ZSTD: CodingCost(2 / GB, 0.5), ZSTD_MORE: CodingCost(40 / GB, 0.3)}
+NOISE = {RAW: CodingCost(0.1 / GB, 1.0), ZSTD: CodingCost(2 / GB, 0.999)}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_nothing_to_save() -> None:
 CODINGS = [Coding("raw"), *(Coding("zstd", level) for level in (1, 3, 9))]
 SECONDS = st.floats(0.01, 100).map(lambda s: s / GB)
 FIGURES = st.lists(st.tuples(SECONDS, st.integers(1, 20)), min_size=1, max_size=4).map(
-    lambda rows: {CODINGS[i]: Figure(seconds, part / 20) for i, (seconds, part) in enumerate(rows)}
+    lambda rows: {CODINGS[i]: CodingCost(seconds, part / 20) for i, (seconds, part) in enumerate(rows)}
 )
 TYPES = st.dictionaries(st.sampled_from(["float32", "bfloat16", "int64"]), FIGURES, min_size=1)
 UPLOAD = st.floats(0.01, 100).map(lambda s: s / GB)
@@ -64,22 +64,22 @@ BYTES = st.integers(1, 10 * GB)
 
 @given(FIGURES, BYTES, UPLOAD, st.integers(1, 8), INTERVAL)
 def test_of_one_element_type_the_best_is_chosen(
-    figures: Mapping[Coding, Figure], count: int, upload_s: float, threads: int, interval_s: float | None
+    costs: Mapping[Coding, CodingCost], count: int, upload_s: float, threads: int, interval_s: float | None
 ) -> None:
-    choice = choose({"t": count}, {"t": figures}, upload_s, threads, interval_s)
-    durable = {c: max(count * f.seconds / threads, count * f.stored * upload_s) for c, f in figures.items()}
-    in_time = [c for c in figures if interval_s is not None and durable[c] <= INTERVAL_SHARE * interval_s]
+    choice = choose({"t": count}, {"t": costs}, upload_s, threads, interval_s)
+    durable = {c: max(count * f.seconds / threads, count * f.stored * upload_s) for c, f in costs.items()}
+    in_time = [c for c in costs if interval_s is not None and durable[c] <= INTERVAL_SHARE * interval_s]
     chosen = choice.codings["t"]
     if in_time:
         assert chosen in in_time
-        assert figures[chosen].stored == min(figures[c].stored for c in in_time)
+        assert costs[chosen].stored == min(costs[c].stored for c in in_time)
     else:
         assert durable[chosen] == pytest.approx(min(durable.values()))
 
 
 @given(TYPES, st.data(), UPLOAD, st.integers(1, 8), INTERVAL)
 def test_never_later_than_without_compression_unless_there_is_time(
-    types: Mapping[str, Mapping[Coding, Figure]],
+    types: Mapping[str, Mapping[Coding, CodingCost]],
     data: st.DataObject,
     upload_s: float,
     threads: int,
@@ -87,7 +87,7 @@ def test_never_later_than_without_compression_unless_there_is_time(
 ) -> None:
     sizes = {dtype: data.draw(BYTES) for dtype in types}
     choice = choose(sizes, types, upload_s, threads, interval_s)
-    soonest = {dtype: min(figures.values()) for dtype, figures in types.items()}
+    soonest = {dtype: min(costs.values()) for dtype, costs in types.items()}
     encode_s = sum(count * soonest[dtype].seconds for dtype, count in sizes.items()) / threads
     upload = sum(count * soonest[dtype].stored for dtype, count in sizes.items()) * upload_s
     assert choice.durable_s <= max(encode_s, upload, INTERVAL_SHARE * (interval_s or 0.0)) * (1 + 1e-9)
@@ -95,7 +95,7 @@ def test_never_later_than_without_compression_unless_there_is_time(
 
 @given(TYPES, st.data(), st.lists(UPLOAD, min_size=2, max_size=2), st.integers(1, 8), INTERVAL)
 def test_a_slower_store_never_makes_checkpoints_larger(
-    types: Mapping[str, Mapping[Coding, Figure]],
+    types: Mapping[str, Mapping[Coding, CodingCost]],
     data: st.DataObject,
     uploads: list[float],
     threads: int,
@@ -108,7 +108,7 @@ def test_a_slower_store_never_makes_checkpoints_larger(
 
 @given(TYPES, st.data(), UPLOAD, st.integers(1, 8), st.lists(st.floats(0.001, 1000), min_size=2, max_size=2))
 def test_a_longer_interval_never_makes_checkpoints_larger(
-    types: Mapping[str, Mapping[Coding, Figure]],
+    types: Mapping[str, Mapping[Coding, CodingCost]],
     data: st.DataObject,
     upload_s: float,
     threads: int,

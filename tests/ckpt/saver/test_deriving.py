@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.messages import Done, Failed, Job, Report, Setup, SliceRow
+from ckpt.saver.messages import Done, Failed, Report, SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject, InvalidRequest
@@ -179,7 +179,7 @@ def save_halves(store: Store, cut: int) -> tuple[Content, Words]:
             store=store.url, options={}, run="r", rank=rank, world_size=2, compress="fast", commit_timeout_s=20.0,
             daemon=None, token=None, derive=True,
         )  # fmt: skip
-        job = Job(
+        job = SaveJob(
             number=1, slot=0, attempt=attempt, created_at=system_clock(), slices=rows, aliases={}, trees={},
             local={}, metrics={}, lease=None,
         )  # fmt: skip

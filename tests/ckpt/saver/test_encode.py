@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt.saver.encode import BUDGET_BYTES, Encoder, encode_stream
-from ckpt.saver.throttle import Pace
+from ckpt.saver.throttle import CpuThrottle
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
 from tests.support.trainers import until
 
@@ -32,7 +32,7 @@ class Counted:
 
 @pytest.fixture
 def encoder() -> Iterator[Encoder]:
-    encoder = Encoder(Pace(None), 3 * SIZE)
+    encoder = Encoder(CpuThrottle(None), 3 * SIZE)
     yield encoder
     encoder.close()
 
@@ -70,7 +70,7 @@ def test_a_snapshot_that_is_given_up_makes_room_and_is_not_read_any_more(encoder
     first = encoder.begin(work.chunks(*range(1, 9)), work.encode)
     until(lambda: len(work.encoded) == 3)
     second = encoder.begin(work.chunks(11, 12), work.encode)
-    first.leave()
+    first.cancel()
     given_up = list(work.encoded)
     with second:
         assert [chunk.data[0] for chunk in second] == [11, 12]
@@ -141,21 +141,21 @@ class Machine:
 
 def test_a_cpu_budget_is_kept_over_about_a_second_and_not_saved_up_for_longer() -> None:
     machine = Machine()
-    pace = Pace(0.25, lambda: machine.used, lambda: machine.now, machine.sleep)
+    pace = CpuThrottle(0.25, lambda: machine.used, lambda: machine.now, machine.sleep)
     for _ in range(100):
-        pace.keep()
+        pace.wait_for_budget()
         machine.work(0.01)
         assert machine.used <= 0.25 * machine.now + 0.011
     assert machine.now == pytest.approx(4, rel=0.02)
     machine.now += 100
     before = machine.now
     for _ in range(100):
-        pace.keep()
+        pace.wait_for_budget()
         machine.work(0.01)
     assert machine.now - before == pytest.approx(3, rel=0.03)
 
 
 def test_without_a_budget_nobody_sleeps() -> None:
-    pace = Pace(None, sleep=lambda _: pytest.fail("slept"))
+    pace = CpuThrottle(None, sleep=lambda _: pytest.fail("slept"))
     for _ in range(1000):
-        pace.keep()
+        pace.wait_for_budget()

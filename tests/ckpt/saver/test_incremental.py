@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.matching import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, Known, compare, keys, worthwhile
+from ckpt.saver.matching import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, KnownChunk, compare, keys, worthwhile
 from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore import names
 from ckptstore.clock import system_clock
@@ -253,9 +253,9 @@ def test_a_saver_that_is_killed_leaves_what_the_next_one_can_use(tmp_path: Path)
 # Comparing.
 
 
-def _known(raw: bytes, sample: bool, digest: bool) -> Known:
+def _known(raw: bytes, sample: bool, digest: bool) -> KnownChunk:
     was = compare(memoryview(raw), None)
-    return Known(
+    return KnownChunk(
         Attempt(0, ULID),
         0,
         EncodedChunk(b"", len(raw), 1, "raw", ""),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt.saver.measuring import MeasuredCodings
-from ckpt.saver.messages import Done, Failed, Job, Released, Report, Setup, SliceRow
+from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.format.shards import ChunkSpan
@@ -51,7 +51,7 @@ class Saver:
             SliceRow("model/w", "float32", (COUNT,), (0, COUNT), 0),
             SliceRow("noise", "uint8", (len(NOISE),), (0, len(NOISE)), WEIGHTS.nbytes),
         ]
-        job = Job(
+        job = SaveJob(
             number=self._steps, slot=0, attempt=Attempt(self._steps, new_ulid(system_clock())),
             created_at=self._created_at, slices=rows, aliases={}, trees={}, local={}, metrics={}, lease=None,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.saver.messages import Channel, Command, Decline, Forget, Progress, Report, Slot, Stop
+from ckpt.saver.messages import Abort, Channel, Command, Forget, Report, SaveProgress, Slot, Stop
 from ckptstore.names import Attempt
 
 Pair = tuple[Channel, Channel]
@@ -25,7 +25,7 @@ def pair() -> Iterator[Pair]:
 
 
 def test_messages_arrive_in_order_and_whole(pair: Pair) -> None:
-    sent = [Progress(number, number * 10) for number in range(5000)]
+    sent = [SaveProgress(number, number * 10) for number in range(5000)]
 
     def send() -> None:
         for message in sent:
@@ -55,16 +55,16 @@ def test_descriptors_stay_with_their_messages_among_others(pair: Pair) -> None:
 
 
 def test_the_end_of_the_stream_is_none_also_in_the_middle_of_a_message(pair: Pair) -> None:
-    pair[0].send(Progress(1, 2))
+    pair[0].send(SaveProgress(1, 2))
     pair[0]._sock.sendall(b"\x10\x00\x00")
     pair[0].close()
-    assert pair[1].receive(Report) == Progress(1, 2)
+    assert pair[1].receive(Report) == SaveProgress(1, 2)
     assert pair[1].receive(Report) is None
     with pytest.raises(BrokenPipeError):
         pair[1].send(Stop())
 
 
 def test_attempts_stay_typed(pair: Pair) -> None:
-    sent = Decline(Attempt(7, "01ARZ3NDEKTSV4RRFFQ69G5FAV"), "out of memory")
+    sent = Abort(Attempt(7, "01ARZ3NDEKTSV4RRFFQ69G5FAV"), "out of memory")
     pair[0].send(sent)
     assert pair[1].receive(Command) == sent

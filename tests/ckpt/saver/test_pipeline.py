@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from ckpt.saver.messages import Done, Failed, Job, Progress, Released, Report, Setup, SliceRow
+from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.commits.leases import active_leases, take_lease
@@ -31,8 +31,8 @@ def setup(store: Store, rank: int = 0, world_size: int = 1, timeout: float = 20.
     )  # fmt: skip
 
 
-def job(attempt: Attempt, number: int = 1, rows: bool = True) -> Job:
-    return Job(
+def job(attempt: Attempt, number: int = 1, rows: bool = True) -> SaveJob:
+    return SaveJob(
         number=number,
         slot=0 if rows else None,
         attempt=attempt,
@@ -46,7 +46,7 @@ def job(attempt: Attempt, number: int = 1, rows: bool = True) -> Job:
     )
 
 
-def run(store: Store, what: Setup, jobs: list[Job]) -> list[Report]:
+def run(store: Store, what: Setup, jobs: list[SaveJob]) -> list[Report]:
     """Reports of a pipeline that was given the jobs and closed."""
     reports: list[Report] = []
     pipeline = SavePipeline(store, what, reports.append)
@@ -64,8 +64,8 @@ def attempt() -> Attempt:
 def test_progress_then_release_then_commit(store: Store, attempt: Attempt) -> None:
     reports = run(store, setup(store), [job(attempt)])
     kinds = [type(report) for report in reports]
-    assert kinds == [*[Progress] * (len(kinds) - 2), Released, Done]
-    assert isinstance(reports[-3], Progress)
+    assert kinds == [*[SaveProgress] * (len(kinds) - 2), Released, Done]
+    assert isinstance(reports[-3], SaveProgress)
     assert reports[-3].done_bytes == len(RAW)
     done = reports[-1]
     assert isinstance(done, Done)
@@ -104,7 +104,7 @@ def test_a_missing_rank_is_named_and_nothing_is_committed(store: Store, attempt:
 def test_a_save_that_waits_for_other_ranks_does_not_hold_up_the_next_upload(store: Store, attempt: Attempt) -> None:
     later = Attempt(8, new_ulid(system_clock()))
     reports = run(store, setup(store, 0, 2, timeout=1.0), [job(attempt, 1), job(later, 2)])
-    order = [(type(report), report.number) for report in reports if not isinstance(report, Progress)]
+    order = [(type(report), report.number) for report in reports if not isinstance(report, SaveProgress)]
     assert order.index((Released, 2)) < order.index((Failed, 1))
 
 

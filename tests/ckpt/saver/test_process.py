@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.lock import Presence, wait_for_orphans
-from ckpt.saver.messages import Channel, Job, Setup, SliceRow, Slot
+from ckpt.saver.lock import SaverLock, wait_for_orphans
+from ckpt.saver.messages import Channel, SaveJob, Setup, SliceRow, Slot
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.writers import _start
 from ckptstore.clock import system_clock
@@ -33,7 +33,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
         store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress="off", commit_timeout_s=60.0,
         daemon=None, token=None,
     )  # fmt: skip
-    job = Job(
+    job = SaveJob(
         number=1, slot=0, attempt=attempt, created_at=system_clock(),
         slices=[SliceRow("model/w", "float32", (COUNT,), (0, COUNT), 0)], aliases={},
         trees={"model": {"w": {"$": "tensor", "name": "model/w"}}}, local={}, metrics={}, lease=None,
@@ -41,7 +41,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
     segment = Segment(COUNT * 4)
     segment.view[:] = np.ones(COUNT, dtype=np.float32).tobytes()
     ours, theirs = socket.socketpair()
-    presence = Presence(setup.store, setup.run)
+    presence = SaverLock(setup.store, setup.run)
     with tempfile.TemporaryFile() as stderr:
         saver = _start(theirs.fileno(), presence.saver, stderr.fileno())
         try:

@@ -277,8 +277,8 @@ def test_frozen_parameters_overlap_once_they_were_seen_to_stay(tmp_path: Path) -
 
 def _later(checkpointer: Checkpointer) -> set[str]:
     assert checkpointer._overlap is not None
-    flight = checkpointer._overlap._flight
-    return set() if flight is None else {leaf.slice.entry for leaf in flight.transfer.later}
+    pending = checkpointer._overlap._pending
+    return set() if pending is None else {leaf.slice.entry for leaf in pending.transfer.later}
 
 
 def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.streaming import LEAST_BYTES, Intake, Outlet, places
+from ckpt.saver.streaming import LEAST_BYTES, StreamReader, StreamWriter, chunk_places
 from ckpt.snapshot import writers
 from ckptstore.errors import InvalidRequest, SaveFailed, SaverDied, SnapshotTorn, StoreUnavailable
 from ckptstore.format.shards import ChunkSpan
@@ -64,7 +64,7 @@ def slots(checkpointer: Checkpointer) -> list[int]:
 )
 def test_no_chunk_is_copied_over_one_that_is_not_written(sizes: list[int], slot_bytes: int) -> None:
     spans = [ChunkSpan(0, size, "uint8") for size in sizes]
-    found = places(spans, slot_bytes)
+    found = chunk_places(spans, slot_bytes)
     for number, (span, place) in enumerate(zip(spans, found, strict=True)):
         assert 0 <= place.at <= slot_bytes - span.bytes
         assert place.after <= number
@@ -166,17 +166,17 @@ def test_a_trainer_that_dies_while_a_snapshot_passes_leaves_nothing_that_counts(
 def test_a_stream_that_is_cut_ends_for_both_sides() -> None:
     spans = [ChunkSpan(10 * number, 10, "uint8") for number in range(3)]
     told: list[int] = []
-    intake, outlet = Intake(memoryview(bytes(20)), spans, told.append), Outlet(spans, 20)
-    intake.staged(1)
-    chunks = intake.chunks(spans)
+    reader, stream_writer = StreamReader(memoryview(bytes(20)), spans, told.append), StreamWriter(spans, 20)
+    reader.staged(1)
+    chunks = reader.chunks(spans)
     assert next(chunks)[1] == spans[0]
-    outlet.wait(outlet.places[0])
-    intake.cut()
+    stream_writer.wait(stream_writer.places[0])
+    reader.cut()
     with pytest.raises(SaveFailed, match="died or gave up"):
         next(chunks)
-    outlet.fail(SaveFailed("gone"))
+    stream_writer.fail(SaveFailed("gone"))
     with pytest.raises(SaveFailed, match="gone"):
-        outlet.wait(outlet.places[0])
+        stream_writer.wait(stream_writer.places[0])
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=30), st.randoms(use_true_random=False))
@@ -184,19 +184,19 @@ def test_a_chunk_leaves_the_slot_when_it_is_written_or_not_to_be(
     chunks: list[tuple[int, bool]], chance: random.Random
 ) -> None:
     told = [0]
-    intake = Intake(memoryview(bytes(10)), [], told.append)
+    reader = StreamReader(memoryview(bytes(10)), [], told.append)
     waiting: list[int] = []
     decided = 0
     for size, stored in chunks:
         while waiting and chance.random() < 0.5:
             waiting.pop(0)
-            intake.written()
+            reader.written()
         waiting += [decided] * stored
-        intake.decided(ChunkSpan(decided, size, "uint8"), stored)
+        reader.decided(ChunkSpan(decided, size, "uint8"), stored)
         decided += size
         assert max(told) <= (waiting[0] if waiting else decided)
     for _ in waiting:
-        intake.written()
+        reader.written()
     assert told == sorted(told)
     assert told[-1] == decided
 
