@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 
 from ckpt.capture.describe import describe
-from ckpt.capture.estimate import forecast_bytes
+from ckpt.capture.estimate import estimate_snapshot_bytes
 from ckpt.capture.leaves import Captured
 from ckpt.capture.repeated import Capturer
-from ckpt.capture.train_state import Model, Optimizers, Subject
+from ckpt.capture.train_state import Model, Optimizers, TrainState
 from ckpt.closing import close_at_exit
 from ckpt.config import Config, configure
 from ckpt.ranks.world import Agreement, World, meet
@@ -109,11 +109,11 @@ class Checkpointer:
         client = self._saving_client()
         self._join()
         client.start()
-        subject = Subject.of(model, optim, extras)
-        agreement = self._agree(subject)
-        self._gate(subject)  # which steps before the first save come to
-        captured = self._capture(subject.without_others(), agreement, grads=False)
-        client.expect(forecast_bytes(captured, subject, agreement.ownership), captured.leaves.gpu, wait=True)
+        state = TrainState.of(model, optim, extras).without_others()
+        agreement = self._agree(state)
+        self._gate(state)  # which steps before the first save come to
+        captured = self._capture(state, agreement, grads=False)
+        client.expect(estimate_snapshot_bytes(captured, state, agreement.ownership), captured.leaves.gpu, wait=True)
 
     def save_async(
         self,
@@ -145,7 +145,7 @@ class Checkpointer:
         error of an earlier background save, UnsupportedObject, InvalidRequest, LayoutChanged, or at the first save
         RankLost; then nothing was taken.
         """
-        return self._save(Subject.of(model, optim, extras), step, grads, metrics, self.config.on_busy)
+        return self._save(TrainState.of(model, optim, extras), step, grads, metrics, self.config.on_busy)
 
     def save(
         self,
@@ -158,10 +158,10 @@ class Checkpointer:
         **extras: Any,
     ) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable; waits for a slot if none is idle."""
-        return self._save(Subject.of(model, optim, extras), step, grads, metrics, "wait").result()
+        return self._save(TrainState.of(model, optim, extras), step, grads, metrics, "wait").result()
 
     def _save(
-        self, subject: Subject, step: int, grads: bool, metrics: Mapping[str, float] | None, on_busy: OnBusy
+        self, state: TrainState, step: int, grads: bool, metrics: Mapping[str, float] | None, on_busy: OnBusy
     ) -> SaveHandle:
         started = time.perf_counter()
         client = self._saving_client()
@@ -169,11 +169,11 @@ class Checkpointer:
         client.start()  # in place of one that died, so that whoever goes on after the error can
         client.raise_failure()
         check_step(step)
-        agreement = self._agreement or self._agree(subject)
-        captured = self._capture(subject, agreement, grads)
+        agreement = self._agreement or self._agree(state)
+        captured = self._capture(state, agreement, grads)
         attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
         handle = SaveHandle(step, self._layout.num_bytes, started)
-        overlap = self._gate(subject)
+        overlap = self._gate(state)
         save = SaveRequest(attempt, captured, self._layout, _numbers(metrics), self._lease)
         try:
             taken = take_snapshot(client, save, handle, overlap, on_busy)
@@ -209,16 +209,16 @@ class Checkpointer:
         """
         if self._client is not None:
             self.wait()
-        subject = Subject.of(model, optim, extras)
+        state = TrainState.of(model, optim, extras)
         restorer = Restorer(self._source, self.config, self._world())
         try:
-            restored = restorer.restore(subject, self._reference(checkpoint), strict)
+            restored = restorer.restore(state, self._reference(checkpoint), strict)
         finally:
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             self._lease = restored.lease
-        if subject.optimizers and not self.config.read_only:
-            self._make_ready(subject)
+        if state.optimizers and not self.config.read_only:
+            self._make_ready(state.without_others())
         return restored
 
     def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:
@@ -317,7 +317,7 @@ class Checkpointer:
             self._client = SaveClient(setup, self.config.in_process, self.config.slots, budget.slot, self._tally)
         return self._client
 
-    def _make_ready(self, subject: Subject) -> None:
+    def _make_ready(self, state: TrainState) -> None:
         """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
         client = self._saving_client()
         client.start()
@@ -325,18 +325,18 @@ class Checkpointer:
             return
         try:
             # Saves may be given other objects than the restore, so this is not yet what ranks agree on for them.
-            agreement = self._meet(subject)
-            captured = self._capturer.capture(subject.without_others(), agreement.ownership, grads=False)
-            client.expect(forecast_bytes(captured, subject, agreement.ownership), captured.leaves.gpu)
+            agreement = self._meet(state)
+            captured = self._capturer.capture(state, agreement.ownership, grads=False)
+            client.expect(estimate_snapshot_bytes(captured, state, agreement.ownership), captured.leaves.gpu)
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
 
-    def _meet(self, subject: Subject) -> Agreement:
+    def _meet(self, state: TrainState) -> Agreement:
         world = self._world()
-        return meet(world, lambda: describe(subject, sampled=world.size > 1), self.config.spread)
+        return meet(world, lambda: describe(state, sampled=world.size > 1), self.config.spread)
 
-    def _agree(self, subject: Subject) -> Agreement:
-        agreement = self._meet(subject)
+    def _agree(self, state: TrainState) -> Agreement:
+        agreement = self._meet(state)
         if agreement.different_buffers and self._world().rank == 0:
             logger.warning(
                 "buffers differ between ranks, and those of the lowest rank are kept: %s",
@@ -345,21 +345,21 @@ class Checkpointer:
         self._agreement = agreement
         return agreement
 
-    def _capture(self, subject: Subject, agreement: Agreement, grads: bool) -> Captured:
-        captured = self._capturer.capture(subject, agreement.ownership, grads)
+    def _capture(self, state: TrainState, agreement: Agreement, grads: bool) -> Captured:
+        captured = self._capturer.capture(state, agreement.ownership, grads)
         if captured.sameness is not None and captured.sameness is self._placed:
             return captured
         if captured.leaves.slices != self._layout.slices:
             # Optimizer state appears with the first step; anything else is for all ranks to agree on.
-            agreement.ownership.check(describe(subject, sampled=False))
+            agreement.ownership.check(describe(state, sampled=False))
             self._layout = SnapshotLayout.of(captured.leaves.slices)
         self._placed = captured.sameness
         return captured
 
-    def _gate(self, subject: Subject) -> Overlap | None:
-        if subject.optimizers and self.config.overlap and self._overlap is None:
+    def _gate(self, state: TrainState) -> Overlap | None:
+        if state.optimizers and self.config.overlap and self._overlap is None:
             self._overlap = Overlap()
-        return self._overlap if subject.optimizers else None
+        return self._overlap if state.optimizers else None
 
     def _join(self) -> None:
         """What was still being copied is in the saver's hands, or has failed."""

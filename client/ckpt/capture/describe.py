@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import prod
 
 import torch
@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from ckpt.capture import modules, optimizers
 from ckpt.capture.leaves import dtype_name, tensor_bytes
 from ckpt.capture.ownership import Unit
-from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import Flat, Part, part_of
-from ckpt.capture.train_state import Subject
+from ckpt.capture.train_state import TrainState
 
 _SAMPLE = 64  # elements of each parameter that are compared between ranks
 _FRAME = Unit("", (), (), False, 0)
@@ -22,27 +21,26 @@ _FRAME = Unit("", (), (), False, 0)
 
 
 @torch.no_grad()
-def describe(subject: Subject, sampled: bool) -> dict[str, Unit]:
+def describe(state: TrainState, sampled: bool) -> dict[str, Unit]:
     """The units this rank holds some of.
 
     sampled: also digest some values of those whose placements do not tell whether ranks hold copies.
     Raises UnsupportedObject for what cannot be stored.
     """
-    subject.reshard()
-    parameters = subject.parameters()
+    state.reshard()
     units: dict[str, Unit] = {}
-    for item, chunks in subject.modules.items():
+    for item, chunks in state.modules.items():
         trusted = not sampled or all(map(modules.is_replicated, chunks))
         buffers = _storages(buffer for chunk in chunks for buffer in modules.unwrap(chunk).buffers())
         units[item_frame(item)] = _FRAME
-        for name, value in subject.state(item, parameters).items():
+        for name, value in state.state(item).items():
             path = f"{item}/{name}"
             if not isinstance(value, torch.Tensor):
                 units[path] = _FRAME
-            elif unit := _unit(path, value, parameters.flats.get(id(value)), trusted, _storage(value) in buffers):
+            elif unit := _unit(path, value, state.parameters.flats.get(id(value)), trusted, _storage(value) in buffers):
                 units[path] = unit
-    for item, found in subject.optimizers.items():
-        units |= _optimizer_units(item, found, parameters, sampled)
+    for item in state.optimizers:
+        units |= _optimizer_units(item, state, sampled)
     return units
 
 
@@ -51,29 +49,29 @@ def item_frame(item: str) -> str:
     return f"{item}#"
 
 
-def optimizer_frame(item: str, found: Sequence[Optimizer], parameters: Parameters) -> str:
+def optimizer_frame(item: str, state: TrainState) -> str:
     """The unit of what optimizers keep beside their state. Ranks with other parameters have another one."""
-    held = [list(optimizers.parameters_by_name(optimizer, parameters)) for optimizer in found]
+    held = [list(optimizers.parameters_by_name(optimizer, state)) for optimizer in state.optimizers[item]]
     return f"{item}#{xxhash.xxh3_64_hexdigest(repr(held).encode())}"
 
 
-def state_unit(item: str, name: str, optimizer: Optimizer, parameter: torch.Tensor, parameters: Parameters) -> str:
+def state_unit(item: str, name: str, optimizer: Optimizer, parameter: torch.Tensor, state: TrainState) -> str:
     """The unit that an optimizer's state of a parameter belongs to: the parameter's, where it lies with it."""
     own = f"{item}/{name}"
     if optimizers.state_holder(optimizer) is not optimizer:
         return own
-    return parameters.units.get(id(parameter), own)
+    return state.parameters.units.get(id(parameter), own)
 
 
-def _optimizer_units(item: str, found: Sequence[Optimizer], parameters: Parameters, sampled: bool) -> dict[str, Unit]:
+def _optimizer_units(item: str, state: TrainState, sampled: bool) -> dict[str, Unit]:
     """The frame; and parameters whose state is not kept where they are, or that belong to no module."""
-    units = {optimizer_frame(item, found, parameters): _FRAME}
-    for optimizer in found:
-        for name, parameter in optimizers.parameters_by_name(optimizer, parameters).items():
+    units, in_modules = {optimizer_frame(item, state): _FRAME}, state.parameters.units
+    for optimizer in state.optimizers[item]:
+        for name, parameter in optimizers.parameters_by_name(optimizer, state).items():
             if optimizers.state_holder(optimizer) is not optimizer:
                 if optimizers.keeps_state_here(optimizer, parameter):
                     units[f"{item}/{name}"] = Unit("", (), (), False, parameter.nbytes)
-            elif id(parameter) not in parameters.units and (unit := _unit(name, parameter, None, not sampled, False)):
+            elif id(parameter) not in in_modules and (unit := _unit(name, parameter, None, not sampled, False)):
                 units[f"{item}/{name}"] = unit
     return units
 

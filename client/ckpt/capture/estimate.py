@@ -14,9 +14,8 @@ from ckpt.capture import optimizers
 from ckpt.capture.describe import state_unit
 from ckpt.capture.leaves import Captured
 from ckpt.capture.ownership import Ownership
-from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import part_of
-from ckpt.capture.train_state import Subject
+from ckpt.capture.train_state import TrainState
 from ckptstore.format import boxes
 
 _NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiable": False}
@@ -31,42 +30,41 @@ class _Kept:
     besides: int = 0
 
 
-def forecast_bytes(captured: Captured, subject: Subject, ownership: Ownership) -> int:
+def estimate_snapshot_bytes(captured: Captured, state: TrainState, ownership: Ownership) -> int:
     """What this rank will stage once every optimizer has made a step, if it has captured so much now: modules, and
     state of torch's own optimizers.
 
     What optimizers of other kinds are still to make is not in it.
     """
-    known = subject.parameters()
     to_come = (
-        _bytes_to_come(item, optimizer, ownership, known)
-        for item, found in subject.optimizers.items()
+        _bytes_to_come(item, optimizer, ownership, state)
+        for item, found in state.optimizers.items()
         for optimizer in found
     )
     return sum(piece.bytes for piece in captured.leaves.slices) + sum(to_come)
 
 
-def _bytes_to_come(item: str, optimizer: Optimizer, ownership: Ownership, known: Parameters) -> int:
+def _bytes_to_come(item: str, optimizer: Optimizer, ownership: Ownership, state: TrainState) -> int:
     rehearsed: dict[tuple[int, torch.dtype, int], _Kept] = {}
     total = 0
-    for group, name, parameter in _without_state(optimizer, known):
+    for group, name, parameter in _without_state(optimizer, state):
         key = (id(group), parameter.dtype, min(parameter.dim(), 2))
         if key not in rehearsed:
             rehearsed[key] = _rehearse(optimizers.state_holder(optimizer), group, parameter.dtype, key[2])
         kept = rehearsed[key]
-        part = part_of(name, parameter, known.flats.get(id(parameter)))
+        part = part_of(name, parameter, state.parameters.flats.get(id(parameter)))
         total += kept.besides
-        if ownership.writes(state_unit(item, name, optimizer, parameter, known), part):
+        if ownership.writes(state_unit(item, name, optimizer, parameter, state), part):
             total += kept.per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
     return total
 
 
-def _without_state(optimizer: Optimizer, known: Parameters) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+def _without_state(optimizer: Optimizer, state: TrainState) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """The parameters, with their group, for which the next step makes state here."""
-    for group, named in zip(optimizer.param_groups, optimizers.named_groups(optimizer, known), strict=True):
+    for group, named in zip(optimizer.param_groups, optimizers.named_groups(optimizer, state), strict=True):
         for name, parameter in (found for held in named for found in held.items()):
             trains = parameter.requires_grad and optimizers.keeps_state_here(optimizer, parameter)
-            if trains and not optimizers.live_state(optimizer, parameter, known):
+            if trains and not optimizers.live_state(optimizer, parameter, state):
                 yield group, name, parameter
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ckpt.capture import modules
 from ckpt.capture.optimizers import state_holder
-from ckpt.capture.train_state import Subject
+from ckpt.capture.train_state import TrainState
 
 _TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
 _CONSTANTS = frozenset((type(None), bool, int, float, str))
@@ -47,14 +47,14 @@ class Glance:
         """What of each lies here: of a DTensor its local tensor, else the same."""
 
     @staticmethod
-    def at(subject: Subject) -> Glance | None:
+    def at(state: TrainState) -> Glance | None:
         """None if some object tells its state in ways of its own."""
         glance = Glance()
-        for item, chunks in subject.modules.items():
+        for item, chunks in state.modules.items():
             glance.marks.append(item)
             if not all(glance._module(modules.unwrap(chunk)) for chunk in chunks):
                 return None
-        for item, found in subject.optimizers.items():
+        for item, found in state.optimizers.items():
             glance.marks.append(item)
             if not all(map(glance._optimizer, found)):
                 return None

@@ -135,7 +135,7 @@ class Collector:
 
     def __init__(self, ownership: Ownership) -> None:
         self.captured = Captured()
-        self._ownership = ownership
+        self.ownership = ownership
         self._prefix = f"rank-{ownership.rank:05d}/"
         self._names: MutableMapping[str, None] = {}
         self._seen: MutableMapping[tuple[object, ...], str] = {}
@@ -143,7 +143,7 @@ class Collector:
     def beside(self, captured: Captured) -> Collector:
         """Another one that goes on with what this one has found so far, for the memory it lies in is the same; this one
         then finds no more."""
-        other = Collector(self._ownership)
+        other = Collector(self.ownership)
         other.captured, other._names, other._seen = captured, ChainMap({}, self._names), ChainMap({}, self._seen)
         return other
 
@@ -183,7 +183,7 @@ class Collector:
     def _store(self, path: str, tensor: torch.Tensor) -> str:
         """Add a whole tensor of this rank alone to the shard; returns the name of its entry."""
         dtype = dtype_name(path, tensor)
-        name, first = self._name(path, dtype, part_of(path, tensor), self._ownership.rank)
+        name, first = self._name(path, dtype, part_of(path, tensor), self.ownership.rank)
         if name != first:
             self.captured.aliases[name] = first
         else:
@@ -193,11 +193,11 @@ class Collector:
     def _store_part(self, unit: str, path: str, tensor: torch.Tensor, change: Change, flat: Flat | None = None) -> str:
         """Add what this rank writes of a shared tensor to the shard; returns the name of its entry."""
         dtype, part = dtype_name(path, tensor), part_of(path, tensor, flat)
-        name, first = self._name(path, dtype, part, self._ownership.owner.get(unit))
+        name, first = self._name(path, dtype, part, self.ownership.owner.get(unit))
         if name != first:
-            if self._ownership.owns(unit):
+            if self.ownership.owns(unit):
                 self.captured.aliases[name] = first
-        elif self._ownership.writes(unit, part):
+        elif self.ownership.writes(unit, part):
             self._add(first, dtype, part, tensor, change)
         return first
 

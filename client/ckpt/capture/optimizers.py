@@ -16,23 +16,24 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.capture.parameters import Parameters, State
+from ckpt.capture.parameters import State
+from ckpt.capture.train_state import TrainState
 from ckptstore.errors import StateMismatch, UnsupportedObject
 
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def parameters_by_name(optimizer: Optimizer, known: Parameters) -> dict[str, torch.Tensor]:
+def parameters_by_name(optimizer: Optimizer, train_state: TrainState) -> dict[str, torch.Tensor]:
     """Every parameter of the optimizer. One that belongs to no module is named by its place."""
-    return {name: p for group in named_groups(optimizer, known) for held in group for name, p in held.items()}
+    return {name: p for group in named_groups(optimizer, train_state) for held in group for name, p in held.items()}
 
 
-def named_groups(optimizer: Optimizer, known: Parameters) -> list[list[dict[str, torch.Tensor]]]:
+def named_groups(optimizer: Optimizer, train_state: TrainState) -> list[list[dict[str, torch.Tensor]]]:
     """By group and by parameter: the names, and live parameters, that it stands for."""
-    named = []
+    named, parameters = [], train_state.parameters
     for g, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
-        named.append([known.known_as(p, fallback) for p, fallback in zip(group["params"], given, strict=True)])
+        named.append([parameters.known_as(p, fallback) for p, fallback in zip(group["params"], given, strict=True)])
     return named
 
 
@@ -54,9 +55,9 @@ def _as_zero(optimizer: Optimizer) -> Any:
     return optimizer if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
 
 
-def live_state(optimizer: Optimizer, parameter: torch.Tensor, known: Parameters) -> State:
+def live_state(optimizer: Optimizer, parameter: torch.Tensor, train_state: TrainState) -> State:
     """What the optimizer keeps now for one parameter; tensors alias the live ones."""
-    pack, state = known.packs.get(id(parameter)), state_holder(optimizer).state
+    pack, state = train_state.parameters.packs.get(id(parameter)), state_holder(optimizer).state
     if pack is None:
         return cast(State, state.get(parameter, {}))
     return pack.take(parameter, state.get(pack.parameter, {}))
@@ -79,13 +80,18 @@ def check_sharded_alike(path: str, parameter: torch.Tensor, state: Any) -> None:
             )
 
 
-def optimizer_state(optimizer: Optimizer, known: Parameters) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, train_state: TrainState) -> dict[str, Any]:
     """The named state; tensors alias the live ones. No collective."""
-    groups = named_groups(optimizer, known)
+    groups, packs = named_groups(optimizer, train_state), train_state.parameters.packs
     names = [[name for held in group for name in held] for group in groups]
     if state_holder(optimizer) is not optimizer:
         # Its state_dict is gathered from all ranks first.
-        live = {name: live_state(optimizer, p, known) for group in groups for held in group for name, p in held.items()}
+        live = {
+            name: live_state(optimizer, p, train_state)
+            for group in groups
+            for held in group
+            for name, p in held.items()
+        }
         state_here = {name: state for name, state in live.items() if state}
         return {"state": state_here, "groups": describe_groups(optimizer, names)}
     state = optimizer.state_dict()
@@ -93,12 +99,12 @@ def optimizer_state(optimizer: Optimizer, known: Parameters) -> dict[str, Any]:
     ordered = [held for group in groups for held in group]
     for key, value in state["state"].items():
         stands_for = ordered[key] if isinstance(key, int) else {}
-        if not any(id(one) in known.packs for one in stands_for.values()):
+        if not any(id(one) in packs for one in stands_for.values()):
             named[next(iter(stands_for), key)] = value
             continue
         for name, one in stands_for.items():
             if one.numel():  # others keep the state of what this rank has nothing of
-                named[name] = known.packs[id(one)].take(one, value)
+                named[name] = packs[id(one)].take(one, value)
     frame = [{"params": n, **_options(group)} for n, group in zip(names, state["param_groups"], strict=True)]
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {"state": named, "groups": frame, **extra}
@@ -109,13 +115,13 @@ def describe_groups(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> lis
     return [{"params": n, **_options(group)} for n, group in zip(names, optimizer.param_groups, strict=True)]
 
 
-def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], known: Parameters) -> None:
+def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], train_state: TrainState) -> None:
     """Give an optimizer the named state back. Tensors are taken as they are, never cast.
 
     Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
     An optimizer that overrides it gets the indexed state_dict it expects.
     """
-    held = named_groups(optimizer, known)
+    held, known = named_groups(optimizer, train_state), train_state.parameters
     names = [[name for one in group for name in one] for group in held]
     groups = [
         _group_options(members, group, named["groups"])

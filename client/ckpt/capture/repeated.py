@@ -16,7 +16,7 @@ from ckpt.capture.glance import Glance, Looks
 from ckpt.capture.leaves import Captured, Change, Collector, Leaf, Leaves
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.state import capture, capture_local, capture_objects
-from ckpt.capture.train_state import Subject
+from ckpt.capture.train_state import TrainState
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, merge_trees
@@ -64,31 +64,31 @@ class Capturer:
         self._described: _Described | None = None
 
     @torch.no_grad()
-    def capture(self, subject: Subject, ownership: Ownership, grads: bool) -> Captured:
+    def capture(self, state: TrainState, ownership: Ownership, grads: bool) -> Captured:
         """See ckpt.capture.state.capture, which this equals."""
         if grads:  # they come and go
-            return capture(subject, ownership, grads)
-        subject.reshard()
-        glance, described = Glance.at(subject), self._described
+            return capture(state, ownership, grads)
+        state.reshard()
+        glance, described = Glance.at(state), self._described
         if (
             glance is None
             or described is None
             or described.ownership is not ownership
             or not described.looks.alike(glance)
         ):
-            collector = capture_objects(subject, ownership)
+            collector = capture_objects(state, ownership)
             captured = collector.captured
-            described = None if glance is None else _describe(subject, ownership, glance, collector)
+            described = None if glance is None else _describe(state, ownership, glance, collector)
             self._described = described
         else:
-            collector, captured = described.collector, _again(described, subject, glance)
+            collector, captured = described.collector, _again(described, state, glance)
         shared = len(captured.leaves)
-        capture_local(collector.beside(captured), subject)
+        capture_local(collector.beside(captured), state)
         captured.sameness = described if len(captured.leaves) == shared else None
         return captured
 
 
-def _describe(subject: Subject, ownership: Ownership, glance: Glance, collector: Collector) -> _Described | None:
+def _describe(state: TrainState, ownership: Ownership, glance: Glance, collector: Collector) -> _Described | None:
     """None if leaves lie in tensors that were not seen."""
     numbers, leaves = {id(tensor): number for number, tensor in enumerate(glance.tensors)}, collector.captured.leaves
     if not all(id(origin) in numbers for origin in leaves.origins):
@@ -99,11 +99,11 @@ def _describe(subject: Subject, ownership: Ownership, glance: Glance, collector:
         views={i: view for i, leaf in enumerate(leaves) if (view := _view(leaf)) is not None},
         changes=list(leaves.changes),
     )
-    parameters, captured = subject.parameters(), collector.captured
+    captured = collector.captured
     groups = {
-        item: [[[n for held in group for n in held] for group in optimizers.named_groups(o, parameters)] for o in found]
-        for item, found in subject.optimizers.items()
-        if ownership.owns(optimizer_frame(item, found, parameters))
+        item: [[[n for held in group for n in held] for group in optimizers.named_groups(o, state)] for o in found]
+        for item, found in state.optimizers.items()
+        if ownership.owns(optimizer_frame(item, state))
     }
     known = collector.beside(Captured())
     return _Described(Looks(glance), ownership, places, known, dict(captured.trees), dict(captured.aliases), groups)
@@ -120,7 +120,7 @@ def _view(leaf: Leaf) -> _View | None:
     return _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _again(described: _Described, subject: Subject, glance: Glance) -> Captured:
+def _again(described: _Described, state: TrainState, glance: Glance) -> Captured:
     """What is captured of objects that look as they did."""
     places = described.places
     tensors = [glance.locals[number] for number in places.tensors]
@@ -136,7 +136,7 @@ def _again(described: _Described, subject: Subject, glance: Glance) -> Captured:
     )
     for item, of_optimizers in described.groups.items():
         frame: JSON = {}
-        for optimizer, names in zip(subject.optimizers[item], of_optimizers, strict=True):
+        for optimizer, names in zip(state.optimizers[item], of_optimizers, strict=True):
             frame = merge_trees(frame, _groups(described.collector, item, optimizer, names), item)
         captured.trees[item] = {**described.trees[item], **frame}
     return captured

@@ -1,9 +1,10 @@
-"""The subject of a save or restore: the objects of a training loop, by the names their state is kept under."""
+"""The state of a training loop: the objects that are saved or restored, by the names their state is kept under."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,9 +36,9 @@ class Stateful(Protocol):
         """Take a state back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The objects of a training loop that are saved or restored together."""
+@dataclass(frozen=True)
+class TrainState:
+    """The objects of a training loop that are saved or restored together. Made for one call of save or restore."""
 
     modules: Mapping[str, tuple[nn.Module, ...]]
     """By item name, the model first; several chunks of one rank's pipeline stages are one item."""
@@ -47,7 +48,7 @@ class Subject:
     """Extras that are not modules: kept per rank."""
 
     @staticmethod
-    def of(model: Model | None, optim: Optimizers | None, extras: Mapping[str, Any]) -> Subject:
+    def of(model: Model | None, optim: Optimizers | None, extras: Mapping[str, Any]) -> TrainState:
         """Raises InvalidRequest for objects of the wrong kind or reserved names."""
         for name in extras:
             if name in RESERVED or name.startswith(f"{OPTIMIZER}."):
@@ -55,18 +56,23 @@ class Subject:
         found = {} if model is None else {MODEL: _chunks(model)}
         found |= {name: (value,) for name, value in extras.items() if isinstance(value, nn.Module)}
         others = {name: value for name, value in extras.items() if not isinstance(value, nn.Module)}
-        return Subject(found, _named_optimizers(optim), others)
+        return TrainState(found, _named_optimizers(optim), others)
 
-    def without_others(self) -> Subject:
-        """Modules and optimizers alone: to look at them changes nothing, and runs no code of the user's."""
+    def without_others(self) -> TrainState:
+        """Modules and optimizers only: reading them changes nothing, and runs no user code."""
         return replace(self, others={})
 
     def reshard(self) -> None:
-        """Have every parameter in the form in which optimizers know it. Local."""
+        """Put every parameter into the form in which optimizers hold it. Local; invalidates `parameters`."""
         modules.reshard(chunk for chunks in self.modules.values() for chunk in chunks)
+        self.__dict__.pop("parameters", None)
 
+    @cached_property
     def parameters(self) -> Parameters:
-        """What is known of the live parameters; those of further modules carry the item's name."""
+        """The live parameters by id; names of modules other than the model begin with the item's name.
+
+        Computed once, and again after `reshard`, which replaces parameters that fully_shard had gathered.
+        """
         known = Parameters()
         for item, chunks in self.modules.items():
             prefix = self.prefix(item)
@@ -75,7 +81,7 @@ class Subject:
                 known.flats.update(flats)
                 for pack in packs:
                     known.packs.update({id(one): pack for one in (pack.parameter, *pack.views.values())})
-            for name, parameter in self._joined(item, modules.named_parameters, known).items():
+            for name, parameter in self._joined(item, lambda chunk: modules.named_parameters(chunk, known)).items():
                 known.names.setdefault(id(parameter), prefix + name)
                 known.units.setdefault(id(parameter), f"{item}/{name}")
         return known
@@ -84,32 +90,30 @@ class Subject:
         """Of the names of a module item's parameters: optimizers know those of the model by their bare names."""
         return "" if item == MODEL else f"{item}."
 
-    def all_names(self, known: Parameters) -> Iterator[tuple[str, int]]:
+    def all_names(self) -> Iterator[tuple[str, int]]:
         """Every name of every parameter, also of tied ones, and its id."""
         for item, chunks in self.modules.items():
             for chunk in chunks:
-                for name, parameter in modules.named_parameters(chunk, known, remove_duplicate=False):
+                for name, parameter in modules.named_parameters(chunk, self.parameters, remove_duplicate=False):
                     yield self.prefix(item) + name, id(parameter)
 
-    def gradients(self, known: Parameters) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """The model's parameters that have a gradient, and these, by name. Raises UnsupportedObject."""
         if MODEL not in self.modules:
             return {}
         modules.check_reduced(self.modules[MODEL])
-        named = self._joined(MODEL, modules.named_parameters, known)
+        named = self._joined(MODEL, lambda chunk: modules.named_parameters(chunk, self.parameters))
         return {name: (p, p.grad) for name, p in named.items() if p.grad is not None}
 
-    def state(self, item: str, known: Parameters) -> dict[str, Any]:
+    def state(self, item: str) -> dict[str, Any]:
         """The joined state_dict of a module item, by canonical names."""
-        return self._joined(item, lambda chunk, known: modules.module_state(chunk, known).items(), known)
+        return self._joined(item, lambda chunk: modules.module_state(chunk, self.parameters).items())
 
-    def _joined(
-        self, item: str, names: Callable[[nn.Module, Parameters], Iterable[tuple[str, Any]]], known: Parameters
-    ) -> dict[str, Any]:
+    def _joined(self, item: str, names: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> dict[str, Any]:
         """What the chunks of an item hold, by name. Raises InvalidRequest if two use one name for different things."""
         joined: dict[str, Any] = {}
         for chunk in self.modules[item]:
-            for name, value in names(chunk, known):
+            for name, value in names(chunk):
                 if not _same(joined.setdefault(name, value), value):
                     raise InvalidRequest(
                         f"two chunks of {item!r} hold different tensors under the name {name!r}",

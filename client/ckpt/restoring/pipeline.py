@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from ckpt.capture.rng import derive_rng_state
-from ckpt.capture.train_state import Subject
+from ckpt.capture.train_state import TrainState
 from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
@@ -106,7 +106,7 @@ class Restorer:
         self._world = world
 
     @gc_paused()
-    def restore(self, subject: Subject, reference: Reference, strict: bool) -> Restored | None:
+    def restore(self, state: TrainState, reference: Reference, strict: bool) -> Restored | None:
         """Restore the newest usable checkpoint, or the named one; None if the run has none.
 
         Raises what `Checkpointer.restore` says, on every rank.
@@ -117,7 +117,7 @@ class Restorer:
         skipped: list[tuple[str, str]] = []
         while (checkpoint := self._next(found)) is not None:
             try:
-                plan, rank_state, lease = self._try(subject, checkpoint, strict)
+                plan, rank_state, lease = self._try(state, checkpoint, strict)
             except _TRY_NEXT as error:
                 if reference.step is not None:
                     raise
@@ -156,7 +156,9 @@ class Restorer:
         _, answers = self._together(ask, tell=_itself)
         return None if answers[0] is None else msgspec.convert(answers[0], CheckpointBody).checkpoint()
 
-    def _try(self, subject: Subject, checkpoint: Checkpoint, strict: bool) -> tuple[RestorePlan, RankState, str | None]:
+    def _try(
+        self, state: TrainState, checkpoint: Checkpoint, strict: bool
+    ) -> tuple[RestorePlan, RankState, str | None]:
         """Restore one checkpoint on all ranks; its lease, if this rank holds one, is kept for the caller."""
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         leases: list[str] = []
@@ -166,8 +168,8 @@ class Restorer:
             with fetcher.reading_ahead():
                 self._together(partial(self._protect, checkpoint, leases))
             manifest, _ = self._together(fetcher.manifest)
-            rank_state = self._rank_state(subject, checkpoint, manifest, strict)
-            plan = self._plan(subject, manifest, rank_state, strict)
+            rank_state = self._rank_state(state, checkpoint, manifest, strict)
+            plan = self._plan(state, manifest, rank_state, strict)
             self._fetch(fetcher, manifest, plan, session)
             self._together(partial(self._place, plan, rank_state, session))
             session.finish()
@@ -195,7 +197,7 @@ class Restorer:
         if lease is not None:
             leases.append(lease)
 
-    def _rank_state(self, subject: Subject, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> RankState:
+    def _rank_state(self, state: TrainState, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> RankState:
         """The items of this rank. Under another world size rank 0 reads all, for everybody."""
         world = self._world
         if manifest.world_size == world.size:
@@ -206,19 +208,19 @@ class Restorer:
             return read_all_local(self._source, checkpoint, manifest) if world.rank == 0 else []
 
         _, told = self._together(read, tell=_itself)
-        share = partial(share_out, told[0], world.rank, world.size, subject.others, strict)
-        state, _ = self._together(share)
+        share = partial(share_out, told[0], world.rank, world.size, state.others, strict)
+        rank_state, _ = self._together(share)
         if world.rank == 0:
-            for note in state.notes:
+            for note in rank_state.notes:
                 logger.warning("%s: %s", checkpoint.id, note)
-        return state
+        return rank_state
 
-    def _plan(self, subject: Subject, manifest: Manifest, rank_state: RankState, strict: bool) -> RestorePlan:
+    def _plan(self, state: TrainState, manifest: Manifest, rank_state: RankState, strict: bool) -> RestorePlan:
         def work() -> RestorePlan:
-            plan = plan_restore(manifest.content, rank_state.items, subject)
+            plan = plan_restore(manifest.content, rank_state.items, state)
             for item, trees in rank_state.redistributed.items():
                 states = [plan.destinations.decode(tree, item) for tree in trees]
-                plan.finish.append(partial(subject.others[item].load_state_dicts, states))
+                plan.finish.append(partial(state.others[item].load_state_dicts, states))
                 plan.missing.remove(item)
             return plan
 

@@ -6,7 +6,7 @@ What must be done after all bytes are placed is collected as `finish`, to be run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -23,10 +23,9 @@ from ckpt.capture.optimizers import (
     load_optimizer_state,
     parameters_by_name,
 )
-from ckpt.capture.parameters import Parameters
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.capture.rng import load_rng_state
-from ckpt.capture.train_state import GRADIENTS, MODEL, RNG, Stateful, Subject
+from ckpt.capture.train_state import GRADIENTS, MODEL, RNG, Stateful, TrainState
 from ckpt.restoring.destinations import Destinations
 from ckptstore.errors import CorruptObject, StateMismatch
 from ckptstore.format.documents import JSON, Content
@@ -54,30 +53,29 @@ class RestorePlan:
     """All that the checkpoint holds."""
 
 
-def plan_restore(content: Content, local: Mapping[str, JSON], subject: Subject) -> RestorePlan:
+def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState) -> RestorePlan:
     """The plan for one rank. local: the rank's own items, without those that must not be used."""
     plan = RestorePlan(Destinations(content))
     trees = dict(content.trees)
     for item, tree in local.items():
         trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
-    subject.reshard()
-    parameters = subject.parameters()
-    for item, chunks in subject.modules.items():
+    state.reshard()
+    for item in state.modules:
         if _has(plan, trees, item):
-            _plan_modules(plan, item, chunks, trees[item], parameters)
-    saved, live = _saved_ties(subject, trees), cache(lambda: ties(subject.all_names(parameters)))
-    for item, optimizers in subject.optimizers.items():
+            _plan_modules(plan, item, state, trees[item])
+    saved, live = _saved_ties(state, trees), cache(lambda: ties(state.all_names()))
+    for item in state.optimizers:
         if _has(plan, trees, item):
-            _plan_optimizers(plan, item, optimizers, trees[item], parameters, (saved, live))
-    for item, value in subject.others.items():
+            _plan_optimizers(plan, item, state, trees[item], (saved, live))
+    for item, value in state.others.items():
         if _has(plan, trees, item):
             _plan_extra(plan, item, value, trees[item])
-    if GRADIENTS in trees and MODEL in subject.modules:
-        _plan_gradients(plan, subject.modules[MODEL], trees[GRADIENTS], parameters)
+    if GRADIENTS in trees and MODEL in state.modules:
+        _plan_gradients(plan, state, trees[GRADIENTS])
     if RNG in trees:
         plan.finish.append(partial(load_rng_state, plan.destinations.decode(trees[RNG], RNG)))
     plan.items = sorted(trees)
-    wanted = {*subject.modules, *subject.optimizers, *subject.others, GRADIENTS, RNG}
+    wanted = {*state.modules, *state.optimizers, *state.others, GRADIENTS, RNG}
     plan.unused = sorted(trees.keys() - wanted)
     return plan
 
@@ -88,11 +86,11 @@ def _has(plan: RestorePlan, trees: Mapping[str, JSON], item: str) -> bool:
     return item in trees
 
 
-def _plan_modules(plan: RestorePlan, item: str, chunks: Sequence[nn.Module], tree: JSON, known: Parameters) -> None:
-    saved, found = dict(_mapping(tree, item)), set()
-    for chunk in chunks:
+def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -> None:
+    saved, found, known = dict(_mapping(tree, item)), set(), state.parameters
+    for chunk in state.modules[item]:
         inner = unwrap(chunk)
-        live = cache(partial(_addresses, inner, known))
+        live = cache(partial(_addresses, inner, state))
         detached: dict[str, torch.Tensor] = {}
         for raw, target in raw_state(chunk, known).items():
             name = canonical(raw)
@@ -113,9 +111,9 @@ def _plan_modules(plan: RestorePlan, item: str, chunks: Sequence[nn.Module], tre
     plan.unexpected += [f"{item}/{name}" for name in saved if name not in found]
 
 
-def _addresses(module: nn.Module, known: Parameters) -> set[int]:
+def _addresses(module: nn.Module, state: TrainState) -> set[int]:
     """Where the tensors of a module live."""
-    views = (view for pack in known.packs.values() for view in pack.views.values())
+    views = (view for pack in state.parameters.packs.values() for view in pack.views.values())
     return {_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *views)}
 
 
@@ -126,13 +124,12 @@ def _address(tensor: torch.Tensor) -> int:
 def _plan_optimizers(
     plan: RestorePlan,
     item: str,
-    optimizers: Sequence[Optimizer],
+    state: TrainState,
     tree: JSON,
-    known: Parameters,
     tied: tuple[Ties, Callable[[], Ties]],
 ) -> None:
     """tied: names of one tensor, in the checkpoint and here; the latter are rarely asked for."""
-    saved = dict(_mapping(tree, item))
+    saved, optimizers = dict(_mapping(tree, item)), state.optimizers[item]
     if not {"state", "groups"} <= saved.keys():
         raise StateMismatch(
             f"the item {item!r} of the checkpoint holds {', '.join(saved) or 'nothing'}: it is no optimizer's state",
@@ -142,7 +139,7 @@ def _plan_optimizers(
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
     give_to_all(tied[0], states, frame["groups"])
     held = {name for group in frame["groups"] for name in group["params"]}
-    live = [parameters_by_name(optimizer, known) for optimizer in optimizers]
+    live = [parameters_by_name(optimizer, state) for optimizer in optimizers]
     everything = {name: parameter for named in live for name, parameter in named.items()}
     plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
     if left_over := held - everything.keys():
@@ -152,11 +149,11 @@ def _plan_optimizers(
         # State that belongs to no parameter is the whole optimizer's.
         here |= states.keys() - held if len(optimizers) == 1 else set()
         named = {
-            name: _decode_state(plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), known)
+            name: _decode_state(plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), state)
             for name in states
             if name in here
         }
-        plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, known))
+        plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, state))
 
 
 def _decode_state(
@@ -165,12 +162,12 @@ def _decode_state(
     tree: JSON,
     optimizer: Optimizer,
     parameter: torch.Tensor | None,
-    known: Parameters,
+    train_state: TrainState,
 ) -> Any:
     """The state of one parameter; tensors the optimizer already has are filled in place."""
     if parameter is None or not isinstance(tree, dict) or TAG in tree:
         return plan.destinations.decode(tree, path)
-    live, flat = live_state(optimizer, parameter, known), known.flats.get(id(parameter))
+    live, flat = live_state(optimizer, parameter, train_state), train_state.parameters.flats.get(id(parameter))
     state: dict[str, Any] = {}
     for key, leaf in tree.items():
         target = live.get(key)
@@ -186,11 +183,11 @@ def _decode_state(
     return state
 
 
-def _saved_ties(subject: Subject, trees: Mapping[str, JSON]) -> Ties:
+def _saved_ties(state: TrainState, trees: Mapping[str, JSON]) -> Ties:
     """Names of the checkpoint's parameters that are one entry."""
     return ties(
-        (subject.prefix(item) + name, leaf["name"])
-        for item in subject.modules
+        (state.prefix(item) + name, leaf["name"])
+        for item in state.modules
         if item in trees
         for name, leaf in _mapping(trees[item], item)
         if isinstance(leaf, dict) and "name" in leaf
@@ -205,8 +202,9 @@ def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
         plan.values[item] = decoded
 
 
-def _plan_gradients(plan: RestorePlan, chunks: Sequence[nn.Module], tree: JSON, known: Parameters) -> None:
-    parameters = {name: parameter for chunk in chunks for name, parameter in named_parameters(chunk, known)}
+def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
+    named = (named_parameters(chunk, state.parameters) for chunk in state.modules[MODEL])
+    parameters = {name: parameter for of_chunk in named for name, parameter in of_chunk}
     for name, leaf in _mapping(tree, GRADIENTS):
         parameter = parameters.get(name)
         if parameter is None:

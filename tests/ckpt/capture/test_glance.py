@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.capture.glance import Glance, Looks
-from ckpt.capture.train_state import Subject
+from ckpt.capture.train_state import TrainState
 
 
 class Loop:
@@ -41,7 +41,7 @@ class Loop:
         return self.optim.state[self.weight]
 
     def glance(self) -> Glance | None:
-        return Glance.at(Subject.of(self.model, self.optim, {}))
+        return Glance.at(TrainState.of(self.model, self.optim, {}))
 
 
 def no_grad(change: Callable[[Loop], object]) -> Callable[[Loop], object]:
