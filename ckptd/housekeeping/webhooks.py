@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from ckptd.index import Event
 from ckptd.metrics import Metrics
 from ckptstore.clock import Clock
 from ckptstore.errors import InvalidRequest
+from ckptstore.retry import pauses
 
 _LOG = logging.getLogger(__name__)
 KINDS = frozenset((EventKind.COMMITTED, EventKind.CORRUPT, EventKind.RESTORE_ENDED, EventKind.PRUNED))
@@ -29,7 +29,6 @@ QUEUED = 1000
 TRIES = 6
 _TIMEOUT_S = 10.0
 _FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 60.0
 _AGAIN = frozenset((408, 425, 429))
 _MIN_SECRET = 16
 
@@ -139,17 +138,14 @@ class _Hook:
                     self._deliver(client, event)
 
     def _deliver(self, client: httpx.Client, event: Event) -> None:
-        for number in range(TRIES):
+        waits = pauses(_FIRST_PAUSE_S, tries=TRIES)
+        problem, again = self._post(client, event)
+        while again and not self.stopping.is_set() and (pause := next(waits, None)) is not None:
+            self._pause(self.stopping, pause)
             problem, again = self._post(client, event)
-            if not problem:
-                self._metrics.webhooks.labels("delivered").inc()
-                return
-            if not again or number == TRIES - 1 or self.stopping.is_set():
-                break
-            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**number)
-            self._pause(self.stopping, pause * random.uniform(0.5, 1.5))
-        self._metrics.webhooks.labels("failed").inc()
-        _LOG.warning("webhook %s did not take event %d: %s", self._host, event.id, problem)
+        self._metrics.webhooks.labels("failed" if problem else "delivered").inc()
+        if problem:
+            _LOG.warning("webhook %s did not take event %d: %s", self._host, event.id, problem)
 
     def _post(self, client: httpx.Client, event: Event) -> tuple[str, bool]:
         """What went wrong, and whether to try again."""

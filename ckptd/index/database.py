@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -26,6 +24,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from ckptstore.errors import IndexUnavailable, InvalidRequest
+from ckptstore.retry import pauses, retry
 
 _BUSY_TIMEOUT_MS = 10_000
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -66,12 +65,7 @@ def retried(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(method)
     def trying(*args: _P.args, **options: _P.kwargs) -> _R:
-        for number in range(_TRIES - 1):
-            try:
-                return method(*args, **options)
-            except _Again:
-                time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1))
-        return method(*args, **options)
+        return retry(lambda: method(*args, **options), _Again, pauses(_FIRST_PAUSE_S, tries=_TRIES))
 
     return trying
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -11,12 +10,11 @@ from ckptstore import names
 from ckptstore.commits.remote_create import ArbitratedStore
 from ckptstore.errors import InvalidName, ObjectMissing, StoreUnsafe, Unavailable
 from ckptstore.names import Attempt
+from ckptstore.retry import pauses, retry
 from ckptstore.stores import Store
 
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
-
-logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """How long requests to a daemon that does not answer are repeated: longer than its restart takes."""
@@ -59,20 +57,18 @@ class DaemonArbiter:
 
     def _ask(self, client: DaemonClient, key: str, proposal: bytes) -> bytes:
         run, attempt, tombstone = _subject(key)
-        deadline = time.monotonic() + self._patience_s
-        pause = _FIRST_PAUSE_S
-        while True:
+
+        def ask() -> bytes:
             try:
                 return client.decide(run, attempt, proposal, tombstone)
-            except Unavailable as error:
-                # What the daemon has written is decided, whatever became of its answer.
+            except Unavailable:
+                # What the daemon has written is decided, even if its answer was lost.
                 if (stored := self._stored(key)) is not None:
                     return stored
-                if time.monotonic() >= deadline:
-                    raise
-                logger.warning("asking %s again about %s: %s", self._url, key, error)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+                raise
+
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self._patience_s)
+        return retry(ask, Unavailable, waits, log_level=logging.WARNING)
 
     def _stored(self, key: str) -> bytes | None:
         try:

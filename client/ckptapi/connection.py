@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -15,8 +13,7 @@ import msgspec
 from ckptapi import bodies
 from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable, error_from_code
 from ckptstore.format.decoding import decode_json
-
-logger = logging.getLogger(__name__)
+from ckptstore.retry import pauses, retry
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _RETRIES = 3
@@ -81,17 +78,9 @@ class Connection:
         return self._patiently(once) if method == "GET" else once()
 
     def _patiently(self, ask: Callable[[], _T]) -> _T:
-        """What `ask` gives; asked again, ever more rarely, while it is Unavailable and there is patience left."""
-        deadline, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
-        while True:
-            try:
-                return ask()
-            except Unavailable as error:
-                if time.monotonic() + pause > deadline:
-                    raise
-                logger.warning("asking again: %s", error)
-            time.sleep(pause * random.uniform(0.5, 1.0))  # many readers would come back at once
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        """The result of `ask`, retried with growing pauses while it is Unavailable, for at most `patience_s`."""
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self._patience_s)
+        return retry(ask, Unavailable, waits, log_level=logging.WARNING)
 
     def _request_once(
         self,

@@ -22,6 +22,7 @@ from ckpt.capture.ownership import Ownership, Unit, Units, agree
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, RankLost, SaveFailed, error_from_code
 from ckptstore.names import new_ulid
+from ckptstore.retry import pauses
 
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.25
@@ -145,7 +146,7 @@ class World:
     def _get(self, key: str, rank: int) -> Any:
         """The value that `rank` sets. Raises RankLost if it gives no sign of life meanwhile."""
         heard, deadline = b"", time.monotonic() + self._silence_s
-        pause = _FIRST_POLL_S
+        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
         # Store.wait would print a warning each time it is out of time.
         while not self._ask(_Meetings.store.check, [key]):
             self.beat()
@@ -157,8 +158,7 @@ class World:
                     f"rank {rank} of {self.size} gave no sign of life for {self._silence_s:.0f} s",
                     "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
                 )
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_POLL_S)
+            time.sleep(next(waits))
         return msgspec.msgpack.decode(bytes(self._ask(_Meetings.store.get, key)))
 
     def _heard(self, rank: int) -> bytes:

@@ -6,7 +6,6 @@ Rank 0 learns from receipts in the store that the others are done; the others le
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -28,6 +27,7 @@ from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
+from ckptstore.retry import pauses, poll
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -137,10 +137,5 @@ def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attem
 
 
 def _wait(ask: Callable[[], _T], timeout_s: float) -> _T:
-    """Ask until the answer is true or the time is up, ever more slowly; returns the last answer."""
-    deadline = time.monotonic() + timeout_s
-    pause = _FIRST_WAIT_S
-    while not (answer := ask()) and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_WAIT_S)
-    return answer
+    """Poll until the answer is true or the time is up; returns the last answer."""
+    return poll(ask, pauses(_FIRST_WAIT_S, _LONGEST_WAIT_S, factor=1.5, timeout_s=timeout_s, jitter=False))

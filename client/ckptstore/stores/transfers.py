@@ -11,7 +11,6 @@ import base64
 import errno
 import logging
 import os
-import random
 import re
 import threading
 import urllib.request
@@ -23,6 +22,8 @@ from urllib.parse import urlsplit
 import urllib3
 from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import HTTPError, SSLError
+
+from ckptstore.retry import pauses, retry
 
 try:
     from isal.isal_zlib import crc32
@@ -295,20 +296,9 @@ def _proxied(endpoint: str | None) -> bool:
 
 
 def _try(request: Callable[[], _T], stop: threading.Event) -> _T:
-    """What a request returns or raises, once that is not merely bad luck."""
-    pause = _FIRST_PAUSE_S
-    for _ in range(_TRIES - 1):
-        try:
-            return request()
-        except SSLError:
-            raise
-        except (HTTPError, TransferFailed) as error:
-            # Requests that failed together should not come back together.
-            if stop.wait(random.uniform(pause / 2, pause)):
-                raise
-            logger.info("trying again: %s", error)
-        pause *= 2
-    return request()
+    """The request's result, retried after transient errors until `stop` is set."""
+    waits = pauses(_FIRST_PAUSE_S, tries=_TRIES)
+    return retry(request, (HTTPError, TransferFailed), waits, unless=SSLError, sleep=stop.wait)
 
 
 def _refusal(status: int, body: bytes) -> OSError:

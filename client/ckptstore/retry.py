@@ -1,0 +1,80 @@
+"""Retries and polls with exponential backoff. Tests pass the clock and the sleep."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+def pauses(
+    first_s: float,
+    longest_s: float = math.inf,
+    *,
+    factor: float = 2.0,
+    tries: int | None = None,
+    timeout_s: float = math.inf,
+    jitter: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[float]:
+    """The seconds to wait between tries: each pause is `factor` times the one before, up to `longest_s`.
+
+    tries: ends after one pause less. timeout_s: ends that long after this call; the last pause is cut to fit.
+    jitter: shorten each pause at random, by up to half, so that clients that failed together do not return together.
+    """
+    deadline = clock() + timeout_s
+
+    def generate() -> Iterator[float]:
+        pause = first_s
+        for _ in count() if tries is None else range(tries - 1):
+            left = deadline - clock()
+            if left <= 0:
+                return
+            yield min(left, pause * random.uniform(0.5, 1.0) if jitter else pause)
+            pause = min(pause * factor, longest_s)
+
+    return generate()
+
+
+def retry(
+    call: Callable[[], _T],
+    errors: Errors,
+    waits: Iterator[float],
+    *,
+    unless: Errors = (),
+    sleep: Callable[[float], object] = time.sleep,
+    log_level: int = logging.INFO,
+) -> _T:
+    """Repeat a call that raises one of `errors`; returns its result. Raises its last error when `waits` ends.
+
+    unless: subclasses of `errors` that are not retried. sleep: returns something true to stop retrying, as
+    `threading.Event.wait` does.
+    """
+    while True:
+        try:
+            return call()
+        except unless:
+            raise
+        except errors as error:
+            pause = next(waits, None)
+            if pause is None:
+                raise
+            logger.log(log_level, "retrying in %.1f s: %s", pause, error)
+            if sleep(pause):
+                raise
+
+
+def poll(call: Callable[[], _T], waits: Iterator[float], *, sleep: Callable[[float], object] = time.sleep) -> _T:
+    """Repeat a call until its result is true or `waits` ends; returns the last result."""
+    while not (result := call()) and (pause := next(waits, None)) is not None:
+        sleep(pause)
+    return result
