@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from itertools import islice, pairwise
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ckptctl.commands import (
     audit,
@@ -35,63 +35,48 @@ from ckptctl.commands import (
     verify,
     watch,
 )
-from ckptctl.examples import add_examples
+from ckptctl.examples import finish_commands
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
 from ckptctl.render import Output, Screen, report_error
 from ckptctl.session import Session
-from ckptctl.target import target_of
+from ckptctl.target import GLOBAL_OPTIONS, global_options
 from ckptstore.errors import CkptError, InvalidRequest
-
-_WITH_VALUE = ("--url", "--token", "--store", "--profile", "--output", "-o")
-_JOINED = tuple(f"{name}=" for name in _WITH_VALUE if name.startswith("--"))
-_FLAGS = ("--no-color", "--quiet", "-q")
-
-# Typer carries click under a name of its own from some version on; its classes are the same in both.
-_ClickError: Any = typer.BadParameter.__mro__[2]
 
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())
 
 
-def hoist(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Global options, wherever they stand, and the rest. Pure."""
-    front: list[str] = []
-    rest: list[str] = []
-    items = iter(args)
-    for item in items:
-        if item == "--":
-            rest += [item, *items]
-        elif item in _WITH_VALUE:
-            front += [item, *islice(items, 1)]
-        elif item in _FLAGS:
-            front.append(item)
-        elif item.startswith(_JOINED):
-            front += item.split("=", 1)
-        elif item.startswith("-o"):
-            front += ["-o", item[2:]]
-        else:
-            rest.append(item)
-    return front, rest
-
-
 class _Program(TyperGroup):
-    """Takes global options before and after the command, and turns errors into exit codes."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        front, rest = hoist(args)
-        return super().parse_args(ctx, front + rest)
+    """Turns errors into exit codes."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
-        front, _rest = hoist(arguments)
-        sys.exit(_exit_code(lambda: super(_Program, self).main(arguments, **extra), front))
+        sys.exit(_exit_code(lambda: super(_Program, self).main(arguments, **extra), arguments))
+
+
+class _Command(TyperCommand):
+    """Takes the global options in addition to its own, and runs with a Session for them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        program = ctx.find_root().command
+        return [*super().get_params(ctx), *(option for option in program.params if option.name in GLOBAL_OPTIONS)]
+
+    def invoke(self, ctx: Any) -> Any:
+        options = global_options(ctx)
+        for name in GLOBAL_OPTIONS:
+            ctx.params.pop(name, None)
+        given = options.values
+        screen = Screen(Output(given["output"]), not given["no_color"], given["quiet"])
+        ctx.obj = Session(options.target, screen)
+        ctx.call_on_close(ctx.obj.close)
+        return super().invoke(ctx)
 
 
 app = typer.Typer(
     cls=_Program,
     name="ckptctl",
     help="Look at, check, export and prune checkpoints: through a daemon (--url) or straight on a store (--store).\n\n"
-    "A checkpoint ID is RUN@STEP, RUN@STEP.ULID or RUN@latest. Global options may also stand after the command.",
+    "A checkpoint ID is RUN@STEP, RUN@STEP.ULID or RUN@latest. Global options may stand before or after the command.",
     epilog=_EPILOG,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -122,7 +107,7 @@ for _group in (
     program,
 ):
     _group.register(app)
-add_examples(app)
+finish_commands(app, _Command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -133,7 +118,6 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _globals(
-    ctx: typer.Context,
     url: Annotated[
         str | None, typer.Option(envvar="CKPTD_URL", metavar="URL", help="A daemon: http://HOST:PORT.")
     ] = None,
@@ -151,37 +135,38 @@ def _globals(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    # target_of reads the first four from the context: completion has nothing else.
-    session = Session(lambda: target_of(ctx), Screen(output, not no_color, quiet))
-    ctx.obj = session
-    ctx.call_on_close(session.close)
+    """Declares the global options; each command takes them as well."""
 
 
-def _exit_code(program: Callable[[], Any], front: Sequence[str]) -> int:
-    output = _output(front)
-    color = "--no-color" not in front
+def _exit_code(program: Callable[[], Any], arguments: Sequence[str]) -> int:
+    output = _output(arguments)
+    color = "--no-color" not in arguments
     try:
         return program() or OK
     except CkptError as error:
         report_error(error, output, color)
         return error.exit_code
-    except _ClickError as error:
-        wrong = InvalidRequest(error.format_message().rstrip("."), _usage_hint(error))
-        report_error(wrong, output, color)
-        return wrong.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough; the interpreter must not fail at flushing the rest.
+        # The reader of our output has closed it; the interpreter must not fail at flushing the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        # Typer exports no base class of its usage errors; all of them format their message.
+        if not hasattr(error, "format_message"):
+            raise
+        wrong = InvalidRequest(error.format_message().rstrip("."), _usage_hint(error))
+        report_error(wrong, output, color)
+        return wrong.exit_code
 
 
-def _output(front: Sequence[str]) -> Output:
-    """The form asked for, also when the command line as a whole is wrong."""
-    for name, value in pairwise(front):
-        if name in ("-o", "--output") and value in list(Output):
-            return Output(value)
+def _output(arguments: Sequence[str]) -> Output:
+    """The output format, also when the command line as a whole is wrong."""
+    text = " ".join(arguments)
+    for found in Output:
+        if re.search(rf"(^| )(-o ?|--output[ =]){found}( |$)", text):
+            return found
     return Output.TABLE
 
 

@@ -8,7 +8,7 @@ import typer
 
 from ckptctl.render import Output, Screen
 from ckptctl.session import Session
-from ckptctl.target import target_of
+from ckptctl.target import global_options
 from ckptstore.commits.catalog import State
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import Source
@@ -33,7 +33,7 @@ def checkpoint_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _offer(ctx: typer.Context, incomplete: str, find: Callable[[Source], Iterable[str]]) -> list[str]:
-    session = Session(lambda: target_of(ctx), Screen(Output.ID, color=False, quiet=True))
+    session = Session(global_options(ctx).target, Screen(Output.ID, color=False, quiet=True))
     try:
         return [name for name in find(session.source) if name.startswith(incomplete)]
     except CkptError:

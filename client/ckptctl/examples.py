@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typer
+from typer.core import TyperCommand
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "ls": ("ckptctl ls --run gpt-small", "ckptctl ls --tag paper -o id"),
@@ -56,11 +57,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 
 
-def add_examples(program: typer.Typer, prefix: str = "") -> None:
-    """Put its examples at the end of the help of every command. Raises KeyError for a command without any."""
+def finish_commands(program: typer.Typer, kind: type[TyperCommand], prefix: str = "") -> None:
+    """Make every command one of this kind, with its examples at the end of its help.
+
+    Raises KeyError for a command without examples.
+    """
     for command in program.registered_commands:
+        command.cls = kind
         lines = ["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[f"{prefix}{command.name}"])]
         command.epilog = "\n".join(filter(None, [command.epilog, "\n".join(lines)])).replace("\n\b", "\n\n\b")
     for group in program.registered_groups:
         if group.typer_instance is not None:
-            add_examples(group.typer_instance, f"{prefix}{group.name} ")
+            finish_commands(group.typer_instance, kind, f"{prefix}{group.name} ")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import typer
 
@@ -18,7 +19,7 @@ from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores.local import LocalStore
 
 _HTTP = ("http://", "https://")
-_OPTIONS = ("url", "store", "token", "profile")
+GLOBAL_OPTIONS = ("url", "store", "token", "profile", "output", "no_color", "quiet")
 _LEASE_S = 600.0
 _SLOWEST_BYTES_PER_S = 10 << 20
 
@@ -64,14 +65,30 @@ def choose_target(
     return _target(url, store, token, origin)
 
 
-def target_of(ctx: typer.Context) -> Target:
-    """The target that the program's options name. Raises InvalidRequest."""
-    root = ctx.find_root()
-    given = {name: root.params.get(name) for name in _OPTIONS}
-    explicit = {name for name in _OPTIONS if getattr(root.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    return choose_target(
-        given["url"], given["store"], given["token"], explicit, lambda: load_profiles().find(given["profile"])
-    )
+@dataclass(frozen=True, slots=True)
+class GlobalOptions:
+    """Values of the global options by name, and which of them stand on the command line."""
+
+    values: Mapping[str, Any]
+    explicit: Collection[str]
+
+    def target(self) -> Target:
+        """What they name. Raises InvalidRequest."""
+        url, store, token, profile = (self.values.get(name) for name in ("url", "store", "token", "profile"))
+        return choose_target(url, store, token, self.explicit, lambda: load_profiles().find(profile))
+
+
+def global_options(ctx: typer.Context) -> GlobalOptions:
+    """Those given to a command, and those given to the program before it."""
+    program = ctx.find_root()
+    values = {name: program.params.get(name) for name in GLOBAL_OPTIONS}
+    explicit: set[str] = set()
+    for context in (program, ctx):
+        # The enum of sources is in click or in Typer, by Typer's version.
+        here = {n for n in GLOBAL_OPTIONS if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
+        values |= {name: context.params[name] for name in here}
+        explicit |= here
+    return GlobalOptions(values, explicit)
 
 
 def _target(url: str | None, store: str | None, token: str | None, origin: str) -> Target:

@@ -1,10 +1,11 @@
 import itertools
 import shlex
+from pathlib import Path
 
 import pytest
 import typer
 
-from ckptctl.cli import app, hoist
+from ckptctl.cli import app
 from ckptctl.examples import EXAMPLES
 from ckptctl.exits import MEANINGS
 from ckptctl.target import Target, choose_target
@@ -29,19 +30,32 @@ def test_every_command_explains_itself_with_examples_that_are_right(command: str
     for example in EXAMPLES[command]:
         assert f"  {example}\n" in shown.stdout
         words = itertools.takewhile(lambda word: word not in "|>#", shlex.split(example))
-        _globals, rest = hoist([*words][1:])
+        _program, *rest = words
         assert rest[: len(names)] == names
-        program = typer.main.get_command(app)
+        found = typer.main.get_command(app)
+        context = None
         for name in names:
-            program = program.commands[name]  # type: ignore[attr-defined]
-        program.make_context(command, rest[len(names) :])
+            context = found.make_context(name, ["version"], parent=context)
+            found = found.commands[name]  # type: ignore[attr-defined]
+        found.make_context(command, rest[len(names) :], parent=context)
 
 
-def test_global_options_may_stand_anywhere() -> None:
-    args = ["ls", "-o", "json", "--run", "r", "--store=s3://a=b", "-q", "-oid", "--", "-q"]
-    front = ["-o", "json", "--store", "s3://a=b", "-q", "-o", "id"]
-    assert hoist(args) == (front, ["ls", "--run", "r", "--", "-q"])
-    assert hoist(["ls", "-o"]) == (["-o"], ["ls"])
+@pytest.mark.parametrize("first", ["ls", "policy", "token"])
+def test_global_options_stand_before_or_after_the_command(first: str, folder: Path) -> None:
+    command = [first] if first == "ls" else [first, "ls"] if first == "token" else [first, "show"]
+    options = ("--store", folder, "-o", "json", "-q")
+    assert invoke(*options, *command) == invoke(*command, *options) == invoke(*options[:2], *command, *options[2:])
+    joined = invoke(*command, f"--store={folder}", "-ojson", "--quiet", "--no-color")
+    assert joined == invoke(*command, *options)
+
+
+def test_the_option_after_the_command_wins(folder: Path) -> None:
+    assert invoke("--store", "/nowhere/at/all", "-o", "id", "ls", "--store", folder, "-o", "json").json
+
+
+def test_the_value_of_another_option_is_not_a_global_option(folder: Path) -> None:
+    assert invoke("pin", "gpt@10", "paper", "--reason", "-q", "--store", folder).code == 0
+    assert invoke("audit", "--run", "gpt", "-o", "json", "--store", folder).json[0]["reason"] == "-q"
 
 
 def test_exactly_one_target_is_meant() -> None:
