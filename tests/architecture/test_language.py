@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CHECKED = (
     "README.md", "docs/architecture.md", "docs/glossary.md", "docs/failures.md", "docs/internals.md", "docs/python.md",
-    "docs/decisions/*.md",
+    "docs/decisions/*.md", "docs/api.md", "CHANGELOG.md",
 )  # fmt: skip
 """Globs of the files that are checked. Python files are checked whole: docstrings, comments and messages."""
 
