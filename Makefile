@@ -23,9 +23,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: check browser
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term || { \
-	echo "== what failed has a second try, alone; what passes now is unstable, which is a bug too (CONTRIBUTING.md)"; \
-	$(BIN)/pytest --last-failed --last-failed-no-failures none -v; }
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 check: setup
 	$(BIN)/ruff check

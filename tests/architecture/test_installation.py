@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.daemons import wait_until
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,6 +23,7 @@ from bench.measuring import (
     tree_bytes,
     usage,
 )
+from tests.support.waiting import Lines
 
 
 def test_contestants_take_turns_and_one_that_fails_is_left_out_with_its_reason() -> None:
@@ -69,9 +70,8 @@ def test_children_are_found_and_counted_while_threads_come_and_go() -> None:
                 thread.join()
 
     command = [sys.executable, "-c", spend]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert Lines(child.stdout).next() == "\n"
         busy = threading.Thread(target=start_threads)
         busy.start()
         try:

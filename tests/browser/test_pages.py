@@ -12,8 +12,8 @@ from tests.browser.conftest import Dashboard
 from tests.support import dashboard
 from tests.support.browser import Browser
 from tests.support.checkpoints import write_rank
-from tests.support.daemons import wait_until
 from tests.support.dashboard import LONG, SCRIPT, SMALL
+from tests.support.waiting import wait_until
 
 _TAB, _ENTER = "\ue004", "\ue007"
 PAGES = {

@@ -16,7 +16,7 @@ from ckpt import Checkpointer
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import RankLost, SaveFailed
-from tests.support.trainers import until
+from tests.support.waiting import wait_until
 
 _STEPS = 400
 
@@ -86,7 +86,7 @@ def save_with_a_straggler() -> dict[str, Any]:
             newest._fail(SaveFailed("it does not matter how it ends"))
         dist.barrier()
         if rank == 0 and due and step > due[-1]:
-            until(lambda: schedule._bulletin is not None and schedule._bulletin.cost == (len(due), 2.0))
+            wait_until(lambda: schedule._bulletin is not None and schedule._bulletin.cost == (len(due), 2.0))
     dist.barrier()
     schedule.close()
     return {"due": due}

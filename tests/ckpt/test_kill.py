@@ -19,7 +19,8 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
 from tests.support.kill_train import weights
-from tests.support.trainers import is_alive, trainer_on, until
+from tests.support.trainers import is_alive, trainer_on
+from tests.support.waiting import wait_until
 
 
 def check(source: StoreSource, checkpoint: Checkpoint) -> None:
@@ -31,10 +32,10 @@ def check(source: StoreSource, checkpoint: Checkpoint) -> None:
 def test_trainer_killed_right_after_save_async_returned(tmp_path: Path) -> None:
     source = StoreSource(open_store(str(tmp_path)))
     with trainer_on(tmp_path) as trainer:
-        until(lambda: trainer.saved >= 1)
+        wait_until(lambda: trainer.saved >= 1)
         trainer.kill()
     # The saver outlives the trainer, commits all it was given, and ends by itself.
-    until(lambda: not is_alive(trainer.saver))
+    wait_until(lambda: not is_alive(trainer.saver))
     latest = source.latest("kill")
     assert latest.step >= trainer.saved
     check(source, latest)
@@ -49,7 +50,7 @@ def test_death_of_the_saver_is_reported_and_healed(tmp_path: Path) -> None:
         os.kill(first, signal.SIGSTOP)
         lost = checkpointer.save_async(model, None, 2)
         os.kill(first, signal.SIGKILL)
-        until(lambda: checkpointer.saver_pid is None)
+        wait_until(lambda: checkpointer.saver_pid is None)
         with pytest.raises(SaverDied, match=f"saver process {first} was killed by signal 9"):
             checkpointer.save_async(model, None, 3)
         assert isinstance(lost.exception(), SaverDied)
@@ -63,7 +64,7 @@ def test_death_of_an_idle_saver_is_reported_at_the_end_and_nothing_is_left_runni
     checkpointer.save(nn.Linear(4, 4), None, 1)
     assert checkpointer.saver_pid is not None
     os.kill(checkpointer.saver_pid, signal.SIGKILL)
-    until(lambda: checkpointer.saver_pid is None)
+    wait_until(lambda: checkpointer.saver_pid is None)
     with pytest.raises(SaverDied):
         checkpointer.close()
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
@@ -74,7 +75,7 @@ def test_death_of_an_idle_saver_is_reported_at_the_end_and_nothing_is_left_runni
 
 def test_restore_waits_for_the_saver_of_a_killed_trainer(tmp_path: Path) -> None:
     with trainer_on(tmp_path) as trainer:
-        until(lambda: trainer.saved >= 2)
+        wait_until(lambda: trainer.saved >= 2)
         os.kill(trainer.saver, signal.SIGSTOP)
         trainer.kill()
         resume = threading.Timer(0.5, os.kill, (trainer.saver, signal.SIGCONT))

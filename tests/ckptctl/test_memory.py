@@ -10,6 +10,7 @@ import pytest
 from ckptctl.safetensors_file import plan_file
 from tests.ckptctl.memory import PeakMemory
 from tests.support.command_line import clean_environment
+from tests.support.waiting import Lines
 
 LARGE = 320 << 20
 LIMIT = 200 << 20
@@ -60,9 +61,8 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to:
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
         assert process.stdin is not None
-        assert process.stdout.readline() == "ready\n"
+        assert Lines(process.stdout).next() == "ready\n"
         before = PeakMemory(process)
         before.look()
         with PeakMemory(process) as peak:

@@ -16,7 +16,8 @@ from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import Finished, Terminal, invoke, run
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ from ckptstore.names import Attempt, attempt_prefix, new_ulid
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.forking import DAEMON, run
+from tests.support.waiting import wait_until
 
 _QUESTIONS = (
     "/checkpoints/latest", "/v1/checkpoints/latest?run=gpt", "/v1/checkpoints", "/v1/checkpoints?run=gpt&limit=2",

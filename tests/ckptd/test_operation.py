@@ -26,8 +26,9 @@ from tests.ckptd.collector import running_collector
 from tests.conftest import S3Location
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import run
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY
+from tests.support.waiting import wait_until
 
 _TOKEN = "correct horse battery staple"
 _SHARD_BYTES = 24 << 20

@@ -18,7 +18,8 @@ from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
 from tests.conftest import S3Location
 from tests.support.checkpoints import sample_arrays, write_checkpoint
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
 
 _NEGATIVE = (
     "/checkpoints/latest?run=none", "/v1/checkpoints/gpt@77", "/v1/checkpoints/none@latest", "/v1/checkpoints?run=none",

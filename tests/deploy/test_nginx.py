@@ -14,8 +14,9 @@ import trustme
 
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import running_daemon, wait_until
+from tests.support.daemons import running_daemon
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx" / "ckptd.conf"
 NGINX = shutil.which("nginx")

@@ -18,8 +18,9 @@ from ckptapi.bodies import Scope
 from ckptstore.stores import open_store
 from tests.support import seaweed
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import running_daemon, wait_until
+from tests.support.daemons import running_daemon
 from tests.support.postgresql import PostgresqlServer
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = {

@@ -13,8 +13,9 @@ from torch import nn
 
 from ckpt import Checkpointer, SaveHandle
 from ckptapi.client import DaemonClient
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 RUN = "busy"
 SAVES = 24

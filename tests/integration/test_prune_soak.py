@@ -31,8 +31,8 @@ from ckptstore.retention.pruning import Prune, apply_prunes, plan_prunes
 from ckptstore.retention.tombstones import list_hidden, undelete
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint, write_rank
-from tests.support.daemons import wait_until
 from tests.support.stores import MovableClock
+from tests.support.waiting import wait_until
 
 SECONDS = float(os.environ.get("CKPTD_SOAK_SECONDS", "6"))
 RUNS = ("gpt", "vit")

@@ -25,7 +25,8 @@ from ckptstore.retention.policy import Policy
 from ckptstore.stores import open_store
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.kill_train import weights
-from tests.support.trainers import Trainer, is_alive, until
+from tests.support.trainers import Trainer, is_alive
+from tests.support.waiting import wait_until
 
 ROUNDS = 50
 VICTIMS = {"trainer": 3, "saver": 5, "daemon": 2, "everything": 3}
@@ -56,7 +57,7 @@ class Cluster:
         if victim in ("trainer", "everything"):
             self.trainer.kill()
         if victim == "saver":
-            until(lambda: self.trainer.deaths > deaths)
+            wait_until(lambda: self.trainer.deaths > deaths)
 
     def _start_daemon(self) -> Daemon:
         database = f"sqlite:///{self.folder}/index.db"
@@ -103,9 +104,9 @@ def test_random_kills_never_tear_a_checkpoint(cluster: Cluster) -> None:
 
     cluster.revive()
     cluster.trainer.kill()
-    until(lambda: not is_alive(cluster.trainer.saver))
+    wait_until(lambda: not is_alive(cluster.trainer.saver))
     collect(store, "kill", lambda: system_clock() + 1, grace_s=0.5)
     left = {str(checkpoint.attempt) for checkpoint in source.checkpoints("kill")}
     assert set(store.list_folders(attempts_prefix("kill"))) == left
     with cluster.daemon.client() as client:
-        until(lambda: client.checkpoints("kill") == source.checkpoints("kill"))
+        wait_until(lambda: client.checkpoints("kill") == source.checkpoints("kill"))

@@ -14,8 +14,9 @@ from ckpt import Checkpointer
 from ckptapi.client import DaemonClient
 from ckptstore.errors import NoCheckpoint, StoreUnavailable
 from tests.conftest import S3Location
-from tests.support.daemons import running_daemon, wait_until
+from tests.support.daemons import running_daemon
 from tests.support.training import Loop, same_state
+from tests.support.waiting import wait_until
 
 
 def make() -> Loop:

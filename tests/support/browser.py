@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.daemons import wait_until
+from tests.support.waiting import wait_until
 
 PROGRAMS = ("chromium", "chromedriver")
 _ARGUMENTS = (

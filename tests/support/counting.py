@@ -10,8 +10,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from ckptstore.stores import Store
-from tests.support.daemons import wait_until
 from tests.support.stores import Faults, FaultyStore
+from tests.support.waiting import wait_until
 
 
 class CountingStore(FaultyStore):

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ import httpx
 
 from ckptapi.client import DaemonClient
 from tests.support.forking import DAEMON, Fork, fork
+from tests.support.waiting import wait_until
 
-_DEADLINE_S = 60.0
 _EXIT_S = 60.0
 _LISTENING = "listening on "
 # Tests wait for the daemon to notice things: let it look often, and leave nothing waiting at its end.
@@ -66,14 +65,6 @@ class Daemon:
         """SIGTERM; returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(_EXIT_S)
-
-
-def wait_until(condition: Callable[[], object], what: str, deadline_s: float = _DEADLINE_S) -> None:
-    """Poll until the condition holds; AssertionError if it never does."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {deadline_s} s"
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.forking import TRAINER, fork
+from tests.support.waiting import wait_until
 
 
 class Trainer:
@@ -52,11 +52,11 @@ class Trainer:
     def wait_for_save(self) -> None:
         """Wait until another save_async returned."""
         seen = self.saved
-        until(lambda: self.saved > seen)
+        wait_until(lambda: self.saved > seen)
 
     def wait_for_death(self, seen: int) -> None:
         """Wait until it reports more than `seen` deaths of savers."""
-        until(lambda: self.deaths > seen)
+        wait_until(lambda: self.deaths > seen)
 
 
 @contextlib.contextmanager
@@ -66,14 +66,6 @@ def trainer_on(store: Path, daemon: str | None = None) -> Iterator[Trainer]:
         yield trainer
     finally:
         trainer.kill()
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for a condition, or fail."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def is_alive(pid: int) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.snapshot.arena import Arena
-from tests.support.trainers import until
+from tests.support.waiting import wait_until
 
 
 def arena_of(checkpointer: Checkpointer) -> Arena:
@@ -22,7 +22,7 @@ def arena_of(checkpointer: Checkpointer) -> Arena:
 def made(checkpointer: Checkpointer) -> list[tuple[int, int]]:
     """Number and size of all slots, when all are there."""
     arena = arena_of(checkpointer)
-    until(lambda: len(arena.segments) == checkpointer.config.slots)
+    wait_until(lambda: len(arena.segments) == checkpointer.config.slots)
     return [(number, segment.num_bytes) for number, segment in arena.segments.items()]
 
 
@@ -98,4 +98,4 @@ def test_an_optimizer_of_another_kind_is_not_tried_out_and_its_state_is_saved(tm
         handle = checkpointer.save_async(model, optimizer, 1)
         handle.result(30)
         assert small < handle.timings.raw_bytes
-        until(lambda: [size for _, size in made(checkpointer)] == [handle.timings.raw_bytes] * 2)
+        wait_until(lambda: [size for _, size in made(checkpointer)] == [handle.timings.raw_bytes] * 2)

@@ -19,9 +19,10 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.stores import Store, open_store
 from tests.support.command_line import invoke
 from tests.support.counting import CountingStore, serving
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.replicas import RUN
+from tests.support.waiting import wait_until
 
 _STEPS = [1, 2]
 

@@ -23,8 +23,8 @@ from ckptstore.format.documents import Chunks, Content, Entries, References, Sha
 from ckptstore.names import shard_name
 from ckptstore.stores import open_store
 from tests.support.counting import CountingStore, serving
-from tests.support.daemons import wait_until
 from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.waiting import wait_until
 
 _REPLICAS = 4
 _MOST = 1.05

@@ -10,7 +10,7 @@ import pytest
 from ckpt.saver.encode import BUDGET_BYTES, Encoder, encode_stream
 from ckpt.saver.throttle import CpuThrottle
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
-from tests.support.trainers import until
+from tests.support.waiting import wait_until
 
 SIZE = 100
 
@@ -47,12 +47,12 @@ def test_encoding_runs_into_the_next_snapshot_as_far_as_one_budget_allows(encode
         encoder.begin(work.chunks(1, 2), work.encode) as first,
         encoder.begin(work.chunks(3, 4, 5), work.encode) as second,
     ):
-        until(lambda: sorted(work.encoded) == [1, 2, 3])
+        wait_until(lambda: sorted(work.encoded) == [1, 2, 3])
         chunks = iter(first)
         assert taken(chunks, 1) == [1]
         assert 4 not in work.encoded  # what was taken counts until the next one is asked for
         assert taken(chunks, 1) == [2]
-        until(lambda: 4 in work.encoded)
+        wait_until(lambda: 4 in work.encoded)
         assert list(chunks) == []
         assert [chunk.data[0] for chunk in second] == [3, 4, 5]
 
@@ -61,14 +61,14 @@ def test_a_chunk_larger_than_the_budget_is_encoded_alone(encoder: Encoder) -> No
     work = Counted()
     large = ((memoryview(bytes([number])), ChunkSpan(0, 9 * SIZE, "uint8")) for number in (1, 2))
     with encoder.begin(large, work.encode) as encoding:
-        until(lambda: work.encoded == [1])
+        wait_until(lambda: work.encoded == [1])
         assert [chunk.data[0] for chunk in encoding] == [1, 2]
 
 
 def test_a_snapshot_that_is_given_up_makes_room_and_is_not_read_any_more(encoder: Encoder) -> None:
     work = Counted()
     first = encoder.begin(work.chunks(*range(1, 9)), work.encode)
-    until(lambda: len(work.encoded) == 3)
+    wait_until(lambda: len(work.encoded) == 3)
     second = encoder.begin(work.chunks(11, 12), work.encode)
     first.cancel()
     given_up = list(work.encoded)
@@ -86,7 +86,7 @@ def test_a_chunk_is_given_back_by_whoever_breaks_off(encoder: Encoder) -> None:
             kept.append(iter(encoding))
             assert taken(kept[-1], 1) == [number]
     with encoder.begin(work.chunks(5), work.encode):
-        until(lambda: 5 in work.encoded)
+        wait_until(lambda: 5 in work.encoded)
 
 
 def test_errors_of_a_chunk_or_of_where_chunks_come_from_reach_whoever_takes_them(encoder: Encoder) -> None:

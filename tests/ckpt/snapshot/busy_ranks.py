@@ -22,7 +22,7 @@ from ckptstore.names import Attempt, derive_ulid
 from tests.support.gates import Gate, gated
 from tests.support.overlapping import held_copies
 from tests.support.saving_ranks import RUN
-from tests.support.trainers import until
+from tests.support.waiting import wait_until
 
 
 def rank_one_is_busy(store: str, on_busy: Literal["skip", "supersede"]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def rank_one_is_busy(store: str, on_busy: Literal["skip", "supersede"]) -> dict[
             nn.init.constant_(model.get_parameter(f"stage{rank}.weight"), step)
             handles[step] = checkpointer.save_async(model, None, step)
             if rank == 1:
-                until(lambda: gate.waiting == 1)
+                wait_until(lambda: gate.waiting == 1)
         began = time.monotonic()
         gate.open()
         committed, skipped = [1], {}

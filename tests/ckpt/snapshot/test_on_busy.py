@@ -23,7 +23,7 @@ from tests.support.gates import Gate, gated
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.saving_ranks import RUN
 from tests.support.stores import MovableClock
-from tests.support.trainers import until
+from tests.support.waiting import wait_until
 
 
 def steps(store: Path) -> list[int]:
@@ -68,7 +68,7 @@ def test_the_oldest_save_that_waits_gives_its_slot_to_the_newest(tmp_path: Path,
     with Checkpointer(str(tmp_path), run="r", writer="thread", on_busy="supersede") as checkpointer:
         gate.close()
         first = checkpointer.save_async(model, None, 1)
-        until(lambda: gate.waiting == 1)
+        wait_until(lambda: gate.waiting == 1)
         second, third, fourth = (checkpointer.save_async(model, None, step) for step in (2, 3, 4))
         with pytest.raises(SaveSkipped, match="superseded by step 3"):
             second.result(30)
@@ -86,7 +86,7 @@ def test_what_is_being_uploaded_is_not_superseded(tmp_path: Path, gate: Gate) ->
     with Checkpointer(str(tmp_path), run="r", writer="thread", slots=1, on_busy="supersede") as checkpointer:
         gate.close()
         first = checkpointer.save_async(model, None, 1)
-        until(lambda: gate.waiting == 1)
+        wait_until(lambda: gate.waiting == 1)
         opening = threading.Timer(0.2, gate.open)
         opening.start()
         second = checkpointer.save_async(model, None, 2)

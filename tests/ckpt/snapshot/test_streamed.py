@@ -26,8 +26,9 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.ddp import ROOT
 from tests.support.stores import Faults, FaultyStore
-from tests.support.trainers import is_alive, until
+from tests.support.trainers import is_alive
 from tests.support.training import same_state
+from tests.support.waiting import Lines, wait_until
 
 
 class Large(nn.Module):
@@ -150,15 +151,16 @@ def test_a_trainer_that_dies_while_a_snapshot_passes_leaves_nothing_that_counts(
         text=True,
     )
     try:
-        assert trainer.stdout is not None
-        saver = int(trainer.stdout.readline())
-        assert trainer.stdout.readline() == "streaming\n"
+        lines = Lines(trainer.stdout)
+        saver = int(lines.next())
+        assert lines.next() == "streaming\n"
     finally:
         trainer.kill()
         trainer.wait()
+        assert lines.next() == ""
         trainer.stdout.close()  # type: ignore[union-attr]
     os.kill(saver, signal.SIGCONT)
-    until(lambda: not is_alive(saver))
+    wait_until(lambda: not is_alive(saver))
     assert [checkpoint.step for checkpoint in StoreSource(open_store(str(tmp_path))).checkpoints("r")] == [1]
     assert len(shards(tmp_path)) == 1
 

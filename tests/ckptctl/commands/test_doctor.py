@@ -15,8 +15,9 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.store_check import examine
 from ckptstore.stores import open_store
 from tests.support.command_line import invoke
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.stores import Faults, FaultyStore
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

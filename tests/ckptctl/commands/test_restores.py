@@ -16,6 +16,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import PROGRAM, Terminal, clean_environment, invoke
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.runs import SMALL
+from tests.support.waiting import Lines
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +101,14 @@ def test_none_is_said(daemon: Daemon, run: str) -> None:
 def test_a_watch_prints_each_change_once(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
     command = [*PROGRAM, "restores", "--run", run, "--watch", "--url", daemon.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment()) as watching:
-        assert watching.stdout is not None
-        first = watching.stdout.readline()
+        lines = Lines(watching.stdout)
+        first = lines.next()
         assert first == f"{job}  {run}@40  restoring  1/4 ranks  47%  rank 1 (fetching, 10%); 1 rank still to join\n"
         client.report_restore(job, 1, Phase.RESTORED, 2048, 2048)
-        assert "2/4 ranks  70%  rank 2 (fetching, 80%)" in watching.stdout.readline()
+        assert "2/4 ranks  70%  rank 2 (fetching, 80%)" in lines.next()
         client.report_restore(job, 3, Phase.FAILED, problem="out of memory")
-        assert watching.stdout.readline() == f"{job}  {run}@40  failed  2/4 ranks  rank 3 failed: out of memory\n"
-        assert watching.stdout.read() == ""
+        assert lines.next() == f"{job}  {run}@40  failed  2/4 ranks  rank 3 failed: out of memory\n"
+        assert lines.next() == ""
         assert watching.wait(30) == 0
 
 

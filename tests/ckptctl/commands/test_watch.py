@@ -2,87 +2,94 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import select
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.command_line import PROGRAM, clean_environment, invoke
 from tests.support.daemons import running_daemon
 from tests.support.ports import free_port
+from tests.support.waiting import Lines
 
 SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
 
 
 @contextmanager
-def watching(*args: object) -> Iterator[IO[str]]:
-    """The lines of a watch as they come; it is ended at the end."""
+def watching(*args: object) -> Iterator[Lines]:
+    """The lines of a running watch, which is killed at the end."""
     command = [*PROGRAM, "watch", *map(str, args)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
-    ) as process:
-        assert process.stdout is not None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment()) as process:
         try:
-            yield process.stdout
+            yield Lines(process.stdout)
         finally:
             process.kill()
 
 
-def first(lines: IO[str]) -> dict[str, Any]:
+def event(lines: Lines) -> dict[str, Any]:
     """The next event."""
-    found: dict[str, Any] = json.loads(lines.readline())
+    found: dict[str, Any] = json.loads(lines.next())
     return found
+
+
+def commit_until_printed(store: Store, steps: Iterator[int], lines: Lines) -> Checkpoint:
+    """Nothing says when the watch has begun: commit until it prints something; the newest checkpoint."""
+    for step in itertools.islice(steps, 120):
+        written = write_checkpoint(store, "gpt", step, SMALL)
+        if lines.come_within(0.5):
+            return written
+    raise AssertionError("no commit was printed")
 
 
 def test_commits_are_followed_across_a_restart_of_the_daemon(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     db = f"sqlite:///{tmp_path}/index.db"
     port = ("--port", str(free_port()))
+    steps = itertools.count()
     with (
         running_daemon(store.url, db, options=port) as daemon,
         watching("gpt", "--url", daemon.url, "-o", "jsonl") as lines,
     ):
-        # Until the stream is open nothing says so: commit until one is seen.
-        steps = iter(range(1000))
-        seen = _until_seen(store, steps, lines)
+        commit_until_printed(store, steps, lines)
         daemon.stop()
         missed = write_checkpoint(store, "gpt", next(steps), SMALL)
         with running_daemon(store.url, db, options=port):
-            told = [first(lines)]
-            while told[-1]["checkpoint"] != missed.id:
-                told.append(first(lines))
-            ids = [event["checkpoint"] for event in [*seen, *told]]
-            assert len(set(ids)) == len(ids)
-            assert {event["kind"] for event in told} == {"committed"}
+            events = [event(lines)]
+            while events[-1]["checkpoint"] != missed.id:
+                events.append(event(lines))
+    ids = [event["checkpoint"] for event in events]
+    assert len(set(ids)) == len(ids)
+    assert {event["kind"] for event in events} == {"committed"}
 
 
-def _until_seen(store: Store, steps: Iterator[int], lines: IO[str]) -> list[dict[str, Any]]:
-    while True:
-        write_checkpoint(store, "gpt", next(steps), SMALL)
-        if select.select([lines], [], [], 0.5)[0]:
-            return [first(lines)]
-
-
-def test_a_store_is_looked_at(folder: Path, filled: Store) -> None:
+def test_a_store_is_polled(folder: Path, filled: Store) -> None:
     with watching("--store", folder, "-o", "jsonl", "--count", "2") as lines:
-        seen = _until_seen(filled, iter(range(100, 1000)), lines)
-        assert (seen[0]["kind"], seen[0]["run"]) == ("committed", "gpt")
-        assert first(lines)["kind"] == "committed"
-    with watching("gpt", "--store", folder) as texts:
-        steps = iter(range(5000, 6000))
-        while not select.select([texts], [], [], 0.5)[0]:
-            written = write_checkpoint(filled, "gpt", next(steps), SMALL)
-        assert "  committed  gpt@5" in texts.readline()
-        delete_checkpoint(filled, written, "test", system_clock)
-        while "  deleted  gpt@5" not in texts.readline():
-            pass
+        steps = itertools.count(100)
+        commit_until_printed(filled, steps, lines)
+        first = event(lines)
+        assert (first["kind"], first["run"]) == ("committed", "gpt")
+        if not lines.come_within(0.5):
+            write_checkpoint(filled, "gpt", next(steps), SMALL)
+        assert event(lines)["kind"] == "committed"
+        assert lines.next() == "", "two were asked for"
+
+
+def test_a_deletion_in_a_store_is_printed(folder: Path, filled: Store) -> None:
+    with watching("gpt", "--store", folder) as lines:
+        newest = commit_until_printed(filled, itertools.count(5000), lines)
+        # A checkpoint that is committed and deleted between two polls is never seen: wait until this one is.
+        while f"  committed  {newest.id}" not in (line := lines.next()):
+            assert "  committed  gpt@5" in line
+        delete_checkpoint(filled, newest, "test", system_clock)
+        assert f"  deleted  {newest.id}" in lines.next()
 
 
 def test_what_cannot_be_watched(folder: Path) -> None:

@@ -18,7 +18,8 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
 
 # It polls once, at its start: what it learns later it was told.
 _NEVER_POLLS = ("--poll-seconds", "3600")

@@ -43,11 +43,12 @@ from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.command_line import run
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.juicefs import running_gateway
 from tests.support.runs import keys
 from tests.support.seaweed import BUCKET, S3Service
 from tests.support.stores import Faults, FaultyStore, MovableClock, race
+from tests.support.waiting import wait_until
 
 RUN = "gpt"
 _TOKEN = "correct horse battery staple"

@@ -24,7 +24,8 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import sample_arrays, write_checkpoint
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
 
 SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
 

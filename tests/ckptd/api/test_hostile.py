@@ -22,7 +22,8 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
 from tests.ckptd.conftest import Served
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import running_daemon, wait_until
+from tests.support.daemons import running_daemon
+from tests.support.waiting import wait_until
 
 ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
 

@@ -22,7 +22,8 @@ from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
 
 ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
 

@@ -30,9 +30,10 @@ from ckptstore.errors import (
 )
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.ports import free_port
 from tests.support.runs import SMALL
+from tests.support.waiting import wait_until
 
 _GOOD_ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
 

@@ -17,7 +17,8 @@ from ckptstore.format.records import Action
 from ckptstore.names import Reference
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
 
 SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
 

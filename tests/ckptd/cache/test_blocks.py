@@ -23,8 +23,8 @@ from ckptstore.errors import CorruptObject, StoreUnavailable
 from ckptstore.names import Attempt
 from ckptstore.stores import open_store
 from tests.support.counting import CountingStore
-from tests.support.daemons import wait_until
 from tests.support.disks import small_file_system
+from tests.support.waiting import wait_until
 
 _ATTEMPT = Attempt(7, "01HF7YAT00ABCDEFGHJKMNPQRS")
 _KEY = names.shard_key("gpt", _ATTEMPT, "shard-00000.ckpt")

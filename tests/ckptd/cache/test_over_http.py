@@ -25,7 +25,8 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.counting import CountingStore, serving
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
 
 _SHARD = "shard-00000.ckpt"
 _SIZE = (9 << 20) + 777

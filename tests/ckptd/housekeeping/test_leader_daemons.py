@@ -19,8 +19,9 @@ from ckptstore.retention.tombstones import hide
 from ckptstore.stores import Store
 from tests.ckptd.housekeeping.counted_daemon import STOP_AT
 from tests.support.checkpoints import write_checkpoint, write_rank
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.postgresql import PostgresqlServer
+from tests.support.waiting import wait_until
 
 LEASE_S = 3.0
 _SLACK_S = 10.0

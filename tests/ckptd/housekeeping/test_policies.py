@@ -13,7 +13,8 @@ from ckptstore.retention.scrubbing import verified_at
 from ckptstore.retention.tombstones import list_hidden
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import running_daemon, wait_until
+from tests.support.daemons import running_daemon
+from tests.support.waiting import wait_until
 
 _QUICK = ("--poll-seconds", "0.2")
 

@@ -21,7 +21,8 @@ from ckptd.metrics import Metrics
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
-from tests.support.daemons import running_daemon, wait_until
+from tests.support.daemons import running_daemon
+from tests.support.waiting import wait_until
 
 SECRET = "correct horse battery"
 

@@ -19,7 +19,8 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Denied, Forbidden, TooManyFailures, Unauthorized
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
 
 _BOOTSTRAP = "correct horse battery staple"
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"

@@ -9,7 +9,7 @@ import pytest
 
 from ckptapi import bodies
 from tests.ckptd.conftest import Served
-from tests.support.daemons import wait_until
+from tests.support.waiting import wait_until
 
 _GOOD_ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
 _IDS = [

@@ -19,8 +19,9 @@ from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.postgresql import PostgresqlServer
+from tests.support.waiting import wait_until
 
 # They learn from each other, not from the store.
 _RARELY = ("--poll-seconds", "600")

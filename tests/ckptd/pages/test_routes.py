@@ -16,8 +16,9 @@ from ckptd.http.rules import RULES
 from ckptd.pages.routes import router
 from tests.ckptd.conftest import Served
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import Daemon, running_daemon, wait_until
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.runs import SMALL
+from tests.support.waiting import wait_until
 
 ADMIN = "0123456789abcdef-bootstrap"
 HOSTILE = (

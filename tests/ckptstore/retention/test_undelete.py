@@ -28,6 +28,7 @@ from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, list_hidden, swe
 from ckptstore.stores import Store
 from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.waiting import Lines
 
 in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 on_a_folder = pytest.mark.parametrize("store", ["local"], indirect=True)
@@ -210,12 +211,12 @@ def test_sigkill_at_every_call_of_prune_undelete_and_sweep(store: Store, mode: s
     killed = 0
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
+        lines = Lines(process.stdout)
         for k in itertools.count():
             written = _scene(store)
             process.stdin.write(f"{k} {mode} {written[2].attempt}\n")
             process.stdin.flush()
-            ended = int(process.stdout.readline())
+            ended = int(lines.next())
             if ended == 0:
                 break
             assert ended == signal.SIGKILL
@@ -284,13 +285,12 @@ def test_sigkill_at_any_moment_leaves_what_can_be_finished(store: Store) -> None
     for _ in range(5):
         write(store, *range(1, 13))
         process = subprocess.Popen(
-            [sys.executable, "-c", _KILLED, store.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", _KILLED, store.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         with process:
-            assert process.stdout is not None
             assert process.stdin is not None
-            process.stdout.readline()
-            process.stdin.write(b"\n")
+            assert Lines(process.stdout).next() == "ready\n"
+            process.stdin.write("\n")
             process.stdin.flush()
             time.sleep(dice.random() * 0.3)  # where it is killed, not what is waited for
             process.send_signal(signal.SIGKILL)

@@ -22,6 +22,7 @@ from ckptstore.errors import StoreFull, StoreUnavailable
 from ckptstore.stores import Store, direct, open_store
 from tests.support.disks import small_file_system
 from tests.support.stores import race
+from tests.support.waiting import Lines
 
 PACK = 64 << 10
 SIZES = (0, 1, 4095, 4096, PACK - 1, PACK, PACK + 1, 5 * PACK, 5 * PACK + 4097)
@@ -227,8 +228,7 @@ def test_a_killed_writer_leaves_no_checkpoint(store: Store) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _WRITE_FOR_EVER, store.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
+        assert Lines(process.stdout).next() == "written\n"
         process.send_signal(signal.SIGKILL)
     assert list_checkpoints(store, "gpt") == []
     assert len(list(store.list("gpt/"))) == 1, "an orphan, for the collector"
