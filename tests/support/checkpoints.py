@@ -12,7 +12,7 @@ from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipt
-from ckptstore.format.codings import Policy, fast
+from ckptstore.format.codings import CodingPolicy, fast
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, Content, Receipt, References, Shard
 from ckptstore.format.parsing import seal
@@ -54,7 +54,7 @@ def write_rank(
     world_size: int = 1,
     metrics: Mapping[str, float] | None = None,
     clock: Clock = system_clock,
-    coding: Policy = fast,
+    coding: CodingPolicy = fast,
     base: Attempt | None = None,
 ) -> StoredReceipt:
     """What one rank's saver writes: its shard (if it has arrays), then its receipt.
@@ -122,7 +122,7 @@ def write_checkpoint(
     arrays: Arrays | None = None,
     metrics: Mapping[str, float] | None = None,
     clock: Clock = system_clock,
-    coding: Policy = fast,
+    coding: CodingPolicy = fast,
     base: Attempt | None = None,
 ) -> Checkpoint:
     """A committed checkpoint of a single process. base: see `write_rank`."""

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from ckpt.saver.throttle import CpuThrottle
-from ckptstore.format.codings import Policy
+from ckptstore.format.codings import CodingPolicy
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
@@ -30,7 +30,7 @@ ChunkStream = Iterable[tuple[memoryview, ChunkSpan]]
 _Encoded = tuple[Future[EncodedChunk], int]
 
 
-def encode_by(policy: Policy) -> Encode:
+def encode_by(policy: CodingPolicy) -> Encode:
     """Every chunk as its element type asks for."""
     return lambda raw, span: encode_chunk(raw, policy(span.dtype))
 

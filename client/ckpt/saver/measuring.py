@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ckpt.saver.choosing import INTERVAL_SHARE, Choice, CodingCost, CostTable, choose
-from ckptstore.format.codings import POLICIES, Coding, Policy, codings
+from ckptstore.format.codings import POLICIES, Coding, CodingPolicy, codings
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 LOCAL_UPLOAD_S = 1 / 2e9
@@ -68,7 +68,7 @@ class Codings(Protocol):
 class FixedCodings:
     """Alike in all saves, so that one object serves for them all."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: CodingPolicy) -> None:
         self.reason = f"compress={policy.__name__!r}"
         self._policy = policy
 

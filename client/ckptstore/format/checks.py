@@ -28,13 +28,13 @@ _MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
 
 
-class Wrong(Exception):
+class Invalid(Exception):
     """A document breaks a rule; says which."""
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise Wrong(message)
+        raise Invalid(message)
 
 
 def _same_length(what: str, *columns: Sized) -> None:
@@ -42,7 +42,7 @@ def _same_length(what: str, *columns: Sized) -> None:
 
 
 def check_receipts(manifest: Manifest) -> None:
-    """Every rank has one receipt, and no shard is of a rank outside the world. Raises Wrong or BadInput."""
+    """Every rank has one receipt, and no shard is of a rank outside the world. Raises Invalid or BadInput."""
     receipts, size = manifest.receipts, manifest.world_size
     # The length first: a range of a hostile size does not fit into memory.
     complete = len(receipts) == size and all(receipt.rank == rank for rank, receipt in enumerate(receipts))
@@ -52,7 +52,7 @@ def check_receipts(manifest: Manifest) -> None:
 
 
 def check_receipt(receipt: Receipt) -> None:
-    """A rank speaks for itself only. Raises Wrong or BadInput."""
+    """A rank speaks for itself only. Raises Invalid or BadInput."""
     _require(0 <= receipt.rank < receipt.world_size, f"rank {receipt.rank} is outside the world")
     owners = {shard.rank for shard in receipt.content.shards}
     _require(owners <= {receipt.rank}, "a receipt names the shard of another rank")
@@ -61,7 +61,7 @@ def check_receipt(receipt: Receipt) -> None:
 
 
 def check_committed(committed: Committed) -> None:
-    """Counts that a listing may show. Raises Wrong or BadInput."""
+    """Counts that a listing may show. Raises Invalid or BadInput."""
     summary = committed.summary
     sizes = (committed.bytes, summary.raw_bytes, summary.stored_bytes, summary.referenced_bytes)
     counts = (*sizes, summary.num_entries, summary.num_shards)
@@ -71,7 +71,7 @@ def check_committed(committed: Committed) -> None:
 
 
 def check_content(content: Content) -> None:
-    """Columns fit each other, and everything that is named exists. Raises Wrong or BadInput."""
+    """Columns fit each other, and everything that is named exists. Raises Invalid or BadInput."""
     shards, entries = content.shards, content.entries
     _require(len({shard.name for shard in shards}) == len(shards), "two shards of one name")
     _check_chunks(shards)
@@ -81,7 +81,7 @@ def check_content(content: Content) -> None:
 
 
 def check_aliases(content: Content) -> None:
-    """Aliases of a whole checkpoint name entries, which another rank may have written. Raises Wrong."""
+    """Aliases of a whole checkpoint name entries, which another rank may have written. Raises Invalid."""
     known = set(content.entries.name)
     for alias, name in content.aliases.items():
         _require(alias not in known, f"alias {alias[:80]!r} is not allowed")
@@ -89,7 +89,7 @@ def check_aliases(content: Content) -> None:
 
 
 def check_references(attempt: str, content: Content) -> None:
-    """References are to chunks of other attempts, each chunk to one. Raises Wrong or BadInput."""
+    """References are to chunks of other attempts, each chunk to one. Raises Invalid or BadInput."""
     for shard in content.shards:
         found = shard.references
         if found is None:

@@ -15,7 +15,7 @@ class Coding(NamedTuple):
     level: int = 1
 
 
-Policy = Callable[[str], Coding]
+CodingPolicy = Callable[[str], Coding]
 """The coding of each element type."""
 
 
@@ -34,7 +34,7 @@ def smallest(dtype: str) -> Coding:
     return Coding(best_codec(dtype), 9)
 
 
-POLICIES: dict[str, Policy] = {"off": off, "fast": fast, "max": smallest}
+POLICIES: dict[str, CodingPolicy] = {"off": off, "fast": fast, "max": smallest}
 """By the word that users say."""
 
 

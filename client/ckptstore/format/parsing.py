@@ -144,5 +144,5 @@ def _check_names(document: Document, key: str) -> None:
 def _checked(key: str, check: Any, *args: Any) -> None:
     try:
         check(*args)
-    except (checks.Wrong, BadInput) as error:
+    except (checks.Invalid, BadInput) as error:
         raise CorruptObject(f"{key}: {error}") from error

@@ -30,7 +30,7 @@ _MAX_DEPTH = 100
 _MAX_JSON_DEPTH = 2 * _MAX_DEPTH + 2  # a mapping with odd keys is two levels of JSON
 TAG = "$"
 
-Leaf = Callable[[str, Any], JSON]
+EncodeLeaf = Callable[[str, Any], JSON]
 """(path, object) to JSON for types this module does not know, or raise UnsupportedObject."""
 Unleaf = Callable[[str, dict[str, Any]], Any]
 """(path, tagged object) to a value for tags this module does not know."""
@@ -46,7 +46,7 @@ def unsupported(path: str, value: object) -> UnsupportedObject:
     )
 
 
-def encode_tree(value: Any, path: str, leaf: Leaf, depth: int = 0) -> JSON:
+def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON:
     """`value` as tagged JSON. `leaf` handles tensors and whatever else; subclasses are not silently reduced."""
     if depth > _MAX_DEPTH:
         raise UnsupportedObject(f"state at {path!r} is nested more than {_MAX_DEPTH} deep", "Does it contain itself?")

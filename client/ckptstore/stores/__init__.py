@@ -1,10 +1,61 @@
 """Bytes by key, on any fsspec file system."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec
+
+from ckptstore.errors import UnknownScheme
 from ckptstore.stores.base import PARALLEL_READS, ObjectInfo, ObjectReader, ObjectWriter, RangeReader, Store
-from ckptstore.stores.opening import open_store
+from ckptstore.stores.failures import store_errors
+from ckptstore.stores.local import LocalStore
+from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.wrapping import WrappedStore
 
 __all__ = [
     "PARALLEL_READS", "ObjectInfo", "ObjectReader", "ObjectWriter", "RangeReader", "Store", "WrappedStore",
     "open_store",
 ]  # fmt: skip
+
+# Listings that lie about what was just committed are worse than slow ones.
+_FRESH = {"use_listings_cache": False}
+# Version 4 is what services of today take, from URLs too.
+_S3_CONFIG = {"max_pool_connections": 64, "signature_version": "s3v4"}
+
+
+def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
+    """The store at `url`: a path, file://, memory://, s3:// or any other fsspec scheme.
+
+    options: storage options of the fsspec file system (endpoint_url, key, ...). What fsspec and the
+    service's own library read from the environment (FSSPEC_S3_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...)
+    works as well. Raises UnknownScheme or StoreUnavailable; nothing is written.
+    """
+    scheme, separator, path = url.partition("://")
+    if not separator:
+        scheme, path = "file", url
+    if scheme in ("", "file", "local"):
+        if not scheme or not path:
+            raise UnknownScheme(f"store URL {url!r} names no folder", "Write file:///folder or a path")
+        return LocalStore(path)
+    try:
+        implementation: Any = fsspec.get_filesystem_class(scheme)  # type: ignore[no-untyped-call]
+    except (ImportError, ValueError) as error:
+        raise UnknownScheme(
+            f"store URL {url!r} has scheme {scheme!r}, which is not available: {error}",
+            "Use file://, or install the scheme's fsspec package (for s3: pip install 'ckptd[s3]')",
+        ) from error
+    options = dict(options or {})
+    if scheme != "memory":
+        options = {**_FRESH, **options}
+    with store_errors("open", url):
+        if scheme in ("s3", "s3a"):
+            options["config_kwargs"] = {**_S3_CONFIG, **(options.get("config_kwargs") or {})}
+            # What it needs comes with s3fs, which only users of S3 have.
+            from ckptstore.stores.s3 import S3Store
+
+            fs = implementation(**options)
+            return S3Store(fs, fs._strip_protocol(url), url)
+        fs = implementation(**options)
+        return FsspecStore(fs, fs._strip_protocol(url), url)

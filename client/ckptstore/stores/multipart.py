@@ -10,7 +10,7 @@ from ckptstore.format.codecs import Buffer
 from ckptstore.stores.base import ObjectWriter
 from ckptstore.stores.busy import BusyTime
 from ckptstore.stores.failures import store_errors
-from ckptstore.stores.transfers import Part, Transfers
+from ckptstore.stores.transfers import Transfers, UploadPart
 
 PART_BYTES = 8 << 20
 """The least: S3 gives a single request some 90 MB/s whatever its size, and takes no parts below 5 MiB."""
@@ -48,9 +48,9 @@ class MultipartWriter(ObjectWriter):
         self._size_hint = size_hint
         self._buffered_bytes = buffered_bytes
         self._bytes = 0
-        self._part = Part(1, part_bytes(1, size_hint))
+        self._part = UploadPart(1, part_bytes(1, size_hint))
         self._upload: str | None = None
-        self._on_their_way: dict[Future[dict[str, Any]], Part] = {}
+        self._on_their_way: dict[Future[dict[str, Any]], UploadPart] = {}
         self._sent: list[dict[str, Any]] = []
         self._committing = False
         self._stop = threading.Event()
@@ -109,7 +109,7 @@ class MultipartWriter(ObjectWriter):
         if self._upload is None:
             self._upload = self._transfers.begin(self._path)
         part, number = self._part, self._part.number + 1
-        self._part = Part(number, part_bytes(number, self._size_hint))
+        self._part = UploadPart(number, part_bytes(number, self._size_hint))
         sent = self._threads.submit(self._put, self._upload, part)
         self._on_their_way[sent] = part
         while self._on_their_way and self._held() + self._part.room > self._buffered_bytes:
@@ -118,7 +118,7 @@ class MultipartWriter(ObjectWriter):
     def _held(self) -> int:
         return sum(map(len, self._on_their_way.values()))
 
-    def _put(self, upload: str, part: Part) -> dict[str, Any]:
+    def _put(self, upload: str, part: UploadPart) -> dict[str, Any]:
         with self._busy:
             return self._transfers.put_part(self._path, upload, part, self._stop)
 

@@ -47,7 +47,7 @@ class S3Store(FsspecStore):
             return self._transfers.read_into(self._path(key), offset, buffer)
 
     def open_reader(self, key: str) -> ObjectReader:
-        """One ranged GET for each stretch that is expected."""
+        """One ranged GET per expected range."""
         return _S3Reader(self._transfers, self._path(key), self.object_url(key))
 
     def get(self, key: str) -> bytes:
@@ -113,26 +113,26 @@ class _S3Reader(ObjectReader):
         self._transfers = transfers
         self._path = path
         self._url = url
-        self._stretch = transfers.open(path, 0, 0)
+        self._span = transfers.open(path, 0, 0)
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Nothing is asked for before the first read."""
-        self._stretch.close()
-        self._stretch = self._transfers.open(self._path, offset, num_bytes)
+        self._span.close()
+        self._span = self._transfers.open(self._path, offset, num_bytes)
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """From what is on its way, if it is there."""
-        gap = offset - self._stretch.at
-        if not 0 <= gap <= _LONGEST_GAP or offset + len(buffer) > self._stretch.end:
+        gap = offset - self._span.at
+        if not 0 <= gap <= _LONGEST_GAP or offset + len(buffer) > self._span.end:
             self.expect(offset, len(buffer))
             gap = 0
         with store_errors("read", self._url):
             if gap:
-                self._stretch.read(memoryview(bytearray(gap)))
-            count = self._stretch.read(buffer)
+                self._span.read(memoryview(bytearray(gap)))
+            count = self._span.read(buffer)
         if count != len(buffer):
             raise too_short(self._url, offset, count, len(buffer))
 
     def close(self) -> None:
         """The connection goes back."""
-        self._stretch.close()
+        self._span.close()

@@ -57,7 +57,7 @@ class SignatureRefused(OSError):
     """The service does not take a signed URL for this."""
 
 
-class Part:
+class UploadPart:
     """A part of an upload, which is filled, sent and forgotten. It refers to the bytes it is made of."""
 
     def __init__(self, number: int, room: int) -> None:
@@ -124,16 +124,16 @@ class Transfers:
         with self.open(path, offset, len(buffer)) as stretch:
             return stretch.read(buffer)
 
-    def open(self, path: str, offset: int, num_bytes: int) -> Stretch:
+    def open(self, path: str, offset: int, num_bytes: int) -> ByteSpan:
         """So many bytes of an object, to be read from front to back by one thread. Nothing is asked for yet."""
-        return Stretch(self, path, offset, num_bytes)
+        return ByteSpan(self, path, offset, num_bytes)
 
     def begin(self, path: str) -> str:
         """The id of a new upload."""
         checksum = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
         return str(self._call("create_multipart_upload", path, **checksum)["UploadId"])
 
-    def put_part(self, path: str, upload: str, part: Part, stop: threading.Event) -> dict[str, Any]:
+    def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event) -> dict[str, Any]:
         """Upload a part; returns what `complete` needs to know of it. stop: try no more once it is set."""
         parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
         if self._checksums:
@@ -170,7 +170,7 @@ class Transfers:
             return None
         raise _refusal(reply.status, body)
 
-    def _put_part(self, path: str, parameters: dict[str, Any], part: Part) -> dict[str, Any]:
+    def _put_part(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
         url = self._fs.url(path, expires=_SIGNED_FOR_S, client_method="upload_part", **parameters)
         headers = {"Content-Length": str(len(part))}
         crc = parameters.get("ChecksumCRC32")
@@ -196,7 +196,7 @@ class Transfers:
         buffer[: len(data)] = data
         return len(data)
 
-    def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], part: Part) -> dict[str, Any]:
+    def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
         reply = self._call("upload_part", path, Body=b"".join(part.pieces), **parameters)
         told = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
         return {"PartNumber": part.number, **told}
@@ -220,7 +220,7 @@ class Transfers:
         return self._fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
 
 
-class Stretch:
+class ByteSpan:
     """Bytes of an object that come over one connection, straight on; another one if it breaks off."""
 
     def __init__(self, transfers: Transfers, path: str, offset: int, num_bytes: int) -> None:
@@ -231,7 +231,7 @@ class Stretch:
         self._path = path
         self._reply: BaseHTTPResponse | None = None
 
-    def __enter__(self) -> Stretch:
+    def __enter__(self) -> ByteSpan:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,7 @@ from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.format import planning
-from ckptstore.format.codings import Policy, fast, off
+from ckptstore.format.codings import CodingPolicy, fast, off
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads, whole_entries
@@ -56,7 +56,7 @@ def special_arrays() -> dict[str, Any]:
 
 @pytest.mark.parametrize("store", ["local", "memory", "s3"], indirect=True)
 @pytest.mark.parametrize("coding", [off, fast])
-def test_arrays_come_back_bit_by_bit(store: Store, coding: Policy) -> None:
+def test_arrays_come_back_bit_by_bit(store: Store, coding: CodingPolicy) -> None:
     arrays = special_arrays()
     checkpoint = write_checkpoint(store, arrays=arrays, coding=coding)
     expected = {name: array.tobytes() for name, array in arrays.items()}
@@ -84,7 +84,7 @@ def test_several_ranks_and_a_subset(store: Store) -> None:
 
 @pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
 @pytest.mark.parametrize("coding", [off, fast])
-def test_damage_is_found(store: Store, coding: Policy) -> None:
+def test_damage_is_found(store: Store, coding: CodingPolicy) -> None:
     arrays = special_arrays()
     checkpoint = write_checkpoint(store, arrays=arrays, coding=coding)
     key = names.shard_key("gpt", checkpoint.attempt, "shard-00000.ckpt")

@@ -18,7 +18,7 @@ from ckptstore.errors import CkptError, CorruptObject, StoreReadOnly, StoreUnava
 from ckptstore.stores import Store, multipart, open_store
 from ckptstore.stores.multipart import part_bytes
 from ckptstore.stores.s3 import S3Store
-from ckptstore.stores.transfers import Part, Transfers
+from ckptstore.stores.transfers import Transfers, UploadPart
 from tests.conftest import S3Location
 from tests.support import seaweed
 from tests.support.proxies import Fault, LossyProxy, lossy_proxy
@@ -61,7 +61,7 @@ def pending(location: S3Location) -> list[str]:
 class WatchedTransfers:
     """The real ones; `before_part` is called with each part, and may fail it."""
 
-    def __init__(self, transfers: Transfers, before_part: Callable[[Part], None]) -> None:
+    def __init__(self, transfers: Transfers, before_part: Callable[[UploadPart], None]) -> None:
         self._transfers = transfers
         self._before_part = before_part
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class WatchedTransfers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transfers, name)
 
-    def put_part(self, path: str, upload: str, part: Part, stop: threading.Event) -> dict[str, Any]:
+    def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event) -> dict[str, Any]:
         with self._lock:
             self._on_their_way += len(part)
             self.most_bytes = max(self.most_bytes, self._on_their_way)
@@ -83,7 +83,7 @@ class WatchedTransfers:
                 self._on_their_way -= len(part)
 
 
-def watch(store: Store, before_part: Callable[[Part], None]) -> WatchedTransfers:
+def watch(store: Store, before_part: Callable[[UploadPart], None]) -> WatchedTransfers:
     watched = WatchedTransfers(store._transfers, before_part)  # type: ignore[attr-defined]
     store._transfers = watched  # type: ignore[attr-defined]
     return watched
@@ -110,7 +110,7 @@ def test_parts_go_up_side_by_side_within_the_memory(s3_store: S3Location, noise:
     store = open_store(s3_store.url, s3_store.options)
     both = threading.Barrier(2, timeout=60)
 
-    def meet(part: Part) -> None:
+    def meet(part: UploadPart) -> None:
         if part.number <= 4:
             both.wait()
 
@@ -128,7 +128,7 @@ def test_only_what_may_change_is_copied(s3_store: S3Location, noise: bytes) -> N
     buffer = bytearray(noise)
     sent: list[bool] = []
 
-    def look(part: Part) -> None:
+    def look(part: UploadPart) -> None:
         sent.extend(np.shares_memory(np.frombuffer(piece, np.uint8), own) for piece in part.pieces)
 
     watch(store, look)
@@ -148,7 +148,7 @@ def test_a_part_that_fails_takes_the_others_back(s3_store: S3Location, noise: by
     store = open_store(s3_store.url, s3_store.options)
     begun: list[str] = []
 
-    def fail(part: Part) -> None:
+    def fail(part: UploadPart) -> None:
         begun.extend(pending(s3_store))
         if part.number == number:
             raise OSError("injected")
