@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CHECKED = (
-    "README.md", "docs/architecture.md", "docs/glossary.md", "docs/failures.md", "docs/internals.md", "docs/python.md",
-    "docs/decisions/*.md", "docs/api.md", "CHANGELOG.md",
-)  # fmt: skip
+CHECKED = ("README.md", "CHANGELOG.md", "docs/**/*.md")
 """Globs of the files that are checked. Python files are checked whole: docstrings, comments and messages."""
 
 _SENDS = "what happens: sends, reports, publishes, returns, records, shows"
@@ -95,8 +92,8 @@ def test_plain_english(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in PAGES if p.suffix == ".md"], ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose_has_short_lines(path: Path) -> None:
     lines = zip(path.read_text().splitlines(), prose_of(path).splitlines(), strict=True)
-    too_long = [number for number, (line, prose) in enumerate(lines, 1) if len(line) > 160 and prose.strip(" |")]
-    assert [n for n in too_long if not path.read_text().splitlines()[n - 1].lstrip().startswith(("|", "!"))] == []
+    long = [(number, line) for number, (line, prose) in enumerate(lines, 1) if len(line) > 160 and prose.strip()]
+    assert [number for number, line in long if not line.lstrip().startswith(("|", "!"))] == []
 
 
 def test_code_is_exempt_and_lines_are_right(tmp_path: Path) -> None:
