@@ -20,9 +20,9 @@ from pathlib import Path
 import httpx
 
 from bench.report import Goal, Report
-from ckptd.index import Database, Filter, Index, Listing, Place, Sort
+from ckptd.index import Database, Filter, Index, Listing, PageKey, Sort
 from ckptd.metrics import Metrics
-from ckptd.services import Catalogue, Freshness, Synchronizing
+from ckptd.services import Catalog, Freshness, Synchronizing
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.format.documents import FORMAT, Committed, Outcome, Summary
@@ -121,7 +121,7 @@ def ask(folder: str, runs: int) -> dict[str, float]:
     index.adopt(store.url, system_clock())
     freshness = Freshness(system_clock, 3600)
     synchronizing = Synchronizing(store, index, freshness, Metrics(), system_clock)
-    catalogue = Catalogue(index, Listing(database), freshness, store.url)
+    catalog = Catalog(index, Listing(database), freshness, store.url)
     reindex_s = seconds(synchronizing.reindex)
     synchronizing.round()
     found = {"reindex_per_s": runs * PER_RUN / reindex_s, "poll_s": seconds(synchronizing.round)}
@@ -130,14 +130,14 @@ def ask(folder: str, runs: int) -> dict[str, float]:
     def run() -> str:
         return run_name(draw.randrange(runs))
 
-    def place() -> Place:
+    def place() -> PageKey:
         return (run(), draw.randrange(PER_RUN) * 1000, system_clock(), "Z" * 26)
 
     questions: dict[str, Callable[[], object]] = {
-        "latest": lambda: catalogue.latest(run()),
+        "latest": lambda: catalog.latest(run()),
         "latest_of_all": lambda: index.latest(),
-        "page": lambda: catalogue.page(Filter(), Sort.RUN, place(), PAGE),
-        "show": lambda: catalogue.find(Reference(run(), draw.randrange(PER_RUN) * 1000)),
+        "page": lambda: catalog.page(Filter(), Sort.RUN, place(), PAGE),
+        "show": lambda: catalog.find(Reference(run(), draw.randrange(PER_RUN) * 1000)),
     }
     for name, question in questions.items():
         found[f"{name}_p99_ms"] = 1e3 * p99([seconds(question) for _ in range(QUESTIONS)])

@@ -25,7 +25,7 @@ from ckptd.housekeeping.webhooks import Webhooks
 from ckptd.http import openapi, problems
 from ckptd.http.access import authorize
 from ckptd.http.context import INDEX_THREADS, STORE_THREADS, Context, Threads
-from ckptd.http.middleware import Authentication, Bounds, Requests
+from ckptd.http.middleware import Authentication, Bounds, RequestLog
 from ckptd.http.waiting import Waiting
 from ckptd.index import (
     Database,
@@ -40,9 +40,9 @@ from ckptd.index import (
 )
 from ckptd.metrics import Metrics
 from ckptd.pages import routes as pages
-from ckptd.pages.browsers import Browsers
+from ckptd.pages.sessions import PageSessions
 from ckptd.services import (
-    Catalogue,
+    Catalog,
     Contents,
     Events,
     Freshness,
@@ -128,7 +128,7 @@ class _Core:
         self.index = Index(self.database, self.log)
         self.index.adopt(store.url, clock())
         self.freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
-        self.catalogue = Catalogue(self.index, Listing(self.database), self.freshness, store.url)
+        self.catalog = Catalog(self.index, Listing(self.database), self.freshness, store.url)
         self.synchronizing = Synchronizing(self.store, self.index, self.freshness, self.metrics, clock)
         self.leadership = Leadership(LeaderIndex(self.database, "janitor"), settings.leader_lease_seconds)
         self.leader_store = LeaderStore(self.store, self.leadership)
@@ -140,7 +140,7 @@ class _Core:
 
     def follow(self) -> None:
         """Learn what other daemons on the same database have changed, and only then wake who waits for it."""
-        self.catalogue.follow()
+        self.catalog.follow()
         self.events.round()
 
     def pruning(self, store: Store) -> Pruning:
@@ -150,13 +150,13 @@ class _Core:
 
 def _services(core: _Core, cache: BlockCache) -> Services:
     store, clock = core.store, core.clock
-    objects = Objects(store, core.catalogue, cache)
+    objects = Objects(store, core.catalog, cache)
     leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
     pruning = core.pruning(store)
     works = Works(store, core.synchronizing, clock, core.settings.orphan_grace_seconds)
     return Services(
-        catalogue=core.catalogue,
-        contents=Contents(core.catalogue, objects),
+        catalog=core.catalog,
+        contents=Contents(core.catalog, objects),
         events=core.events,
         freshness=core.freshness,
         jobs=Jobs(JobIndex(core.database), core.events, clock, works.by_kind()),
@@ -164,10 +164,10 @@ def _services(core: _Core, cache: BlockCache) -> Services:
         objects=objects,
         probe=partial(examine, store, clock),
         proposals=Proposals(store),
-        protection=Protection(store, core.catalogue, clock),
+        protection=Protection(store, core.catalog, clock),
         pruning=pruning,
-        restores=Restores(store, core.catalogue, core.restores, leases, clock, core.events.restore_ended),
-        retention=Retention(store, core.catalogue, core.synchronizing, clock),
+        restores=Restores(store, core.catalog, core.restores, leases, clock, core.events.restore_ended),
+        retention=Retention(store, core.catalog, core.synchronizing, clock),
         synchronizing=core.synchronizing,
         tokens=Tokens(TokenIndex(core.database), core.settings.token, clock),
         uploads=Uploads(store, clock),
@@ -259,7 +259,7 @@ def _assemble(
     # The last one added is the outermost.
     known = context.services.tokens if auth else None
     app.add_middleware(Authentication, tokens=known, metrics=context.metrics)
-    app.add_middleware(Browsers, tokens=known, metrics=context.metrics, clock=clock)
+    app.add_middleware(PageSessions, tokens=known, metrics=context.metrics, clock=clock)
     app.add_middleware(Bounds)
-    app.add_middleware(Requests, metrics=context.metrics)
+    app.add_middleware(RequestLog, metrics=context.metrics)
     return app

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.http.access import Asking
+from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
-from ckptd.http.context import Given
+from ckptd.http.context import Ctx
 from ckptd.http.listing import check_glob
 from ckptd.http.openapi import documented
 from ckptd.services.pruning import Pruned
@@ -23,47 +23,47 @@ router = APIRouter()
 
 
 @router.post(bodies.NOTIFY, **documented(bodies.CheckpointBody, 404, 410, body=bodies.NotifyRequest))
-async def notify(request: Request, given: Given) -> Response:
+async def notify(request: Request, ctx: Ctx) -> Response:
     """An attempt was committed: look at its outcome in the store now, rather than at the next poll."""
     body = await read_body(request, bodies.NotifyRequest)
     attempt = Attempt.parse(body.attempt)
-    found = await given.threads.store(given.services.synchronizing.notify, check_run(body.run), attempt)
+    found = await ctx.threads.store(ctx.services.synchronizing.notify, check_run(body.run), attempt)
     return json_response(bodies.CheckpointBody.of(found))
 
 
 @router.post(bodies.PRUNE, **documented(bodies.PruneBody, 404, 409, body=bodies.PruneRequest))
-async def prune(request: Request, given: Given, caller: Asking) -> Response:
+async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Delete what the policy does not keep; a dry run, the default, only says what that is."""
     body = await read_body(request, bodies.PruneRequest)
     if body.run is not None:
         check_glob(body.run)
     wanted = Prune(_policy(body), body.run, body.grace_s, looked_at=body.force)
-    done = await given.threads.store(given.services.pruning.prune, wanted, body.dry_run, caller.name)
+    done = await ctx.threads.store(ctx.services.pruning.prune, wanted, body.dry_run, caller.name)
     return json_response(_prune_body(done, body.dry_run))
 
 
 @router.post(bodies.REINDEX, **documented(bodies.ReindexBody))
-async def reindex(given: Given) -> Response:
+async def reindex(ctx: Ctx) -> Response:
     """Read every outcome in the store again."""
-    num_runs, num_checkpoints = await given.threads.store(given.services.synchronizing.reindex)
+    num_runs, num_checkpoints = await ctx.threads.store(ctx.services.synchronizing.reindex)
     return json_response(bodies.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
 
 
 @router.post(bodies.LEASES, **documented(bodies.LeaseBody, 404, status=201, body=bodies.LeaseRequest))
-async def take_lease(request: Request, given: Given) -> Response:
+async def take_lease(request: Request, ctx: Ctx) -> Response:
     """Protect a checkpoint from deletion for some seconds."""
     body = await read_body(request, bodies.LeaseRequest)
     reference = Reference.parse(body.id)
-    run, lease = await given.threads.store(given.services.protection.take, reference, body.holder, body.ttl_s)
+    run, lease = await ctx.threads.store(ctx.services.protection.take, reference, body.holder, body.ttl_s)
     return json_response(bodies.LeaseBody(run=run, lease=lease), 201)
 
 
 @router.delete(bodies.LEASES + "/{run}/{lease}", **documented(status=204))
 async def release_lease(
-    given: Given, run: Annotated[str, Path(max_length=128)], lease: Annotated[str, Path(max_length=26)]
+    ctx: Ctx, run: Annotated[str, Path(max_length=128)], lease: Annotated[str, Path(max_length=26)]
 ) -> Response:
     """End a lease; one that is gone already is fine."""
-    await given.threads.store(given.services.protection.release, run, lease)
+    await ctx.threads.store(ctx.services.protection.release, run, lease)
     return Response(status_code=204)
 
 

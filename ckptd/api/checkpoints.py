@@ -10,10 +10,10 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
 from ckptapi import bodies
-from ckptd.http.access import Asking
+from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response
-from ckptd.http.context import Context, Given
-from ckptd.http.listing import Wanted, write_cursor
+from ckptd.http.context import Context, Ctx
+from ckptd.http.listing import ListingQuery, write_cursor
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of, matches, object_response
 from ckptd.http.waiting import happens
@@ -29,14 +29,14 @@ _BYTES = "application/octet-stream"
 _LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-Match named it"})
 _RANGED = {206: "The range that was asked for", 304: "If-None-Match named it"}
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
-Id = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
+CheckpointId = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
 Wait = Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds; answers earlier if there is something")]
 
 
 @router.get("/checkpoints/latest", **_LATEST)
 @router.get(bodies.LATEST, **_LATEST)
 async def latest(
-    request: Request, given: Given, run: RunQuery = None, format: Literal["json", "text"] = "json", wait: Wait = 0
+    request: Request, ctx: Ctx, run: RunQuery = None, format: Literal["json", "text"] = "json", wait: Wait = 0
 ) -> Response:
     """The newest checkpoint of a run; without a run, the one committed last. The ETag is the manifest's digest.
 
@@ -45,10 +45,10 @@ async def latest(
     run = check_run(run) if run is not None else None
     known = request.headers.get("if-none-match")
     if wait:
-        with given.waits.one(client_of(request)):
-            found = await _awaited(given, run, known, wait)
+        with ctx.waits.one(client_of(request)):
+            found = await _awaited(ctx, run, known, wait)
     else:
-        found = await _latest(given, run)
+        found = await _latest(ctx, run)
     headers = {"ETag": _etag(found), "Cache-Control": "no-cache"}
     if matches(known, headers["ETag"]):
         return Response(status_code=304, headers=headers)
@@ -60,15 +60,14 @@ async def latest(
 @router.get(bodies.CHECKPOINTS, **documented(bodies.Page))
 async def page(
     request: Request,
-    given: Given,
-    caller: Asking,
-    wanted: Wanted,
+    ctx: Ctx,
+    caller: CallerDep,
+    query: ListingQuery,
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100,
 ) -> Response:
     """Checkpoints that meet all conditions, page by page. A page may be short, or empty, and yet lead to a next one."""
-    query = wanted.filter(caller)
-    found = await given.threads.index(given.services.catalogue.page, query, wanted.sort, wanted.place(), limit)
-    cursor = write_cursor(wanted.sort, found.next) if found.next is not None else None
+    found = await ctx.threads.index(ctx.services.catalog.page, query.filter(caller), query.sort, query.place(), limit)
+    cursor = write_cursor(query.sort, found.next) if found.next is not None else None
     headers = {}
     if cursor is not None:
         others = [item for item in request.query_params.multi_items() if item[0] != "cursor"]
@@ -79,9 +78,9 @@ async def page(
 
 
 @router.get(bodies.RUNS, **documented(bodies.RunsBody))
-async def runs(given: Given, caller: Asking) -> Response:
+async def runs(ctx: Ctx, caller: CallerDep) -> Response:
     """All runs, with their sizes and newest checkpoints."""
-    found = await given.threads.index(given.services.catalogue.runs)
+    found = await ctx.threads.index(ctx.services.catalog.runs)
     items = [
         bodies.RunBody(
             run=summary.run,
@@ -96,69 +95,71 @@ async def runs(given: Given, caller: Asking) -> Response:
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}", **documented(bodies.CheckpointBody, 404))
-async def checkpoint(given: Given, id: Id) -> Response:
+async def checkpoint(ctx: Ctx, id: CheckpointId) -> Response:
     """One checkpoint."""
-    found = await given.threads.index(given.services.catalogue.find, Reference.parse(id))
+    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
     return json_response(bodies.CheckpointBody.of(found))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/shards", **documented(bodies.ShardsBody, 404))
-async def shards(given: Given, id: Id) -> Response:
+async def shards(ctx: Ctx, id: CheckpointId) -> Response:
     """The shards of a checkpoint, by rank."""
-    return json_response(await given.threads.store(given.services.contents.shards, Reference.parse(id)))
+    return json_response(await ctx.threads.store(ctx.services.contents.shards, Reference.parse(id)))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/entries", **documented(bodies.EntriesBody, 404))
 async def entries(
-    given: Given,
-    id: Id,
+    ctx: Ctx,
+    id: CheckpointId,
     offset: Annotated[int, Query(ge=0, lt=1 << 40)] = 0,
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_ENTRIES)] = 1000,
 ) -> Response:
     """A page of the entries of a checkpoint."""
-    contents = given.services.contents
-    return json_response(await given.threads.store(contents.entries, Reference.parse(id), offset, limit))
+    contents = ctx.services.contents
+    return json_response(await ctx.threads.store(contents.entries, Reference.parse(id), offset, limit))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/manifest", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 @router.head(bodies.CHECKPOINTS + "/{id}/manifest", include_in_schema=False)
-async def manifest(request: Request, given: Given, id: Id) -> Response:
+async def manifest(request: Request, ctx: Ctx, id: CheckpointId) -> Response:
     """The stored manifest: zstd-compressed JSON."""
-    stored = await given.threads.store(given.services.objects.manifest, Reference.parse(id))
-    return await object_response(request, given, stored)
+    stored = await ctx.threads.store(ctx.services.objects.manifest, Reference.parse(id))
+    return await object_response(request, ctx, stored)
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 @router.head(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", include_in_schema=False)
-async def receipt(request: Request, given: Given, id: Id, rank: Annotated[int, Path(ge=0, le=99_999)]) -> Response:
+async def receipt(
+    request: Request, ctx: Ctx, id: CheckpointId, rank: Annotated[int, Path(ge=0, le=99_999)]
+) -> Response:
     """The stored receipt of a rank."""
-    stored = await given.threads.store(given.services.objects.receipt, Reference.parse(id), rank)
-    return await object_response(request, given, stored)
+    stored = await ctx.threads.store(ctx.services.objects.receipt, Reference.parse(id), rank)
+    return await object_response(request, ctx, stored)
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 @router.head(bodies.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
-async def shard(request: Request, given: Given, id: Id, name: Annotated[str, Path(max_length=32)]) -> Response:
+async def shard(request: Request, ctx: Ctx, id: CheckpointId, name: Annotated[str, Path(max_length=32)]) -> Response:
     """A shard, or one range of its bytes."""
-    stored = await given.threads.store(given.services.objects.shard, Reference.parse(id), name)
-    return await object_response(request, given, stored)
+    stored = await ctx.threads.store(ctx.services.objects.shard, Reference.parse(id), name)
+    return await object_response(request, ctx, stored)
 
 
-async def _latest(given: Context, run: str | None) -> Checkpoint:
-    catalogue = given.services.catalogue
-    found = catalogue.latest_at_hand(run)
-    return found if found is not None else await given.threads.index(catalogue.latest, run)
+async def _latest(ctx: Context, run: str | None) -> Checkpoint:
+    catalog = ctx.services.catalog
+    found = catalog.latest_at_hand(run)
+    return found if found is not None else await ctx.threads.index(catalog.latest, run)
 
 
-async def _awaited(given: Context, run: str | None, known: str | None, wait: float) -> Checkpoint:
+async def _awaited(ctx: Context, run: str | None, known: str | None, wait: float) -> Checkpoint:
     deadline = asyncio.get_running_loop().time() + wait
-    with given.waiting.listen(CHECKPOINTS if run is None else f"{CHECKPOINTS}/{run}") as changed:
+    with ctx.waiting.listen(CHECKPOINTS if run is None else f"{CHECKPOINTS}/{run}") as changed:
         while True:
             changed.clear()
             left = deadline - asyncio.get_running_loop().time()
-            over = left <= 0 or given.waiting.closed
+            over = left <= 0 or ctx.waiting.closed
             try:
-                found = await _latest(given, run)
+                found = await _latest(ctx, run)
                 if over or not matches(known, _etag(found)):
                     return found
             except NoCheckpoint:

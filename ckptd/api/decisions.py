@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 from ckptapi import bodies
 from ckptapi.bodies import Scope
-from ckptd.http.access import Asking
+from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
-from ckptd.http.context import Given
+from ckptd.http.context import Ctx
 from ckptd.http.openapi import documented
 from ckptd.services.deciding import Proposal
 
@@ -18,11 +18,11 @@ _MAX_BODY_BYTES = 1 << 20
 
 
 @router.post(bodies.DECISIONS, **documented(bodies.DecisionBody, 404, body=bodies.DecisionRequest))
-async def decide(request: Request, given: Given, caller: Asking) -> Response:
+async def decide(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Decide about an attempt, once and for all: what was proposed first counts, and is the answer to everybody."""
     body = await read_body(request, bodies.DecisionRequest, _MAX_BODY_BYTES)
     proposal = Proposal.parse(body.run, body.attempt, body.tombstone, body.proposal)
     if proposal.committed is None:
         caller.check_scope(Scope.PRUNE)
-    decided = await given.threads.store(given.services.proposals.decide, proposal)
+    decided = await ctx.threads.store(ctx.services.proposals.decide, proposal)
     return json_response(bodies.DecisionBody(document=decided.decode()))

@@ -14,9 +14,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ckptapi import bodies
-from ckptd.api.checkpoints import Id, RunQuery
+from ckptd.api.checkpoints import CheckpointId, RunQuery
 from ckptd.http.bodies import json_response
-from ckptd.http.context import Context, Given
+from ckptd.http.context import Context, Ctx
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of
 from ckptd.http.waiting import happens
@@ -39,7 +39,7 @@ _MAX_ID = 1 << 62
 @router.get(bodies.EVENTS, **documented(bodies.EventsBody, also={204: "Not used; streams answer text/event-stream"}))
 async def events(
     request: Request,
-    given: Given,
+    ctx: Ctx,
     run: RunQuery = None,
     after: Annotated[int | None, Query(ge=0, lt=_MAX_ID, description="Events after this id; default: all kept")] = None,
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_EVENTS)] = 100,
@@ -48,27 +48,32 @@ async def events(
     """Events after an id, oldest first; with Accept: text/event-stream, a stream that goes on with those to come."""
     run = check_run(run) if run is not None else None
     if bodies.EVENT_STREAM in request.headers.get("accept", ""):
-        return await _stream(request, given, run, _position(last_event_id, after))
-    page = await given.threads.index(given.services.events.page, after or 0, run, limit)
+        return await _stream(request, ctx, run, _position(last_event_id, after))
+    page = await ctx.threads.index(ctx.services.events.page, after or 0, run, limit)
     items = [event_body(event) for event in page.events]
     return json_response(bodies.EventsBody(items=items, last_id=page.last_id, gap=page.gap))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/events", **documented(bodies.EventsBody))
-async def of_checkpoint(given: Given, id: Id) -> Response:
+async def of_checkpoint(ctx: Ctx, id: CheckpointId) -> Response:
     """What is known to have happened to one checkpoint, also when it is gone. Its id has a ULID, or it is there."""
     reference = Reference.parse(id)
     if reference.ulid is None:
-        id = (await given.threads.index(given.services.catalogue.find, reference)).id
-    items = [event_body(event) for event in await given.threads.index(given.services.events.of_checkpoint, id)]
+        id = (await ctx.threads.index(ctx.services.catalog.find, reference)).id
+    items = [event_body(event) for event in await ctx.threads.index(ctx.services.events.of_checkpoint, id)]
     return json_response(bodies.EventsBody(items=items, last_id=items[-1].id if items else 0))
 
 
 def event_body(event: Event) -> bodies.EventBody:
     """An event as the wire wants it."""
-    news = event.news
+    content = event.content
     return bodies.EventBody(
-        id=event.id, at=event.at, kind=news.kind, run=news.run, checkpoint=news.checkpoint, detail=news.detail
+        id=event.id,
+        at=event.at,
+        kind=content.kind,
+        run=content.run,
+        checkpoint=content.checkpoint,
+        detail=content.detail,
     )
 
 
@@ -80,23 +85,23 @@ def _position(last_event_id: str | None, after: int | None) -> int | None:
     return int(last_event_id)
 
 
-async def _stream(request: Request, given: Context, run: str | None, after: int | None) -> Response:
+async def _stream(request: Request, ctx: Context, run: str | None, after: int | None) -> Response:
     stack = ExitStack()
-    stack.enter_context(given.streams.one(client_of(request)))
+    stack.enter_context(ctx.streams.one(client_of(request)))
     try:
-        position = after if after is not None else await given.threads.index(given.services.events.newest_id)
+        position = after if after is not None else await ctx.threads.index(ctx.services.events.newest_id)
     except BaseException:
         stack.close()
         raise
-    return _EventStream(_messages(given, run, position), stack)
+    return _EventStream(_messages(ctx, run, position), stack)
 
 
-async def _messages(given: Context, run: str | None, position: int) -> AsyncIterator[bytes]:
+async def _messages(ctx: Context, run: str | None, position: int) -> AsyncIterator[bytes]:
     yield _message(bodies.OPEN, position, {})
-    with given.waiting.listen(ANY) as changed:
-        while not given.waiting.closed:
+    with ctx.waiting.listen(ANY) as changed:
+        while not ctx.waiting.closed:
             changed.clear()
-            page = await given.threads.index(given.services.events.page, position, run, _BATCH)
+            page = await ctx.threads.index(ctx.services.events.page, position, run, _BATCH)
             for text in _texts(page):
                 yield text
             position = page.last_id
@@ -106,7 +111,7 @@ async def _messages(given: Context, run: str | None, position: int) -> AsyncIter
 
 def _texts(page: EventPage) -> list[bytes]:
     gap = [_message(bodies.GAP, page.events[0].id - 1 if page.events else page.last_id, {})] if page.gap else []
-    return gap + [_message(event.news.kind, event.id, event_body(event)) for event in page.events]
+    return gap + [_message(event.content.kind, event.id, event_body(event)) for event in page.events]
 
 
 def _message(kind: str, id: int, data: Any) -> bytes:

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from ckptapi import bodies
 from ckptd.api.checkpoints import RunQuery
-from ckptd.http.access import Asking
+from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
-from ckptd.http.context import Given
+from ckptd.http.context import Ctx
 from ckptd.http.listing import check_glob
 from ckptd.http.openapi import documented
 from ckptd.index import Job
@@ -24,45 +24,45 @@ JobId = Annotated[str, Path(max_length=26)]
 
 
 @router.post(bodies.JOBS, **documented(bodies.JobBody, 404, status=202, body=bodies.JobRequest))
-async def start(request: Request, given: Given, caller: Asking) -> Response:
+async def start(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Start a job: verify or gc. The answer names it; Location leads to it."""
     body = await read_body(request, cast(type[Any], bodies.JobRequest))
     if getattr(body, "run", None) is not None:
         check_glob(body.run)
-    job = await given.threads.index(given.services.jobs.submit, body, caller.name)
+    job = await ctx.threads.index(ctx.services.jobs.submit, body, caller.name)
     return json_response(_body(job), 202, {"Location": f"{bodies.JOBS}/{job.id}"})
 
 
 @router.get(bodies.JOBS, **documented(bodies.JobsBody))
-async def newest(given: Given, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100) -> Response:
+async def newest(ctx: Ctx, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100) -> Response:
     """Jobs, newest first, without their logs."""
-    found = await given.threads.index(given.services.jobs.newest, limit)
+    found = await ctx.threads.index(ctx.services.jobs.newest, limit)
     return json_response(bodies.JobsBody([_body(job, with_log=False) for job in found]))
 
 
 @router.get(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
-async def job(given: Given, id: JobId) -> Response:
+async def job(ctx: Ctx, id: JobId) -> Response:
     """One job, with the newest lines of its log."""
-    return json_response(_body(await given.threads.index(given.services.jobs.find, id)))
+    return json_response(_body(await ctx.threads.index(ctx.services.jobs.find, id)))
 
 
 @router.delete(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
-async def cancel(given: Given, id: JobId) -> Response:
+async def cancel(ctx: Ctx, id: JobId) -> Response:
     """Ask a job to end; what it has done stays done. One that has ended already stays as it ended."""
-    return json_response(_body(await given.threads.index(given.services.jobs.cancel, id)))
+    return json_response(_body(await ctx.threads.index(ctx.services.jobs.cancel, id)))
 
 
 @router.get(bodies.ATTEMPTS, **documented(bodies.AttemptsBody))
-async def attempts(given: Given, run: RunQuery = None) -> Response:
+async def attempts(ctx: Ctx, run: RunQuery = None) -> Response:
     """Live uploads: attempts of one run or all that are neither committed nor aborted, oldest first."""
-    return json_response(bodies.AttemptsBody(await given.threads.store(given.services.uploads.live, run)))
+    return json_response(bodies.AttemptsBody(await ctx.threads.store(ctx.services.uploads.live, run)))
 
 
 @router.post(bodies.PROBE, **documented(StoreReport))
-async def probe(given: Given) -> Response:
+async def probe(ctx: Ctx) -> Response:
     """Examine the store with a few small objects of its own: conditional writes, clock, speed."""
-    async with given.turns.of("probe"):
-        return json_response(await given.threads.store(given.services.probe))
+    async with ctx.locks.of("probe"):
+        return json_response(await ctx.threads.store(ctx.services.probe))
 
 
 def _body(job: Job, with_log: bool = True) -> bodies.JobBody:

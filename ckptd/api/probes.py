@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ckptapi import bodies
 from ckptd.http.bodies import json_response
-from ckptd.http.context import Context, Given
+from ckptd.http.context import Context, Ctx
 from ckptd.http.openapi import documented
 from ckptstore.errors import IndexUnavailable
 
@@ -22,25 +22,25 @@ async def live() -> Response:
 
 
 @router.get("/readyz", **documented(bodies.ReadinessBody, also={503: "Not ready; the body says why"}))
-async def ready(given: Given) -> Response:
+async def ready(ctx: Ctx) -> Response:
     """200 if the database answers, the store was just listed and the index equals it; else 503."""
-    database = await given.threads.index(_database_problem, given)
-    store = given.services.freshness.problem()
-    ready = not (database or store or given.leaving)
-    body = bodies.ReadinessBody(ready=ready, database=database or "ok", store=store or "ok", leaving=given.leaving)
+    database = await ctx.threads.index(_database_problem, ctx)
+    store = ctx.services.freshness.problem()
+    ready = not (database or store or ctx.leaving)
+    body = bodies.ReadinessBody(ready=ready, database=database or "ok", store=store or "ok", leaving=ctx.leaving)
     return json_response(body, 200 if body.ready else 503, {"Cache-Control": "no-store"})
 
 
 @router.get("/metrics", **documented(media="text/plain"))
-async def metrics(given: Given) -> Response:
+async def metrics(ctx: Ctx) -> Response:
     """Prometheus text."""
-    text = await given.threads.index(generate_latest, given.metrics.registry)
+    text = await ctx.threads.index(generate_latest, ctx.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _database_problem(given: Context) -> str:
+def _database_problem(ctx: Context) -> str:
     try:
-        given.services.catalogue.ping()
+        ctx.services.catalog.ping()
     except IndexUnavailable as error:
         return str(error)
     return ""

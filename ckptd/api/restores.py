@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ckptapi import bodies
 from ckptd.api.checkpoints import RunQuery
 from ckptd.http.bodies import json_response, read_body
-from ckptd.http.context import Context, Given
+from ckptd.http.context import Context, Ctx
 from ckptd.http.openapi import documented
 from ckptd.http.waiting import happens
 from ckptd.index import RankProgress, Restore
@@ -18,7 +18,7 @@ from ckptd.services.restores import RestoreView
 
 router = APIRouter()
 
-Id = Annotated[str, Path(max_length=26)]
+RestoreId = Annotated[str, Path(max_length=26)]
 
 
 @router.post(
@@ -27,65 +27,65 @@ Id = Annotated[str, Path(max_length=26)]
         bodies.RestoreBody, 404, 409, status=201, body=bodies.RestoreRequest, also={200: "Joined: it had begun"}
     ),
 )
-async def join(request: Request, given: Given) -> Response:
+async def join(request: Request, ctx: Ctx) -> Response:
     """Join the restore of a job. The first rank resolves the checkpoint (201), the others get the same one (200)."""
     asked = await read_body(request, bodies.RestoreRequest)
-    restore, created = await _join(given, asked)
-    view = await given.threads.index(given.services.restores.view, restore.id, False)
+    restore, created = await _join(ctx, asked)
+    view = await ctx.threads.index(ctx.services.restores.view, restore.id, False)
     return json_response(_body(view), 201 if created else 200)
 
 
 @router.put(bodies.RESTORES + "/{id}/ranks/{rank}", **documented(bodies.RestoreStatus, 404, body=bodies.RankReport))
 async def report(
-    request: Request, given: Given, id: Id, rank: Annotated[int, Path(ge=0, lt=bodies.MAX_WORLD_SIZE)]
+    request: Request, ctx: Ctx, id: RestoreId, rank: Annotated[int, Path(ge=0, lt=bodies.MAX_WORLD_SIZE)]
 ) -> Response:
     """Say how far a rank is. The answer says how the session is doing, also when it has ended."""
     said = await read_body(request, bodies.RankReport)
-    restore = await given.threads.index(given.services.restores.report, id, rank, said)
+    restore = await ctx.threads.index(ctx.services.restores.report, id, rank, said)
     return json_response(_status(restore))
 
 
 @router.get(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
 async def restore(
-    given: Given,
-    id: Id,
+    ctx: Ctx,
+    id: RestoreId,
     wait: Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds; answers earlier if it ends")] = 0,
     ranks: Annotated[bool, Query(description="List the ranks, and look for stragglers")] = True,
 ) -> Response:
     """One session; with `wait`, when it has ended or the time is up."""
-    restores = given.services.restores
+    restores = ctx.services.restores
     if wait:
-        with given.waiting.listen(id) as ended:
-            if (await given.threads.index(restores.find, id)).live:
+        with ctx.waiting.listen(id) as ended:
+            if (await ctx.threads.index(restores.find, id)).live:
                 await happens(ended, wait)
-    return json_response(_body(await given.threads.index(restores.view, id, ranks)))
+    return json_response(_body(await ctx.threads.index(restores.view, id, ranks)))
 
 
 @router.get(bodies.RESTORES, **documented(bodies.RestoresBody))
 async def newest(
-    given: Given, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100
+    ctx: Ctx, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100
 ) -> Response:
     """Sessions of one run or all, newest first, without their ranks."""
-    found = await given.threads.index(given.services.restores.newest, run, limit)
+    found = await ctx.threads.index(ctx.services.restores.newest, run, limit)
     return json_response(bodies.RestoresBody([_body(view, with_ranks=False) for view in found]))
 
 
 @router.delete(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
-async def cancel(given: Given, id: Id) -> Response:
+async def cancel(ctx: Ctx, id: RestoreId) -> Response:
     """End a session and release its lease. One that has ended already stays as it ended."""
-    restore = await given.threads.store(given.services.restores.cancel, id)
-    return json_response(_body(await given.threads.index(given.services.restores.view, restore.id, True)))
+    restore = await ctx.threads.store(ctx.services.restores.cancel, id)
+    return json_response(_body(await ctx.threads.index(ctx.services.restores.view, restore.id, True)))
 
 
-async def _join(given: Context, asked: bodies.RestoreRequest) -> tuple[Restore, bool]:
-    restores = given.services.restores
-    if joined := await given.threads.index(restores.join, asked):
+async def _join(ctx: Context, asked: bodies.RestoreRequest) -> tuple[Restore, bool]:
+    restores = ctx.services.restores
+    if joined := await ctx.threads.index(restores.join, asked):
         return joined, False
     # A thousand ranks begin at once: one of them asks the store, and the others wait here, in no thread.
-    async with given.turns.of(f"{asked.run}/{asked.key}"):
-        if joined := await given.threads.index(restores.join, asked):
+    async with ctx.locks.of(f"{asked.run}/{asked.key}"):
+        if joined := await ctx.threads.index(restores.join, asked):
             return joined, False
-        return await given.threads.store(restores.open, asked)
+        return await ctx.threads.store(restores.open, asked)
 
 
 def _status(restore: Restore) -> bodies.RestoreStatus:

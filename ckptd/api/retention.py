@@ -8,10 +8,10 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.api.checkpoints import Id
-from ckptd.http.access import Asking
+from ckptd.api.checkpoints import CheckpointId
+from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
-from ckptd.http.context import Given
+from ckptd.http.context import Ctx
 from ckptd.http.openapi import documented
 from ckptstore.commits.labels import LabelChange
 from ckptstore.names import Reference
@@ -20,8 +20,8 @@ router = APIRouter()
 
 _ONE = bodies.CHECKPOINTS + "/{id}"
 PinName = Annotated[str, Path(max_length=128)]
-Run = Annotated[str, Query(max_length=128)]
-Reason = Annotated[str, Query(max_length=1000, description="For the audit log")]
+RequiredRun = Annotated[str, Query(max_length=128)]
+ReasonQuery = Annotated[str, Query(max_length=1000, description="For the audit log")]
 Grace = Annotated[
     float | None, Query(ge=0, le=365 * 24 * 3600, description="Seconds to take it back; default: a day; 0: none")
 ]
@@ -29,78 +29,80 @@ Limit = Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)]
 
 
 @router.delete(_ONE, **documented(None, 404, 409, status=204))
-async def delete(given: Given, caller: Asking, id: Id, reason: Reason = "", grace_s: Grace = None) -> Response:
+async def delete(
+    ctx: Ctx, caller: CallerDep, id: CheckpointId, reason: ReasonQuery = "", grace_s: Grace = None
+) -> Response:
     """Hide a checkpoint at once, and delete it when the grace is over. What a lease or pin holds stays."""
-    retention = given.services.retention
-    await given.threads.store(retention.delete, Reference.parse(id), caller.name, reason, grace_s)
+    retention = ctx.services.retention
+    await ctx.threads.store(retention.delete, Reference.parse(id), caller.name, reason, grace_s)
     return Response(status_code=204)
 
 
 @router.post(_ONE + "/undelete", **documented(bodies.CheckpointBody, 404, 410, body=bodies.UndeleteRequest))
-async def undelete(request: Request, given: Given, caller: Asking, id: Id) -> Response:
+async def undelete(request: Request, ctx: Ctx, caller: CallerDep, id: CheckpointId) -> Response:
     """Take a deletion back, and pin the checkpoint as `undeleted`; 410 if its data is going or gone."""
     body = await read_body(request, bodies.UndeleteRequest)
-    retention = given.services.retention
-    found = await given.threads.store(retention.undelete, Reference.parse(id), caller.name, body.reason)
+    retention = ctx.services.retention
+    found = await ctx.threads.store(retention.undelete, Reference.parse(id), caller.name, body.reason)
     return json_response(bodies.CheckpointBody.of(found))
 
 
 @router.put(_ONE + "/pins/{name}", **documented(bodies.PinBody, 404))
-async def pin(given: Given, caller: Asking, id: Id, name: PinName, reason: Reason = "") -> Response:
+async def pin(ctx: Ctx, caller: CallerDep, id: CheckpointId, name: PinName, reason: ReasonQuery = "") -> Response:
     """Keep a checkpoint until the pin is removed. Pinned under that name already is fine."""
-    retention = given.services.retention
-    return json_response(await given.threads.store(retention.pin, Reference.parse(id), name, caller.name, reason))
+    retention = ctx.services.retention
+    return json_response(await ctx.threads.store(retention.pin, Reference.parse(id), name, caller.name, reason))
 
 
 @router.delete(_ONE + "/pins/{name}", **documented(None, 404, status=204))
-async def unpin(given: Given, caller: Asking, id: Id, name: PinName) -> Response:
+async def unpin(ctx: Ctx, caller: CallerDep, id: CheckpointId, name: PinName) -> Response:
     """Remove a pin; one that is gone already is fine."""
-    await given.threads.store(given.services.retention.unpin, Reference.parse(id), name, caller.name)
+    await ctx.threads.store(ctx.services.retention.unpin, Reference.parse(id), name, caller.name)
     return Response(status_code=204)
 
 
 @router.patch(_ONE, **documented(bodies.CheckpointBody, 404, body=bodies.LabelsRequest))
-async def label(request: Request, given: Given, caller: Asking, id: Id) -> Response:
+async def label(request: Request, ctx: Ctx, caller: CallerDep, id: CheckpointId) -> Response:
     """Set tags and metrics; those that are null are removed. What is not named stays."""
     body = await read_body(request, bodies.LabelsRequest)
     change = LabelChange(body.tags, body.metrics)
-    retention = given.services.retention
-    found = await given.threads.store(retention.label, Reference.parse(id), change, caller.name, body.reason)
+    retention = ctx.services.retention
+    found = await ctx.threads.store(retention.label, Reference.parse(id), change, caller.name, body.reason)
     return json_response(bodies.CheckpointBody.of(found))
 
 
 @router.get(bodies.PINS, **documented(bodies.PinsBody))
-async def pins(given: Given, run: Run) -> Response:
+async def pins(ctx: Ctx, run: RequiredRun) -> Response:
     """All pins of a run, by falling step."""
-    return json_response(bodies.PinsBody(await given.threads.store(given.services.retention.pins, run)))
+    return json_response(bodies.PinsBody(await ctx.threads.store(ctx.services.retention.pins, run)))
 
 
 @router.get(bodies.DELETED, **documented(bodies.DeletedListBody))
-async def deleted(given: Given, run: Run) -> Response:
+async def deleted(ctx: Ctx, run: RequiredRun) -> Response:
     """Checkpoints of a run that are hidden and can be taken back, by falling step."""
-    return json_response(bodies.DeletedListBody(await given.threads.store(given.services.retention.deleted, run)))
+    return json_response(bodies.DeletedListBody(await ctx.threads.store(ctx.services.retention.deleted, run)))
 
 
 @router.get(bodies.AUDIT, **documented(bodies.AuditListBody))
-async def audit(given: Given, run: Run, limit: Limit = 100) -> Response:
+async def audit(ctx: Ctx, run: RequiredRun, limit: Limit = 100) -> Response:
     """Who set out to do what to which checkpoints of a run, when and why; the newest first."""
-    return json_response(bodies.AuditListBody(await given.threads.store(given.services.retention.audit, run, limit)))
+    return json_response(bodies.AuditListBody(await ctx.threads.store(ctx.services.retention.audit, run, limit)))
 
 
 @router.get(bodies.POLICIES, **documented(bodies.PoliciesBody))
-async def policies(given: Given) -> Response:
+async def policies(ctx: Ctx) -> Response:
     """The retention policies in force; version 0: none were ever set."""
-    return json_response(await given.threads.store(given.services.retention.policies))
+    return json_response(await ctx.threads.store(ctx.services.retention.policies))
 
 
 @router.get(bodies.POLICIES + "/history", **documented(bodies.PoliciesListBody))
-async def history(given: Given, limit: Limit = 100) -> Response:
+async def history(ctx: Ctx, limit: Limit = 100) -> Response:
     """The newest versions of the policies, the newest first."""
-    return json_response(bodies.PoliciesListBody(await given.threads.store(given.services.retention.history, limit)))
+    return json_response(bodies.PoliciesListBody(await ctx.threads.store(ctx.services.retention.history, limit)))
 
 
 @router.put(bodies.POLICIES, **documented(bodies.PoliciesBody, 409, body=bodies.PoliciesRequest))
-async def change(request: Request, given: Given, caller: Asking) -> Response:
+async def change(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Put policies in force, in the place of the version that `expected` names; 409 if that is not in force."""
     body = await read_body(request, bodies.PoliciesRequest)
-    return json_response(await given.threads.store(given.services.retention.change, body, caller.name))
+    return json_response(await ctx.threads.store(ctx.services.retention.change, body, caller.name))

@@ -9,45 +9,45 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.http.access import Asking
+from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
-from ckptd.http.context import Given
+from ckptd.http.context import Ctx
 from ckptd.http.openapi import documented
 
 router = APIRouter()
 
 _LOG = logging.getLogger(__name__)
 _SECRET = {"Cache-Control": "no-store"}
-Name = Annotated[str, Path(max_length=64)]
+TokenName = Annotated[str, Path(max_length=64)]
 
 
 @router.get(bodies.TOKENS, **documented(bodies.TokensBody))
-async def tokens(given: Given) -> Response:
+async def tokens(ctx: Ctx) -> Response:
     """All tokens, by name, without their secrets."""
-    return json_response(bodies.TokensBody(await given.threads.index(given.services.tokens.list)))
+    return json_response(bodies.TokensBody(await ctx.threads.index(ctx.services.tokens.list)))
 
 
 @router.post(bodies.TOKENS, **documented(bodies.NewTokenBody, 404, 409, status=201, body=bodies.TokenRequest))
-async def create(request: Request, given: Given, caller: Asking) -> Response:
+async def create(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Make a token. The answer is the only place where its secret ever stands."""
     asked = await read_body(request, bodies.TokenRequest)
-    made = await given.threads.index(given.services.tokens.create, asked, caller.name)
+    made = await ctx.threads.index(ctx.services.tokens.create, asked, caller.name)
     _LOG.info("token %r was made by %r, scopes %s, runs %s", asked.name, caller.name, asked.scopes, asked.runs or "all")
     return json_response(made, 201, _SECRET)
 
 
 @router.post(bodies.TOKENS + "/{name}/rotate", **documented(bodies.NewTokenBody, 404, body=bodies.RotateRequest))
-async def rotate(request: Request, given: Given, caller: Asking, name: Name) -> Response:
+async def rotate(request: Request, ctx: Ctx, caller: CallerDep, name: TokenName) -> Response:
     """Give a token a new secret."""
     asked = await read_body(request, bodies.RotateRequest)
-    made = await given.threads.index(given.services.tokens.rotate, name, asked)
+    made = await ctx.threads.index(ctx.services.tokens.rotate, name, asked)
     _LOG.info("token %r was rotated by %r", name, caller.name)
     return json_response(made, headers=_SECRET)
 
 
 @router.delete(bodies.TOKENS + "/{name}", **documented(None, 404, status=204))
-async def revoke(given: Given, caller: Asking, name: Name) -> Response:
+async def revoke(ctx: Ctx, caller: CallerDep, name: TokenName) -> Response:
     """Remove a token; it is refused from now on."""
-    await given.threads.index(given.services.tokens.revoke, name)
+    await ctx.threads.index(ctx.services.tokens.revoke, name)
     _LOG.info("token %r was revoked by %r", name, caller.name)
     return Response(status_code=204)

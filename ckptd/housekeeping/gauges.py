@@ -67,12 +67,12 @@ class Figures:
     def tell(self, events: Sequence[Event]) -> None:
         """Count these. Any thread may call."""
         for event in events:
-            detail = event.news.detail
-            if event.news.kind is EventKind.COMMITTED and "save_seconds" in detail:
+            detail = event.content.detail
+            if event.content.kind is EventKind.COMMITTED and "save_seconds" in detail:
                 self._metrics.commit_seconds.observe(detail["save_seconds"])
                 self._metrics.upload_bytes.inc(detail["stored_bytes"])
-            elif event.news.kind is EventKind.CORRUPT:
+            elif event.content.kind is EventKind.CORRUPT:
                 self._metrics.verify_failures.inc()
-            elif event.news.kind is EventKind.RESTORE_ENDED and detail["state"] == RestoreState.RESTORED:
+            elif event.content.kind is EventKind.RESTORE_ENDED and detail["state"] == RestoreState.RESTORED:
                 self._metrics.restore_seconds.observe(detail["seconds"])
                 self._metrics.restore_bytes_per_second.set(detail["bytes"] / max(detail["seconds"], 1e-3))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptapi.bodies import CollectJob, VerifyJob
-from ckptd.services.jobs import Progress, Work
+from ckptd.services.jobs import JobProgress, Work
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog
@@ -41,7 +41,7 @@ class Works:
             CollectJob: self.collect,
         }
 
-    def verify(self, request: VerifyJob, progress: Progress) -> dict[str, Any]:
+    def verify(self, request: VerifyJob, progress: JobProgress) -> dict[str, Any]:
         """Read checkpoints whole, from the store itself; a damaged one is corrupt from now on."""
         chosen = self._chosen(request)
         progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
@@ -55,7 +55,7 @@ class Works:
             self._synchronizing.sync_run(found.checkpoint.run)
         return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}
 
-    def collect(self, request: CollectJob, progress: Progress) -> dict[str, Any]:
+    def collect(self, request: CollectJob, progress: JobProgress) -> dict[str, Any]:
         """Collect orphans, half deletions and expired leases."""
         runs = self._runs(request.run)
         check_store(self._store, self._clock)

@@ -56,7 +56,7 @@ class Webhooks:
 
     def offer(self, events: Sequence[Event]) -> None:
         """Post these soon."""
-        wanted = [event for event in events if event.news.kind in KINDS]
+        wanted = [event for event in events if event.content.kind in KINDS]
         for hook in self._hooks:
             hook.offer(wanted)
 
@@ -149,16 +149,21 @@ class _Hook:
 
     def _post(self, client: httpx.Client, event: Event) -> tuple[str, bool]:
         """What went wrong, and whether to try again."""
-        news = event.news
+        content = event.content
         body = msgspec.json.encode(
             EventBody(
-                id=event.id, at=event.at, kind=news.kind, run=news.run, checkpoint=news.checkpoint, detail=news.detail
+                id=event.id,
+                at=event.at,
+                kind=content.kind,
+                run=content.run,
+                checkpoint=content.checkpoint,
+                detail=content.detail,
             )
         )
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "ckptd",
-            "X-Ckptd-Event": news.kind,
+            "X-Ckptd-Event": content.kind,
             "X-Ckptd-Delivery": str(event.id),
             "X-Ckptd-Signature": sign(self._secret, int(self._clock()), body),
         }

@@ -56,5 +56,5 @@ def check_body(request: Request, body: Any) -> None:
         caller.check_run(run)
 
 
-Asking = Annotated[Caller, Depends(caller_of)]
+CallerDep = Annotated[Caller, Depends(caller_of)]
 """For endpoints that show only what their caller may see."""

@@ -18,7 +18,7 @@ _B = TypeVar("_B")
 
 async def read_body(request: Request, kind: type[_B], max_bytes: int = MAX_BODY_BYTES) -> _B:
     """The body of a request, an instance of `kind`. Raises InvalidRequest or Forbidden."""
-    # Browsers send other types across sites without asking first, and a web page must not be able to prune.
+    # PageSessions send other types across sites without asking first, and a web page must not be able to prune.
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise InvalidRequest("the body is not declared as JSON", "Send Content-Type: application/json")
     data = bytearray()

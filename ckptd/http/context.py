@@ -10,8 +10,8 @@ from typing import Annotated, ParamSpec, TypeVar
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
-from ckptd.http.sharing import FairTurns, Limits
-from ckptd.http.waiting import Turns, Waiting
+from ckptd.http.sharing import ConcurrencyLimit, FairSemaphore
+from ckptd.http.waiting import KeyedLocks, Waiting
 from ckptd.metrics import Metrics
 from ckptd.services import Services
 from ckptd.tracing import Span, no_span
@@ -53,11 +53,11 @@ class Context:
     threads: Threads
     metrics: Metrics
     waiting: Waiting
-    turns: Turns = field(default_factory=Turns)
-    reading: FairTurns = field(default_factory=lambda: FairTurns(READS))
+    locks: KeyedLocks = field(default_factory=KeyedLocks)
+    reading: FairSemaphore = field(default_factory=lambda: FairSemaphore(READS))
     """Reads of stored objects. They leave some threads to everything else that asks the store."""
-    streams: Limits = field(default_factory=lambda: Limits("streams of events", 16, 512))
-    waits: Limits = field(default_factory=lambda: Limits("requests that wait", 256, 8192))
+    streams: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("streams of events", 16, 512))
+    waits: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("requests that wait", 256, 8192))
     leaving: bool = False
     """SIGTERM came: say so in /readyz."""
 
@@ -68,4 +68,4 @@ async def _context(request: Request) -> Context:
     return context
 
 
-Given = Annotated[Context, Depends(_context)]
+Ctx = Annotated[Context, Depends(_context)]

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from fastapi import Depends, Query
 
-from ckptd.index import Bound, Filter, Place, Sort, Tagged, types_of
+from ckptd.index import Bound, Filter, PageKey, Sort, Tagged, types_of
 from ckptd.services.callers import Caller
 from ckptstore.commits.catalog import State
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest
@@ -27,7 +27,7 @@ Moment = Annotated[float | None, Query(ge=0, le=_MAX_AT, description="Seconds si
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListingParameters:
     """What a listing is asked for. FastAPI makes it of the query."""
 
     run: Annotated[str | None, Query(max_length=128, description="A run, in which * and ? may stand")] = None
@@ -57,12 +57,12 @@ class Listed:
             tags=tuple(_tagged(text) for text in self.tag or ()),
         )
 
-    def place(self) -> Place | None:
+    def place(self) -> PageKey | None:
         """Where the page begins. Raises InvalidRequest."""
         return read_cursor(self.cursor, self.sort) if self.cursor is not None else None
 
 
-Wanted = Annotated[Listed, Depends()]
+ListingQuery = Annotated[ListingParameters, Depends()]
 
 
 def check_glob(text: str) -> str:
@@ -92,12 +92,12 @@ class _Cursor(msgspec.Struct, array_like=True):
     values: list[str | int | float]
 
 
-def write_cursor(sort: Sort, place: Place) -> str:
+def write_cursor(sort: Sort, place: PageKey) -> str:
     """The text that leads to what comes after a place."""
     return urlsafe_b64encode(msgspec.json.encode(_Cursor(sort, list(place)))).decode().rstrip("=")
 
 
-def read_cursor(text: str, sort: Sort) -> Place:
+def read_cursor(text: str, sort: Sort) -> PageKey:
     """The place in a cursor of a listing in that order. Raises InvalidRequest."""
     try:
         cursor = msgspec.json.decode(urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=_Cursor)
@@ -110,7 +110,7 @@ def read_cursor(text: str, sort: Sort) -> Place:
     return place
 
 
-def _check(sort: Sort, place: Place) -> None:
+def _check(sort: Sort, place: PageKey) -> None:
     """What a database would choke on is no place."""
     for value in place:
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckptd.http.access import CALLER
 from ckptd.http.problems import error_response, problem_response
-from ckptd.http.sharing import Limits
+from ckptd.http.sharing import ConcurrencyLimit
 from ckptd.http.throttle import WINDOW_S, Throttle
 from ckptd.logs import FIELDS, REQUEST_ID
 from ckptd.metrics import Metrics
@@ -33,7 +33,7 @@ _HEADERS = {Unauthorized: {"WWW-Authenticate": "Bearer"}, TooManyFailures: {"Ret
 _HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token create makes one"
 
 
-class Requests:
+class RequestLog:
     """The outermost layer: nothing escapes it, so a client never sees a traceback."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -182,9 +182,9 @@ TOTAL = 16384
 class Bounds:
     """Refuses what is too large or too much."""
 
-    def __init__(self, app: ASGIApp, limits: Limits | None = None) -> None:
+    def __init__(self, app: ASGIApp, limits: ConcurrencyLimit | None = None) -> None:
         self._app = app
-        self._limits = limits or Limits("requests", PER_CLIENT, TOTAL)
+        self._limits = limits or ConcurrencyLimit("requests", PER_CLIENT, TOTAL)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises TooManyRequests."""

@@ -56,7 +56,7 @@ async def in_body(_: Request) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AccessRule:
     """What an endpoint asks of its caller."""
 
     scope: Scope | None
@@ -67,75 +67,75 @@ class Rule:
     """Where no single run is named, it answers with what the caller may see."""
 
 
-RULES: dict[tuple[str, str], Rule] = {
-    ("GET", "/livez"): Rule(None),
-    ("GET", "/readyz"): Rule(None),
-    ("GET", "/metrics"): Rule(Scope.READ),
-    ("GET", "/checkpoints/latest"): Rule(Scope.READ, in_query),
-    ("GET", bodies.LATEST): Rule(Scope.READ, in_query),
-    ("GET", bodies.CHECKPOINTS): Rule(Scope.READ, in_query, filters=True),
-    ("GET", bodies.RUNS): Rule(Scope.READ, in_query, filters=True),
-    ("GET", _ONE): Rule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/shards"): Rule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/entries"): Rule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/events"): Rule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/manifest"): Rule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/receipts/{rank}"): Rule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/shards/{name}"): Rule(Scope.READ, of_checkpoint),
-    ("PATCH", _ONE): Rule(Scope.WRITE, of_checkpoint),
-    ("DELETE", _ONE): Rule(Scope.PRUNE, of_checkpoint),
-    ("POST", _ONE + "/undelete"): Rule(Scope.PRUNE, of_checkpoint),
-    ("PUT", _ONE + "/pins/{name}"): Rule(Scope.PRUNE, of_checkpoint),
-    ("DELETE", _ONE + "/pins/{name}"): Rule(Scope.PRUNE, of_checkpoint),
-    ("GET", bodies.PINS): Rule(Scope.READ, in_query),
-    ("GET", bodies.DELETED): Rule(Scope.READ, in_query),
-    ("GET", bodies.AUDIT): Rule(Scope.READ, in_query),
-    ("GET", bodies.POLICIES): Rule(Scope.READ),
-    ("GET", bodies.POLICIES + "/history"): Rule(Scope.READ),
-    ("PUT", bodies.POLICIES): Rule(Scope.ADMIN),
-    ("POST", bodies.NOTIFY): Rule(Scope.WRITE, in_body),
-    ("POST", bodies.DECISIONS): Rule(Scope.WRITE, in_body),
-    ("POST", bodies.PRUNE): Rule(Scope.PRUNE, in_body),
-    ("POST", bodies.REINDEX): Rule(Scope.ADMIN),
-    ("POST", bodies.LEASES): Rule(Scope.READ, in_body),
-    ("DELETE", bodies.LEASES + "/{run}/{lease}"): Rule(Scope.READ, in_path),
-    ("POST", bodies.RESTORES): Rule(Scope.READ, in_body),
-    ("GET", bodies.RESTORES): Rule(Scope.READ, in_query),
-    ("GET", bodies.RESTORES + "/{id}"): Rule(Scope.READ, of_restore),
-    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): Rule(Scope.READ, of_restore),
-    ("DELETE", bodies.RESTORES + "/{id}"): Rule(Scope.READ, of_restore),
-    ("GET", bodies.EVENTS): Rule(Scope.READ, in_query),
-    ("GET", bodies.ATTEMPTS): Rule(Scope.READ, in_query),
-    ("POST", bodies.JOBS): Rule(Scope.READ, in_body),  # and what its kind asks for
-    ("GET", bodies.JOBS): Rule(Scope.READ),
-    ("GET", bodies.JOBS + "/{id}"): Rule(Scope.READ, of_job),
-    ("DELETE", bodies.JOBS + "/{id}"): Rule(Scope.PRUNE, of_job),
-    ("POST", bodies.PROBE): Rule(Scope.ADMIN),
-    ("GET", bodies.TOKENS): Rule(Scope.ADMIN),
-    ("POST", bodies.TOKENS): Rule(Scope.ADMIN),
-    ("POST", bodies.TOKENS + "/{name}/rotate"): Rule(Scope.ADMIN),
-    ("DELETE", bodies.TOKENS + "/{name}"): Rule(Scope.ADMIN),
+RULES: dict[tuple[str, str], AccessRule] = {
+    ("GET", "/livez"): AccessRule(None),
+    ("GET", "/readyz"): AccessRule(None),
+    ("GET", "/metrics"): AccessRule(Scope.READ),
+    ("GET", "/checkpoints/latest"): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.LATEST): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.CHECKPOINTS): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", bodies.RUNS): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", _ONE): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/shards"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/entries"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/events"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/manifest"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/receipts/{rank}"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/shards/{name}"): AccessRule(Scope.READ, of_checkpoint),
+    ("PATCH", _ONE): AccessRule(Scope.WRITE, of_checkpoint),
+    ("DELETE", _ONE): AccessRule(Scope.PRUNE, of_checkpoint),
+    ("POST", _ONE + "/undelete"): AccessRule(Scope.PRUNE, of_checkpoint),
+    ("PUT", _ONE + "/pins/{name}"): AccessRule(Scope.PRUNE, of_checkpoint),
+    ("DELETE", _ONE + "/pins/{name}"): AccessRule(Scope.PRUNE, of_checkpoint),
+    ("GET", bodies.PINS): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.DELETED): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.AUDIT): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.POLICIES): AccessRule(Scope.READ),
+    ("GET", bodies.POLICIES + "/history"): AccessRule(Scope.READ),
+    ("PUT", bodies.POLICIES): AccessRule(Scope.ADMIN),
+    ("POST", bodies.NOTIFY): AccessRule(Scope.WRITE, in_body),
+    ("POST", bodies.DECISIONS): AccessRule(Scope.WRITE, in_body),
+    ("POST", bodies.PRUNE): AccessRule(Scope.PRUNE, in_body),
+    ("POST", bodies.REINDEX): AccessRule(Scope.ADMIN),
+    ("POST", bodies.LEASES): AccessRule(Scope.READ, in_body),
+    ("DELETE", bodies.LEASES + "/{run}/{lease}"): AccessRule(Scope.READ, in_path),
+    ("POST", bodies.RESTORES): AccessRule(Scope.READ, in_body),
+    ("GET", bodies.RESTORES): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore),
+    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): AccessRule(Scope.READ, of_restore),
+    ("DELETE", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore),
+    ("GET", bodies.EVENTS): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.ATTEMPTS): AccessRule(Scope.READ, in_query),
+    ("POST", bodies.JOBS): AccessRule(Scope.READ, in_body),  # and what its kind asks for
+    ("GET", bodies.JOBS): AccessRule(Scope.READ),
+    ("GET", bodies.JOBS + "/{id}"): AccessRule(Scope.READ, of_job),
+    ("DELETE", bodies.JOBS + "/{id}"): AccessRule(Scope.PRUNE, of_job),
+    ("POST", bodies.PROBE): AccessRule(Scope.ADMIN),
+    ("GET", bodies.TOKENS): AccessRule(Scope.ADMIN),
+    ("POST", bodies.TOKENS): AccessRule(Scope.ADMIN),
+    ("POST", bodies.TOKENS + "/{name}/rotate"): AccessRule(Scope.ADMIN),
+    ("DELETE", bodies.TOKENS + "/{name}"): AccessRule(Scope.ADMIN),
     # Pages
-    ("GET", "/"): Rule(Scope.READ, filters=True),
-    ("GET", "/runs/{run}"): Rule(Scope.READ, in_path),
-    ("GET", "/checkpoints/{id}"): Rule(Scope.READ, of_checkpoint),
-    ("GET", "/attempts"): Rule(Scope.READ, in_query, filters=True),
-    ("GET", "/restores"): Rule(Scope.READ, in_query, filters=True),
-    ("GET", "/restores/{id}"): Rule(Scope.READ, of_restore),
-    ("GET", "/jobs"): Rule(Scope.READ),
-    ("GET", "/jobs/{id}"): Rule(Scope.READ, of_job),
-    ("GET", "/store"): Rule(Scope.READ),
-    ("POST", "/store"): Rule(Scope.ADMIN),
+    ("GET", "/"): AccessRule(Scope.READ, filters=True),
+    ("GET", "/runs/{run}"): AccessRule(Scope.READ, in_path),
+    ("GET", "/checkpoints/{id}"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", "/attempts"): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", "/restores"): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", "/restores/{id}"): AccessRule(Scope.READ, of_restore),
+    ("GET", "/jobs"): AccessRule(Scope.READ),
+    ("GET", "/jobs/{id}"): AccessRule(Scope.READ, of_job),
+    ("GET", "/store"): AccessRule(Scope.READ),
+    ("POST", "/store"): AccessRule(Scope.ADMIN),
 }
 JOBS: dict[type[Any], Scope] = {
     bodies.VerifyJob: Scope.READ,
     bodies.CollectJob: Scope.PRUNE,
 }
 """What starting a job of a kind asks for; other kinds are for admins."""
-_FOR_ADMINS = Rule(Scope.ADMIN)
+_FOR_ADMINS = AccessRule(Scope.ADMIN)
 
 
-def rule_of(request: Request) -> Rule:
+def rule_of(request: Request) -> AccessRule:
     """The row of the endpoint that a request leads to."""
     method = "GET" if request.method == "HEAD" else request.method
     return RULES.get((method, request.scope["route"].path), _FOR_ADMINS)

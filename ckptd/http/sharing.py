@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from ckptstore.errors import TooManyRequests
 
 
-class FairTurns:
+class FairSemaphore:
     """So many turns at a time. Clients that wait get the next ones in rotation, however many requests each has."""
 
     def __init__(self, limit: int) -> None:
@@ -51,7 +51,7 @@ class FairTurns:
         self._free += 1
 
 
-class Limits:
+class ConcurrencyLimit:
     """How much one client, and all together, may have at a time."""
 
     def __init__(self, what: str, per_client: int, total: int) -> None:

@@ -69,7 +69,7 @@ async def happens(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-class Turns:
+class KeyedLocks:
     """One at a time per name, without a thread for those that wait. For one event loop."""
 
     def __init__(self) -> None:

@@ -3,10 +3,10 @@
 from ckptd.index.checkpoints import Index, IndexedAttempts, Reading, RunChanged, RunSummary, Stamp
 from ckptd.index.database import Database, Fence
 from ckptd.index.decisions import Decision, DecisionIndex
-from ckptd.index.events import Event, EventLog, News
+from ckptd.index.events import Event, EventContent, EventLog
 from ckptd.index.jobs import Job, JobIndex
 from ckptd.index.leaders import LeaderIndex, Tenure
-from ckptd.index.listing import Bound, Filter, Found, Listing, Place, Sort, Tagged, types_of
+from ckptd.index.listing import Bound, Filter, Found, Listing, PageKey, Sort, Tagged, types_of
 from ckptd.index.restores import RankProgress, Restore, RestoreIndex
 from ckptd.index.tokens import Token, TokenIndex
 
@@ -16,6 +16,7 @@ __all__ = [
     "Decision",
     "DecisionIndex",
     "Event",
+    "EventContent",
     "EventLog",
     "Fence",
     "Filter",
@@ -26,8 +27,7 @@ __all__ = [
     "JobIndex",
     "LeaderIndex",
     "Listing",
-    "News",
-    "Place",
+    "PageKey",
     "RankProgress",
     "Reading",
     "Restore",

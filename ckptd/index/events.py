@@ -18,8 +18,8 @@ from ckptstore.names import Attempt, checkpoint_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What is to be recorded."""
+class EventContent:
+    """An event before it has an id and a time."""
 
     kind: EventKind
     run: str | None = None
@@ -29,11 +29,11 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What was recorded, and when."""
+    """A recorded event."""
 
     id: int
     at: float
-    news: News
+    content: EventContent
 
 
 class EventLog:
@@ -49,15 +49,15 @@ class EventLog:
         self._listeners.append(listener)
 
     @retried
-    def add(self, news: News) -> None:
+    def add(self, content: EventContent) -> None:
         """Record one event; durable on return."""
         with self._database.write() as connection:
-            recorded = self.record(connection, [news])
+            recorded = self.record(connection, [content])
         self.announce(recorded)
 
-    def record(self, connection: Connection, news: Sequence[News]) -> list[Event]:
+    def record(self, connection: Connection, contents: Sequence[EventContent]) -> list[Event]:
         """Record within a transaction that writes. Call `announce` when it has ended well."""
-        if not news:
+        if not contents:
             return []
         # The row is the lock: ids become visible in their order, so that a reader who is past one misses none.
         connection.execute(select(origin.c.url).with_for_update())
@@ -65,7 +65,7 @@ class EventLog:
         newest: int = connection.scalar(select(func.coalesce(func.max(events.c.id), 0)))  # type: ignore[assignment]
         # Milliseconds, so that ids go on rising after the database was deleted.
         first = max(newest + 1, int(now * 1000))
-        recorded = [Event(first + place, now, item) for place, item in enumerate(news)]
+        recorded = [Event(first + place, now, item) for place, item in enumerate(contents)]
         connection.execute(insert(events), [_values(event) for event in recorded])
         return recorded
 
@@ -105,27 +105,29 @@ class EventLog:
 
 
 def _values(event: Event) -> dict[str, Any]:
-    news = event.news
-    detail = json.dumps(news.detail)
+    content = event.content
+    detail = json.dumps(content.detail)
     return {
         "id": event.id,
         "at": event.at,
-        "kind": news.kind,
-        "run": news.run,
-        "checkpoint": news.checkpoint,
+        "kind": content.kind,
+        "run": content.run,
+        "checkpoint": content.checkpoint,
         "detail": detail,
     }
 
 
 def _event(row: Row[Any]) -> Event:
-    news = News(kind=EventKind(row.kind), run=row.run, checkpoint=row.checkpoint, detail=json.loads(row.detail))
-    return Event(row.id, row.at, news)
+    content = EventContent(
+        kind=EventKind(row.kind), run=row.run, checkpoint=row.checkpoint, detail=json.loads(row.detail)
+    )
+    return Event(row.id, row.at, content)
 
 
 def news_of(
     run: str, known: Mapping[Attempt, State], found: Collection[Checkpoint], gone: Collection[Attempt], since: float
-) -> Iterator[News]:
-    """News of checkpoints that were read or are gone. since: what was committed before it is none."""
+) -> Iterator[EventContent]:
+    """EventContent of checkpoints that were read or are gone. since: what was committed before it is none."""
     for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.committed_at):
         before = known.get(checkpoint.attempt)
         if checkpoint.state is State.CORRUPT:
@@ -137,7 +139,7 @@ def news_of(
         yield _news(EventKind.DELETED, run, attempt)
 
 
-def _committed(checkpoint: Checkpoint) -> News:
+def _committed(checkpoint: Checkpoint) -> EventContent:
     return _news(
         EventKind.COMMITTED,
         checkpoint.run,
@@ -152,6 +154,6 @@ def _committed(checkpoint: Checkpoint) -> News:
     )
 
 
-def _news(kind: EventKind, run: str, attempt: Attempt, **detail: object) -> News:
+def _news(kind: EventKind, run: str, attempt: Attempt, **detail: object) -> EventContent:
     detail = {"step": attempt.step, **detail}
-    return News(kind=kind, run=run, checkpoint=checkpoint_id(run, attempt), detail=detail)
+    return EventContent(kind=kind, run=run, checkpoint=checkpoint_id(run, attempt), detail=detail)

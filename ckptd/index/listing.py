@@ -96,7 +96,7 @@ class Filter:
         return named and allowed and all(condition.admits(checkpoint) for condition in wanted)
 
 
-Place = tuple[Any, ...]
+PageKey = tuple[Any, ...]
 """What a checkpoint is sorted by."""
 
 
@@ -105,7 +105,7 @@ class Found:
     """One page."""
 
     checkpoints: list[Checkpoint]
-    next: Place | None
+    next: PageKey | None
     """Where the next one begins; None: there is none."""
 
 
@@ -116,7 +116,7 @@ class Listing:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def page(self, wanted: Filter, sort: Sort, after: Place | None, limit: int) -> Found:
+    def page(self, wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Found:
         """At most `limit` checkpoints that meet the conditions, after a place."""
         found: list[Checkpoint] = []
         rows = limit + 1 if wanted.exact else _BATCH
@@ -150,12 +150,12 @@ def _keys(sort: Sort) -> Sequence[tuple[str, bool]]:
     return [first, *(key for key in rest if key[0] != first[0])]
 
 
-def _place(checkpoint: Checkpoint, sort: Sort) -> Place:
+def _place(checkpoint: Checkpoint, sort: Sort) -> PageKey:
     values = {"ulid": checkpoint.attempt.ulid, "step": checkpoint.step}
     return tuple(values[name] if name in values else getattr(checkpoint, name) for name, _ in _keys(sort))
 
 
-def _query(wanted: Filter, sort: Sort, after: Place | None, limit: int) -> Select[Any]:
+def _query(wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Select[Any]:
     c = checkpoints.c
     keys = [(c[name], falling) for name, falling in _keys(sort)]
     query = select(checkpoints).order_by(*(column.desc() if falling else column for column, falling in keys))

@@ -60,7 +60,7 @@ class RankProgress:
     problem: str = ""
 
 
-Rule = Callable[[Restore, RankProgress | None], tuple[Restore, RankProgress | None]]
+RestoreChange = Callable[[Restore, RankProgress | None], tuple[Restore, RankProgress | None]]
 """From a session and what one rank said before to both as they are now. Pure."""
 
 
@@ -133,7 +133,7 @@ class RestoreIndex:
         assert found is not None
         return found
 
-    def change(self, id: str, rank: int, rule: Rule) -> Restore | None:
+    def change(self, id: str, rank: int, rule: RestoreChange) -> Restore | None:
         """Apply a rule to a session and one of its ranks; None if there is no such session."""
         same_rank = (restore_ranks.c.restore_id == id, restore_ranks.c.rank == rank)
         with self._database.write() as connection:

@@ -33,7 +33,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ChartMark:
     """A dot."""
 
     x: float
@@ -55,7 +55,7 @@ class Plot:
     """The last four: edges of the plane."""
     line: str
     """For the points of a polyline."""
-    marks: tuple[Mark, ...]
+    marks: tuple[ChartMark, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
 
@@ -140,7 +140,7 @@ def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width
     def up(value: float) -> float:
         return round(bottom - _EDGE - (bottom - top - 2 * _EDGE) * _share(value, y_low, y_high), 1)
 
-    marks = tuple(Mark(across(p.x), up(p.y), p.title, p.kind) for p in known)
+    marks = tuple(ChartMark(across(p.x), up(p.y), p.title, p.kind) for p in known)
     return Plot(
         width=width,
         height=height,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptapi.bodies import EntryBody, ShardBody
 from ckptd.pages.charts import Bars, bars
-from ckptd.pages.treemap import Box, treemap
+from ckptd.pages.treemap import Rect, treemap
 from ckptstore import human
 
 _SHARDS_SHOWN = 32
@@ -36,7 +36,7 @@ class ContentsView:
     """The largest shard."""
     shards: tuple[ShardBody, ...]
     num_shards: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[Rect, ...]
     items: tuple[ItemRow, ...]
     entries: tuple[EntryBody, ...]
     """The largest."""

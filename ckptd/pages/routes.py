@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ckptapi.bodies import AttemptBody, RestoreState, Scope
 from ckptd.http.access import caller_of
-from ckptd.http.context import Context, Given
+from ckptd.http.context import Context, Ctx
 from ckptd.index import Filter, Sort
 from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.forms import VISIT, Visit, read_form
@@ -74,21 +74,21 @@ Visiting = Annotated[Visitor, Depends(_visitor)]
 
 
 @router.get("/")
-async def overview(request: Request, given: Given, visitor: Visiting) -> Response:
+async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """All runs that the visitor may see."""
-    summaries = [s for s in await given.threads.index(given.services.catalogue.runs) if visitor.caller.sees(s.run)]
+    summaries = [s for s in await ctx.threads.index(ctx.services.catalog.runs) if visitor.caller.sees(s.run)]
     number = _number(request, "page", 1) or 1
     num_pages = -(-len(summaries) // _RUNS_A_PAGE) or 1
     number = min(max(1, number), num_pages)
     shown = summaries[(number - 1) * _RUNS_A_PAGE : number * _RUNS_A_PAGE]
-    restoring = await _restoring(given, visitor.caller)
-    uploads = await _uploads(given) if len(summaries) <= _RUNS_A_PAGE else None
+    restoring = await _restoring(ctx, visitor.caller)
+    uploads = await _uploads(ctx) if len(summaries) <= _RUNS_A_PAGE else None
 
     def look() -> list[RunRow]:
         return [
             run_row(
                 summary,
-                _newest(given, summary.run, _RECENT),
+                _newest(ctx, summary.run, _RECENT),
                 uploads.count(summary.run) if uploads is not None else None,
                 restoring.count(summary.run),
                 visitor.now,
@@ -99,25 +99,25 @@ async def overview(request: Request, given: Given, visitor: Visiting) -> Respons
     return page(
         "overview.html",
         **_frame(request, visitor, live_s=5),
-        rows=await given.threads.index(look),
+        rows=await ctx.threads.index(look),
         page=number,
         num_pages=num_pages,
         num_runs=len(summaries),
         num_checkpoints=sum(s.num_checkpoints for s in summaries),
         stored_bytes=sum(s.stored_bytes for s in summaries),
         num_restores=len(restoring),
-        **_health(given),
+        **_health(ctx),
     )
 
 
 @router.get("/runs/{run}")
-async def run(request: Request, given: Given, visitor: Visiting, run: str) -> Response:
+async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """One run with its checkpoints."""
     asked = _asked(request)
-    checkpoints = await given.threads.index(_newest, given, run, MOST_CHECKPOINTS)
+    checkpoints = await ctx.threads.index(_newest, ctx, run, MOST_CHECKPOINTS)
     if not checkpoints:
         raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be under way: see the uploads")
-    kept: Kept | None = await _soon(given, given.services.keeping.of_run, run)
+    kept: Kept | None = await _soon(ctx, ctx.services.keeping.of_run, run)
     previewed = asked.policy
     view = run_view(
         run,
@@ -141,12 +141,12 @@ async def run(request: Request, given: Given, visitor: Visiting, run: str) -> Re
 
 
 @router.get("/checkpoints/{id}")
-async def checkpoint(request: Request, given: Given, visitor: Visiting, id: str) -> Response:
+async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One checkpoint and what is inside it."""
-    found = await given.threads.index(given.services.catalogue.find, Reference.parse(id))
-    kept: Kept | None = await _soon(given, given.services.keeping.of_run, found.run)
-    contents, unread = await _contents(given, found)
-    restores = await given.threads.index(given.services.restores.newest, found.run, _RESTORES)
+    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
+    kept: Kept | None = await _soon(ctx, ctx.services.keeping.of_run, found.run)
+    contents, unread = await _contents(ctx, found)
+    restores = await ctx.threads.index(ctx.services.restores.newest, found.run, _RESTORES)
     verified_at = kept.verified.get(found.attempt) if kept else None
     return page(
         "checkpoint.html",
@@ -159,74 +159,74 @@ async def checkpoint(request: Request, given: Given, visitor: Visiting, id: str)
         contents=contents,
         unread=unread,
         restores=[view.restore for view in restores if view.restore.checkpoint.id == found.id],
-        events=await given.threads.index(given.services.events.of_checkpoint, found.id),
+        events=await ctx.threads.index(ctx.services.events.of_checkpoint, found.id),
     )
 
 
 @router.get("/attempts")
-async def attempts(request: Request, given: Given, visitor: Visiting) -> Response:
+async def attempts(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Live uploads."""
     name = request.query_params.get("run")
-    found: list[AttemptBody] = await given.threads.store(given.services.uploads.live, name)
+    found: list[AttemptBody] = await ctx.threads.store(ctx.services.uploads.live, name)
     seen = [attempt for attempt in found if visitor.caller.sees(attempt.run)]
     return page("attempts.html", **_frame(request, visitor, live_s=_LIVE_S), attempts=seen, run=name)
 
 
 @router.get("/restores")
-async def restores(request: Request, given: Given, visitor: Visiting) -> Response:
+async def restores(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Restore sessions."""
     name = request.query_params.get("run")
-    found = await given.threads.index(given.services.restores.newest, name, _RESTORES)
+    found = await ctx.threads.index(ctx.services.restores.newest, name, _RESTORES)
     views = [view for view in found if visitor.caller.sees(view.restore.run)]
     frame = _frame(request, visitor, live_s=_LIVE_S)
     return page("restores.html", **frame, views=views, run=name)
 
 
 @router.get("/restores/{id}")
-async def restore(request: Request, given: Given, visitor: Visiting, id: str) -> Response:
+async def restore(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One restore session and its ranks."""
-    view = await given.threads.index(given.services.restores.view, id, True)
+    view = await ctx.threads.index(ctx.services.restores.view, id, True)
     live_s = 1 if view.restore.live else 0
     return page("restore.html", **_frame(request, visitor, live_s), view=session_view(view, visitor.now))
 
 
 @router.get("/jobs")
-async def jobs(request: Request, given: Given, visitor: Visiting) -> Response:
+async def jobs(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Jobs."""
-    found = await given.threads.index(given.services.jobs.newest, _JOBS)
+    found = await ctx.threads.index(ctx.services.jobs.newest, _JOBS)
     return page("jobs.html", **_frame(request, visitor, live_s=_LIVE_S), jobs=found)
 
 
 @router.get("/jobs/{id}")
-async def job(request: Request, given: Given, visitor: Visiting, id: str) -> Response:
+async def job(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One job and its log."""
-    found = await given.threads.index(given.services.jobs.find, id)
+    found = await ctx.threads.index(ctx.services.jobs.find, id)
     live_s = 1 if found.state.live else 0
     return page("job.html", **_frame(request, visitor, live_s), job=found)
 
 
 @router.get("/store")
-async def store(request: Request, given: Given, visitor: Visiting) -> Response:
+async def store(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """The store, as the daemon sees it."""
-    return _store_page(request, given, visitor, None)
+    return _store_page(request, ctx, visitor, None)
 
 
 @router.post("/store")
-async def probe(request: Request, given: Given, visitor: Visiting) -> Response:
+async def probe(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Examine the store with a few small objects; they are gone when the page comes."""
     await read_form(request)
-    async with given.turns.of("probe"):
-        return _store_page(request, given, visitor, await given.threads.store(given.services.probe))
+    async with ctx.locks.of("probe"):
+        return _store_page(request, ctx, visitor, await ctx.threads.store(ctx.services.probe))
 
 
-def _store_page(request: Request, given: Context, visitor: Visitor, probe: StoreReport | None) -> Response:
+def _store_page(request: Request, ctx: Context, visitor: Visitor, probe: StoreReport | None) -> Response:
     return page(
         "store.html",
         **_frame(request, visitor),
-        url=given.services.catalogue.store_url,
+        url=ctx.services.catalog.store_url,
         probe=probe,
         may_probe=Scope.ADMIN in visitor.caller.scopes,
-        **_health(given),
+        **_health(ctx),
     )
 
 
@@ -235,53 +235,53 @@ def _frame(request: Request, visitor: Visitor, live_s: int = 0) -> dict[str, Any
     return {"visitor": visitor, "now": visitor.now, "here": request.url.path, "live_s": live_s}
 
 
-def _health(given: Context) -> dict[str, Any]:
-    freshness = given.services.freshness
+def _health(ctx: Context) -> dict[str, Any]:
+    freshness = ctx.services.freshness
     return {"trouble": freshness.problem(), "lag_s": freshness.lag_s()}
 
 
-async def _soon(given: Context, work: Callable[..., _T], *args: Any) -> _T | None:
+async def _soon(ctx: Context, work: Callable[..., _T], *args: Any) -> _T | None:
     """What a store says that answers soon; None from one that does not, so that the rest of the page is shown."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            return await given.threads.store(work, *args)
+            return await ctx.threads.store(work, *args)
     except (TimeoutError, Unavailable, Damaged):
         return None
 
 
-async def _uploads(given: Context) -> list[str] | None:
+async def _uploads(ctx: Context) -> list[str] | None:
     """The run of each live upload."""
-    found: list[AttemptBody] | None = await _soon(given, given.services.uploads.live, None)
+    found: list[AttemptBody] | None = await _soon(ctx, ctx.services.uploads.live, None)
     return [attempt.run for attempt in found] if found is not None else None
 
 
-async def _restoring(given: Context, caller: Caller) -> list[str]:
+async def _restoring(ctx: Context, caller: Caller) -> list[str]:
     """The run of each restore under way."""
-    found = await given.threads.index(given.services.restores.newest, None, _RESTORES)
+    found = await ctx.threads.index(ctx.services.restores.newest, None, _RESTORES)
     live = (view.restore for view in found if view.restore.state is RestoreState.RESTORING)
     return [restore.run for restore in live if caller.sees(restore.run)]
 
 
-async def _contents(given: Context, found: Checkpoint) -> tuple[ContentsView | None, str]:
+async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | None, str]:
     """What the manifest tells, or why it tells nothing."""
     if found.num_entries > _MAX_ENTRIES:
         return None, f"{found.num_entries:,} entries are too many to draw: ckptctl show {found.id}"
     exact = Reference(found.run, found.step, found.attempt.ulid)
 
     def look() -> ContentsView:
-        contents = given.services.contents
+        contents = ctx.services.contents
         entries = contents.entries(exact, 0, _MAX_ENTRIES).items
         return contents_view(found.world_size, contents.shards(exact).items, entries)
 
     try:
-        return await given.threads.store(look), ""
+        return await ctx.threads.store(look), ""
     except CkptError as error:
         return None, f"What is inside cannot be shown: {error.message}"
 
 
-def _newest(given: Context, run: str, limit: int) -> list[Checkpoint]:
+def _newest(ctx: Context, run: str, limit: int) -> list[Checkpoint]:
     """Of a run, by falling step. Raises InvalidName or NoCheckpoint."""
-    return given.services.catalogue.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
+    return ctx.services.catalog.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
 
 
 def _asked(request: Request) -> Asked:

@@ -38,7 +38,7 @@ class Area:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Rect:
     """One box of the drawing. Those that hold others come before them."""
 
     area: Area
@@ -54,18 +54,18 @@ class Box:
 
 
 @dataclass(slots=True)
-class _Node:
+class _TreeNode:
     name: str
     path: str
     bytes: int = 0
     num_entries: int = 0
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: dict[str, _TreeNode] = field(default_factory=dict)
 
 
-def treemap(sizes: Mapping[str, int], width: float = 860, height: float = 420) -> list[Box]:
+def treemap(sizes: Mapping[str, int], width: float = 860, height: float = 420) -> list[Rect]:
     """Boxes for entries of these sizes. Entries without bytes are not drawn."""
     root = _tree(sizes)
-    boxes: list[Box] = []
+    boxes: list[Rect] = []
     for kind, (node, area) in enumerate(_laid_out(_folded(root, width * height), Area(0, 0, width, height))):
         _draw(node, area, kind % _NUM_KINDS, 1, boxes)
     return boxes
@@ -115,14 +115,14 @@ def _row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
     return found, Area(area.x, area.y + thick, area.width, max(0.0, area.height - thick))
 
 
-def _tree(sizes: Mapping[str, int]) -> _Node:
-    root = _Node("", "")
+def _tree(sizes: Mapping[str, int]) -> _TreeNode:
+    root = _TreeNode("", "")
     for name, size in sizes.items():
         if size <= 0:
             continue
         node = root
         for part in islice(_PARTS.finditer(name), _MAX_PARTS):
-            node = node.children.setdefault(part[0], _Node(part[0], name[: part.end()]))
+            node = node.children.setdefault(part[0], _TreeNode(part[0], name[: part.end()]))
             node.bytes += size
             node.num_entries += 1
         root.bytes += size
@@ -130,29 +130,29 @@ def _tree(sizes: Mapping[str, int]) -> _Node:
     return root
 
 
-def _draw(node: _Node, area: Area, kind: int, depth: int, boxes: list[Box]) -> None:
+def _draw(node: _TreeNode, area: Area, kind: int, depth: int, boxes: list[Rect]) -> None:
     node = _without_single_children(node)
     inner = Area(area.x + _GAP, area.y + _HEADER, area.width - 2 * _GAP, area.height - _HEADER - _GAP)
     room = inner.width * inner.height if inner.width > 40 and inner.height > 20 else 0
     group = bool(node.children) and room >= _GROUP_AREA and depth < _MAX_DEPTH and len(boxes) < _MAX_BOXES
     label = _fitting(node.name, area)
-    boxes.append(Box(area, label, node.path, node.num_entries, node.bytes, kind, group))
+    boxes.append(Rect(area, label, node.path, node.num_entries, node.bytes, kind, group))
     if group:
         for child, place in _laid_out(_folded(node, room), inner):
             _draw(child, place, kind, depth + 1, boxes)
 
 
-def _without_single_children(node: _Node) -> _Node:
+def _without_single_children(node: _TreeNode) -> _TreeNode:
     """A chain of modules that hold nothing but one another is one box."""
     while len(node.children) == 1:
         (child,) = node.children.values()
         if not child.children:
             break
-        node = _Node(f"{node.name}.{child.name}", child.path, node.bytes, node.num_entries, child.children)
+        node = _TreeNode(f"{node.name}.{child.name}", child.path, node.bytes, node.num_entries, child.children)
     return node
 
 
-def _folded(node: _Node, room: float) -> list[_Node]:
+def _folded(node: _TreeNode, room: float) -> list[_TreeNode]:
     """The children by falling size; those that would be too small to see are one, which comes last."""
     children = sorted(node.children.values(), key=lambda child: (-child.bytes, _natural(child.name)))
     least = node.bytes * _MIN_AREA / room if room else 0
@@ -160,13 +160,13 @@ def _folded(node: _Node, room: float) -> list[_Node]:
     small = children[len(large) :]
     if len(small) < 2:
         return children
-    rest = _Node(f"{len(small)} more", f"{node.path} ({len(small)} more)".strip())
+    rest = _TreeNode(f"{len(small)} more", f"{node.path} ({len(small)} more)".strip())
     rest.bytes = sum(child.bytes for child in small)
     rest.num_entries = sum(child.num_entries for child in small)
     return sorted([*large, rest], key=lambda child: -child.bytes)
 
 
-def _laid_out(nodes: Iterable[_Node], area: Area) -> list[tuple[_Node, Area]]:
+def _laid_out(nodes: Iterable[_TreeNode], area: Area) -> list[tuple[_TreeNode, Area]]:
     shown = list(nodes)
     return list(zip(shown, squarified([node.bytes for node in shown], area), strict=True))
 

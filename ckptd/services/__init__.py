@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptd.services.catalog import Catalogue
+from ckptd.services.catalog import Catalog
 from ckptd.services.contents import Contents
 from ckptd.services.deciding import Proposals
 from ckptd.services.events import Events
@@ -25,7 +25,7 @@ from ckptstore.commits.store_check import StoreReport
 class Services:
     """All of them, as the API uses them."""
 
-    catalogue: Catalogue
+    catalog: Catalog
     contents: Contents
     events: Events
     freshness: Freshness
@@ -45,7 +45,7 @@ class Services:
 
 
 __all__ = [
-    "Catalogue",
+    "Catalog",
     "Contents",
     "Events",
     "Freshness",

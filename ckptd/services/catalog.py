@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.index import Filter, Found, Index, Listing, Place, RunSummary, Sort
+from ckptd.index import Filter, Found, Index, Listing, PageKey, RunSummary, Sort
 from ckptd.services.freshness import Freshness
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
@@ -12,7 +12,7 @@ _ANSWERS_KEPT = 10_000
 _HOW = "ckptctl ls, or GET /v1/checkpoints, shows what there is"
 
 
-class Catalogue:
+class Catalog:
     """Which checkpoints there are. Raises StoreUnavailable where the index cannot know."""
 
     def __init__(self, index: Index, listing: Listing, freshness: Freshness, store_url: str) -> None:
@@ -70,7 +70,7 @@ class Catalogue:
             )
         return found
 
-    def page(self, wanted: Filter, sort: Sort, after: Place | None, limit: int) -> Found:
+    def page(self, wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Found:
         """Checkpoints that meet conditions, in an order, after a place."""
         found = self._listing.page(wanted, sort, after, limit)
         self._freshness.check(wanted.one_run, bool(found.checkpoints or after))

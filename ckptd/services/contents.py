@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 
 from ckptapi.bodies import EntriesBody, EntryBody, ShardBody, ShardsBody
-from ckptd.services.catalog import Catalogue
+from ckptd.services.catalog import Catalog
 from ckptd.services.objects import Objects
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.documents import Content
@@ -24,8 +24,8 @@ _KEPT_BYTES = 4 << 20
 class Contents:
     """Parses manifests, one at a time, because a large one takes much memory. Any thread may use it."""
 
-    def __init__(self, catalogue: Catalogue, objects: Objects) -> None:
-        self._catalogue = catalogue
+    def __init__(self, catalog: Catalog, objects: Objects) -> None:
+        self._catalog = catalog
         self._objects = objects
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Content] = OrderedDict()
@@ -68,7 +68,7 @@ class Contents:
         return EntriesBody(items, len(entries.name), stop if stop < len(entries.name) else None)
 
     def _content(self, reference: Reference) -> Content:
-        checkpoint = self._catalogue.find(reference)
+        checkpoint = self._catalog.find(reference)
         if checkpoint.manifest_bytes > MAX_MANIFEST_BYTES:
             raise InvalidRequest(
                 f"the manifest of {checkpoint.id} has {checkpoint.manifest_bytes} bytes", "Read it: .../manifest"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptapi.bodies import MAX_EVENTS, EventKind
-from ckptd.index import Event, EventLog, Job, News, RestoreIndex
+from ckptd.index import Event, EventContent, EventLog, Job, RestoreIndex
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError
 from ckptstore.names import check_run
@@ -76,7 +76,7 @@ class Events:
     def job_ended(self, job: Job) -> None:
         """Record how a job ended."""
         detail = {"job": job.id, "kind": job.kind, "state": job.state, "code": job.code, "problem": job.problem}
-        self._log.add(News(kind=EventKind.JOB_ENDED, run=job.request.get("run"), detail=detail))
+        self._log.add(EventContent(kind=EventKind.JOB_ENDED, run=job.request.get("run"), detail=detail))
 
     def pruned(self, removed: Sequence[Checkpoint]) -> None:
         """Record what a prune removed, run by run. Never raises CkptError: it is done."""
@@ -87,7 +87,7 @@ class Events:
             for run, gone in by_run.items():
                 freed = sum(checkpoint.stored_bytes for checkpoint in gone)
                 detail = {"removed": len(gone), "freed_bytes": freed}
-                self._log.add(News(kind=EventKind.PRUNED, run=run, detail=detail))
+                self._log.add(EventContent(kind=EventKind.PRUNED, run=run, detail=detail))
         except CkptError as error:
             _LOG.warning("cannot record a prune: %s", error)
 
@@ -96,7 +96,7 @@ class Events:
         if restore is None or restore.live:
             return
         known = self._log.after(0, MAX_EVENTS, checkpoint=restore.checkpoint.id)
-        if any(event.news.detail.get("restore") == id for event in known):
+        if any(event.content.detail.get("restore") == id for event in known):
             return  # by this daemon before it was restarted, or by another one
         detail = {
             "restore": id,
@@ -108,20 +108,20 @@ class Events:
             "problem": restore.problem,
         }
         self._log.add(
-            News(kind=EventKind.RESTORE_ENDED, run=restore.run, checkpoint=restore.checkpoint.id, detail=detail)
+            EventContent(kind=EventKind.RESTORE_ENDED, run=restore.run, checkpoint=restore.checkpoint.id, detail=detail)
         )
 
     def tell(self, events: Sequence[Event]) -> None:
         """Wake whoever waits for one of these."""
         self._wake(ANY)
-        changed = {event.news.run for event in events if event.news.kind in _OF_CHECKPOINTS}
+        changed = {event.content.run for event in events if event.content.kind in _OF_CHECKPOINTS}
         if changed:
             self._wake(CHECKPOINTS)
         for run in changed:
             self._wake(f"{CHECKPOINTS}/{run}")
         for event in events:
-            if event.news.kind is EventKind.RESTORE_ENDED:
-                self._wake(event.news.detail["restore"])
+            if event.content.kind is EventKind.RESTORE_ENDED:
+                self._wake(event.content.detail["restore"])
 
     def round(self) -> None:
         """Tell what other daemons on the same database have recorded. For one background thread."""

@@ -33,7 +33,7 @@ class JobCancelled(Exception):
     """Somebody asked the job to end, or the daemon ends."""
 
 
-class Progress:
+class JobProgress:
     """What a job says while it works. Each call raises JobCancelled if the job is to end; any thread may call."""
 
     def __init__(self, index: JobIndex, id: str, clock: Clock, by: str) -> None:
@@ -94,7 +94,7 @@ class Progress:
             self._cancelled.set()
 
 
-Work = Callable[[Any, Progress], dict[str, Any] | None]
+Work = Callable[[Any, JobProgress], dict[str, Any] | None]
 """What a kind of job does, given its request; returns its result."""
 
 
@@ -108,7 +108,7 @@ class Jobs:
         self._works = works
         self._queue: queue.SimpleQueue[tuple[str, JobRequest, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._running: dict[str, Progress] = {}
+        self._running: dict[str, JobProgress] = {}
         self._waiting: set[str] = set()
         # Daemon threads: a store that never answers must not keep the process from ending.
         self._threads = [threading.Thread(target=self._loop, name=f"job-{n}", daemon=True) for n in range(WORKERS)]
@@ -187,7 +187,7 @@ class Jobs:
                 _LOG.exception("job %s failed", item[0])
 
     def _run(self, id: str, request: JobRequest, by: str) -> None:
-        progress = Progress(self._index, id, self._clock, by)
+        progress = JobProgress(self._index, id, self._clock, by)
         with self._lock:
             self._running[id] = progress
             self._waiting.discard(id)

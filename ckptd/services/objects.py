@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptd.cache import BLOCK_BYTES, BlockCache
-from ckptd.services.catalog import Catalogue
+from ckptd.services.catalog import Catalog
 from ckptstore import names
 from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import NoCheckpoint, StoreUnavailable, Unavailable
@@ -29,9 +29,9 @@ class StoredObject:
 class Objects:
     """Reads what the store holds of a checkpoint. Raises NoCheckpoint, ObjectMissing or Unavailable."""
 
-    def __init__(self, store: Store, catalogue: Catalogue, cache: BlockCache) -> None:
+    def __init__(self, store: Store, catalog: Catalog, cache: BlockCache) -> None:
         self._store = store
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._cache = cache
         self._size = lru_cache(_SIZES_KEPT)(store.size)
 
@@ -70,7 +70,7 @@ class Objects:
         """Drop from the cache what belongs to no checkpoint any more. Never raises CkptError."""
         for run, attempt in self._cache.owners():
             try:
-                self._catalogue.find(Reference(run, attempt.step, attempt.ulid))
+                self._catalog.find(Reference(run, attempt.step, attempt.ulid))
             except NoCheckpoint:
                 self._cache.drop(run, attempt)
             except Unavailable:
@@ -78,7 +78,7 @@ class Objects:
 
     def _attempt(self, reference: Reference) -> Attempt:
         try:
-            return self._catalogue.find(reference).attempt
+            return self._catalog.find(reference).attempt
         except (NoCheckpoint, StoreUnavailable):
             # A reader with a lease may finish although its checkpoint was hidden meanwhile.
             if reference.step is None or reference.ulid is None:

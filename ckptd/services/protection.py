@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.services.catalog import Catalogue
+from ckptd.services.catalog import Catalog
 from ckptstore.clock import Clock
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import InvalidRequest
@@ -16,9 +16,9 @@ _MAX_HOLDER = 256
 class Protection:
     """Keeps checkpoints from being deleted while they are read."""
 
-    def __init__(self, store: Store, catalogue: Catalogue, clock: Clock) -> None:
+    def __init__(self, store: Store, catalog: Catalog, clock: Clock) -> None:
         self._store = store
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._clock = clock
 
     def take(self, reference: Reference, holder: str, ttl_s: float) -> tuple[str, str]:
@@ -30,7 +30,7 @@ class Protection:
             raise InvalidRequest(f"ttl_s {ttl_s} is not allowed", f"Use up to {MAX_TTL_S:.0f} seconds, and renew")
         if not 0 < len(holder) <= _MAX_HOLDER:
             raise InvalidRequest("the holder's name is empty or too long", f"Use 1 to {_MAX_HOLDER} characters")
-        checkpoint = self._catalogue.find(reference)
+        checkpoint = self._catalog.find(reference)
         lease = take_lease(self._store, checkpoint.run, checkpoint.attempt, holder, ttl_s, self._clock)
         return checkpoint.run, lease
 

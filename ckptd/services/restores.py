@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptapi.bodies import RankReport, RestoreRequest, RestoreState
 from ckptd.index import RankProgress, Restore, RestoreIndex
 from ckptd.services import progress
-from ckptd.services.catalog import Catalogue
+from ckptd.services.catalog import Catalog
 from ckptd.services.restore_leases import RestoreLeases
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog
@@ -55,7 +55,7 @@ class Restores:
     def __init__(
         self,
         store: Store,
-        catalogue: Catalogue,
+        catalog: Catalog,
         index: RestoreIndex,
         leases: RestoreLeases,
         clock: Clock,
@@ -63,7 +63,7 @@ class Restores:
     ) -> None:
         """on_end: called with the id of a session that has ended, from any thread, sometimes more than once."""
         self._store = store
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._index = index
         self._leases = leases
         self._clock = clock
@@ -173,7 +173,7 @@ class Restores:
     def _none_left(self, reference: Reference) -> CkptError:
         """An unmounted volume looks like an empty one: none is what the index, just listed, does not know either."""
         try:
-            known = self._catalogue.find(reference)
+            known = self._catalog.find(reference)
         except NoCheckpoint as error:
             return error
         # A checkpoint that is named may have been deleted since; the newest of a run never is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from ckptapi.bodies import AuditBody, PinBody, PoliciesBody, PoliciesRequest
-from ckptd.services.catalog import Catalogue
+from ckptd.services.catalog import Catalog
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.clock import Clock
 from ckptstore.commits.audit import read_log
@@ -22,15 +22,15 @@ from ckptstore.stores import Store
 class Retention:
     """Changes the store, then the index. Any thread may call any method; all raise Unavailable."""
 
-    def __init__(self, store: Store, catalogue: Catalogue, synchronizing: Synchronizing, clock: Clock) -> None:
+    def __init__(self, store: Store, catalog: Catalog, synchronizing: Synchronizing, clock: Clock) -> None:
         self._store = store
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._synchronizing = synchronizing
         self._clock = clock
 
     def delete(self, reference: Reference, by: str, reason: str, grace_s: float | None) -> None:
         """Hide a checkpoint, to be deleted after a grace. Raises NoCheckpoint or CheckpointHeld."""
-        found = self._catalogue.find(reference)
+        found = self._catalog.find(reference)
         grace_s = SWEEP_GRACE_S if grace_s is None else grace_s
         try:
             delete_checkpoint(self._store, found, reason, self._clock, grace_s, by)
@@ -43,7 +43,7 @@ class Retention:
             found = take_back(self._store, reference, by, self._clock, reason)
         finally:
             self._synchronizing.sync_run(reference.run)
-        return self._catalogue.find(found)
+        return self._catalog.find(found)
 
     def deleted(self, run: str) -> list[Deleted]:
         """What is hidden and can be taken back, by falling step. Raises InvalidName."""
@@ -51,21 +51,21 @@ class Retention:
 
     def pin(self, reference: Reference, name: str, by: str, reason: str) -> PinBody:
         """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
-        found = self._catalogue.find(reference)
+        found = self._catalog.find(reference)
         pins.pin(self._store, found.run, found.attempt, name, by, self._clock, reason)
         return PinBody(id=found.id, name=name)
 
     def unpin(self, reference: Reference, name: str, by: str) -> None:
         """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
-        found = self._catalogue.find(reference)
+        found = self._catalog.find(reference)
         pins.unpin(self._store, found.run, found.attempt, name, by, self._clock)
 
     def label(self, reference: Reference, change: LabelChange, by: str, reason: str) -> Checkpoint:
         """Change tags and metrics; durable and indexed on return. Raises InvalidRequest or NoCheckpoint."""
-        found = self._catalogue.find(reference)
+        found = self._catalog.find(reference)
         change_labels(self._store, found.run, found.attempt, change, by, self._clock, reason)
         self._synchronizing.sync_run(found.run)
-        return self._catalogue.find(Reference(found.run, found.step, found.attempt.ulid))
+        return self._catalog.find(Reference(found.run, found.step, found.attempt.ulid))
 
     def pins(self, run: str) -> list[PinBody]:
         """All pins of a run, by falling step. Raises InvalidName."""

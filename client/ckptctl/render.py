@@ -33,7 +33,7 @@ class Output(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """One column of a table."""
 
     header: str
@@ -57,7 +57,7 @@ class Row:
 class Table:
     """Rows under headers. The last column is shortened before any other."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     rows: Sequence[Row]
 
 
@@ -208,7 +208,7 @@ def facts_lines(facts: Facts) -> Iterator[Text]:
         yield Text.assemble((name.ljust(indent), "bold"), printable(value))
 
 
-def _line(cells: Sequence[tuple[Column, str, int]], style: str) -> Text:
+def _line(cells: Sequence[tuple[TableColumn, str, int]], style: str) -> Text:
     parts = []
     for column, text, size in cells:
         cell = Text(text)

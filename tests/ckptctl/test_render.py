@@ -3,10 +3,16 @@ import sys
 
 import pytest
 
-from ckptctl.render import Column, Facts, Output, Row, Screen, Table, facts_lines, printable, table_lines
+from ckptctl.render import Facts, Output, Row, Screen, Table, TableColumn, facts_lines, printable, table_lines
 
 TABLE = Table(
-    (Column("NAME"), Column("SIZE", right=True), Column("EXTRA", drop=1), Column("RARE", drop=2), Column("METRICS")),
+    (
+        TableColumn("NAME"),
+        TableColumn("SIZE", right=True),
+        TableColumn("EXTRA", drop=1),
+        TableColumn("RARE", drop=2),
+        TableColumn("METRICS"),
+    ),
     [Row(("gpt@1", "2.7 MiB", "extra", "rare", "loss=0.1 accuracy=0.9 lr=0.001")), Row(("b", "1 B", "", "", ""))],
 )
 

@@ -8,7 +8,7 @@ import typer
 
 from ckptapi.bodies import MAX_PAGE
 from ckptctl.commands.arguments import RunOption
-from ckptctl.render import Column, Row, Table
+from ckptctl.render import Row, Table, TableColumn
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
@@ -35,11 +35,11 @@ def audit(
     if not found:
         session.screen.note("nothing is recorded")
     columns = (
-        Column("WHEN, UTC"),
-        Column("WHO", drop=2),
-        Column("DID"),
-        Column("REASON", drop=1),
-        Column("CHECKPOINTS"),
+        TableColumn("WHEN, UTC"),
+        TableColumn("WHO", drop=2),
+        TableColumn("DID"),
+        TableColumn("REASON", drop=1),
+        TableColumn("CHECKPOINTS"),
     )
     rows = [Row((human.moment(b.at).removesuffix(" UTC"), b.by, b.action, b.reason, _ids(b.ids))) for b in found]
     session.screen.emit(found, [id for body in found for id in body.ids], [Table(columns, rows)] if rows else [])

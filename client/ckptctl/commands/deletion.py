@@ -12,7 +12,7 @@ from ckptapi.bodies import CheckpointBody, CollectJob
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.listing import short_id
-from ckptctl.render import Block, Column, Row, Table
+from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
@@ -141,11 +141,11 @@ def _collected(run: str, result: Collected) -> CollectedBody:
 
 def _collected_blocks(results: Sequence[CollectedBody]) -> Iterator[Block]:
     columns = (
-        Column("RUN"),
-        Column("DELETED", right=True),
-        Column("ROLLED FORWARD", right=True),
-        Column("ABORTED", right=True),
-        Column("FREED", right=True),
+        TableColumn("RUN"),
+        TableColumn("DELETED", right=True),
+        TableColumn("ROLLED FORWARD", right=True),
+        TableColumn("ABORTED", right=True),
+        TableColumn("FREED", right=True),
     )
     rows = [
         Row((r.run, *(str(len(ids)) for ids in (r.swept, r.rolled_forward, r.aborted)), human.size(r.freed_bytes)))
@@ -161,11 +161,11 @@ def _collected_blocks(results: Sequence[CollectedBody]) -> Iterator[Block]:
 
 def _deleted_blocks(bodies: Sequence[Deleted], now: float) -> Iterator[Block]:
     columns = (
-        Column("CHECKPOINT"),
-        Column("DELETED", right=True),
-        Column("LEFT", right=True),
-        Column("BY", drop=1),
-        Column("REASON"),
+        TableColumn("CHECKPOINT"),
+        TableColumn("DELETED", right=True),
+        TableColumn("LEFT", right=True),
+        TableColumn("BY", drop=1),
+        TableColumn("REASON"),
     )
     rows = [Row((b.id, human.age(now - b.at), human.age(b.until - now), b.by, b.reason)) for b in bodies]
     if rows:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ckptctl.exits import Unhealthy
-from ckptctl.render import Block, Column, Row, Table
+from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.store_check import StoreReport
@@ -19,7 +19,7 @@ _SKEW_S = 10.0
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
     """What one check came to."""
 
     check: str
@@ -63,56 +63,61 @@ def doctor(ctx: typer.Context) -> None:
         raise Unhealthy(f"{human.count(len(wrong), 'check')} failed: {', '.join(f.check for f in wrong)}")
 
 
-def _examine(session: Session) -> Iterator[Finding]:
+def _examine(session: Session) -> Iterator[HealthFinding]:
     target = session.target
     kind = "daemon" if target.is_daemon else "store"
-    yield Finding(check="configuration", verdict="ok", found=f"the {kind} at {target.url}")
-    checks: list[Callable[[], Iterator[Finding]]] = [lambda: _look_at_store(session), lambda: _look_at_runs(session)]
+    yield HealthFinding(check="configuration", verdict="ok", found=f"the {kind} at {target.url}")
+    checks: list[Callable[[], Iterator[HealthFinding]]] = [
+        lambda: _look_at_store(session),
+        lambda: _look_at_runs(session),
+    ]
     if target.is_daemon:
         checks = [lambda: _look_at_daemon(session), lambda: _compare(session), *checks]
     for check in checks:
         try:
             yield from check()
         except CkptError as error:
-            yield Finding(check=error.code, verdict="wrong", found=error.message, advice=error.hint)
+            yield HealthFinding(check=error.code, verdict="wrong", found=error.message, advice=error.hint)
 
 
-def _look_at_daemon(session: Session) -> Iterator[Finding]:
+def _look_at_daemon(session: Session) -> Iterator[HealthFinding]:
     ready = session.daemon("doctor").readiness()
     for part, state in (("daemon's database", ready.database), ("daemon's view of the store", ready.store)):
         good = state == "ok"
         advice = "" if good else "The daemon recovers by itself when the cause is gone; docs/operations.md lists them"
-        yield Finding(check=part, verdict="ok" if good else "wrong", found=state, advice=advice)
+        yield HealthFinding(check=part, verdict="ok" if good else "wrong", found=state, advice=advice)
     if ready.leaving:
-        yield Finding(check="daemon", verdict="warning", found="it is about to stop")
+        yield HealthFinding(check="daemon", verdict="warning", found="it is about to stop")
 
 
-def _compare(session: Session) -> Iterator[Finding]:
+def _compare(session: Session) -> Iterator[HealthFinding]:
     about = session.daemon("doctor").about()
     ours = version("ckptd")
     same = about.version == ours
     advice = "" if same else "Both work together unless an error says otherwise; upgrade the older one"
     verdict = "ok" if same else "warning"
-    yield Finding(check="versions", verdict=verdict, found=f"daemon {about.version}, here {ours}", advice=advice)
+    yield HealthFinding(check="versions", verdict=verdict, found=f"daemon {about.version}, here {ours}", advice=advice)
     if about.at is not None:
         skew = about.at - session.clock()
         good = abs(skew) < _SKEW_S
         found = f"the daemon's is {skew:+.0f} s from here"
         advice = "" if good else "Leases and retention go by the clock: run NTP on both"
-        yield Finding(check="clocks", verdict="ok" if good else "wrong", found=found, advice=advice)
+        yield HealthFinding(check="clocks", verdict="ok" if good else "wrong", found=found, advice=advice)
 
 
-def _look_at_store(session: Session) -> Iterator[Finding]:
+def _look_at_store(session: Session) -> Iterator[HealthFinding]:
     found = _probe(session)
     for check in found.checks:
         advice = "" if check.ok else "ckptctl probe; docs/decisions/0002 says what a store must do"
         text = check.detail or human.duration(check.seconds)
-        yield Finding(check=f"store: {check.name}", verdict="ok" if check.ok else "wrong", found=text, advice=advice)
+        yield HealthFinding(
+            check=f"store: {check.name}", verdict="ok" if check.ok else "wrong", found=text, advice=advice
+        )
 
 
-def _look_at_runs(session: Session) -> Iterator[Finding]:
+def _look_at_runs(session: Session) -> Iterator[HealthFinding]:
     runs = session.source.runs()
-    yield Finding(check="runs", verdict="ok", found=human.count(len(runs), "run") if runs else "none yet")
+    yield HealthFinding(check="runs", verdict="ok", found=human.count(len(runs), "run") if runs else "none yet")
 
 
 def _probe(session: Session) -> StoreReport:
@@ -124,7 +129,7 @@ def _probe(session: Session) -> StoreReport:
 
 
 def _probe_blocks(found: StoreReport) -> Iterator[Block]:
-    columns = (Column("CHECK"), Column("RESULT"), Column("TOOK", right=True), Column("DETAIL"))
+    columns = (TableColumn("CHECK"), TableColumn("RESULT"), TableColumn("TOOK", right=True), TableColumn("DETAIL"))
     rows = [
         Row(
             (check.name, "ok" if check.ok else "wrong", f"{check.seconds * 1000:.0f} ms", check.detail),
@@ -138,8 +143,8 @@ def _probe_blocks(found: StoreReport) -> Iterator[Block]:
     yield f"{found.store}: clock {skew}"
 
 
-def _findings_blocks(findings: list[Finding]) -> Iterator[Block]:
-    columns = (Column("CHECK"), Column("RESULT"), Column("FOUND"))
+def _findings_blocks(findings: list[HealthFinding]) -> Iterator[Block]:
+    columns = (TableColumn("CHECK"), TableColumn("RESULT"), TableColumn("FOUND"))
     rows = [Row((f.check, f.verdict, f.found), _STYLES[f.verdict] if f.verdict != "ok" else "") for f in findings]
     yield Table(columns, rows)
     yield from (f"{f.check}: {f.found}. {f.advice}".removesuffix(". ") for f in findings if f.verdict != "ok")

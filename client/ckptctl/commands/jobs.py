@@ -11,7 +11,7 @@ import typer
 
 from ckptapi.bodies import MAX_PAGE, JobBody, JobRequest, JobState
 from ckptctl.exits import PartlyDone
-from ckptctl.render import Block, Column, Facts, Row, Table
+from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest, error_from_code
@@ -81,13 +81,13 @@ def _ended(daemon: DaemonClient, job: JobBody) -> JobBody:
 
 def _table(found: list[JobBody], now: float) -> Iterator[Block]:
     columns = (
-        Column("JOB"),
-        Column("KIND"),
-        Column("STATE"),
-        Column("DONE", right=True, drop=1),
-        Column("AGE", right=True, drop=2),
-        Column("OF"),
-        Column("PROBLEM"),
+        TableColumn("JOB"),
+        TableColumn("KIND"),
+        TableColumn("STATE"),
+        TableColumn("DONE", right=True, drop=1),
+        TableColumn("AGE", right=True, drop=2),
+        TableColumn("OF"),
+        TableColumn("PROBLEM"),
     )
     if found:
         yield Table(columns, [Row(_cells(job, now), _STYLES[job.state]) for job in found])

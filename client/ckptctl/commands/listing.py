@@ -9,7 +9,7 @@ import typer
 
 from ckptapi.bodies import CheckpointBody, RunBody
 from ckptctl.commands.arguments import RunOption
-from ckptctl.render import Block, Column, Facts, Row, Table
+from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -92,15 +92,15 @@ def short_id(checkpoint: Checkpoint) -> str:
 def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
     """Checkpoints, one a row."""
     columns = (
-        Column("CHECKPOINT"),
-        Column("STATE"),
-        Column("AGE", right=True),
-        Column("SIZE", right=True),
-        Column("STORED", right=True, drop=2),
-        Column("SAVED IN", right=True, drop=3),
-        Column("RANKS", right=True, drop=4),
-        Column("METRICS", drop=1),
-        Column("TAGS", drop=1),
+        TableColumn("CHECKPOINT"),
+        TableColumn("STATE"),
+        TableColumn("AGE", right=True),
+        TableColumn("SIZE", right=True),
+        TableColumn("STORED", right=True, drop=2),
+        TableColumn("SAVED IN", right=True, drop=3),
+        TableColumn("RANKS", right=True, drop=4),
+        TableColumn("METRICS", drop=1),
+        TableColumn("TAGS", drop=1),
     )
     found = list(checkpoints)
     # Where nothing is tagged there is no column for it.
@@ -152,11 +152,11 @@ def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:
 
 def _run_blocks(runs: Iterable[RunBody], now: float) -> Iterator[Block]:
     columns = (
-        Column("RUN"),
-        Column("CHECKPOINTS", right=True),
-        Column("STORED", right=True),
-        Column("LATEST"),
-        Column("AGE", right=True),
+        TableColumn("RUN"),
+        TableColumn("CHECKPOINTS", right=True),
+        TableColumn("STORED", right=True),
+        TableColumn("LATEST"),
+        TableColumn("AGE", right=True),
     )
     rows = [Row(_run_cells(run, now)) for run in runs]
     if rows:

@@ -9,7 +9,7 @@ import typer
 from ckptapi.bodies import PinBody
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.commands.deletion import ReasonOption
-from ckptctl.render import Column, Row, Table
+from ckptctl.render import Row, Table, TableColumn
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore.names import Reference
@@ -50,5 +50,5 @@ def show_pins(ctx: typer.Context, run: RunOption = None) -> None:
     found = [body for name in session.run_names(run) for body in retention.pins(name)]
     if not found:
         session.screen.note("nothing is pinned")
-    table = Table((Column("CHECKPOINT"), Column("PIN")), [Row((body.id, body.name)) for body in found])
+    table = Table((TableColumn("CHECKPOINT"), TableColumn("PIN")), [Row((body.id, body.name)) for body in found])
     session.screen.emit(found, [body.id for body in found], [table] if found else [])

@@ -22,7 +22,7 @@ from ckptctl.commands.rules import (
     policy_from,
 )
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
-from ckptctl.render import Column, Row, Table
+from ckptctl.render import Row, Table, TableColumn
 from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
@@ -135,7 +135,13 @@ def history(
     """List the versions of the policies, the newest first."""
     session: Session = ctx.obj
     found = open_retention(session, "policy history").policies_history(limit)
-    columns = (Column("VERSION", right=True), Column("WHEN"), Column("WHO"), Column("DEFAULT"), Column("REASON"))
+    columns = (
+        TableColumn("VERSION", right=True),
+        TableColumn("WHEN"),
+        TableColumn("WHO"),
+        TableColumn("DEFAULT"),
+        TableColumn("REASON"),
+    )
     rows = [Row((str(b.version), human.moment(b.at), b.by, _words(b.policies.default), b.reason)) for b in found]
     session.screen.emit(found, [str(body.version) for body in found], [Table(columns, rows)] if rows else [])
 

@@ -23,7 +23,7 @@ from ckptctl.commands.rules import (
 )
 from ckptctl.exits import PartlyDone
 from ckptctl.pruning import open_pruning
-from ckptctl.render import Block, Column, Row, Table
+from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -116,11 +116,11 @@ def _done_blocks(done: PruneBody, gone: Sequence[PruneItem], shown: bool) -> Ite
 
 def _item_table(items: Sequence[PruneItem], now: float) -> Table:
     columns = [
-        Column("  CHECKPOINT"),
-        Column("STATE", drop=1),
-        Column("AGE", right=True),
-        Column("STORED", right=True),
-        Column("REASONS"),
+        TableColumn("  CHECKPOINT"),
+        TableColumn("STATE", drop=1),
+        TableColumn("AGE", right=True),
+        TableColumn("STORED", right=True),
+        TableColumn("REASONS"),
     ]
     rows = []
     for item in items:

@@ -11,7 +11,7 @@ import typer
 from ckptapi.bodies import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.listing import short_id
-from ckptctl.render import Block, Column, Facts, Row, Table
+from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest
@@ -87,13 +87,13 @@ def _watch(
 
 def _list_blocks(restores: Sequence[RestoreBody], now: float) -> Iterator[Block]:
     columns = (
-        Column("RESTORE"),
-        Column("CHECKPOINT"),
-        Column("STATE"),
-        Column("RANKS", right=True),
-        Column("DONE", right=True, drop=2),
-        Column("AGE", right=True, drop=1),
-        Column("SLOWEST, OR PROBLEM"),
+        TableColumn("RESTORE"),
+        TableColumn("CHECKPOINT"),
+        TableColumn("STATE"),
+        TableColumn("RANKS", right=True),
+        TableColumn("DONE", right=True, drop=2),
+        TableColumn("AGE", right=True, drop=1),
+        TableColumn("SLOWEST, OR PROBLEM"),
     )
     if restores:
         yield Table(columns, [Row(_cells(restore, now), _STYLES[restore.state]) for restore in restores])
@@ -146,13 +146,13 @@ def _restore_blocks(restore: RestoreBody, now: float) -> Iterator[Block]:
 
 def _rank_table(restore: RestoreBody, ranks: Iterable[RankBody], now: float) -> Table:
     columns = (
-        Column("RANK", right=True),
-        Column("PHASE"),
-        Column("DONE", right=True),
-        Column("BYTES", right=True, drop=2),
-        Column("OF", right=True, drop=2),
-        Column("HEARD", right=True, drop=1),
-        Column("PROBLEM"),
+        TableColumn("RANK", right=True),
+        TableColumn("PHASE"),
+        TableColumn("DONE", right=True),
+        TableColumn("BYTES", right=True, drop=2),
+        TableColumn("OF", right=True, drop=2),
+        TableColumn("HEARD", right=True, drop=1),
+        TableColumn("PROBLEM"),
     )
     behind = set(restore.stragglers)
     ordered = sorted(ranks, key=lambda rank: (rank.phase is not Phase.FAILED, _fraction(rank), rank.rank))

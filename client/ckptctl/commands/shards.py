@@ -9,7 +9,7 @@ import typer
 
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.show import find_readable
-from ckptctl.render import Column, Row, Table
+from ckptctl.render import Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.format.documents import Shard
@@ -65,12 +65,12 @@ def shard_shares(shards: Sequence[Shard]) -> list[ShardShareBody]:
 
 def _table(shares: Sequence[ShardShareBody]) -> Table:
     columns = (
-        Column("SHARD"),
-        Column("RANK", right=True),
-        Column("CHUNKS", right=True),
-        Column("SIZE", right=True),
-        Column("STORED", right=True),
-        Column("TO MEAN", right=True),
+        TableColumn("SHARD"),
+        TableColumn("RANK", right=True),
+        TableColumn("CHUNKS", right=True),
+        TableColumn("SIZE", right=True),
+        TableColumn("STORED", right=True),
+        TableColumn("TO MEAN", right=True),
     )
     return Table(columns, [Row(_cells(share)) for share in shares])
 

@@ -12,7 +12,7 @@ import typer
 from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.listing import checkpoint_facts
-from ckptctl.render import Block, Column, Facts, Row, Table
+from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -24,7 +24,7 @@ from ckptstore.names import Reference, checkpoint_id
 from ckptstore.reading.source import Source, read_manifest
 
 
-class EntryBody(msgspec.Struct, frozen=True, kw_only=True):
+class ShownEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One entry as JSON. `aliases`: further names of the same bytes (tied weights)."""
 
     name: str
@@ -36,7 +36,7 @@ class EntryBody(msgspec.Struct, frozen=True, kw_only=True):
     aliases: list[str]
 
 
-class ShardBody(msgspec.Struct, frozen=True, kw_only=True):
+class ShownShard(msgspec.Struct, frozen=True, kw_only=True):
     """One shard as JSON."""
 
     name: str
@@ -54,8 +54,8 @@ class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
     """One checkpoint and what it holds, as JSON. `references`: the checkpoints that hold chunks for it."""
 
     checkpoint: CheckpointBody
-    entries: list[EntryBody]
-    shards: list[ShardBody]
+    entries: list[ShownEntry]
+    shards: list[ShownShard]
     items: list[str]
     references: list[str]
 
@@ -98,14 +98,14 @@ def find_readable(source: Source, text: str) -> Checkpoint:
     return found
 
 
-def _entries(content: Content) -> list[EntryBody]:
+def _entries(content: Content) -> list[ShownEntry]:
     sizes, derived = entry_bytes(content), derived_bytes(content)
     aliases: dict[str, list[str]] = {}
     for alias, name in sorted(content.aliases.items()):
         aliases.setdefault(name, []).append(alias)
     columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
     return [
-        EntryBody(
+        ShownEntry(
             name=name,
             dtype=dtype,
             shape=shape,
@@ -117,12 +117,12 @@ def _entries(content: Content) -> list[EntryBody]:
     ]
 
 
-def _matches(entry: EntryBody, pattern: str) -> bool:
+def _matches(entry: ShownEntry, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in (entry.name, *entry.aliases))
 
 
-def _shard(shard: Shard) -> ShardBody:
-    return ShardBody(
+def _shard(shard: Shard) -> ShownShard:
+    return ShownShard(
         name=shard.name,
         rank=shard.rank,
         num_chunks=len(shard.chunks.raw),
@@ -148,10 +148,10 @@ def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]
         yield _shard_table(body.shards)
 
 
-def _entry_table(entries: Sequence[EntryBody]) -> Table:
-    columns = [Column("ENTRY"), Column("DTYPE"), Column("SHAPE"), Column("SIZE", right=True)]
+def _entry_table(entries: Sequence[ShownEntry]) -> Table:
+    columns = [TableColumn("ENTRY"), TableColumn("DTYPE"), TableColumn("SHAPE"), TableColumn("SIZE", right=True)]
     if any(entry.aliases for entry in entries):
-        columns.append(Column("ALSO NAMED"))
+        columns.append(TableColumn("ALSO NAMED"))
     rows = [
         (entry.name, entry.dtype, _shape(entry.shape), human.size(entry.bytes), ", ".join(entry.aliases))
         for entry in entries
@@ -163,15 +163,15 @@ def _shape(shape: Sequence[int]) -> str:
     return " × ".join(str(length) for length in shape) or "scalar"
 
 
-def _shard_table(shards: Sequence[ShardBody]) -> Table:
+def _shard_table(shards: Sequence[ShownShard]) -> Table:
     columns = (
-        Column("SHARD"),
-        Column("RANK", right=True),
-        Column("CHUNKS", right=True),
-        Column("SIZE", right=True),
-        Column("STORED", right=True),
-        Column("CODECS"),
-        Column("REFERENCED", right=True),
+        TableColumn("SHARD"),
+        TableColumn("RANK", right=True),
+        TableColumn("CHUNKS", right=True),
+        TableColumn("SIZE", right=True),
+        TableColumn("STORED", right=True),
+        TableColumn("CODECS"),
+        TableColumn("REFERENCED", right=True),
     )
     rows = [
         (

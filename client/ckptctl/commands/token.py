@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
-from ckptctl.render import Column, Row, Table
+from ckptctl.render import Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the token: what it is for.")]
+TokenNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Of the token: what it is for.")]
 
 group = typer.Typer(help="Tokens of a daemon: who may do what.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def create(
     ctx: typer.Context,
-    name: Name,
+    name: TokenNameArgument,
     scope: Annotated[list[Scope], typer.Option("--scope", help="read, write, prune or admin. May be repeated.")],
     run: Annotated[
         list[str] | None, typer.Option("--run", "-r", metavar="GLOB", help="For these runs only. May be repeated.")
@@ -53,7 +53,7 @@ def list_tokens(ctx: typer.Context) -> None:
 
 def rotate(
     ctx: typer.Context,
-    name: Name,
+    name: TokenNameArgument,
     keep_old: Annotated[str, typer.Option(metavar="TIME", help="The old secret works for so much longer.")] = "0s",
 ) -> None:
     """Give a token a new secret, and print it."""
@@ -62,7 +62,7 @@ def rotate(
     _show(session, session.daemon("token rotate").rotate_token(name, request))
 
 
-def revoke(ctx: typer.Context, name: Name) -> None:
+def revoke(ctx: typer.Context, name: TokenNameArgument) -> None:
     """Remove a token. It is refused from now on."""
     session: Session = ctx.obj
     session.daemon("token revoke").revoke_token(name)
@@ -78,13 +78,13 @@ def _show(session: Session, made: NewTokenBody) -> None:
 
 def _table(found: Sequence[TokenBody], now: float) -> Table:
     columns = (
-        Column("TOKEN"),
-        Column("SCOPES"),
-        Column("RUNS"),
-        Column("USED", right=True),
-        Column("EXPIRES", right=True),
-        Column("CREATED", right=True, drop=1),
-        Column("BY", drop=2),
+        TableColumn("TOKEN"),
+        TableColumn("SCOPES"),
+        TableColumn("RUNS"),
+        TableColumn("USED", right=True),
+        TableColumn("EXPIRES", right=True),
+        TableColumn("CREATED", right=True, drop=1),
+        TableColumn("BY", drop=2),
     )
     return Table(columns, [Row(_cells(token, now), _style(token, now)) for token in found])
 

@@ -11,7 +11,7 @@ import typer
 from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.listing import short_id
 from ckptctl.completion import checkpoint_names
-from ckptctl.render import Block, Column, Row, Table
+from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptctl.target import leased
 from ckptstore import human
@@ -113,10 +113,10 @@ def _verify_leased(source: Source, checkpoint: Checkpoint, progress: Progress) -
 def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
     """What checks found, for people."""
     columns = (
-        Column("CHECKPOINT"),
-        Column("CHUNKS", right=True),
-        Column("STORED", right=True),
-        Column("RESULT"),
+        TableColumn("CHECKPOINT"),
+        TableColumn("CHUNKS", right=True),
+        TableColumn("STORED", right=True),
+        TableColumn("RESULT"),
     )
     rows = [
         Row(

@@ -16,7 +16,7 @@ import pytest
 from ckptapi import bodies
 from ckptapi.bodies import EventKind
 from ckptapi.client import DaemonClient
-from ckptd.index import Database, EventLog, Index, News
+from ckptd.index import Database, EventContent, EventLog, Index
 from ckptd.services.events import Events
 from ckptstore.clock import system_clock
 from ckptstore.names import new_ulid
@@ -236,7 +236,7 @@ def test_other_daemons_on_the_database_are_heard(db_url: str) -> None:
     ours, theirs = EventLog(database, system_clock), EventLog(database, system_clock)
     events = Events(ours, _NoRestores(), woken.append)  # type: ignore[arg-type]
     events.round()
-    theirs.add(News(kind=EventKind.COMMITTED, run="gpt", checkpoint=f"gpt@1.{new_ulid(0)}"))
+    theirs.add(EventContent(kind=EventKind.COMMITTED, run="gpt", checkpoint=f"gpt@1.{new_ulid(0)}"))
     assert woken == []
     events.round()
     assert {"events", "checkpoints", "checkpoints/gpt"} == set(woken)
@@ -250,12 +250,12 @@ def test_old_events_are_forgotten_and_the_gap_is_told(db_url: str) -> None:
     now = [1000.0]
     log = EventLog(database, lambda: now[0])
     for step in range(10):
-        log.add(News(kind=EventKind.COMMITTED, run="gpt", detail={"step": step}))
+        log.add(EventContent(kind=EventKind.COMMITTED, run="gpt", detail={"step": step}))
         now[0] -= 50  # a clock that runs backwards does not turn the order
     ids = [event.id for event in log.after(0, 100)]
     assert ids == sorted(set(ids))
     log.trim(3)
-    assert [event.news.detail["step"] for event in log.after(0, 100)] == [7, 8, 9]
+    assert [event.content.detail["step"] for event in log.after(0, 100)] == [7, 8, 9]
     events = Events(log, _NoRestores(), lambda _: None)  # type: ignore[arg-type]
     assert events.page(ids[2]).gap
     assert not events.page(ids[6]).gap

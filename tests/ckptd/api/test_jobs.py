@@ -14,7 +14,7 @@ from ckptapi.bodies import EventKind, JobState
 from ckptapi.client import DaemonClient
 from ckptd.index import Database, EventLog, Index, Job, JobIndex
 from ckptd.services.events import Events
-from ckptd.services.jobs import MAX_LIVE, Jobs, Progress
+from ckptd.services.jobs import MAX_LIVE, JobProgress, Jobs
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, NoCheckpoint, NoJob, TooManyRequests
@@ -137,7 +137,7 @@ on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
 class Bench:
     """Jobs over an index, whose work the test holds."""
 
-    def __init__(self, db_url: str, work: Callable[[Any, Progress], dict[str, Any] | None]) -> None:
+    def __init__(self, db_url: str, work: Callable[[Any, JobProgress], dict[str, Any] | None]) -> None:
         self.database = Database(db_url, 8)
         self.now = 1000.0
         Index(self.database).adopt("file:///store", 0.0)
@@ -156,10 +156,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench(db_url: str) -> Iterator[Callable[[Callable[[Any, Progress], dict[str, Any] | None]], Bench]]:
+def bench(db_url: str) -> Iterator[Callable[[Callable[[Any, JobProgress], dict[str, Any] | None]], Bench]]:
     benches: list[Bench] = []
 
-    def make(work: Callable[[Any, Progress], dict[str, Any] | None]) -> Bench:
+    def make(work: Callable[[Any, JobProgress], dict[str, Any] | None]) -> Bench:
         benches.append(Bench(db_url, work))
         benches[-1].jobs.start()
         return benches[-1]
@@ -174,7 +174,7 @@ def bench(db_url: str) -> Iterator[Callable[[Callable[[Any, Progress], dict[str,
 def test_a_running_job_ends_at_its_next_step_after_a_cancel(bench: Any) -> None:
     began, go_on = threading.Event(), threading.Event()
 
-    def work(_: object, progress: Progress) -> None:
+    def work(_: object, progress: JobProgress) -> None:
         progress.expect(10, "steps")
         progress.advance(1)
         began.set()
@@ -198,7 +198,7 @@ def test_a_waiting_job_never_begins_after_a_cancel(bench: Any) -> None:
     go_on = threading.Event()
     ran = []
 
-    def work(_: object, progress: Progress) -> None:
+    def work(_: object, progress: JobProgress) -> None:
         ran.append(1)
         assert go_on.wait(30)
 
@@ -213,7 +213,7 @@ def test_a_waiting_job_never_begins_after_a_cancel(bench: Any) -> None:
 
 @on_both
 def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
-    def work(_: object, progress: Progress) -> dict[str, Any]:
+    def work(_: object, progress: JobProgress) -> dict[str, Any]:
         if not made.jobs.find(first.id).state.live:
             return {"fine": True}
         raise ZeroDivisionError
@@ -237,7 +237,7 @@ def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
     made.jobs.watch()
     found = made.jobs.find(ULID)
     assert (found.state, found.ended_at) == (JobState.INTERRUPTED, made.now)
-    assert [event.news.detail["state"] for event in made.log.after(0, 10)] == ["interrupted"]
+    assert [event.content.detail["state"] for event in made.log.after(0, 10)] == ["interrupted"]
 
 
 @on_both
@@ -266,7 +266,7 @@ def test_no_more_jobs_than_anybody_could_want(bench: Any) -> None:
 
 @on_both
 def test_a_log_keeps_its_newest_lines(bench: Any) -> None:
-    def work(_: object, progress: Progress) -> None:
+    def work(_: object, progress: JobProgress) -> None:
         for number in range(20_000):
             progress.say(f"line {number}")
 

@@ -16,7 +16,7 @@ import pytest
 
 from ckptapi.bodies import EventKind
 from ckptd.housekeeping.webhooks import QUEUED, TRIES, Webhooks
-from ckptd.index import Event, News
+from ckptd.index import Event, EventContent
 from ckptd.metrics import Metrics
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
@@ -67,7 +67,10 @@ def receiver() -> Iterator[Receiver]:
 
 
 def events(count: int, kind: EventKind = EventKind.COMMITTED) -> list[Event]:
-    return [Event(1000 + number, 5.0, News(kind=kind, run="gpt", detail={"step": number})) for number in range(count)]
+    return [
+        Event(1000 + number, 5.0, EventContent(kind=kind, run="gpt", detail={"step": number}))
+        for number in range(count)
+    ]
 
 
 def outcomes(metrics: Metrics) -> dict[str, float]:

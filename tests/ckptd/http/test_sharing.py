@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ckptd.app import create_app
-from ckptd.http.sharing import FairTurns, Limits
+from ckptd.http.sharing import ConcurrencyLimit, FairSemaphore
 from ckptd.settings import Settings
 from ckptstore import names
 from ckptstore.errors import TooManyRequests
@@ -25,7 +25,7 @@ SHARD = names.shard_name(0)
 
 def test_turns_come_round_however_many_one_client_wants() -> None:
     async def run() -> list[str]:
-        turns, order = FairTurns(2), list[str]()
+        turns, order = FairSemaphore(2), list[str]()
 
         async def read(client: str) -> None:
             async with turns.turn(client):
@@ -47,7 +47,7 @@ def test_turns_come_round_however_many_one_client_wants() -> None:
 
 def test_turns_that_nobody_wants_any_more_are_passed_on() -> None:
     async def run() -> int:
-        turns = FairTurns(1)
+        turns = FairSemaphore(1)
         entered = 0
 
         async def read() -> None:
@@ -68,7 +68,7 @@ def test_turns_that_nobody_wants_any_more_are_passed_on() -> None:
 
 
 def test_limits_per_client_and_for_all() -> None:
-    limits = Limits("things", 2, 3)
+    limits = ConcurrencyLimit("things", 2, 3)
     with limits.one("a"), limits.one("a"):
         with pytest.raises(TooManyRequests, match="this client"), limits.one("a"):
             pass

@@ -16,7 +16,7 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from ckptd.index import Database, Filter, Index, Listing, Sort
 from ckptd.metrics import Metrics
-from ckptd.services.catalog import Catalogue
+from ckptd.services.catalog import Catalog
 from ckptd.services.freshness import Freshness
 from ckptd.services.synchronizing import IDLE_AFTER_S, IDLE_ROUNDS, Synchronizing
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
@@ -45,7 +45,7 @@ class Daemon:
         self.index = Index(database)
         self.interleaving = Interleaving(NEVER, lambda: None)
         freshness = Freshness(clock, 60)
-        self.catalogue = Catalogue(self.index, Listing(database), freshness, store.url)
+        self.catalog = Catalog(self.index, Listing(database), freshness, store.url)
         view = FaultyStore(store, self.interleaving)
         self.synchronizing = Synchronizing(view, self.index, freshness, Metrics(), clock)
         self._clock = clock
@@ -72,10 +72,10 @@ class Daemon:
 
     def listed(self, run: str = RUN) -> list[Checkpoint]:
         """Of a run, page by page."""
-        page = self.catalogue.page(Filter(run=run), Sort.RUN, None, 2)
+        page = self.catalog.page(Filter(run=run), Sort.RUN, None, 2)
         found = page.checkpoints
         while page.next is not None:
-            page = self.catalogue.page(Filter(run=run), Sort.RUN, page.next, 2)
+            page = self.catalog.page(Filter(run=run), Sort.RUN, page.next, 2)
             found += page.checkpoints
         return found
 
@@ -194,7 +194,7 @@ class IndexLifeCycle(LifeCycle):
             self.lose()
             daemon = self.daemons[which]
             with pytest.raises(StoreUnavailable):
-                daemon.catalogue.latest(RUN)
+                daemon.catalog.latest(RUN)
         daemon.synchronizing.reindex()
         self.compare(daemon)
 
@@ -203,20 +203,20 @@ class IndexLifeCycle(LifeCycle):
     def compare(self, daemon: Daemon) -> None:
         """A daemon that has looked just now says what the store says."""
         stored = list_checkpoints(self.store, RUN)
-        daemon.catalogue.follow()
+        daemon.catalog.follow()
         assert _by_attempt(daemon.listed()) == _by_attempt(stored)
         assert daemon.listed(OTHER) == [self.other]
         newest = next((c for c in stored if c.state is State.COMMITTED), None)
-        assert _or_none(lambda: daemon.catalogue.latest(RUN)) == newest
-        assert daemon.catalogue.latest(None) == (newest or self.other)
+        assert _or_none(lambda: daemon.catalog.latest(RUN)) == newest
+        assert daemon.catalog.latest(None) == (newest or self.other)
         for attempt, life in self.lives.items():
             reference = Reference(RUN, attempt.step, attempt.ulid)
-            found = _or_none(partial(daemon.catalogue.find, reference))
+            found = _or_none(partial(daemon.catalog.find, reference))
             assert (found is not None) == (life.state == "visible"), f"{attempt} is {life.state}"
         for step in {attempt.step for attempt in self.lives}:
             best = next((c for c in stored if c.step == step and c.state is State.COMMITTED), None)
-            assert _or_none(partial(daemon.catalogue.find, Reference(RUN, step))) == best
-        for summary in daemon.catalogue.runs():
+            assert _or_none(partial(daemon.catalog.find, Reference(RUN, step))) == best
+        for summary in daemon.catalog.runs():
             if summary.run == RUN:
                 assert (summary.num_checkpoints, summary.latest) == (len(stored), newest)
                 assert summary.stored_bytes == sum(c.stored_bytes for c in stored)

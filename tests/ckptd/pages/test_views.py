@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from ckptapi.bodies import EntryBody, Phase, ShardBody
 from ckptd.index import RankProgress, Restore
-from ckptd.pages.browsers import LIFETIME_S, Sessions
 from ckptd.pages.charts import Point, bars, compact, plot, sparkline
 from ckptd.pages.contents import contents_view
 from ckptd.pages.restores import session_view
 from ckptd.pages.runs import PAGE_ROWS, SIZE, Asked, run_view
+from ckptd.pages.sessions import LIFETIME_S, Sessions
 from ckptd.pages.treemap import Area, squarified, treemap
 from ckptd.services.restores import RestoreView
 from ckptstore.commits.catalog import Checkpoint, State

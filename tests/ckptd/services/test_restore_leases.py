@@ -13,7 +13,7 @@ from ckptd.index import Database, Index, Restore, RestoreIndex
 from ckptd.index.listing import Listing
 from ckptd.metrics import Metrics
 from ckptd.services import restores as module
-from ckptd.services.catalog import Catalogue
+from ckptd.services.catalog import Catalog
 from ckptd.services.freshness import Freshness
 from ckptd.services.restore_leases import RestoreLeases
 from ckptd.services.restores import Restores
@@ -48,8 +48,8 @@ class Services:
         Synchronizing(store, index, freshness, metrics, clock).round()
         restoring = restoring or store
         self.leases = RestoreLeases(restoring, self.index, metrics, clock, self.ended.append)
-        catalogue = Catalogue(index, Listing(database), freshness, store.url)
-        self.restores = Restores(restoring, catalogue, self.index, self.leases, clock, self.ended.append)
+        catalog = Catalog(index, Listing(database), freshness, store.url)
+        self.restores = Restores(restoring, catalog, self.index, self.leases, clock, self.ended.append)
 
     def open(self, key: str = "k", checkpoint: Checkpoint | None = None, world_size: int = 2) -> Restore:
         """The first rank of a job joins."""

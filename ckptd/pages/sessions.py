@@ -39,7 +39,7 @@ _MAX_NEXT = 400
 _LOG = logging.getLogger(__name__)
 
 
-class Browsers:
+class PageSessions:
     """Stands outside authentication."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens | None, metrics: Metrics, clock: Clock) -> None:
