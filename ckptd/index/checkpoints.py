@@ -25,7 +25,7 @@ from sqlalchemy import (
     update,
 )
 
-from ckptd.index.database import Database, transactions
+from ckptd.index.database import Database, retried
 from ckptd.index.events import Event, EventLog, news_of
 from ckptd.index.tables import aborted, checkpoints, decisions, generation, origin, restores, runs
 from ckptstore.commits.catalog import Checkpoint, State, supersede
@@ -88,7 +88,6 @@ class RunSummary:
     latest: Checkpoint | None
 
 
-@transactions
 class Index:
     """The cached catalog of one store."""
 
@@ -101,6 +100,7 @@ class Index:
 
     # Questions
 
+    @retried
     def ping(self) -> None:
         """Raises IndexUnavailable if the database does not answer."""
         self._database.ping()
@@ -110,22 +110,26 @@ class Index:
         """The newest generation that this object knows of: its own changes, and others' as of the last look."""
         return self._seen
 
+    @retried
     def look(self) -> int:
         """The generation now: a number that grows with every change of what the questions below are about."""
         with self._database.read() as connection:
             return self._see(connection.execute(select(generation.c.value)).scalar_one())
 
+    @retried
     def versions(self) -> dict[str, int]:
         """All runs in order, each with the number that its last change got."""
         with self._database.read() as connection:
             rows = connection.execute(select(runs.c.name, runs.c.version).order_by(runs.c.name))
             return {row.name: row.version for row in rows}
 
+    @retried
     def version(self, run: str) -> int:
         """The number that the last change of a run got, 0 if it is not known."""
         with self._database.read() as connection:
             return connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
 
+    @retried
     def attempts(self, run: str) -> IndexedAttempts:
         """The attempts of a run whose outcome is indexed."""
         with self._database.read() as connection:
@@ -139,6 +143,7 @@ class Index:
             aborted=_stamps(given_up),
         )
 
+    @retried
     def find(self, reference: Reference) -> Checkpoint | None:
         """The checkpoint that a reference names; without a ULID, one that a restore may use."""
         query = select(checkpoints).where(checkpoints.c.run == reference.run)
@@ -150,6 +155,7 @@ class Index:
             query = query.where(checkpoints.c.state == State.COMMITTED)
         return next(iter(self._select(query.order_by(*_ORDER).limit(1))), None)
 
+    @retried
     def latest(self) -> Checkpoint | None:
         """Of the newest checkpoints of all runs, the one committed last."""
         usable = runs.c.latest_committed_at.is_not(None)
@@ -157,6 +163,7 @@ class Index:
         # One row before the join: a database that is given both at once joins all of them.
         return next(iter(self._select(_newest(last_first.limit(1).subquery()))), None)
 
+    @retried
     def summaries(self) -> list[RunSummary]:
         """All runs, in order."""
         with self._database.read() as connection:
@@ -166,6 +173,7 @@ class Index:
 
     # Changes
 
+    @retried
     def adopt(self, url: str, now: float) -> None:
         """Make this the index of the store at `url`; what was known of another one is forgotten.
 
@@ -185,6 +193,7 @@ class Index:
                 connection.execute(delete(table))
             connection.execute(insert(origin).values(url=url, adopted_at=now))
 
+    @retried
     def apply(self, run: str, reading: Reading = _NOTHING, expected: int | None = None) -> int:
         """Record what was read of a run, and decide anew which checkpoints are superseded. Returns its new version.
 
@@ -205,6 +214,7 @@ class Index:
             self._log.announce(recorded)
         return self._see(version)
 
+    @retried
     def drop_runs(self, versions: Mapping[str, int]) -> None:
         """Forget runs and all of their checkpoints, unless they have another version by now."""
         with self._database.write() as connection:

@@ -9,7 +9,6 @@ locks the rows that it decides about. A daemon that is stopped in the middle of 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -48,7 +47,6 @@ _FIRST_PAUSE_S = 0.02
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_C = TypeVar("_C")
 Fence = Callable[[Connection], None]
 """Called at the beginning of a transaction; raises if it must not take place."""
 
@@ -58,9 +56,9 @@ class _Again(IndexUnavailable):
 
 
 def retried(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that is one transaction, tried again if it lost against another one or lost its connection.
+    """For a function that is one transaction: retry it after a conflict with another one, or a lost connection.
 
-    Not if the connection was lost during the commit: then nobody knows whether it took place.
+    A connection that is lost during the commit is not retried: the commit may have succeeded.
     """
 
     @wraps(method)
@@ -68,14 +66,6 @@ def retried(method: Callable[_P, _R]) -> Callable[_P, _R]:
         return retry(lambda: method(*args, **options), _Again, pauses(_FIRST_PAUSE_S, tries=_TRIES))
 
     return trying
-
-
-def transactions(kind: type[_C]) -> type[_C]:
-    """For a class each of whose public methods is one transaction: they are retried."""
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
-        if not name.startswith("_"):
-            setattr(kind, name, retried(method))
-    return kind
 
 
 class Database:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ckptd.index.database import Database, transactions
+from ckptd.index.database import Database, retried
 from ckptd.index.tables import decisions
 
 
@@ -25,23 +25,25 @@ class Decision:
     """The store holds it, or did."""
 
 
-@transactions
 class DecisionIndex:
     """The decisions of the daemons that share a database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    @retried
     def find(self, key: str) -> Decision | None:
         """What was decided about a key."""
         with self._database.read() as connection:
             return _find(connection, key)
 
+    @retried
     def unstored(self) -> list[Decision]:
         """Decisions that were not yet written to the store, as far as anybody knows."""
         with self._database.read() as connection:
             return [_decision(row) for row in connection.execute(select(decisions).where(~decisions.c.stored))]
 
+    @retried
     def create(self, proposal: Decision) -> Decision:
         """What is decided from now on: the proposal, unless another one was faster."""
         with self._database.write() as connection:
@@ -59,11 +61,13 @@ class DecisionIndex:
                 pass
             return _find(connection, proposal.key) or proposal
 
+    @retried
     def mark_stored(self, key: str) -> None:
         """The store holds what was decided about a key."""
         with self._database.write() as connection:
             connection.execute(update(decisions).where(decisions.c.key == key).values(stored=True))
 
+    @retried
     def forget(self, before: float) -> None:
         """Drop decisions that were made before then and are in the store."""
         with self._database.write() as connection:

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, delete, insert, select, update
 
 from ckptapi.bodies import JobState
-from ckptd.index.database import Database, transactions
+from ckptd.index.database import Database, retried
 from ckptd.index.tables import jobs
 
 _LIVE = (JobState.QUEUED, JobState.RUNNING)
@@ -38,32 +38,36 @@ class Job:
     log: str = ""
 
 
-@transactions
 class JobIndex:
     """Where jobs are written down."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    @retried
     def find(self, id: str) -> Job | None:
         """One job."""
         with self._database.read() as connection:
             row = connection.execute(select(jobs).where(jobs.c.id == id)).one_or_none()
         return _job(row) if row is not None else None
 
+    @retried
     def newest(self, limit: int) -> list[Job]:
         """Jobs, newest first."""
         return self._all(None, limit)
 
+    @retried
     def live(self, limit: int) -> list[Job]:
         """Jobs that have not ended, newest first."""
         return self._all(jobs.c.state.in_(_LIVE), limit)
 
+    @retried
     def add(self, job: Job) -> None:
         """Write down a new job."""
         with self._database.write() as connection:
             connection.execute(insert(jobs).values(_values(job)))
 
+    @retried
     def change(self, id: str, **values: Any) -> bool:
         """Change a job that has not ended; False if it has, or somebody asked it to end."""
         if values.get("result") is not None:
@@ -73,6 +77,7 @@ class JobIndex:
             changed = connection.execute(update(jobs).where(*same).values(values)).rowcount == 1
             return changed and not connection.scalar(select(jobs.c.cancelling).where(jobs.c.id == id))
 
+    @retried
     def interrupt(self, before: float, now: float) -> list[str]:
         """End the jobs of which nothing was heard since a moment; returns their ids."""
         silent = (jobs.c.state.in_(_LIVE), jobs.c.heard_at < before)
@@ -82,6 +87,7 @@ class JobIndex:
             connection.execute(update(jobs).where(*silent).values(ended))
         return found
 
+    @retried
     def forget(self, before: float, keep: int) -> None:
         """Drop jobs that ended before a moment, and all but the `keep` that ended last."""
         ended_at = jobs.c.ended_at

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ckptd.index.database import Database, transactions
+from ckptd.index.database import Database, retried
 from ckptd.index.tables import leaders
 from ckptstore.errors import LeadershipLost
 
@@ -22,7 +22,6 @@ class Tenure:
     renewals: int
 
 
-@transactions
 class LeaderIndex:
     """The row of one task. Holders have names that are never used twice."""
 
@@ -31,6 +30,7 @@ class LeaderIndex:
         self._same = leaders.c.task == task
         self._task = task
 
+    @retried
     def look(self) -> Tenure:
         """The row now; made if there was none."""
         with self._database.write() as connection:
@@ -46,6 +46,7 @@ class LeaderIndex:
                 pass  # another daemon was faster
             return nobody
 
+    @retried
     def claim(self, holder: str, seen: Tenure) -> int | None:
         """Take over from a holder who has shown no sign of life since `seen`. Returns the new epoch; None if he has."""
         c = leaders.c
@@ -54,6 +55,7 @@ class LeaderIndex:
         with self._database.write() as connection:
             return seen.epoch + 1 if connection.execute(taken).rowcount else None
 
+    @retried
     def renew(self, holder: str) -> int | None:
         """A sign of life. Returns the epoch of the holder, None if another one has taken over."""
         mine = (self._same, leaders.c.holder == holder)
@@ -62,12 +64,14 @@ class LeaderIndex:
             epoch: int | None = connection.scalar(renewed)
             return epoch
 
+    @retried
     def resign(self, holder: str) -> None:
         """Let others lead at once."""
         mine = (self._same, leaders.c.holder == holder)
         with self._database.write() as connection:
             connection.execute(update(leaders).where(*mine).values(holder="", renewals=0))
 
+    @retried
     def fence(self, connection: Connection, holder: str, epoch: int) -> None:
         """Raise LeadershipLost unless the epoch is the holder's; while this transaction lasts, no other can begin."""
         mine = (self._same, leaders.c.holder == holder, leaders.c.epoch == epoch)

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, and_, or_, select
 
 from ckptd.index.checkpoints import read_checkpoint
-from ckptd.index.database import Database, transactions
+from ckptd.index.database import Database, retried
 from ckptd.index.tables import checkpoints
 from ckptstore.commits.catalog import Checkpoint, State
 
@@ -109,13 +109,13 @@ class Found:
     """Where the next one begins; None: there is none."""
 
 
-@transactions
 class Listing:
     """Reads pages. Any thread may use it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    @retried
     def page(self, wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Found:
         """At most `limit` checkpoints that meet the conditions, after a place."""
         found: list[Checkpoint] = []

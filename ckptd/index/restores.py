@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ckptapi.bodies import CheckpointBody, Phase, RestoreState
-from ckptd.index.database import Database, transactions
+from ckptd.index.database import Database, retried
 from ckptd.index.tables import restore_ranks, restores
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.decoding import decode_json
@@ -64,7 +64,6 @@ RestoreChange = Callable[[Restore, RankProgress | None], tuple[Restore, RankProg
 """From a session and what one rank said before to both as they are now. Pure."""
 
 
-@transactions
 class RestoreIndex:
     """The restore sessions of one daemon, or of those that share its database."""
 
@@ -73,16 +72,19 @@ class RestoreIndex:
 
     # Questions
 
+    @retried
     def find(self, id: str) -> Restore | None:
         """One session."""
         with self._database.read() as connection:
             return _one(connection, restores.c.id == id)
 
+    @retried
     def find_key(self, run: str, key: str) -> Restore | None:
         """The session that a job calls `key`."""
         with self._database.read() as connection:
             return _one(connection, restores.c.run == run, restores.c.key == key)
 
+    @retried
     def newest(self, run: str | None, limit: int) -> list[Restore]:
         """Sessions of one run or all, newest first."""
         query = select(restores).order_by(*_NEWEST_FIRST).limit(limit)
@@ -90,20 +92,24 @@ class RestoreIndex:
             rows = connection.execute(query if run is None else query.where(restores.c.run == run))
             return [_restore(row) for row in rows]
 
+    @retried
     def live(self) -> list[Restore]:
         """Sessions that have not ended."""
         return self._all(restores.c.state == RestoreState.RESTORING)
 
+    @retried
     def leased(self) -> list[Restore]:
         """Sessions that hold a lease."""
         return self._all(restores.c.lease.is_not(None))
 
+    @retried
     def ranks(self, id: str) -> list[RankProgress]:
         """The ranks that joined, in order."""
         query = select(restore_ranks).where(restore_ranks.c.restore_id == id).order_by(restore_ranks.c.rank)
         with self._database.read() as connection:
             return [_progress(row) for row in connection.execute(query)]
 
+    @retried
     def oldest_word(self, id: str) -> float | None:
         """When the rank was last heard that was silent the longest, of those that joined and are not restored."""
         said = restore_ranks.c.heard_at
@@ -112,6 +118,7 @@ class RestoreIndex:
             found: float | None = connection.scalar(query.where(restore_ranks.c.phase != Phase.RESTORED))
         return found
 
+    @retried
     def count_by_state(self) -> dict[RestoreState, int]:
         """How many sessions there are, ended ones as long as they are kept."""
         query = select(restores.c.state, func.count()).group_by(restores.c.state)
@@ -121,6 +128,7 @@ class RestoreIndex:
 
     # Changes
 
+    @retried
     def create(self, restore: Restore) -> Restore:
         """Add a session; returns the one that was there first if another caller was faster."""
         with self._database.write() as connection:
@@ -133,6 +141,7 @@ class RestoreIndex:
         assert found is not None
         return found
 
+    @retried
     def change(self, id: str, rank: int, rule: RestoreChange) -> Restore | None:
         """Apply a rule to a session and one of its ranks; None if there is no such session."""
         same_rank = (restore_ranks.c.restore_id == id, restore_ranks.c.rank == rank)
@@ -151,6 +160,7 @@ class RestoreIndex:
                 connection.execute(update(restores).where(restores.c.id == id).values(_values(after)))
             return after
 
+    @retried
     def end(self, id: str, state: RestoreState, problem: str, now: float) -> Restore | None:
         """End a session unless it has ended; returns it as it is then, or None if there is no such session."""
         ended = {"state": state, "problem": problem, "ended_at": now}
@@ -159,6 +169,7 @@ class RestoreIndex:
             connection.execute(update(restores).where(*live).values(ended))
             return _one(connection, restores.c.id == id)
 
+    @retried
     def renew(self, id: str, lease: str, until: float) -> bool:
         """Record the lease of a session; False if the session has ended meanwhile."""
         live = (restores.c.id == id, restores.c.state == RestoreState.RESTORING)
@@ -166,11 +177,13 @@ class RestoreIndex:
             done = connection.execute(update(restores).where(*live).values(lease=lease, lease_until=until))
             return done.rowcount == 1
 
+    @retried
     def release(self, id: str) -> None:
         """Record that a session holds no lease any more."""
         with self._database.write() as connection:
             connection.execute(update(restores).where(restores.c.id == id).values(lease=None))
 
+    @retried
     def forget(self, before: float, keep: int) -> None:
         """Drop sessions that ended before a moment, and all but the `keep` that ended last."""
         ended_at = restores.c.ended_at

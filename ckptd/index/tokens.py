@@ -11,7 +11,7 @@ from sqlalchemy import Row, delete, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ckptapi.bodies import Scope
-from ckptd.index.database import Database, transactions
+from ckptd.index.database import Database, retried
 from ckptd.index.tables import tokens
 from ckptstore.errors import NoToken, TokenExists
 from ckptstore.format.decoding import decode_json
@@ -36,18 +36,19 @@ class Token:
     used_at: float | None = None
 
 
-@transactions
 class TokenIndex:
     """The tokens of the daemons that share a database. Unlike the rest of the index, the store does not know them."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    @retried
     def all(self) -> list[Token]:
         """All of them, by name."""
         with self._database.read() as connection:
             return [_token(row) for row in connection.execute(select(tokens).order_by(tokens.c.name))]
 
+    @retried
     def create(self, token: Token) -> None:
         """Add one; durable on return. Raises TokenExists."""
         with self._database.write() as connection:
@@ -58,6 +59,7 @@ class TokenIndex:
             except IntegrityError as error:
                 raise _exists(token.name) from error  # by another daemon, in this moment
 
+    @retried
     def rotate(self, name: str, digest: str, previous_until: float) -> Token:
         """Give a token a new secret, and let the one it had last until then; durable on return. Raises NoToken."""
         with self._database.write() as connection:
@@ -70,12 +72,14 @@ class TokenIndex:
                 raise _missing(name)
             return _token(connection.execute(select(tokens).where(tokens.c.name == name)).one())
 
+    @retried
     def delete(self, name: str) -> None:
         """Remove one; durable on return. Raises NoToken."""
         with self._database.write() as connection:
             if not connection.execute(delete(tokens).where(tokens.c.name == name)).rowcount:
                 raise _missing(name)
 
+    @retried
     def note_use(self, used_at: Mapping[str, float]) -> None:
         """Note when tokens were last used; an earlier time changes nothing."""
         with self._database.write() as connection:
