@@ -1,1 +1,1 @@
-"""HTTP only: parse a request, call one service, shape the answer. No rules, no SQL, no files."""
+"""The endpoints: parse a request, call one service, build the response. No rules, SQL or files here."""

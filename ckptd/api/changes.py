@@ -1,4 +1,4 @@
-"""Changing: notify, prune, reindex, leases."""
+"""Endpoints that change something: notify, prune, reindex, leases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ router = APIRouter()
 
 @router.post(bodies.NOTIFY, **documented(bodies.CheckpointBody, 404, 410, body=bodies.NotifyRequest))
 async def notify(request: Request, ctx: Ctx) -> Response:
-    """An attempt was committed: look at its outcome in the store now, rather than at the next poll."""
+    """Report a committed attempt: its outcome is read from the store now instead of at the next poll."""
     body = await read_body(request, bodies.NotifyRequest)
     attempt = Attempt.parse(body.attempt)
     found = await ctx.threads.store(ctx.services.synchronizing.notify, check_run(body.run), attempt)
@@ -33,7 +33,7 @@ async def notify(request: Request, ctx: Ctx) -> Response:
 
 @router.post(bodies.PRUNE, **documented(bodies.PruneBody, 404, 409, body=bodies.PruneRequest))
 async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
-    """Delete what the policy does not keep; a dry run, the default, only says what that is."""
+    """Delete the checkpoints that the policy does not keep. A dry run, the default, only lists them."""
     body = await read_body(request, bodies.PruneRequest)
     if body.run is not None:
         check_glob(body.run)
@@ -51,7 +51,7 @@ async def reindex(ctx: Ctx) -> Response:
 
 @router.post(bodies.LEASES, **documented(bodies.LeaseBody, 404, status=201, body=bodies.LeaseRequest))
 async def take_lease(request: Request, ctx: Ctx) -> Response:
-    """Protect a checkpoint from deletion for some seconds."""
+    """Protect a checkpoint from deletion for `ttl_s` seconds."""
     body = await read_body(request, bodies.LeaseRequest)
     reference = Reference.parse(body.id)
     run, lease = await ctx.threads.store(ctx.services.protection.take, reference, body.holder, body.ttl_s)
@@ -62,7 +62,7 @@ async def take_lease(request: Request, ctx: Ctx) -> Response:
 async def release_lease(
     ctx: Ctx, run: Annotated[str, Path(max_length=128)], lease: Annotated[str, Path(max_length=26)]
 ) -> Response:
-    """End a lease; one that is gone already is fine."""
+    """End a lease. Succeeds if the lease is already gone."""
     await ctx.threads.store(ctx.services.protection.release, run, lease)
     return Response(status_code=204)
 
@@ -70,7 +70,7 @@ async def release_lease(
 def _policy(body: bodies.PruneRequest) -> Policy | None:
     if body.keep_last is not None:
         if body.rules is not None:
-            raise InvalidPolicy("both keep_last and rules are given", "Write keep_last into the rules")
+            raise InvalidPolicy("both keep_last and rules are set", "Put keep_last into the rules")
         return Policy(keep_last=body.keep_last)
     return policy_of(body.rules) if body.rules is not None else None
 

@@ -1,4 +1,4 @@
-"""Reading: which checkpoints there are, what is in them, and their objects."""
+"""Read endpoints: checkpoints, their contents, and their stored objects."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ router = APIRouter()
 
 _MAX_ID = 200
 _BYTES = "application/octet-stream"
-_LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-Match named it"})
-_RANGED = {206: "The range that was asked for", 304: "If-None-Match named it"}
+_LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-Match contains its ETag"})
+_RANGED = {206: "The requested range", 304: "If-None-Match contains its ETag"}
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
 CheckpointId = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
-Wait = Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds; answers earlier if there is something")]
+Wait = Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds to wait for a newer checkpoint")]
 
 
 @router.get("/checkpoints/latest", **_LATEST)
@@ -40,7 +40,7 @@ async def latest(
 ) -> Response:
     """The newest checkpoint of a run; without a run, the one committed last. The ETag is the manifest's digest.
 
-    With `wait`, the answer comes when there is one that If-None-Match does not name, or when the time is up.
+    With `wait`, the response is delayed until the ETag differs from If-None-Match, or the time is up.
     """
     run = check_run(run) if run is not None else None
     known = request.headers.get("if-none-match")
@@ -65,7 +65,7 @@ async def page(
     query: ListingQuery,
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100,
 ) -> Response:
-    """Checkpoints that meet all conditions, page by page. A page may be short, or empty, and yet lead to a next one."""
+    """Checkpoints that match all filters, in pages. A page may be short or empty and still have a next one."""
     found = await ctx.threads.index(ctx.services.catalog.page, query.filter(caller), query.sort, query.place(), limit)
     cursor = write_cursor(query.sort, found.next) if found.next is not None else None
     headers = {}
@@ -147,7 +147,7 @@ async def shard(request: Request, ctx: Ctx, id: CheckpointId, name: Annotated[st
 
 async def _latest(ctx: Context, run: str | None) -> Checkpoint:
     catalog = ctx.services.catalog
-    found = catalog.latest_at_hand(run)
+    found = catalog.cached_latest(run)
     return found if found is not None else await ctx.threads.index(catalog.latest, run)
 
 

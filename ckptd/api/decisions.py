@@ -1,4 +1,4 @@
-"""Decisions, for those who write to a store that overwrites on create."""
+"""Decisions for stores whose create-only writes overwrite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_BODY_BYTES = 1 << 20
 
 @router.post(bodies.DECISIONS, **documented(bodies.DecisionBody, 404, body=bodies.DecisionRequest))
 async def decide(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
-    """Decide about an attempt, once and for all: what was proposed first counts, and is the answer to everybody."""
+    """Decide an attempt for good. The first proposal wins, and every request returns it."""
     body = await read_body(request, bodies.DecisionRequest, _MAX_BODY_BYTES)
     proposal = Proposal.parse(body.run, body.attempt, body.tombstone, body.proposal)
     if proposal.committed is None:

@@ -1,4 +1,4 @@
-"""Events: a page of them, or a stream that goes on (server-sent events)."""
+"""Events: as pages, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ router = APIRouter()
 _LOG = logging.getLogger(__name__)
 
 HEARTBEAT_S = 15.0
-"""A stream that has nothing to say says so, for proxies that close silent connections."""
+"""Interval of comments on an idle stream, because proxies close idle connections."""
 SEND_S = 30.0
-"""A client that takes nothing for so long is dropped. It may come back with the id of the last event it got."""
+"""A client that reads nothing for this time is disconnected. It can resume from the id of its last event."""
 _BATCH = 100
 _MAX_ID = 1 << 62
 
@@ -41,11 +41,13 @@ async def events(
     request: Request,
     ctx: Ctx,
     run: RunQuery = None,
-    after: Annotated[int | None, Query(ge=0, lt=_MAX_ID, description="Events after this id; default: all kept")] = None,
+    after: Annotated[
+        int | None, Query(ge=0, lt=_MAX_ID, description="Events after this id; default: all stored events")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_EVENTS)] = 100,
     last_event_id: Annotated[str | None, Header(max_length=20)] = None,
 ) -> Response:
-    """Events after an id, oldest first; with Accept: text/event-stream, a stream that goes on with those to come."""
+    """Events after an id, oldest first. With Accept: text/event-stream, a stream that continues with new events."""
     run = check_run(run) if run is not None else None
     if bodies.EVENT_STREAM in request.headers.get("accept", ""):
         return await _stream(request, ctx, run, _position(last_event_id, after))
@@ -56,7 +58,7 @@ async def events(
 
 @router.get(bodies.CHECKPOINTS + "/{id}/events", **documented(bodies.EventsBody))
 async def of_checkpoint(ctx: Ctx, id: CheckpointId) -> Response:
-    """What is known to have happened to one checkpoint, also when it is gone. Its id has a ULID, or it is there."""
+    """Events of one checkpoint. If it was deleted, the id must include the ULID."""
     reference = Reference.parse(id)
     if reference.ulid is None:
         id = (await ctx.threads.index(ctx.services.catalog.find, reference)).id
@@ -65,7 +67,7 @@ async def of_checkpoint(ctx: Ctx, id: CheckpointId) -> Response:
 
 
 def event_body(event: Event) -> bodies.EventBody:
-    """An event as the wire wants it."""
+    """The JSON body of an event."""
     content = event.content
     return bodies.EventBody(
         id=event.id,
@@ -81,7 +83,7 @@ def _position(last_event_id: str | None, after: int | None) -> int | None:
     if not last_event_id:
         return after
     if not (last_event_id.isascii() and last_event_id.isdigit()) or int(last_event_id) >= _MAX_ID:
-        raise InvalidRequest(f"Last-Event-ID {last_event_id!r} is not one of ours", "Send the id of an event")
+        raise InvalidRequest(f"Last-Event-ID {last_event_id!r} is not an event id", "Send the id of an event")
     return int(last_event_id)
 
 
@@ -119,7 +121,7 @@ def _message(kind: str, id: int, data: Any) -> bytes:
 
 
 class _EventStream(StreamingResponse):
-    """Holds nothing for a client but what it is being sent: it reads on when the client has taken that."""
+    """Buffers only the event being sent: the next one is read from the log after the client has received it."""
 
     def __init__(self, messages: AsyncIterator[bytes], stack: ExitStack) -> None:
         super().__init__(messages, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, bodies.EVENT_STREAM)
@@ -134,6 +136,6 @@ class _EventStream(StreamingResponse):
             try:
                 await super().__call__(scope, receive, timely)
             except* TimeoutError:
-                _LOG.warning("dropped a stream of events: its client took nothing for %.0f s", SEND_S)
+                _LOG.warning("closed an event stream: the client read nothing for %.0f s", SEND_S)
             except* CkptError as errors:
-                _LOG.warning("ended a stream of events: %s", errors.exceptions[0])
+                _LOG.warning("event stream ended: %s", errors.exceptions[0])

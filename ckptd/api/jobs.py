@@ -1,4 +1,4 @@
-"""Jobs: start, look at, cancel; and the probe of the store."""
+"""Jobs: start, show, cancel. Live uploads, and the probe of the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JobId = Annotated[str, Path(max_length=26)]
 
 @router.post(bodies.JOBS, **documented(bodies.JobBody, 404, status=202, body=bodies.JobRequest))
 async def start(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
-    """Start a job: verify or gc. The answer names it; Location leads to it."""
+    """Start a job: verify or gc. Location is the URL of the job."""
     body = await read_body(request, cast(type[Any], bodies.JobRequest))
     if getattr(body, "run", None) is not None:
         check_glob(body.run)
@@ -42,25 +42,25 @@ async def newest(ctx: Ctx, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)
 
 @router.get(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
 async def job(ctx: Ctx, id: JobId) -> Response:
-    """One job, with the newest lines of its log."""
+    """One job, with the last lines of its log."""
     return json_response(_body(await ctx.threads.index(ctx.services.jobs.find, id)))
 
 
 @router.delete(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
 async def cancel(ctx: Ctx, id: JobId) -> Response:
-    """Ask a job to end; what it has done stays done. One that has ended already stays as it ended."""
+    """Cancel a job; its effects so far remain. A job that has ended is not changed."""
     return json_response(_body(await ctx.threads.index(ctx.services.jobs.cancel, id)))
 
 
 @router.get(bodies.ATTEMPTS, **documented(bodies.AttemptsBody))
 async def attempts(ctx: Ctx, run: RunQuery = None) -> Response:
-    """Live uploads: attempts of one run or all that are neither committed nor aborted, oldest first."""
+    """Live uploads: attempts of one run or all runs that are neither committed nor aborted, oldest first."""
     return json_response(bodies.AttemptsBody(await ctx.threads.store(ctx.services.uploads.live, run)))
 
 
 @router.post(bodies.PROBE, **documented(StoreReport))
 async def probe(ctx: Ctx) -> Response:
-    """Examine the store with a few small objects of its own: conditional writes, clock, speed."""
+    """Check the store with a few small objects: conditional writes, clock, speed."""
     async with ctx.locks.of("probe"):
         return json_response(await ctx.threads.store(ctx.services.probe))
 

@@ -1,4 +1,4 @@
-"""For orchestrators and monitoring: alive, ready, metrics. No token is asked for."""
+"""Liveness, readiness and metrics, for orchestrators and monitoring."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ router = APIRouter()
 
 @router.get("/livez", **documented(media="text/plain"))
 async def live() -> Response:
-    """The process answers: restarting it would help nobody."""
+    """The process responds; a restart would not help."""
     return PlainTextResponse("ok\n")
 
 
-@router.get("/readyz", **documented(bodies.ReadinessBody, also={503: "Not ready; the body says why"}))
+@router.get("/readyz", **documented(bodies.ReadinessBody, also={503: "Not ready; the body has the reason"}))
 async def ready(ctx: Ctx) -> Response:
-    """200 if the database answers, the store was just listed and the index equals it; else 503."""
+    """200 if the database responds, and the index matched a recent listing of the store; otherwise 503."""
     database = await ctx.threads.index(_database_problem, ctx)
     store = ctx.services.freshness.problem()
     ready = not (database or store or ctx.leaving)
@@ -33,7 +33,7 @@ async def ready(ctx: Ctx) -> Response:
 
 @router.get("/metrics", **documented(media="text/plain"))
 async def metrics(ctx: Ctx) -> Response:
-    """Prometheus text."""
+    """Metrics in the Prometheus text format."""
     text = await ctx.threads.index(generate_latest, ctx.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

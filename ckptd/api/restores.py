@@ -24,7 +24,7 @@ RestoreId = Annotated[str, Path(max_length=26)]
 @router.post(
     bodies.RESTORES,
     **documented(
-        bodies.RestoreBody, 404, 409, status=201, body=bodies.RestoreRequest, also={200: "Joined: it had begun"}
+        bodies.RestoreBody, 404, 409, status=201, body=bodies.RestoreRequest, also={200: "Joined an existing session"}
     ),
 )
 async def join(request: Request, ctx: Ctx) -> Response:
@@ -39,7 +39,7 @@ async def join(request: Request, ctx: Ctx) -> Response:
 async def report(
     request: Request, ctx: Ctx, id: RestoreId, rank: Annotated[int, Path(ge=0, lt=bodies.MAX_WORLD_SIZE)]
 ) -> Response:
-    """Say how far a rank is. The answer says how the session is doing, also when it has ended."""
+    """Report the progress of a rank. Returns the status of the session, also after it has ended."""
     said = await read_body(request, bodies.RankReport)
     restore = await ctx.threads.index(ctx.services.restores.report, id, rank, said)
     return json_response(_status(restore))
@@ -49,10 +49,12 @@ async def report(
 async def restore(
     ctx: Ctx,
     id: RestoreId,
-    wait: Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds; answers earlier if it ends")] = 0,
-    ranks: Annotated[bool, Query(description="List the ranks, and look for stragglers")] = True,
+    wait: Annotated[
+        float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds to wait for the end of the session")
+    ] = 0,
+    ranks: Annotated[bool, Query(description="List the ranks, and detect stragglers")] = True,
 ) -> Response:
-    """One session; with `wait`, when it has ended or the time is up."""
+    """One session. With `wait`, the response is delayed until the session has ended or the time is up."""
     restores = ctx.services.restores
     if wait:
         with ctx.waiting.listen(id) as ended:
@@ -65,14 +67,14 @@ async def restore(
 async def newest(
     ctx: Ctx, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100
 ) -> Response:
-    """Sessions of one run or all, newest first, without their ranks."""
+    """Sessions of one run or all runs, newest first, without their ranks."""
     found = await ctx.threads.index(ctx.services.restores.newest, run, limit)
     return json_response(bodies.RestoresBody([_body(view, with_ranks=False) for view in found]))
 
 
 @router.delete(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
 async def cancel(ctx: Ctx, id: RestoreId) -> Response:
-    """End a session and release its lease. One that has ended already stays as it ended."""
+    """End a session and release its lease. A session that has ended is not changed."""
     restore = await ctx.threads.store(ctx.services.restores.cancel, id)
     return json_response(_body(await ctx.threads.index(ctx.services.restores.view, restore.id, True)))
 
@@ -81,7 +83,7 @@ async def _join(ctx: Context, asked: bodies.RestoreRequest) -> tuple[Restore, bo
     restores = ctx.services.restores
     if joined := await ctx.threads.index(restores.join, asked):
         return joined, False
-    # A thousand ranks begin at once: one of them asks the store, and the others wait here, in no thread.
+    # A thousand ranks may join at once: one of them reads the store; the others wait here without using a thread.
     async with ctx.locks.of(f"{asked.run}/{asked.key}"):
         if joined := await ctx.threads.index(restores.join, asked):
             return joined, False

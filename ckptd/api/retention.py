@@ -1,4 +1,4 @@
-"""Retention: pins, deletions and taking them back, policies, and the audit log."""
+"""Retention: pins, deletion and undeletion, policies, and the audit log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PinName = Annotated[str, Path(max_length=128)]
 RequiredRun = Annotated[str, Query(max_length=128)]
 ReasonQuery = Annotated[str, Query(max_length=1000, description="For the audit log")]
 Grace = Annotated[
-    float | None, Query(ge=0, le=365 * 24 * 3600, description="Seconds to take it back; default: a day; 0: none")
+    float | None,
+    Query(
+        ge=0, le=365 * 24 * 3600, description="Seconds during which it can be undeleted; default: a day; 0: not at all"
+    ),
 ]
 Limit = Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)]
 
@@ -32,7 +35,7 @@ Limit = Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)]
 async def delete(
     ctx: Ctx, caller: CallerDep, id: CheckpointId, reason: ReasonQuery = "", grace_s: Grace = None
 ) -> Response:
-    """Hide a checkpoint at once, and delete it when the grace is over. What a lease or pin holds stays."""
+    """Hide a checkpoint now, and delete it after the grace period. 409 if a lease or pin holds it."""
     retention = ctx.services.retention
     await ctx.threads.store(retention.delete, Reference.parse(id), caller.name, reason, grace_s)
     return Response(status_code=204)
@@ -40,7 +43,7 @@ async def delete(
 
 @router.post(_ONE + "/undelete", **documented(bodies.CheckpointBody, 404, 410, body=bodies.UndeleteRequest))
 async def undelete(request: Request, ctx: Ctx, caller: CallerDep, id: CheckpointId) -> Response:
-    """Take a deletion back, and pin the checkpoint as `undeleted`; 410 if its data is going or gone."""
+    """Undo a deletion, and pin the checkpoint as `undeleted`. 410 if the deletion of its data has begun."""
     body = await read_body(request, bodies.UndeleteRequest)
     retention = ctx.services.retention
     found = await ctx.threads.store(retention.undelete, Reference.parse(id), caller.name, body.reason)
@@ -49,21 +52,21 @@ async def undelete(request: Request, ctx: Ctx, caller: CallerDep, id: Checkpoint
 
 @router.put(_ONE + "/pins/{name}", **documented(bodies.PinBody, 404))
 async def pin(ctx: Ctx, caller: CallerDep, id: CheckpointId, name: PinName, reason: ReasonQuery = "") -> Response:
-    """Keep a checkpoint until the pin is removed. Pinned under that name already is fine."""
+    """Keep a checkpoint until the pin is removed. Succeeds if the pin exists already."""
     retention = ctx.services.retention
     return json_response(await ctx.threads.store(retention.pin, Reference.parse(id), name, caller.name, reason))
 
 
 @router.delete(_ONE + "/pins/{name}", **documented(None, 404, status=204))
 async def unpin(ctx: Ctx, caller: CallerDep, id: CheckpointId, name: PinName) -> Response:
-    """Remove a pin; one that is gone already is fine."""
+    """Remove a pin. Succeeds if the pin is already gone."""
     await ctx.threads.store(ctx.services.retention.unpin, Reference.parse(id), name, caller.name)
     return Response(status_code=204)
 
 
 @router.patch(_ONE, **documented(bodies.CheckpointBody, 404, body=bodies.LabelsRequest))
 async def label(request: Request, ctx: Ctx, caller: CallerDep, id: CheckpointId) -> Response:
-    """Set tags and metrics; those that are null are removed. What is not named stays."""
+    """Set tags and metrics; null removes one. Those that are not named stay."""
     body = await read_body(request, bodies.LabelsRequest)
     change = LabelChange(body.tags, body.metrics)
     retention = ctx.services.retention
@@ -73,36 +76,36 @@ async def label(request: Request, ctx: Ctx, caller: CallerDep, id: CheckpointId)
 
 @router.get(bodies.PINS, **documented(bodies.PinsBody))
 async def pins(ctx: Ctx, run: RequiredRun) -> Response:
-    """All pins of a run, by falling step."""
+    """All pins of a run, newest step first."""
     return json_response(bodies.PinsBody(await ctx.threads.store(ctx.services.retention.pins, run)))
 
 
 @router.get(bodies.DELETED, **documented(bodies.DeletedListBody))
 async def deleted(ctx: Ctx, run: RequiredRun) -> Response:
-    """Checkpoints of a run that are hidden and can be taken back, by falling step."""
+    """Deleted checkpoints of a run that can be undeleted, newest step first."""
     return json_response(bodies.DeletedListBody(await ctx.threads.store(ctx.services.retention.deleted, run)))
 
 
 @router.get(bodies.AUDIT, **documented(bodies.AuditListBody))
 async def audit(ctx: Ctx, run: RequiredRun, limit: Limit = 100) -> Response:
-    """Who set out to do what to which checkpoints of a run, when and why; the newest first."""
+    """The audit log of a run, newest first: who started which action on which checkpoints, when and why."""
     return json_response(bodies.AuditListBody(await ctx.threads.store(ctx.services.retention.audit, run, limit)))
 
 
 @router.get(bodies.POLICIES, **documented(bodies.PoliciesBody))
 async def policies(ctx: Ctx) -> Response:
-    """The retention policies in force; version 0: none were ever set."""
+    """The retention policies in force; version 0 if they were never set."""
     return json_response(await ctx.threads.store(ctx.services.retention.policies))
 
 
 @router.get(bodies.POLICIES + "/history", **documented(bodies.PoliciesListBody))
 async def history(ctx: Ctx, limit: Limit = 100) -> Response:
-    """The newest versions of the policies, the newest first."""
+    """The versions of the policies, newest first."""
     return json_response(bodies.PoliciesListBody(await ctx.threads.store(ctx.services.retention.history, limit)))
 
 
 @router.put(bodies.POLICIES, **documented(bodies.PoliciesBody, 409, body=bodies.PoliciesRequest))
 async def change(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
-    """Put policies in force, in the place of the version that `expected` names; 409 if that is not in force."""
+    """Replace the policies. 409 if `expected` is not the version in force."""
     body = await read_body(request, bodies.PoliciesRequest)
     return json_response(await ctx.threads.store(ctx.services.retention.change, body, caller.name))

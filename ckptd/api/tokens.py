@@ -1,4 +1,4 @@
-"""Tokens, for admins: list, make, rotate, revoke."""
+"""Tokens, for admins: list, create, rotate, revoke."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ async def tokens(ctx: Ctx) -> Response:
 
 @router.post(bodies.TOKENS, **documented(bodies.NewTokenBody, 404, 409, status=201, body=bodies.TokenRequest))
 async def create(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
-    """Make a token. The answer is the only place where its secret ever stands."""
+    """Create a token. The secret is returned here only, and stored nowhere."""
     asked = await read_body(request, bodies.TokenRequest)
     made = await ctx.threads.index(ctx.services.tokens.create, asked, caller.name)
-    _LOG.info("token %r was made by %r, scopes %s, runs %s", asked.name, caller.name, asked.scopes, asked.runs or "all")
+    _LOG.info(
+        "token %r was created by %r, scopes %s, runs %s", asked.name, caller.name, asked.scopes, asked.runs or "all"
+    )
     return json_response(made, 201, _SECRET)
 
 
@@ -47,7 +49,7 @@ async def rotate(request: Request, ctx: Ctx, caller: CallerDep, name: TokenName)
 
 @router.delete(bodies.TOKENS + "/{name}", **documented(None, 404, status=204))
 async def revoke(ctx: Ctx, caller: CallerDep, name: TokenName) -> Response:
-    """Remove a token; it is refused from now on."""
+    """Revoke a token; it is refused from now on."""
     await ctx.threads.index(ctx.services.tokens.revoke, name)
     _LOG.info("token %r was revoked by %r", name, caller.name)
     return Response(status_code=204)

@@ -1,1 +1,1 @@
-"""What HTTP needs beside the endpoints: access, limits, bodies, errors. No SQL."""
+"""HTTP infrastructure shared by the endpoints: access, limits, bodies, errors. No SQL."""

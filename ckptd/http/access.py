@@ -1,7 +1,6 @@
-"""Holds requests to the rules: who asks, by which token, and which runs are its business.
+"""Authorization: checks the caller's scopes and runs against the endpoint's rule before the endpoint runs.
 
-Before an endpoint runs, its rule is checked. Callers bound to some runs must name a run that is theirs; only listings
-that filter for themselves answer them without.
+A caller that is bound to some runs must name one of them, except in listings, which filter their results.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from ckptd.services.callers import Caller
 from ckptstore.names import Reference
 
 CALLER = "ckptd_caller"
-"""Where the request keeps its caller."""
+"""The key of the caller in the ASGI scope."""
 _WILD = frozenset("*?")
 
 
 def caller_of(request: Request) -> Caller:
-    """Who asks. Raises KeyError if nobody was authenticated, so that a mistake in the wiring lets nobody in."""
+    """The authenticated caller. Raises KeyError without one, so that a wiring mistake denies access."""
     caller: Caller = request.scope[CALLER]
     return caller
 
 
 async def authorize(request: Request) -> None:
-    """Let pass what its rule allows. Raises Forbidden, or what looking up the run raises."""
+    """Check a request against its endpoint's rule. Raises Forbidden, or the errors of looking up the run."""
     rule = rule_of(request)
     if rule.scope is None:
         return
@@ -41,7 +40,7 @@ async def authorize(request: Request) -> None:
 
 
 def check_body(request: Request, body: Any) -> None:
-    """Raises Forbidden unless the caller may ask for what a body says. For whoever reads the body."""
+    """Raises Forbidden unless the caller may make the request that this body describes. Called by read_body."""
     caller = caller_of(request)
     if isinstance(body, JobRequest):
         caller.check_scope(JOBS.get(type(body), Scope.ADMIN))
@@ -57,4 +56,4 @@ def check_body(request: Request, body: Any) -> None:
 
 
 CallerDep = Annotated[Caller, Depends(caller_of)]
-"""For endpoints that show only what their caller may see."""
+"""For endpoints whose answer depends on the caller."""

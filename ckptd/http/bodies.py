@@ -18,14 +18,16 @@ _B = TypeVar("_B")
 
 async def read_body(request: Request, kind: type[_B], max_bytes: int = MAX_BODY_BYTES) -> _B:
     """The body of a request, an instance of `kind`. Raises InvalidRequest or Forbidden."""
-    # PageSessions send other types across sites without asking first, and a web page must not be able to prune.
+    # Browsers send other types across sites without a preflight, and a web page must not be able to prune.
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-        raise InvalidRequest("the body is not declared as JSON", "Send Content-Type: application/json")
+        raise InvalidRequest(
+            "the Content-Type of the body is not application/json", "Send Content-Type: application/json"
+        )
     data = bytearray()
     async for part in request.stream():
         data += part
         if len(data) > max_bytes:
-            raise InvalidRequest(f"the body is larger than {max_bytes} bytes", "Requests are small; is this one?")
+            raise InvalidRequest(f"the body is larger than {max_bytes} bytes", "Send a smaller request")
     try:
         body = decode_json(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -36,5 +38,5 @@ async def read_body(request: Request, kind: type[_B], max_bytes: int = MAX_BODY_
 
 
 def json_response(body: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer; equal bodies give equal bytes."""
+    """A JSON response. Equal bodies give equal bytes."""
     return Response(msgspec.json.encode(body), status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""What every endpoint is given, and how it calls blocking code."""
+"""The context of every endpoint, and how it runs blocking code."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _R = TypeVar("_R")
 
 
 class Threads:
-    """Two pools, so that a store that hangs cannot keep the index from answering."""
+    """Two thread pools, so that a store that hangs cannot block requests that need the index only."""
 
     def __init__(self, span: Span = no_span) -> None:
-        """span: around each piece of work."""
+        """span: opens a tracing span around each call."""
         self._span = span
         self._index = CapacityLimiter(INDEX_THREADS)
         self._store = CapacityLimiter(STORE_THREADS)
 
     async def index(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
-        """Run what only asks the index."""
+        """Run a function that uses the index only."""
         with self._span("index"):
             return await to_thread.run_sync(partial(work, *args, **options), limiter=self._index)
 
     async def store(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
-        """Run what waits for the store; given up by its caller, the thread ends by itself."""
+        """Run a function that waits for the store. On cancellation the thread finishes in the background."""
         with self._span("store"):
             call = partial(work, *args, **options)
             return await to_thread.run_sync(call, limiter=self._store, abandon_on_cancel=True)
@@ -55,11 +55,11 @@ class Context:
     waiting: Waiting
     locks: KeyedLocks = field(default_factory=KeyedLocks)
     reading: FairSemaphore = field(default_factory=lambda: FairSemaphore(READS))
-    """Reads of stored objects. They leave some threads to everything else that asks the store."""
+    """Limits reads of stored objects, so that some store threads stay free for other work."""
     streams: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("streams of events", 16, 512))
     waits: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("requests that wait", 256, 8192))
     leaving: bool = False
-    """SIGTERM came: say so in /readyz."""
+    """SIGTERM was received; /readyz reports it."""
 
 
 async def _context(request: Request) -> Context:

@@ -1,4 +1,4 @@
-"""The conditions and the order of a listing, as query parameters."""
+"""Filters, sort order and cursor of a listing, as query parameters."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _MAX_BOUNDS = 8
 _MAX_AT = 1e12
 
 Step = Annotated[int | None, Query(ge=0, le=MAX_STEP)]
-Moment = Annotated[float | None, Query(ge=0, le=_MAX_AT, description="Seconds since the epoch, of the commit")]
+Moment = Annotated[float | None, Query(ge=0, le=_MAX_AT, description="Commit time in seconds since the epoch")]
 
 
 @dataclass(frozen=True, slots=True)
 class ListingParameters:
-    """What a listing is asked for. FastAPI makes it of the query."""
+    """Query parameters of a listing. FastAPI builds it."""
 
-    run: Annotated[str | None, Query(max_length=128, description="A run, in which * and ? may stand")] = None
+    run: Annotated[str | None, Query(max_length=128, description="A run; * and ? are wildcards")] = None
     state: Annotated[list[State] | None, Query(max_length=len(State))] = None
     min_step: Step = None
     max_step: Step = None
     since: Moment = None
     until: Moment = None
     metric: Annotated[
-        list[str] | None, Query(max_length=_MAX_BOUNDS, description="Such as val_loss<=2.5 or accuracy>=0.9")
+        list[str] | None, Query(max_length=_MAX_BOUNDS, description="For example val_loss<=2.5 or accuracy>=0.9")
     ] = None
-    tag: Annotated[list[str] | None, Query(max_length=_MAX_BOUNDS, description="Such as paper or owner=ann")] = None
+    tag: Annotated[list[str] | None, Query(max_length=_MAX_BOUNDS, description="For example paper or owner=ann")] = None
     sort: Sort = Sort.RUN
-    cursor: Annotated[str | None, Query(max_length=1024, description="next_cursor of the page before")] = None
+    cursor: Annotated[str | None, Query(max_length=1024, description="next_cursor of the previous page")] = None
 
     def filter(self, caller: Caller) -> Filter:
-        """The conditions, and that a caller sees only what is its business. Raises InvalidName or InvalidRequest."""
+        """The filter, limited to the runs that the caller may see. Raises InvalidName or InvalidRequest."""
         return Filter(
             run=check_glob(self.run) if self.run is not None else None,
             globs=caller.runs,
@@ -58,7 +58,7 @@ class ListingParameters:
         )
 
     def place(self) -> PageKey | None:
-        """Where the page begins. Raises InvalidRequest."""
+        """The sort key after which the page begins. Raises InvalidRequest."""
         return read_cursor(self.cursor, self.sort) if self.cursor is not None else None
 
 
@@ -68,14 +68,16 @@ ListingQuery = Annotated[ListingParameters, Depends()]
 def check_glob(text: str) -> str:
     """`text` itself, or InvalidName."""
     if not _GLOB.fullmatch(text) or ".." in text:
-        raise InvalidName(f"{text[:200]!r} names no runs", "Write a run's name; * and ? may stand in it")
+        raise InvalidName(
+            f"{text[:200]!r} is not a run or a pattern of runs", "Use the name of a run; * and ? are wildcards"
+        )
     return text
 
 
 def _bound(text: str) -> Bound:
     match = _BOUND.fullmatch(text)
     if match is None:
-        raise InvalidRequest(f"{text[:80]!r} is no condition on a metric", "Write NAME<=NUMBER or NAME>=NUMBER")
+        raise InvalidRequest(f"{text[:80]!r} is not a metric filter", "Use NAME<=NUMBER or NAME>=NUMBER")
     number = float(match[3])
     return Bound(match[1], least=number) if match[2] == ">=" else Bound(match[1], most=number)
 
@@ -83,7 +85,7 @@ def _bound(text: str) -> Bound:
 def _tagged(text: str) -> Tagged:
     name, equals, value = text.partition("=")
     if not 0 < len(name) <= 64 or len(value) > 256:
-        raise InvalidRequest(f"{text[:80]!r} is no condition on a tag", "Write NAME or NAME=VALUE")
+        raise InvalidRequest(f"{text[:80]!r} is not a tag filter", "Use NAME or NAME=VALUE")
     return Tagged(name, value if equals else None)
 
 
@@ -93,25 +95,25 @@ class _Cursor(msgspec.Struct, array_like=True):
 
 
 def write_cursor(sort: Sort, place: PageKey) -> str:
-    """The text that leads to what comes after a place."""
+    """The cursor for the page after a sort key."""
     return urlsafe_b64encode(msgspec.json.encode(_Cursor(sort, list(place)))).decode().rstrip("=")
 
 
 def read_cursor(text: str, sort: Sort) -> PageKey:
-    """The place in a cursor of a listing in that order. Raises InvalidRequest."""
+    """The sort key in a cursor of a listing with this sort order. Raises InvalidRequest."""
     try:
         cursor = msgspec.json.decode(urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=_Cursor)
         if cursor.sort is not sort:
-            raise ValueError("it belongs to a listing in another order")
+            raise ValueError("it belongs to a listing with another sort order")
         place = tuple(msgspec.convert(cursor.values, type=tuple[types_of(sort)]))  # type: ignore[misc]
         _check(sort, place)
     except (binascii.Error, ValueError, msgspec.DecodeError, BadInput) as error:
-        raise InvalidRequest(f"the cursor is not one of ours: {error}", "Pass on next_cursor unchanged") from error
+        raise InvalidRequest(f"the cursor is invalid: {error}", "Pass next_cursor unchanged") from error
     return place
 
 
 def _check(sort: Sort, place: PageKey) -> None:
-    """What a database would choke on is no place."""
+    """Reject values that the database cannot store."""
     for value in place:
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ValueError("a number is too large")

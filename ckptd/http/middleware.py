@@ -1,4 +1,4 @@
-"""Around every request: its id, its log line, its counters, its errors, its headers, and who asks."""
+"""Middleware: request ids, access log, metrics, errors, headers, authentication and size limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckptstore.errors import CkptError, Denied, Forbidden, TooManyFailures, Unau
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 PROBES = frozenset({"/livez", "/readyz"})
-"""Need no token."""
+"""Paths that need no token."""
 _FREQUENT = PROBES | {"/metrics"}
 _BEARER = "Bearer "
 _HEADERS = {Unauthorized: {"WWW-Authenticate": "Bearer"}, TooManyFailures: {"Retry-After": str(round(WINDOW_S))}}
@@ -34,7 +34,7 @@ _HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token creat
 
 
 class RequestLog:
-    """The outermost layer: nothing escapes it, so a client never sees a traceback."""
+    """The outermost layer: request id, log line, metrics, headers. Turns every exception into an error response."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -65,7 +65,7 @@ class RequestLog:
             self._log(error, scope)
             if not status:
                 await _response(error)(scope, receive, observe)
-            # Else the answer is cut off: the server closes the connection, the reader sees too few bytes.
+            # Otherwise the response is truncated: the server closes the connection, and the client gets too few bytes.
         finally:
             self._finish(scope, status, perf_counter() - began)
             REQUEST_ID.reset(token)
@@ -91,10 +91,10 @@ class RequestLog:
 
 
 class Authentication:
-    """Finds out who asks. Without tokens, anybody on this machine."""
+    """Authenticates the caller. Without tokens, any process on this machine is allowed."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens | None, metrics: Metrics) -> None:
-        """tokens: None where no token is asked for."""
+        """tokens: None if authentication is off."""
         self._app = app
         self._tokens = tokens
         self._failures = metrics.auth_failures
@@ -109,7 +109,7 @@ class Authentication:
     def _recognized(self, scope: Scope, tokens: Tokens) -> Caller:
         given = Headers(scope=scope).get("authorization")
         if given is None:
-            raise Unauthorized("this daemon asks for a token", _HOW)
+            raise Unauthorized("this daemon requires a token", _HOW)
         address = scope["client"][0] if scope["client"] else "?"
         secret = given.removeprefix(_BEARER) if given.startswith(_BEARER) else ""
         try:
@@ -127,12 +127,12 @@ class Authentication:
 
 
 def _local(scope: Scope) -> Caller:
-    """A page of another site can make its visitor's browser ask us under a name of its own choice; not under ours."""
+    """Reject foreign host names: a page of another site can resolve its own name to this address (DNS rebinding)."""
     host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname
     if not is_loopback(host or ""):
         raise Forbidden(
-            f"without tokens this daemon answers only to its own address, not to {(host or '')[:80]!r}",
-            "Ask for http://127.0.0.1, or run it with tokens",
+            f"without tokens this daemon answers only on loopback addresses, not on {(host or '')[:80]!r}",
+            "Use http://127.0.0.1, or run the daemon with tokens",
         )
     return ANYBODY
 
@@ -147,7 +147,9 @@ def _response(error: Exception) -> ASGIApp:
         return problem_response(error.http_status, error.code, error.message, error.hint, headers=headers)
     if isinstance(error, CkptError):
         return error_response(type(error)(mask_passwords(error.message), mask_passwords(error.hint)))
-    return problem_response(500, "internal", "the daemon made a mistake", "Its log says more, under this request id")
+    return problem_response(
+        500, "internal", "internal error of the daemon", "Its log has the details under this request id"
+    )
 
 
 def _route(scope: Scope) -> str:
@@ -162,7 +164,7 @@ _PAGE = (
 
 
 def secure(headers: MutableHeaders, https: bool) -> None:
-    """Add them to an answer. There are none for other origins: no other site may read anything."""
+    """Add security headers to a response. CORS headers are left out: other origins may not read any response."""
     page = headers.get("content-type", "").startswith("text/html")
     headers["Content-Security-Policy"] = _PAGE if page else _NOTHING
     headers["X-Content-Type-Options"] = "nosniff"
@@ -173,14 +175,14 @@ def secure(headers: MutableHeaders, https: bool) -> None:
 
 
 MAX_HEADERS = 100
-"""The server itself limits their bytes to 64 KiB, the request line included."""
+"""The server itself limits headers and request line to 64 KiB."""
 MAX_QUERY_BYTES = 8 << 10
 PER_CLIENT = 4096
 TOTAL = 16384
 
 
 class Bounds:
-    """Refuses what is too large or too much."""
+    """Rejects requests with too many headers or a long query, and too many concurrent requests."""
 
     def __init__(self, app: ASGIApp, limits: ConcurrencyLimit | None = None) -> None:
         self._app = app
@@ -196,8 +198,8 @@ class Bounds:
             (len(scope["query_string"]), MAX_QUERY_BYTES, 414, "bytes of query"),
         ):
             if found > limit:
-                text = f"the request has {found} {what}, {limit} are allowed"
-                await problem_response(status, "invalid_request", text, "Send less")(scope, receive, send)
+                text = f"the request has {found} {what}; the limit is {limit}"
+                await problem_response(status, "invalid_request", text, "Send a smaller request")(scope, receive, send)
                 return
         with self._limits.one(scope["client"][0] if scope["client"] else "-"):
             await self._app(scope, receive, send)

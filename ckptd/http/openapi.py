@@ -1,4 +1,4 @@
-"""What the OpenAPI document says: answers, errors and bodies of every endpoint, with the schemas of the bodies."""
+"""The OpenAPI document: responses, errors and bodies of every endpoint, with their schemas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptapi import bodies
 
 _REF = "#/components/schemas/{name}"
 _ALWAYS = (401, 403, 414, 422, 429, 431, 500, 503)
-_ABOUT = "Checkpoint storage and restore. docs/api.md explains what the schemas do not."
+_ABOUT = "Checkpoint storage and restore. docs/api.md explains what is not in the schemas."
 _kinds: dict[str, Any] = {}
 
 
@@ -30,8 +30,9 @@ def documented(
 ) -> dict[str, Any]:
     """Arguments for a route.
 
-    kind: of the answer; None for one without a schema. errors: statuses beside those that every endpoint may give.
-    body: what it takes. media: of an answer that is not JSON. also: other statuses, and what they mean.
+    kind: type of the response body; None without a schema. errors: statuses in addition to those of every endpoint.
+    body: type of the request body. media: media type of a response that is not JSON. also: other statuses with their
+    descriptions.
     """
     responses: dict[int | str, Any] = {
         status: {"description": HTTPStatus(status).phrase, **_content(kind, media, status)},
@@ -48,7 +49,7 @@ def documented(
 
 
 def install(app: FastAPI) -> None:
-    """Make the document of an app complete."""
+    """Make an app serve the complete document."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,4 +1,4 @@
-"""Errors as application/problem+json. The codes are those of ckptstore.errors, and a few of HTTP itself."""
+"""Errors as application/problem+json, with the codes of ckptstore.errors and a few for HTTP errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def problem_response(
     retryable: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """An error answer."""
+    """An error response."""
     body = bodies.Problem(
         type="about:blank",
         title=HTTPStatus(status).phrase,
@@ -43,13 +43,13 @@ def problem_response(
 
 
 def error_response(error: CkptError) -> Response:
-    """The answer that says what one of our errors says."""
+    """The response for a CkptError."""
     retryable = isinstance(error, Unavailable)
     return problem_response(error.http_status, error.code, error.message, error.hint, retryable)
 
 
 def install(app: FastAPI) -> None:
-    """Give the framework's own errors the same form. Ours are translated by the middleware."""
+    """Format the framework's own errors the same way. The middleware handles CkptError."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:

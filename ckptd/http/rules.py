@@ -1,4 +1,4 @@
-"""Who may do what: one row per endpoint. An endpoint without a row is for admins only."""
+"""Access rules: one row per endpoint. An endpoint without a row is for admins only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptd.http.context import Context
 from ckptstore.names import Reference
 
 Naming = Callable[[Request], Awaitable[str | None]]
-"""Finds the run that a request is about; None: all runs."""
+"""Returns the run that a request concerns; None for all runs."""
 
 _ONE = bodies.CHECKPOINTS + "/{id}"
 
@@ -51,20 +51,20 @@ async def of_job(request: Request) -> str | None:
 
 
 async def in_body(_: Request) -> str | None:
-    """{"run": …}, {"id": …} or {"checkpoint": …}: ckptd.http.access.check_body looks at it when it has been read."""
+    """{"run": …}, {"id": …} or {"checkpoint": …}: ckptd.http.access.check_body checks it after it is read."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class AccessRule:
-    """What an endpoint asks of its caller."""
+    """The permissions that an endpoint requires."""
 
     scope: Scope | None
-    """None: nothing, not even a token."""
+    """None: no token is required."""
     run: Naming | None = None
-    """None: it is about all runs, and not for callers bound to some."""
+    """None: the request concerns all runs, and callers bound to some runs are refused."""
     filters: bool = False
-    """Where no single run is named, it answers with what the caller may see."""
+    """If no single run is named, the answer is limited to the caller's runs."""
 
 
 RULES: dict[tuple[str, str], AccessRule] = {
@@ -106,7 +106,7 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("DELETE", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore),
     ("GET", bodies.EVENTS): AccessRule(Scope.READ, in_query),
     ("GET", bodies.ATTEMPTS): AccessRule(Scope.READ, in_query),
-    ("POST", bodies.JOBS): AccessRule(Scope.READ, in_body),  # and what its kind asks for
+    ("POST", bodies.JOBS): AccessRule(Scope.READ, in_body),  # and the scope of its kind, below
     ("GET", bodies.JOBS): AccessRule(Scope.READ),
     ("GET", bodies.JOBS + "/{id}"): AccessRule(Scope.READ, of_job),
     ("DELETE", bodies.JOBS + "/{id}"): AccessRule(Scope.PRUNE, of_job),
@@ -131,11 +131,11 @@ JOBS: dict[type[Any], Scope] = {
     bodies.VerifyJob: Scope.READ,
     bodies.CollectJob: Scope.PRUNE,
 }
-"""What starting a job of a kind asks for; other kinds are for admins."""
+"""The scope that starting a job of a kind requires; other kinds are for admins."""
 _FOR_ADMINS = AccessRule(Scope.ADMIN)
 
 
 def rule_of(request: Request) -> AccessRule:
-    """The row of the endpoint that a request leads to."""
+    """The rule of the endpoint that serves a request."""
     method = "GET" if request.method == "HEAD" else request.method
     return RULES.get((method, request.scope["route"].path), _FOR_ADMINS)

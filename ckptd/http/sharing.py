@@ -1,4 +1,4 @@
-"""Sharing among clients: turns that come round, and limits on what one may have at a time. For one event loop."""
+"""Fairness between clients: a semaphore that rotates between them, and limits per client. For one event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptstore.errors import TooManyRequests
 
 
 class FairSemaphore:
-    """So many turns at a time. Clients that wait get the next ones in rotation, however many requests each has."""
+    """A semaphore that serves waiting clients in rotation, regardless of how many requests each of them has."""
 
     def __init__(self, limit: int) -> None:
         self._free = limit
@@ -19,7 +19,7 @@ class FairSemaphore:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait for a turn, and have it."""
+        """Hold one of the `limit` places while the block runs; waits for it."""
         await self._take(client)
         try:
             yield
@@ -36,7 +36,7 @@ class FairSemaphore:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                self._give()  # it came in this very moment
+                self._give()  # granted at the same time as the cancellation
             raise
 
     def _give(self) -> None:
@@ -44,7 +44,7 @@ class FairSemaphore:
             client, queue = self._waiting.popitem(last=False)
             granted = queue.popleft()
             if queue:
-                self._waiting[client] = queue  # to the end of the rotation
+                self._waiting[client] = queue  # back of the rotation
             if not granted.done():
                 granted.set_result(None)
                 return
@@ -52,7 +52,7 @@ class FairSemaphore:
 
 
 class ConcurrencyLimit:
-    """How much one client, and all together, may have at a time."""
+    """Limits concurrent use, per client and in total."""
 
     def __init__(self, what: str, per_client: int, total: int) -> None:
         self._what = what
@@ -63,12 +63,14 @@ class ConcurrencyLimit:
 
     @contextmanager
     def one(self, client: str) -> Iterator[None]:
-        """Have one. Raises TooManyRequests."""
+        """Count one use while the block runs. Raises TooManyRequests."""
         if self._counts[client] >= self._per_client or self._sum >= self._total:
             count, limit, whose = self._sum, self._total, "all clients"
             if self._sum < self._total:
                 count, limit, whose = self._counts[client], self._per_client, "this client"
-            raise TooManyRequests(f"{whose} have {count} {self._what} open, {limit} are allowed", "Close some, or wait")
+            raise TooManyRequests(
+                f"{whose} have {count} {self._what} open; the limit is {limit}", "Close some, or wait"
+            )
         self._counts[client] += 1
         self._sum += 1
         try:

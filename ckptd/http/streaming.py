@@ -1,4 +1,4 @@
-"""Stored objects as answers: whole or a range, piece by piece, never all of it in memory."""
+"""Stored objects as streamed responses: whole or a range, never all of it in memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ckptd.http.problems import problem_response
 from ckptd.services.objects import StoredObject
 
 _SENT_BYTES = 512 << 10
-"""At a time: what is copied on its way to the socket stays in the processor's cache."""
+"""Per write, so that data copied on its way to the socket stays in the CPU cache."""
 _MEDIA_TYPE = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads for one request: when it is its client's turn, and past the cache if the request wants that."""
+    """Reads for one request: shares the read slots fairly, and bypasses the cache if the request asks for it."""
 
     context: Context
     client: str
@@ -33,13 +33,13 @@ class Reader:
         return Reader(context, client_of(request), fresh)
 
     async def read(self, stored: StoredObject, wanted: ByteRange) -> memoryview:
-        """The first bytes of a range, as many as come in one piece."""
+        """The first bytes of a range: as many as one read returns."""
         objects, threads = self.context.services.objects, self.context.threads
         async with self.context.reading.turn(self.client):
             return await threads.store(objects.read, stored, wanted.offset, wanted.count, fresh=self.fresh)
 
     async def pieces(self, stored: StoredObject, wanted: ByteRange, first: memoryview) -> AsyncIterator[memoryview]:
-        """A range piece by piece, of which the first is given."""
+        """The pieces of a range; `first` was read already."""
         piece = first
         while True:
             for at in range(0, len(piece), _SENT_BYTES):
@@ -52,12 +52,12 @@ class Reader:
 
 
 def client_of(request: Request) -> str:
-    """Who shares with others: an address."""
+    """The client for fairness and limits: its address."""
     return request.client.host if request.client else "-"
 
 
 async def object_response(request: Request, context: Context, stored: StoredObject) -> Response:
-    """The answer to GET or HEAD of an object, as RFC 9110 wants it."""
+    """The response to GET or HEAD of an object, per RFC 9110."""
     etag = f'"{stored.version}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "private, max-age=31536000, immutable"}
     if matches(request.headers.get("if-none-match"), etag):
@@ -79,7 +79,7 @@ async def object_response(request: Request, context: Context, stored: StoredObje
 
 
 def unsatisfiable(size: int, asked: str) -> Response:
-    """The answer to whoever asks for bytes that an object does not have."""
+    """The response to a range outside the object."""
     return problem_response(
         416,
         "range_not_satisfiable",
@@ -90,7 +90,7 @@ def unsatisfiable(size: int, asked: str) -> Response:
 
 
 def matches(header: str | None, etag: str) -> bool:
-    """Whether If-None-Match names this version."""
+    """Whether If-None-Match contains this ETag."""
     if header is None:
         return False
     given = {part.strip().removeprefix("W/") for part in header.split(",")}
@@ -113,14 +113,14 @@ class ByteRange:
 
 
 class Unsatisfiable(Exception):
-    """The range asks for nothing that is there, or is not one range of bytes."""
+    """The range is outside the object, or is not a single byte range."""
 
 
 def parse_range(header: str | None, size: int) -> ByteRange | None:
-    """The range of an object of `size` bytes that a header asks for; None: the whole object.
+    """The range of an object of `size` bytes that a header requests; None for the whole object.
 
-    Units other than bytes are ignored, as RFC 9110 says. It allows to refuse what is malformed or names
-    several ranges; answering those with a whole shard would be a surprise of many gigabytes.
+    Units other than bytes are ignored, per RFC 9110. It permits rejecting malformed headers and multiple ranges;
+    answering those with the whole shard could send many gigabytes. Raises Unsatisfiable.
     """
     if header is None or not header.strip().lower().startswith("bytes"):
         return None

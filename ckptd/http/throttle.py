@@ -1,4 +1,4 @@
-"""Failed authentications: an address with too many of them is refused unheard for a while."""
+"""Temporarily blocks addresses with too many failed authentications."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _V = TypeVar("_V")
 
 
 class Throttle:
-    """For one event loop.
+    """Counts failures per address. For one event loop.
 
-    A token that an address has used before is heard all the same: one job with a wrong token must not lock out the
+    A token that an address has used successfully is never blocked: one job with a wrong token must not lock out the
     others on its host, or behind the same proxy.
     """
 
@@ -30,21 +30,21 @@ class Throttle:
         self._trusted: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def check(self, address: str, secret: str) -> None:
-        """Raises TooManyFailures if this one is not to be heard."""
+        """Raises TooManyFailures if the address is blocked for this token."""
         began, count = self._failures.get(address, (0.0, 0))
         if count < MAX_FAILURES or self._now() - began >= WINDOW_S or (address, hash(secret)) in self._trusted:
             return
         raise TooManyFailures(
             f"{count} requests from {address} had a wrong token within {WINDOW_S:.0f} seconds",
-            "Wait a minute, and correct the token",
+            "Correct the token, and wait a minute",
         )
 
     def succeeded(self, address: str, secret: str) -> None:
-        """Remember that this address has used this token."""
+        """Trust this token from this address from now on."""
         _remember(self._trusted, (address, hash(secret)), None, _MAX_TRUSTED)
 
     def failed(self, address: str) -> None:
-        """Count."""
+        """Count a failure."""
         now = self._now()
         began, count = self._failures.get(address, (now, 0))
         fresh = now - began >= WINDOW_S

@@ -1,4 +1,4 @@
-"""Requests that wait: without a thread each, and without a second one doing the same work."""
+"""Long polling without a thread per request, and locks per key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 
 class Waiting:
-    """Wakes the requests that wait for something to end. `wake` and `close` are for any thread."""
+    """Wakes requests that wait for a topic. `wake` and `close` may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,7 +20,7 @@ class Waiting:
 
     @contextmanager
     def listen(self, id: str) -> Iterator[asyncio.Event]:
-        """An event that is set when `id` ends, or when the daemon leaves. Listen first, then look, then wait."""
+        """An event that is set when `id` changes or the daemon shuts down. Listen first, then check, then wait."""
         event = asyncio.Event()
         with self._lock:
             self._loop = asyncio.get_running_loop()
@@ -37,17 +37,17 @@ class Waiting:
 
     @property
     def closed(self) -> bool:
-        """The daemon leaves: nobody is to wait any more."""
+        """The daemon shuts down: requests must not wait any more."""
         return self._closed
 
     def wake(self, id: str) -> None:
-        """Set the events of those that listen to `id`."""
+        """Set the events of the requests that listen to `id`."""
         with self._lock:
             for event in self._events.get(id, ()):
                 self._set(event)
 
     def close(self) -> None:
-        """Wake everybody, now and from now on: the daemon leaves."""
+        """Wake all requests, now and from now on: the daemon shuts down."""
         with self._lock:
             self._closed = True
             for events in self._events.values():
@@ -60,7 +60,7 @@ class Waiting:
 
 
 async def happens(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event; False if it does not come within so many seconds."""
+    """Wait for an event; False if it is not set within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -70,11 +70,11 @@ async def happens(event: asyncio.Event, seconds: float) -> bool:
 
 
 class KeyedLocks:
-    """One at a time per name, without a thread for those that wait. For one event loop."""
+    """One lock per name. For one event loop."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, name: str) -> asyncio.Lock:
-        """Enter it to have the turn; it is forgotten when nobody wants it."""
+        """The lock of a name; it is dropped when it is no longer used."""
         return self._locks.setdefault(name, asyncio.Lock())

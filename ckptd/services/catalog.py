@@ -28,7 +28,7 @@ class Catalog:
 
     def latest(self, run: str | None) -> Checkpoint:
         """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
-        if known := self.latest_at_hand(run):
+        if known := self.cached_latest(run):
             return known
         # First the generation, then the question: the answer is of that generation or newer.
         generation = self._index.seen
@@ -43,7 +43,7 @@ class Catalog:
         self._latest[run] = (generation, found)
         return found
 
-    def latest_at_hand(self, run: str | None) -> Checkpoint | None:
+    def cached_latest(self, run: str | None) -> Checkpoint | None:
         """The same without asking the database, if nothing has changed since it was asked; else None.
 
         What another daemon changed shows after the next `follow`.

@@ -212,7 +212,7 @@ def test_from_the_first_admin_to_the_end_of_a_trainers_token(store: Store, tmp_p
     for word in (admin, secret, again):
         assert word not in log
         assert word.rpartition("_")[2] not in log
-    assert "token 'trainer' was made by 'boss'" in log
+    assert "token 'trainer' was created by 'boss'" in log
 
 
 def _made_offline(store: Store, index: str) -> str:
