@@ -1,4 +1,4 @@
-"""The program `ckptd`, or `python -m ckptd`. Whoever installed the library alone has it too, and is told so."""
+"""The program `ckptd`, or `python -m ckptd`. An installation without the extra `server` reports what is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def main() -> None:
     try:
         from ckptd.commands import cli
     except ModuleNotFoundError as error:
-        sys.exit(f"ckptd: there is no {error.name} here, which the daemon needs. pip install 'ckptd[server]'")
+        sys.exit(f"ckptd: the daemon needs {error.name}, which is not installed. pip install 'ckptd[server]'")
     cli()
 
 

@@ -1,4 +1,4 @@
-"""The wiring: the only place where the daemon's objects are made and joined."""
+"""The wiring: the only place where the daemon's objects are created and connected."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ _Work = Periodic | Jobs | Webhooks
 
 
 def create_app(settings: Settings, store: Store | None = None, clock: Clock = system_clock) -> FastAPI:
-    """The daemon as an ASGI app; its index is migrated on return, its background work begins with its lifespan.
+    """The daemon as an ASGI app. The index is migrated on return; background work runs during the app's lifespan.
 
-    store: instead of the one that settings name. Raises BadInput or IndexUnavailable.
+    store: overrides the store of the settings. Raises BadInput or IndexUnavailable.
     """
     store = store or open_store(settings.store)
     if not store.shared_between_processes:
@@ -114,7 +114,7 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
 
 
 class _Core:
-    """What nearly everything else stands on."""
+    """The objects that most services need."""
 
     def __init__(self, settings: Settings, store: Store, clock: Clock) -> None:
         self.settings = settings
@@ -139,12 +139,12 @@ class _Core:
         self.metrics.leader.set_function(self.leadership.leads)
 
     def follow(self) -> None:
-        """Learn what other daemons on the same database have changed, and only then wake who waits for it."""
+        """Read the changes of other daemons on the same database, then wake the requests that wait for them."""
         self.catalog.follow()
         self.events.round()
 
     def pruning(self, store: Store) -> Pruning:
-        """Prunes on the store, or as the leader."""
+        """A pruning service on the store, or on the leader's store."""
         return Pruning(store, self.synchronizing, self.metrics, self.clock, self.events.pruned)
 
 
@@ -175,7 +175,7 @@ def _services(core: _Core, cache: BlockCache) -> Services:
 
 
 def _serving(core: _Core, services: Services) -> list[_Work]:
-    """Work of every daemon."""
+    """Background work of every daemon."""
     settings = core.settings
     webhooks = Webhooks(settings.webhook_urls, settings.webhook_secret, core.metrics, core.clock)
     core.log.subscribe(webhooks.offer)
@@ -197,7 +197,7 @@ def _serving(core: _Core, services: Services) -> list[_Work]:
 
 
 def _housekeeping(core: _Core) -> list[_Work]:
-    """Work of the leader."""
+    """Background work of the leader."""
     settings, store, metrics, clock = core.settings, core.leader_store, core.metrics, core.clock
     recovery = Recovery(store, clock, settings.commit_grace_seconds)
     recovering = Recovering(store, core.index, recovery, metrics, clock, core.synchronizing.notify)

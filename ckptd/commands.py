@@ -34,9 +34,9 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    pretty_exceptions_enable=False,  # they could show what must not be in a log
+    pretty_exceptions_enable=False,  # they could print secrets
 )
-tokens = typer.Typer(help="Who may ask the daemon for what.", no_args_is_help=True, rich_markup_mode=None)
+tokens = typer.Typer(help="Access tokens.", no_args_is_help=True, rich_markup_mode=None)
 cli.add_typer(tokens, name="token")
 
 
@@ -56,8 +56,8 @@ def _common(
 
 
 def _flags() -> list[tuple[str, Any]]:
-    """Every setting as an option. None where it is not given: the default may come from elsewhere."""
-    help_of_file = "TOML file of settings, by their names here with underscores."
+    """Every setting as an option. None if not given: the value may come from the environment or the file."""
+    help_of_file = "TOML file of settings, named as these options with underscores."
     options = [("config", typer.Option("--config", metavar="FILE", help=f"{help_of_file} [env: {PREFIX}CONFIG]"))]
     for knob in KNOBS:
         if not knob.metadata["secret"]:
@@ -69,7 +69,7 @@ def _flags() -> list[tuple[str, Any]]:
 
 
 def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], None]:
-    """Make a function of a Configuration, and perhaps more, a command that has an option for every setting."""
+    """Register a function of a Configuration as a command that has an option for every setting."""
 
     def add(work: Callable[..., None]) -> None:
         def run(**given: Any) -> None:
@@ -104,18 +104,20 @@ def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], N
 def _serve(configuration: Configuration) -> None:
     """Serve a store over HTTP.
 
-    There is no option for the token: a command line is no place for secrets. Use CKPTD_TOKEN or the file.
+    There is no option for the token, because other users can read command lines. Use CKPTD_TOKEN or the file.
     """
     settings = configuration.settings
     app = create_app(settings)
     if settings.auth != AUTH_OFF and not app.state.context.services.tokens.any():
-        _LOG.warning("there is no token, so nobody may ask anything: ckptd token create makes the first")
+        _LOG.warning(
+            "there is no token, so every request will be refused: create the first one with ckptd token create"
+        )
     serve_app(app, settings)
 
 
 @_command(cli, "config")
 def _config(configuration: Configuration) -> None:
-    """Print the settings in force, where each comes from, and do nothing."""
+    """Print the settings in force and where each comes from."""
     lines = configuration.lines()
     widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
     for name, value, origin in lines:
@@ -125,13 +127,15 @@ def _config(configuration: Configuration) -> None:
 @_command(tokens, "create")
 def _create_token(
     configuration: Configuration,
-    name: Annotated[str, typer.Argument(help="Of the token: what it is for.")],
+    name: Annotated[str, typer.Argument(help="Name of the token, for example its purpose.")],
     scope: Annotated[list[Scope], typer.Option("--scope", help="read, write, prune or admin. May be repeated.")],
-    run: Annotated[list[str] | None, typer.Option("--run", help="For these runs only. May be repeated.")] = None,
+    run: Annotated[
+        list[str] | None, typer.Option("--run", help="Limit the token to these runs. May be repeated.")
+    ] = None,
 ) -> None:
-    """Make a token in the database, whether or not a daemon runs on it, and print its secret.
+    """Create a token in the database and print its secret. Works with and without a running daemon.
 
-    For the first admin; ckptctl token does the rest.
+    Use it for the first admin, and ckptctl token for all others.
     """
     asked = TokenRequest(name=name, scopes=scope, runs=run or [])
     database = Database(configuration.settings.db, 1)

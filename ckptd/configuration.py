@@ -1,4 +1,4 @@
-"""Where the settings come from: a flag before the environment, before the file, before the default."""
+"""Settings from their sources, by precedence: flag, environment, file, default."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Configuration:
 
 
 def load(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Configuration:
-    """The settings of one call. flags: by name of the setting, None where not given; `config` names the file.
+    """The settings of one call. flags: by name of the setting, None if not given; `config` is the file.
 
-    Raises InvalidRequest, which says where a wrong value stands.
+    Raises InvalidRequest, which names the source of an invalid value.
     """
     values: dict[str, Any] = {}
     origins = dict.fromkeys(_TYPES, _DEFAULT)
@@ -65,18 +65,18 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         found = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidRequest(f"cannot read the settings in {path}: {error}", "It is a TOML file of settings") from error
+        raise InvalidRequest(f"cannot read the settings in {path}: {error}", "It must be a TOML file") from error
     return {name: _checked(name, value, path) for name, value in found.items()}
 
 
 def _checked(name: str, value: Any, path: str) -> Any:
     kind = _TYPES.get(name)
     if kind is None:
-        raise InvalidRequest(f"{path} sets {name!r}, which is no setting", f"There are: {', '.join(_TYPES)}")
+        raise InvalidRequest(f"{path} sets {name!r}, which is not a setting", f"The settings are: {', '.join(_TYPES)}")
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise InvalidRequest(f"{path} sets {name} to a {type(value).__name__}", f"It takes {_KINDS[kind]}")
+        raise InvalidRequest(f"{path} sets {name} to a {type(value).__name__}", f"Use {_KINDS[kind]}")
     return value
 
 
@@ -85,4 +85,4 @@ def _parse(name: str, text: str, where: str) -> Any:
     try:
         return kind(text)
     except ValueError as error:
-        raise InvalidRequest(f"{where} is {text!r}", f"It takes {_KINDS[kind]}") from error
+        raise InvalidRequest(f"{where} is {text!r}", f"Use {_KINDS[kind]}") from error

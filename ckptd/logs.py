@@ -1,4 +1,4 @@
-"""Log lines on stderr, as text or one JSON object each, with the id of the request, and without secrets."""
+"""Log lines on stderr, as text or JSON, with the request id and without secrets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from ckptd.redaction import Redactor
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
-"""The request being answered, here and in the threads that work for it."""
+"""The id of the current request, also in its worker threads."""
 FIELDS = "ckptd_fields"
-"""`extra={FIELDS: {...}}` adds to the JSON object; text leaves it out."""
+"""`extra={FIELDS: {...}}` adds fields to the JSON object; the text format ignores them."""
 _CHATTY = ("alembic", "uvicorn", "httpx", "botocore", "aiobotocore", "s3fs", "fsspec", "opentelemetry", "urllib3")
 
 
@@ -36,7 +36,7 @@ class _JsonFormatter(logging.Formatter):
         self._redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
-        # Redacted before it is JSON: an escape inside a secret would hide it.
+        # Redact before encoding as JSON: an escape inside a secret would hide it.
         line = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),

@@ -1,4 +1,4 @@
-"""Keeps secrets out of everything that people read: logs and the listing of settings."""
+"""Removes secrets from logs and from the listing of settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MASK = "***"
 _URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 _SECRET_VARIABLE = re.compile(r"SECRET|PASSWORD|PASSWD|TOKEN|CREDENTIAL|ACCOUNT_KEY")
 _SHORTEST = 6
-"""Shorter values are too likely to stand in a line by chance."""
+"""Shorter values are too likely to occur in a line by chance."""
 
 
 def mask_passwords(text: str) -> str:
@@ -18,7 +18,7 @@ def mask_passwords(text: str) -> str:
 
 
 def secrets_of(environment: Mapping[str, str]) -> list[str]:
-    """The values of those variables whose names say that they are secret."""
+    """The values of the variables whose names mark them as secret."""
     return [value for name, value in environment.items() if _SECRET_VARIABLE.search(name.upper())]
 
 

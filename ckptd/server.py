@@ -1,4 +1,4 @@
-"""Serving until SIGTERM: say so in /readyz, close the port, let open requests end, exit 0."""
+"""Serves until SIGTERM, then shuts down: /readyz fails, the port closes, open requests finish, exit code 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REUSED_BYTES = 32 << 20
 
 
 class _Server(uvicorn.Server):
-    """uvicorn closes its port as soon as it is asked to stop, and then dies by the signal; we do neither."""
+    """Unlike uvicorn, waits before it closes the port, and exits normally instead of by the signal."""
 
     def __init__(self, config: uvicorn.Config, context: Context, notice_s: float) -> None:
         super().__init__(config)
@@ -45,7 +45,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._context.leaving:
-            self._close()  # asked twice: no more notice
+            self._close()  # second signal: skip the notice period
             return
         self._context.leaving = True
         notice = threading.Timer(self._notice_s, self._close)
@@ -58,18 +58,18 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: FastAPI, settings: Settings) -> None:
-    """Answer requests until a signal comes, then drain; returns when the last answer is sent or given up.
+    """Answer requests until a signal arrives, then drain. Returns when the last response was sent or timed out.
 
     Raises InvalidRequest if the certificate or its key cannot be used.
     """
-    # An answer takes less than a millisecond; with Python's 5 it would wait for whatever reads listings meanwhile.
+    # A response takes under a millisecond; with Python's default of 5 ms it would wait for threads that parse listings.
     sys.setswitchinterval(_SWITCH_S)
     _reuse_memory()
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http="h11",  # limits the bytes of headers; the faster parser does not
+        http="h11",  # limits the size of headers; the faster parser does not
         log_config=None,
         access_log=False,
         server_header=False,
@@ -82,20 +82,20 @@ def serve(app: FastAPI, settings: Settings) -> None:
     _Server(config, app.state.context, settings.notice_seconds).run()
     _LOG.info("stopped")
     if _is_stuck():
-        # A read that a dead store never answers must not keep the process from ending. Nothing is lost:
-        # what matters is in the store, and the index is closed.
+        # A read from a store that does not respond must not keep the process from exiting. Nothing is lost:
+        # the data is in the store, and the index is closed.
         logging.shutdown()
         os._exit(0)
 
 
 def _reuse_memory() -> None:
-    """Have blocks of the cache read into memory that is at hand.
+    """Make malloc keep the memory of cache blocks for reuse.
 
-    The C library gives so much back to the system at once, and having the pages of each block made anew took half of
-    the system's time.
+    glibc returns allocations of this size to the kernel at once, and faulting in the pages of each block again took
+    half of the system time.
     """
     if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has no mallopt
         if mallopt is not None:
             mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES)
             mallopt(_M_TRIM_THRESHOLD, _REUSED_BYTES)
@@ -107,7 +107,7 @@ def _load(config: uvicorn.Config) -> None:
     except (OSError, ssl.SSLError) as error:
         raise InvalidRequest(
             f"cannot use certificate {config.ssl_certfile} with key {config.ssl_keyfile}: {error}",
-            "Both are PEM files that this user can read, and belong together",
+            "Use a certificate and its key, as PEM files that this user can read",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Every knob of the daemon: name, default, meaning. ckptd.configuration finds out what they are set to."""
+"""Every setting of the daemon: name, default, meaning. ckptd.configuration reads their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHOICES = {
     "log_format": ("text", "json"),
 }
 _LONGEST = 1e9
-"""Of any number of seconds or days: more than the system can wait for is a mistake."""
+"""Upper bound of all numbers of seconds or days; the system cannot wait longer."""
 _POSITIVE = ("poll_seconds", "collect_seconds", "leader_lease_seconds")
 _NOT_NEGATIVE = (
     "commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds", "scrub_days",
@@ -34,39 +34,41 @@ def _knob(default: Any, text: str, secret: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How one daemon runs. Raises InvalidRequest if the values make no sense together."""
+    """The settings of one daemon. Raises InvalidRequest if the values contradict each other."""
 
     store: str = _knob("", "URL of the store: file:///folder, s3://bucket/folder.")
     db: str = _knob("", "SQLAlchemy URL of the index. Default: a file in the state folder.")
     host: str = _knob("127.0.0.1", "Address to listen on.")
-    port: int = _knob(DEFAULT_PORT, "0: any free one; the log names it.")
+    port: int = _knob(DEFAULT_PORT, "Port to listen on; 0: any free port, which is logged.")
     auth: str = _knob("on", "Every request must carry a token; off: on loopback only.")
-    token: str = _knob("", "A token that may do everything, beside those in the index.", secret=True)
+    token: str = _knob("", "A token with all scopes, in addition to those in the index.", secret=True)
     tls_cert: str = _knob("", "PEM file of the certificate and its chain; with --tls-key, serve https only.")
     tls_key: str = _knob("", "PEM file of the certificate's key.")
-    cache: str = _knob("", "Folder for what was read from the store. Default: in the user's cache folder.")
-    cache_bytes: int = _knob(10 << 30, "The cache holds no more; 0: no cache.")
-    store_reads: int = _knob(16, "Reads of the store for readers, at a time; each holds up to 4 MiB in memory.")
-    poll_seconds: float = _knob(10.0, "Between two listings of the store.")
-    commit_grace_seconds: float = _knob(5.0, "A finished attempt is left to its own committer for so long.")
+    cache: str = _knob("", "Folder for data read from the store. Default: in the user's cache folder.")
+    cache_bytes: int = _knob(10 << 30, "Maximum size of the cache; 0: no cache.")
+    store_reads: int = _knob(
+        16, "Maximum number of concurrent store reads for clients; each holds up to 4 MiB in memory."
+    )
+    poll_seconds: float = _knob(10.0, "Seconds between listings of the store.")
+    commit_grace_seconds: float = _knob(
+        5.0, "Time that a complete attempt is left to its own committer before the daemon commits it."
+    )
     leader_lease_seconds: float = _knob(
-        15.0, "Of daemons on one PostgreSQL one leads; if it is gone, another one does after so long at the latest."
+        15.0, "Maximum time until another daemon on the same PostgreSQL takes over from a leader that is gone."
     )
-    collect_seconds: float = _knob(3600.0, "Between two collections of orphans.")
+    collect_seconds: float = _knob(3600.0, "Seconds between collections of orphans.")
     orphan_grace_seconds: float = _knob(
-        24 * 3600.0, "An unfinished attempt is deleted when nothing was written to it for so long."
+        24 * 3600.0, "An unfinished attempt is deleted after nothing was written to it for this time."
     )
-    scrub_days: float = _knob(
-        0.0, "Every checkpoint is read whole again so many days after it was last found whole; 0: never."
-    )
-    scrub_bytes_per_second: int = _knob(50_000_000, "The scrub reads no faster; 0: as fast as it can.")
-    notice_seconds: float = _knob(2.0, "After SIGTERM: how long /readyz says no before the port is closed.")
-    drain_seconds: float = _knob(20.0, "After that: how long open requests may take to end.")
-    webhooks: str = _knob("", "URLs, with commas between them, that events are posted to.")
-    webhook_secret: str = _knob("", "Signs what is posted.", secret=True)
+    scrub_days: float = _knob(0.0, "Days after which a checkpoint is read completely and verified again; 0: never.")
+    scrub_bytes_per_second: int = _knob(50_000_000, "Maximum read rate of the scrub; 0: unlimited.")
+    notice_seconds: float = _knob(2.0, "After SIGTERM: time that /readyz fails before the port is closed.")
+    drain_seconds: float = _knob(20.0, "After that: time for open requests to finish.")
+    webhooks: str = _knob("", "Comma-separated URLs to which events are posted.")
+    webhook_secret: str = _knob("", "Secret that signs the posted events.", secret=True)
     log_level: str = _knob("info", "debug, info, warning or error.")
-    log_format: str = _knob("text", "text, or json: one object a line.")
-    otlp_endpoint: str = _knob("", "Where to send traces: an OTLP collector's HTTP address. Empty: nowhere.")
+    log_format: str = _knob("text", "text, or json with one object per line.")
+    otlp_endpoint: str = _knob("", "HTTP address of an OTLP collector for traces. Empty: no traces.")
 
     @property
     def webhook_urls(self) -> list[str]:
@@ -80,7 +82,7 @@ class Settings:
         if not self.store:
             raise InvalidRequest("no store is given", "Pass --store URL, or set CKPTD_STORE")
         if not 0 <= self.port <= 65535:
-            raise InvalidRequest(f"port {self.port} is not a port", "Use 0 to 65535")
+            raise InvalidRequest(f"port is {self.port}", "Use 0 to 65535")
         if self.store_reads < 1:
             raise InvalidRequest(f"store_reads is {self.store_reads}", "Use at least 1")
         self._check_numbers()
@@ -92,25 +94,25 @@ class Settings:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a positive number of seconds")
         for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a number, not below 0")
+                raise InvalidRequest(f"{name} is {getattr(self, name)}", "Use a number of at least 0")
         for knob in KNOBS:
             if isinstance(knob.default, float) and getattr(self, knob.name) > _LONGEST:
                 raise InvalidRequest(f"{knob.name} is {getattr(self, knob.name)}", f"Use at most {_LONGEST:.0f}")
 
     def _check_exposure(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise InvalidRequest("of tls_cert and tls_key only one is given", "Give both, or neither")
+            raise InvalidRequest("only one of tls_cert and tls_key is set", "Set both, or neither")
         if self.auth == AUTH_OFF and not is_loopback(self.host):
             raise InvalidRequest(
-                f"refusing to listen on {self.host} with auth off: whoever reaches it could delete checkpoints",
-                "Leave auth on and make tokens (ckptd token create), or listen on 127.0.0.1",
+                f"refusing to listen on {self.host} with auth off: every host that reaches it could delete checkpoints",
+                "Leave auth on and create tokens (ckptd token create), or listen on 127.0.0.1",
             )
         if 0 < len(self.token) < MIN_TOKEN:
             raise InvalidRequest(
-                f"the token has {len(self.token)} characters", f"Use {MIN_TOKEN}: openssl rand -hex 32"
+                f"the token has {len(self.token)} characters", f"Use at least {MIN_TOKEN}: openssl rand -hex 32"
             )
         if self.auth == AUTH_OFF and self.token:
-            raise InvalidRequest("auth is off, and yet a token is given", "Drop one of them: which one is meant?")
+            raise InvalidRequest("auth is off, but a token is set", "Remove one of them")
 
 
 KNOBS: tuple[Field[Any], ...] = fields(Settings)
@@ -129,7 +131,7 @@ def default_cache(store: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name, is this machine's own and nobody else's."""
+    """Whether an address or host name is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,6 +1,6 @@
-"""Traces, where a collector is configured: a span for each request, and one for each look into index or store.
+"""Traces, if a collector is configured: a span per request, and one per call to the index or the store.
 
-OpenTelemetry comes with the extra `otel` and is loaded only then. A span joins the trace of the caller (traceparent).
+OpenTelemetry comes with the extra `otel` and is loaded only if it is used. Spans join the caller's trace (traceparent).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ckptstore.errors import InvalidRequest
 
 Span = Callable[[str], AbstractContextManager[Any]]
-"""Begins a span that ends with the block."""
+"""Opens a span that ends with the block."""
 _TIMEOUT_S = 2
 
 
 def no_span(_: str) -> AbstractContextManager[None]:
-    """Where nothing is traced."""
+    """Used when tracing is off."""
     return nullcontext()
 
 
 class Tracer:
-    """Sends spans to a collector over HTTP, in the background; lost ones are lost. Any thread may use it."""
+    """Sends spans to a collector over HTTP in the background, without retries. Any thread may use it."""
 
     def __init__(self, endpoint: str) -> None:
         """Raises InvalidRequest without the extra `otel`."""
@@ -48,20 +48,20 @@ class Tracer:
         return self._tracer.start_as_current_span(name)
 
     def request(self, headers: Headers) -> AbstractContextManager[Any]:
-        """A span for a request, within the one of its caller."""
+        """A span for a request, as a child of the caller's span."""
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind
 
         return self._tracer.start_as_current_span("request", context=extract(headers), kind=SpanKind.SERVER)
 
     def close(self) -> None:
-        """Send what is left, for a moment."""
+        """Flush the remaining spans, for two seconds at most."""
         self._provider.force_flush(_TIMEOUT_S * 1000)
         self._provider.shutdown()
 
 
 class Tracing:
-    """The outermost layer, where traces are configured."""
+    """The outermost middleware if tracing is on."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app = app

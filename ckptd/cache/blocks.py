@@ -1,4 +1,4 @@
-"""Reads of objects that never change, through a folder: one reader fetches a byte, for all who want it."""
+"""Reads of immutable objects through a folder on disk; concurrent readers of the same bytes share one fetch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class BlockCache:
-    """Keeps what was read from the store in a folder, the least recently used going first. Any thread may use it."""
+    """An LRU cache of store reads in a folder. Any thread may use it."""
 
     def __init__(
         self, store: Store, folder: Folder | None, limit_bytes: int, parallel_reads: int, metrics: Metrics
     ) -> None:
-        """folder: None to keep nothing; readers at the same time still share one read.
+        """folder: None for no cache; concurrent readers still share one read.
 
-        parallel_reads: of the store, at a time; each holds one block in memory.
+        parallel_reads: maximum number of concurrent store reads; each holds one block in memory.
         """
         self._store = store
         self._folder = folder
@@ -53,32 +53,32 @@ class BlockCache:
                 return found
 
     def read_past(self, key: str, offset: int, count: int) -> memoryview:
-        """Bytes straight from the store, which forgets what it had of them: the reader believes it to be wrong."""
+        """Bytes straight from the store. Drops the cached copy, which the reader found to be damaged."""
         with self._lock:
             stale = self._extents.overlapping(key, offset, offset + count)
         self._drop(stale)
         return self._fetch(key, offset, count)
 
     def owners(self) -> set[tuple[str, Attempt]]:
-        """The runs and attempts of which something is kept."""
+        """The runs and attempts that have cached bytes."""
         with self._lock:
             keys = {extent.key: extent for extent in self._extents.stored()}
         return {extent.owner for extent in keys.values()}
 
     def drop(self, run: str, attempt: Attempt) -> None:
-        """Delete what is kept of an attempt."""
+        """Delete the cached bytes of an attempt."""
         prefix = names.attempt_prefix(run, attempt)
         with self._lock:
             owned = [extent for extent in self._extents.stored() if extent.key.startswith(prefix)]
         self._drop(owned)
 
     def close(self) -> None:
-        """Let another daemon have the folder."""
+        """Release the folder for another daemon."""
         if self._folder is not None:
             self._folder.close()
 
     def _obtain(self, key: str, size: int, offset: int, end: int) -> tuple[Extent, memoryview | None]:
-        """The extent that has the byte at `offset`, and its bytes; None if they turned out to be lost."""
+        """The extent that has the byte at `offset`, and its bytes; None if the cached bytes are lost."""
         with self._lock:
             extent = self._extents.at(key, offset)
             if extent is None:
@@ -98,7 +98,7 @@ class BlockCache:
         try:
             data = self._fetch(extent.key, extent.offset, extent.bytes)
         except BaseException as error:
-            # Forgotten before it is told: who comes next asks the store again.
+            # Forget the extent before waking the waiters, so that the next reader fetches it from the store.
             self._land(extent, stored=False)
             flight.set_exception(error)
             raise
@@ -130,7 +130,7 @@ class BlockCache:
         except OSError as error:
             self._metrics.cache_failures.inc()
             if not self._complained:
-                _LOG.warning("cannot write to the cache, reads go on from the store: %s", error)
+                _LOG.warning("cannot write to the cache, reading from the store instead: %s", error)
             self._complained = True
             return False
         return True
@@ -157,7 +157,7 @@ class BlockCache:
             for extent in extents:
                 if extent not in self._flights:
                     self._extents.forget(extent)
-                    # While locked: nobody writes it anew in the meantime.
+                    # Under the lock, so that the file cannot be written again meanwhile.
                     self._folder.remove(extent)
 
     def _evict(self, folder: Folder, extents: Sequence[Extent]) -> None:

@@ -1,4 +1,4 @@
-"""Which stretches of objects the cache has, and which it would fetch next. No I/O, no locks."""
+"""Bookkeeping of the cached ranges of objects. No I/O, no locks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ckptstore.errors import InvalidName
 from ckptstore.names import Attempt
 
 BLOCK_BYTES = 4 << 20
-"""Objects are cut at its multiples. No extent crosses a cut, so that one read of it costs bounded memory."""
+"""Extents do not cross multiples of it, so that one read needs bounded memory."""
 GRAIN_BYTES = 4 << 10
-"""Extents begin and end at its multiples, or with their object: what is fetched beyond the wanted stays below 8 KiB."""
+"""Extents are aligned to it, or end with their object: less than 8 KiB is fetched beyond the requested range."""
 _MIN_MEAN_BYTES = 64 << 10
 _FILE_NAME = re.compile(r"([^@/]+)@([^@/]+)@([a-z0-9.-]+)@([0-9]{1,15})-([0-9]{1,8})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """A stretch of an object, within one block."""
+    """A range of an object, within one block."""
 
     key: str
-    """Of the object in the store: run/attempts/attempt/name."""
+    """Key of the object in the store: run/attempts/attempt/name."""
     offset: int
     bytes: int
 
@@ -41,13 +41,13 @@ class Extent:
 
     @property
     def file_name(self) -> str:
-        """What `parse` reads back."""
+        """The file name; `parse` is the inverse."""
         run, _, attempt, name = self.key.split("/")
         return f"{run}@{attempt}@{name}@{self.offset}-{self.bytes}"
 
     @staticmethod
     def parse(file_name: str) -> Extent | None:
-        """The extent of that name, if this version of the cache could have made it."""
+        """The extent of a file name; None if this version of the cache does not write such a name."""
         match = _FILE_NAME.fullmatch(file_name)
         if match is None:
             return None
@@ -61,7 +61,7 @@ class Extent:
 
 
 class Extents:
-    """All extents: on their way from the store, or on disk. They never overlap. Not thread-safe."""
+    """All extents: being fetched from the store, or on disk. They never overlap. Not thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.stored_bytes = 0
@@ -83,9 +83,9 @@ class Extents:
         return [extent for extent in near if extent.offset < end and offset < extent.end]
 
     def claim(self, key: str, size: int, offset: int, end: int) -> Extent:
-        """A new extent for the bytes from `offset`, which none has, to at most `end`, and no more than one block.
+        """A new extent for the bytes from `offset`, which no extent has, up to `end`, within one block.
 
-        size: of the object. It is on its way now: `store` or `forget` it.
+        size: of the object. It counts as being fetched until `store` or `forget` is called.
         """
         before, after = self._neighbours(key, offset)
         begin = max(offset - offset % GRAIN_BYTES, before.end if before else 0)
@@ -95,7 +95,7 @@ class Extents:
         return extent
 
     def adopt(self, extent: Extent) -> bool:
-        """Take in what is on disk already, as the most recently used; False if it overlaps another."""
+        """Add an extent that is on disk, as the most recently used; False if it overlaps another."""
         before, after = self._neighbours(extent.key, extent.offset)
         if (before and before.end > extent.offset) or (after and after.offset < extent.end):
             return False
@@ -105,7 +105,7 @@ class Extents:
         return True
 
     def make_room(self, extent: Extent) -> list[Extent] | None:
-        """Allow an extent on its way to be written; returns those forgotten for it. None: it does not fit."""
+        """Make room for a fetched extent; returns those removed for it, or None if it does not fit."""
         if self._arriving_bytes + extent.bytes > self._limit_bytes:
             return None
         self._arriving.add(extent)
@@ -113,18 +113,18 @@ class Extents:
         return self.shrink()
 
     def store(self, extent: Extent) -> None:
-        """It was written, in the room made for it."""
+        """Mark an extent as written to disk, after `make_room`."""
         self._leave(extent)
         self._stored[extent] = None
         self.stored_bytes += extent.bytes
 
     def use(self, extent: Extent) -> None:
-        """Somebody reads it: it goes last."""
+        """Mark an extent as the most recently used."""
         if extent in self._stored:
             self._stored.move_to_end(extent)
 
     def forget(self, extent: Extent) -> None:
-        """It is no more, wherever it was; one that is unknown is fine."""
+        """Remove an extent in any state; an unknown one is ignored."""
         block = self._blocks.get(_block(extent), [])
         if extent not in block:
             return
@@ -137,7 +137,7 @@ class Extents:
             self.stored_bytes -= extent.bytes
 
     def shrink(self) -> list[Extent]:
-        """Forget the least recently used until the rest is within the limit; returns them."""
+        """Remove the least recently used extents until the rest is within the limit; returns them."""
         forgotten = []
         # Small files cost more than their bytes, so their number is limited too.
         most = self._limit_bytes // _MIN_MEAN_BYTES

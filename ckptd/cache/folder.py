@@ -23,9 +23,9 @@ _TEMPORARY = ".tmp-"
 
 
 class Folder:
-    """A folder that this process has for itself until `close`. Any thread may use it.
+    """A folder that this process locks until `close`. Any thread may use it.
 
-    Raises OSError where it cannot be used, BlockingIOError where another process uses it.
+    Raises OSError if it cannot be used, BlockingIOError if another process uses it.
     """
 
     def __init__(self, path: Path, store_url: str) -> None:
@@ -36,13 +36,13 @@ class Folder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.found = self._enter(store_url.encode())
-            """What was there, the oldest first."""
+            """The extents found in the folder, oldest first."""
         except BaseException:
             os.close(self._lock)
             raise
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the folder for another process."""
         os.close(self._lock)
 
     def write(self, extent: Extent, data: Buffer) -> None:
@@ -58,7 +58,7 @@ class Folder:
             raise
 
     def read(self, extent: Extent) -> memoryview | None:
-        """The bytes of an extent, checked. None: they are not there, or not as they were written."""
+        """The bytes of an extent, verified; None if they are missing or damaged."""
         size = extent.bytes + _DIGEST_BYTES
         try:
             with self._path(extent).open("rb", buffering=0) as file:
@@ -75,7 +75,7 @@ class Folder:
         return data
 
     def remove(self, extent: Extent) -> None:
-        """Delete an extent. Where that fails, it stays until a restart, unused."""
+        """Delete an extent. If that fails, the file stays unused until a restart."""
         try:
             self._path(extent).unlink(missing_ok=True)
         except OSError as error:
@@ -85,7 +85,7 @@ class Folder:
         return self._files / extent.file_name
 
     def _enter(self, signature: bytes) -> list[Extent]:
-        """The lock file says whose bytes these are. Another store's are deleted before it is rewritten."""
+        """Check the lock file for the store's URL. Files of another store are deleted before it is rewritten."""
         ours = os.pread(self._lock, len(signature) + 1, 0) == signature
         found = self._scan(ours)
         if not ours:
@@ -94,7 +94,7 @@ class Folder:
         return found
 
     def _scan(self, ours: bool) -> list[Extent]:
-        """What is there, and removes what a crash left; everything if it is not ours."""
+        """List the extents, and delete files that a crash left; all files if they belong to another store."""
         found = []
         with os.scandir(self._files) as entries:
             for entry in entries:
@@ -107,7 +107,7 @@ class Folder:
 
 
 def open_folder(path: Path, store_url: str) -> Folder | None:
-    """The folder, or None where it cannot be used: the log says why, and the daemon does without it."""
+    """The folder, or None if it cannot be used: the reason is logged, and the daemon runs without a cache."""
     try:
         return Folder(path, store_url)
     except BlockingIOError:
@@ -118,7 +118,7 @@ def open_folder(path: Path, store_url: str) -> Folder | None:
 
 
 def _digest(extent: Extent, data: Buffer) -> bytes:
-    # With the name, so that a file that got another one is not taken for what the name says.
+    # Includes the name, so that a renamed file fails its checksum.
     hashed = xxhash.xxh3_128(extent.file_name.encode())
     hashed.update(data)
     return hashed.digest()

@@ -1,4 +1,4 @@
-"""The index: what the store holds, and the restores under way, in SQL. All SQL of the project is here."""
+"""The index: checkpoints of the store, and restore sessions, in SQL. All SQL of the project is here."""
 
 from ckptd.index.checkpoints import Index, IndexedAttempts, Reading, RunChanged, RunSummary, Stamp
 from ckptd.index.database import Database, Fence

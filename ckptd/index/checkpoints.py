@@ -39,11 +39,11 @@ _GIVEN_UP = tuple(aborted.c[name] for name in _STAMPED)
 
 
 class RunChanged(Exception):
-    """Somebody else changed the run since it was looked at."""
+    """Another process changed the run after it was read."""
 
 
 class Stamp(NamedTuple):
-    """What listings say of an outcome, which is never rewritten (if it changes, something is wrong), and its labels."""
+    """Size and time of an outcome in a listing, and the version of its labels. A changed stamp indicates damage."""
 
     bytes: int
     modified_at: float
@@ -52,27 +52,27 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexedAttempts:
-    """What the index knows of a run."""
+    """The indexed attempts of a run."""
 
     version: int
-    """0 if it does not know the run."""
+    """0 if the run is not indexed."""
     checkpoints: Mapping[Attempt, Stamp | None]
     corrupt: frozenset[Attempt]
-    """Those of the checkpoints whose outcome could not be read."""
+    """The checkpoints whose outcome could not be read."""
     aborted: Mapping[Attempt, Stamp | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read of a run in the store."""
+    """The result of reading a run from the store."""
 
     found: Sequence[Checkpoint] = ()
     given_up: Sequence[Attempt] = ()
-    """Their outcome says aborted."""
+    """Attempts whose outcome is aborted."""
     gone: Sequence[Attempt] = ()
-    """Their outcome is gone, or hidden."""
+    """Attempts whose outcome was deleted or hidden."""
     stamps: Mapping[Attempt, Stamp] = field(default_factory=dict)
-    """Of outcomes that were listed before they were read."""
+    """Stamps of the outcomes that were listed before they were read."""
 
 
 _NOTHING = Reading()
@@ -92,13 +92,13 @@ class Index:
     """The cached catalog of one store."""
 
     def __init__(self, database: Database, log: EventLog | None = None) -> None:
-        """log: of what changes."""
+        """log: records the changes as events."""
         self._database = database
         self._log = log
         self._lock = threading.Lock()
         self._seen = 0
 
-    # Questions
+    # Queries
 
     @retried
     def ping(self) -> None:
@@ -107,25 +107,25 @@ class Index:
 
     @property
     def seen(self) -> int:
-        """The newest generation that this object knows of: its own changes, and others' as of the last look."""
+        """The newest generation that this object has seen: after its own changes, or at the last `look`."""
         return self._seen
 
     @retried
     def look(self) -> int:
-        """The generation now: a number that grows with every change of what the questions below are about."""
+        """The current generation: a number that grows with every change of the tables that the queries below read."""
         with self._database.read() as connection:
             return self._see(connection.execute(select(generation.c.value)).scalar_one())
 
     @retried
     def versions(self) -> dict[str, int]:
-        """All runs in order, each with the number that its last change got."""
+        """All runs by name, each with the generation of its last change."""
         with self._database.read() as connection:
             rows = connection.execute(select(runs.c.name, runs.c.version).order_by(runs.c.name))
             return {row.name: row.version for row in rows}
 
     @retried
     def version(self, run: str) -> int:
-        """The number that the last change of a run got, 0 if it is not known."""
+        """The generation of the last change of a run, 0 if it is not indexed."""
         with self._database.read() as connection:
             return connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
 
@@ -157,10 +157,10 @@ class Index:
 
     @retried
     def latest(self) -> Checkpoint | None:
-        """Of the newest checkpoints of all runs, the one committed last."""
+        """The checkpoint that was committed last among the newest of each run."""
         usable = runs.c.latest_committed_at.is_not(None)
         last_first = select(runs).where(usable).order_by(runs.c.latest_committed_at.desc(), runs.c.name)
-        # One row before the join: a database that is given both at once joins all of them.
+        # Limit to one row before the join; otherwise the database joins all rows first.
         return next(iter(self._select(_newest(last_first.limit(1).subquery()))), None)
 
     @retried
@@ -175,7 +175,7 @@ class Index:
 
     @retried
     def adopt(self, url: str, now: float) -> None:
-        """Make this the index of the store at `url`; what was known of another one is forgotten.
+        """Make this the index of the store at `url`; the rows of another store are deleted.
 
         Raises InvalidRequest if daemons of another store may be using the database.
         """
@@ -187,7 +187,7 @@ class Index:
             if known is not None and self._database.shared:
                 raise InvalidRequest(
                     f"{self._database.url} is the index of {known}, not of {url}",
-                    "Give each store a database of its own; all daemons of a store write its URL alike",
+                    "Use one database per store, and the same URL of the store for all of its daemons",
                 )
             for table in (runs, restores, decisions, origin):
                 connection.execute(delete(table))
@@ -195,16 +195,16 @@ class Index:
 
     @retried
     def apply(self, run: str, reading: Reading = _NOTHING, expected: int | None = None) -> int:
-        """Record what was read of a run, and decide anew which checkpoints are superseded. Returns its new version.
+        """Write the result of reading a run, and recompute the superseded checkpoints. Returns its new version.
 
-        expected: its version before the reading began, 0 if it was unknown. Raises RunChanged if it is another one:
-        then somebody else knows something newer.
+        expected: its version before the reading began, 0 if it was not indexed. Raises RunChanged if the version
+        differs: then another process has written a newer reading.
         """
         with self._database.write() as connection:
             version = _next_generation(connection)
             before: int | None = connection.scalar(select(runs.c.version).where(runs.c.name == run))
             if expected is not None and expected != (before or 0):
-                raise RunChanged(f"run {run!r} was changed by somebody else")
+                raise RunChanged(f"run {run!r} was changed by another process")
             if before is None:
                 connection.execute(insert(runs).values(name=run, version=version, num_checkpoints=0, stored_bytes=0.0))
             recorded = self._record(connection, run, reading)
@@ -216,7 +216,7 @@ class Index:
 
     @retried
     def drop_runs(self, versions: Mapping[str, int]) -> None:
-        """Forget runs and all of their checkpoints, unless they have another version by now."""
+        """Delete runs and their checkpoints from the index, unless their version has changed."""
         with self._database.write() as connection:
             generation = _next_generation(connection)
             for name, version in versions.items():
@@ -241,7 +241,7 @@ class Index:
 
 
 def _newest(some_runs: FromClause) -> Select[Any]:
-    """The newest checkpoint of each."""
+    """The newest checkpoint of each run."""
     c, of = checkpoints.c, some_runs.c
     return select(checkpoints).join(
         some_runs, and_(c.run == of.name, c.step == of.latest_step, c.ulid == of.latest_ulid)
@@ -249,7 +249,7 @@ def _newest(some_runs: FromClause) -> Select[Any]:
 
 
 def _next_generation(connection: Connection) -> int:
-    # Whoever changes runs holds this row: one after the other, as on SQLite.
+    # Every writer of runs locks this row, so that writers are serialized as on SQLite.
     changed = update(generation).values(value=generation.c.value + 1).returning(generation.c.value)
     found: int = connection.execute(changed).scalar_one()
     return found
@@ -260,7 +260,7 @@ def _touched(reading: Reading) -> list[Attempt]:
 
 
 def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> dict[Attempt, State]:
-    """Of those of the attempts that are checkpoints, and of some others."""
+    """States of those attempts that are indexed checkpoints, and of some others."""
     c = checkpoints.c
     steps = [attempt.step for attempt in attempts]
     if not steps:
@@ -287,7 +287,7 @@ def _write(connection: Connection, run: str, reading: Reading) -> None:
 
 def _summarize(connection: Connection, run: str, version: int) -> None:
     c = checkpoints.c
-    # As floating point the sum cannot overflow, whatever an outcome claims.
+    # A floating-point sum cannot overflow, whatever sizes an outcome claims.
     totals = select(func.count(), func.coalesce(func.sum(c.stored_bytes.cast(Double)), 0.0)).where(c.run == run)
     number, stored = connection.execute(totals).one()
     usable = select(c.step, c.ulid, c.committed_at).where(c.run == run, c.state == State.COMMITTED)
@@ -356,7 +356,7 @@ def _labels(reading: Reading, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
     row = {name: getattr(checkpoint, name) for name in _PLAIN}
-    # Text that came from a broken outcome; PostgreSQL stores no NUL, and no half of a surrogate pair.
+    # Text from a damaged outcome; PostgreSQL stores neither NUL nor unpaired surrogates.
     problem = checkpoint.problem.replace("\0", "?").encode(errors="replace").decode()
     return row | {
         "problem": problem,

@@ -1,9 +1,9 @@
 """One database: connections, transactions, migrations. Errors become IndexUnavailable.
 
-SQLite is set up so that readers never wait for a writer and two writers wait for each other
-instead of failing: WAL, BEGIN IMMEDIATE for everything that writes, a busy time-out.
-On PostgreSQL, which several daemons may share, a reader sees one state of the database as well; a writer
-locks the rows that it decides about. A daemon that is stopped in the middle of a transaction loses it.
+SQLite is configured so that readers never wait for a writer, and writers wait for each other instead of
+failing: WAL, BEGIN IMMEDIATE for all writes, a busy timeout.
+On PostgreSQL, which several daemons may share, readers see a snapshot as well; a writer locks the rows on
+which it decides. A daemon that is stopped inside a transaction loses the transaction.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _POOL_TIMEOUT_S = 10
 _POSTGRESQL = {
     "connect_timeout": 5,
     "application_name": "ckptd",
-    # A server whose host is gone says nothing: ask soon.
+    # Detect a server whose host is gone.
     "keepalives_idle": 5,
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
-    # Nobody waits for a daemon that was stopped while it held locks.
+    # Other daemons must not wait for a daemon that was stopped while it held locks.
     "options": "-c idle_in_transaction_session_timeout=10s -c lock_timeout=15s -c statement_timeout=60s",
 }
 _MIGRATION_LOCK = int.from_bytes(b"ckptd")
@@ -48,11 +48,11 @@ _FIRST_PAUSE_S = 0.02
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Fence = Callable[[Connection], None]
-"""Called at the beginning of a transaction; raises if it must not take place."""
+"""Called at the beginning of a transaction; raises to prevent it."""
 
 
 class _Again(IndexUnavailable):
-    """The transaction did not take place, and may do so if it is tried again."""
+    """The transaction was rolled back and may be retried."""
 
 
 def retried(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -77,7 +77,7 @@ class Database:
             parsed = make_url(url)
             self.url = parsed.render_as_string(hide_password=True)
             self.shared = parsed.get_backend_name() == "postgresql"
-            """Other daemons may use it as well."""
+            """Whether other daemons may use the database as well."""
             engine = _postgresql(parsed, max_connections) if self.shared else _sqlite(parsed, max_connections)
         except ImportError as error:
             raise InvalidRequest(
@@ -97,13 +97,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that sees one state of the database."""
+        """A read transaction on a snapshot of the database."""
         with self._errors(), self._reading.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that changes the database, committed when the block ends normally."""
+        """A write transaction, committed when the block ends without an exception."""
         ended = False
         try:
             with self._writing.connect() as connection, connection.begin():
@@ -115,7 +115,7 @@ class Database:
             raise self._unavailable(error, in_doubt=ended) from error
 
     def fenced(self, fence: Fence) -> Database:
-        """The same database for one who may write only as long as `fence` lets him."""
+        """The same database, whose write transactions run `fence` first."""
         other = copy.copy(self)
         other._fence = fence
         return other
@@ -185,7 +185,7 @@ def _postgresql(url: URL, max_connections: int) -> Engine:
 
 def _sqlite(url: URL, max_connections: int) -> Engine:
     if url.get_backend_name() != "sqlite":
-        raise ArgumentError(f"{url.get_backend_name()} is neither sqlite nor postgresql")
+        raise ArgumentError(f"{url.get_backend_name()} is not supported, only sqlite and postgresql")
     _prepare_file(url.database)
     engine = create_engine(url, pool_size=max_connections, max_overflow=0)
     event.listen(engine, "connect", _configure_sqlite)
@@ -195,15 +195,15 @@ def _sqlite(url: URL, max_connections: int) -> Engine:
 
 def _prepare_file(path: str | None) -> None:
     if not path or path == ":memory:":
-        raise InvalidRequest("an index in memory is visible to one connection only", "Name a file: sqlite:///index.db")
+        raise InvalidRequest("an in-memory index is visible to one connection only", "Name a file: sqlite:///index.db")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise IndexUnavailable(f"cannot make the folder of {path}: {error}", "Name another one with --db") from error
+        raise IndexUnavailable(f"cannot create the folder of {path}: {error}", "Name another one with --db") from error
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # we say BEGIN ourselves
+    connection.isolation_level = None  # BEGIN is issued explicitly, below
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
     mode = cursor.execute("PRAGMA journal_mode = WAL").fetchone()[0]
@@ -211,12 +211,10 @@ def _configure_sqlite(connection: Any, _: object) -> None:
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
     if mode != "wal":
-        raise IndexUnavailable(
-            f"SQLite answered journal mode {mode!r} where WAL was asked for", "Put the index on a local disk"
-        )
+        raise IndexUnavailable(f"SQLite uses journal mode {mode!r} instead of WAL", "Put the index on a local disk")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A deferred transaction that turns into a writer fails at once where an immediate one waits.
+    # A deferred transaction fails at its first write if another one writes; an immediate one waits.
     writes = connection.get_execution_options().get("ckptd_writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,6 +1,6 @@
 """Decisions that the store cannot make itself. Every method is one transaction, for any thread.
 
-Unlike the rest of the index this is no cache while a decision is under way: of two proposals, it says which came first.
+Unlike the rest of the index, this table is not a cache while a decision is pending: it records the first proposal.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ckptd.index.tables import decisions
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was proposed first for a key of the store."""
+    """The first proposal for a key of the store."""
 
     key: str
     document: bytes
     decided_at: float
     stored: bool
-    """The store holds it, or did."""
+    """It was written to the store."""
 
 
 class DecisionIndex:
@@ -33,19 +33,19 @@ class DecisionIndex:
 
     @retried
     def find(self, key: str) -> Decision | None:
-        """What was decided about a key."""
+        """The decision about a key."""
         with self._database.read() as connection:
             return _find(connection, key)
 
     @retried
     def unstored(self) -> list[Decision]:
-        """Decisions that were not yet written to the store, as far as anybody knows."""
+        """Decisions that are not marked as written to the store."""
         with self._database.read() as connection:
             return [_decision(row) for row in connection.execute(select(decisions).where(~decisions.c.stored))]
 
     @retried
     def create(self, proposal: Decision) -> Decision:
-        """What is decided from now on: the proposal, unless another one was faster."""
+        """Record a proposal; returns the decision, which is the first proposal for the key."""
         with self._database.write() as connection:
             try:
                 with connection.begin_nested():
@@ -63,13 +63,13 @@ class DecisionIndex:
 
     @retried
     def mark_stored(self, key: str) -> None:
-        """The store holds what was decided about a key."""
+        """Mark a decision as written to the store."""
         with self._database.write() as connection:
             connection.execute(update(decisions).where(decisions.c.key == key).values(stored=True))
 
     @retried
     def forget(self, before: float) -> None:
-        """Drop decisions that were made before then and are in the store."""
+        """Delete decisions that are in the store and older than `before`."""
         with self._database.write() as connection:
             connection.execute(delete(decisions).where(decisions.c.stored, decisions.c.decided_at < before))
 

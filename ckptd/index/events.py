@@ -1,4 +1,4 @@
-"""The log of events. What is recorded together with a change of the index is there if and only if the change is."""
+"""The event log. An event that is recorded in the transaction of an index change is committed with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EventLog:
         self._listeners: list[Callable[[Sequence[Event]], None]] = []
 
     def subscribe(self, listener: Callable[[Sequence[Event]], None]) -> None:
-        """Tell a listener from now on what this log records, once that is committed; from any thread."""
+        """Call a listener with each batch of events after it is committed; from any thread."""
         self._listeners.append(listener)
 
     @retried
@@ -56,27 +56,27 @@ class EventLog:
         self.announce(recorded)
 
     def record(self, connection: Connection, contents: Sequence[EventContent]) -> list[Event]:
-        """Record within a transaction that writes. Call `announce` when it has ended well."""
+        """Record events within a write transaction. Call `announce` after it is committed."""
         if not contents:
             return []
-        # The row is the lock: ids become visible in their order, so that a reader who is past one misses none.
+        # The row is a lock: ids become visible in order, so that readers never skip one.
         connection.execute(select(origin.c.url).with_for_update())
         now = self._clock()
         newest: int = connection.scalar(select(func.coalesce(func.max(events.c.id), 0)))  # type: ignore[assignment]
-        # Milliseconds, so that ids go on rising after the database was deleted.
+        # Milliseconds, so that ids keep growing after the database was deleted.
         first = max(newest + 1, int(now * 1000))
         recorded = [Event(first + place, now, item) for place, item in enumerate(contents)]
         connection.execute(insert(events), [_values(event) for event in recorded])
         return recorded
 
     def announce(self, recorded: Sequence[Event]) -> None:
-        """Tell whoever waits."""
+        """Call the listeners with committed events."""
         if recorded:
             for listener in self._listeners:
                 listener(recorded)
 
     def since(self, connection: Connection) -> float:
-        """When this index began to follow its store: what was committed before is no news."""
+        """When this index began to follow its store. Earlier commits are not recorded as events."""
         return connection.scalar(select(origin.c.adopted_at)) or 0.0
 
     def after(self, id: int, limit: int, run: str | None = None, checkpoint: str | None = None) -> list[Event]:
@@ -90,13 +90,13 @@ class EventLog:
             return [_event(row) for row in connection.execute(query)]
 
     def bounds(self) -> tuple[int, int]:
-        """The ids of the oldest and the newest event that are kept; zeros if there is none."""
+        """The ids of the oldest and the newest stored event; zeros without events."""
         with self._database.read() as connection:
             row = connection.execute(select(func.min(events.c.id), func.max(events.c.id))).one()
         return row[0] or 0, row[1] or 0
 
     def trim(self, keep: int) -> None:
-        """Drop all but the newest."""
+        """Delete all events but the `keep` newest."""
         with self._database.write() as connection:
             query = select(events.c.id).order_by(events.c.id.desc()).offset(keep).limit(1)
             last: int | None = connection.scalar(query)
@@ -127,7 +127,7 @@ def _event(row: Row[Any]) -> Event:
 def news_of(
     run: str, known: Mapping[Attempt, State], found: Collection[Checkpoint], gone: Collection[Attempt], since: float
 ) -> Iterator[EventContent]:
-    """EventContent of checkpoints that were read or are gone. since: what was committed before it is none."""
+    """Events for checkpoints that were read or are gone. since: earlier commits give no event."""
     for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.committed_at):
         before = known.get(checkpoint.attempt)
         if checkpoint.state is State.CORRUPT:

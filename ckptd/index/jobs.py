@@ -25,7 +25,7 @@ class Job:
     state: JobState
     created_at: float
     heard_at: float
-    """When its daemon last gave a sign of life."""
+    """Time of the last heartbeat of its daemon."""
     started_at: float | None = None
     ended_at: float | None = None
     done: float = 0.0
@@ -39,7 +39,7 @@ class Job:
 
 
 class JobIndex:
-    """Where jobs are written down."""
+    """The table of jobs."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -63,13 +63,13 @@ class JobIndex:
 
     @retried
     def add(self, job: Job) -> None:
-        """Write down a new job."""
+        """Insert a new job."""
         with self._database.write() as connection:
             connection.execute(insert(jobs).values(_values(job)))
 
     @retried
     def change(self, id: str, **values: Any) -> bool:
-        """Change a job that has not ended; False if it has, or somebody asked it to end."""
+        """Change a job that has not ended. False if it has ended or was cancelled."""
         if values.get("result") is not None:
             values["result"] = json.dumps(values["result"])
         with self._database.write() as connection:
@@ -79,7 +79,7 @@ class JobIndex:
 
     @retried
     def interrupt(self, before: float, now: float) -> list[str]:
-        """End the jobs of which nothing was heard since a moment; returns their ids."""
+        """End the jobs without a heartbeat since `before`; returns their ids."""
         silent = (jobs.c.state.in_(_LIVE), jobs.c.heard_at < before)
         with self._database.write() as connection:
             found = list(connection.scalars(select(jobs.c.id).where(*silent)))
@@ -89,7 +89,7 @@ class JobIndex:
 
     @retried
     def forget(self, before: float, keep: int) -> None:
-        """Drop jobs that ended before a moment, and all but the `keep` that ended last."""
+        """Delete jobs that ended before `before`, and all but the `keep` that ended last."""
         ended_at = jobs.c.ended_at
         with self._database.write() as connection:
             newest = select(ended_at).where(ended_at.is_not(None)).order_by(ended_at.desc())

@@ -1,4 +1,4 @@
-"""Who leads: one row per task. Every method is one transaction and may be called from any thread."""
+"""Leader election: one row per task. Every method is one transaction and may be called from any thread."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ckptstore.errors import LeadershipLost
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """The row, as it was once. It changes with every sign of life of the holder."""
+    """A snapshot of the row. The row changes with every heartbeat of the holder."""
 
     holder: str
-    """Empty: nobody leads."""
+    """Empty if there is no leader."""
     epoch: int
     renewals: int
 
 
 class LeaderIndex:
-    """The row of one task. Holders have names that are never used twice."""
+    """The row of one task. Each holder has a unique name."""
 
     def __init__(self, database: Database, task: str) -> None:
         self._database = database
@@ -32,7 +32,7 @@ class LeaderIndex:
 
     @retried
     def look(self) -> Tenure:
-        """The row now; made if there was none."""
+        """The current row; created if missing."""
         with self._database.write() as connection:
             row = connection.execute(select(leaders).where(self._same)).one_or_none()
             if row is not None:
@@ -48,7 +48,7 @@ class LeaderIndex:
 
     @retried
     def claim(self, holder: str, seen: Tenure) -> int | None:
-        """Take over from a holder who has shown no sign of life since `seen`. Returns the new epoch; None if he has."""
+        """Take over from a holder without a heartbeat since `seen`. Returns the new epoch; None if there was one."""
         c = leaders.c
         unchanged = (self._same, c.holder == seen.holder, c.epoch == seen.epoch, c.renewals == seen.renewals)
         taken = update(leaders).where(*unchanged).values(holder=holder, epoch=seen.epoch + 1, renewals=0)
@@ -57,7 +57,7 @@ class LeaderIndex:
 
     @retried
     def renew(self, holder: str) -> int | None:
-        """A sign of life. Returns the epoch of the holder, None if another one has taken over."""
+        """Write a heartbeat. Returns the epoch of the holder, None if another daemon has taken over."""
         mine = (self._same, leaders.c.holder == holder)
         renewed = update(leaders).where(*mine).values(renewals=leaders.c.renewals + 1).returning(leaders.c.epoch)
         with self._database.write() as connection:
@@ -66,14 +66,14 @@ class LeaderIndex:
 
     @retried
     def resign(self, holder: str) -> None:
-        """Let others lead at once."""
+        """Give the lead away immediately."""
         mine = (self._same, leaders.c.holder == holder)
         with self._database.write() as connection:
             connection.execute(update(leaders).where(*mine).values(holder="", renewals=0))
 
     @retried
     def fence(self, connection: Connection, holder: str, epoch: int) -> None:
-        """Raise LeadershipLost unless the epoch is the holder's; while this transaction lasts, no other can begin."""
+        """Raise LeadershipLost unless the epoch is the holder's. No other epoch can begin during the transaction."""
         mine = (self._same, leaders.c.holder == holder, leaders.c.epoch == epoch)
         if connection.execute(select(leaders.c.epoch).where(*mine).with_for_update(read=True)).first() is None:
             raise LeadershipLost(f"epoch {epoch} of {self._task} has ended: another daemon leads")

@@ -1,4 +1,4 @@
-"""Listings of checkpoints by other orders, and of those that meet conditions. Reads a bounded number of rows."""
+"""Listings of checkpoints with filters and sort orders. Each page reads a bounded number of rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ckptd.index.tables import checkpoints
 from ckptstore.commits.catalog import Checkpoint, State
 
 MAX_ROWS = 5_000
-"""Looked at for one page; a cursor leads on from there, also where none of them met the conditions."""
+"""Maximum number of rows read for one page; the cursor continues after them even if none matched."""
 _BATCH = 500
 
 
 class Sort(StrEnum):
-    """Orders of a listing; a minus sign: falling."""
+    """Sort orders; a minus sign means descending."""
 
     RUN = "run"
-    """By run, then falling step."""
+    """By run, then newest step first."""
     STEP = "step"
     STEP_FALLING = "-step"
     COMMITTED = "committed_at"
@@ -36,7 +36,7 @@ class Sort(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A metric that a checkpoint must have, and its limits, both included."""
+    """A condition on a metric: it must exist and be within the limits, inclusive."""
 
     metric: str
     least: float = -inf
@@ -50,46 +50,46 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A tag that a checkpoint must have, and its value; None: any."""
+    """A condition on a tag: it must exist, with this value unless that is None."""
 
     name: str
     value: str | None = None
 
     def admits(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint is tagged so."""
+        """Whether the checkpoint has the tag."""
         found = checkpoint.tags.get(self.name)
         return found is not None and self.value in (None, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Conditions, all of which must hold; one that is left out holds."""
+    """Conditions that must all hold. A condition that is left out always holds."""
 
     run: str | None = None
-    """A run's name, in which * and ? stand for any text and any character."""
+    """The name of a run, with the wildcards * and ?."""
     globs: tuple[str, ...] = ()
-    """The run's name must match one of these; none: any."""
+    """The run must match one of these patterns, if there are any."""
     states: frozenset[State] = frozenset()
     min_step: int | None = None
     max_step: int | None = None
     since: float | None = None
     until: float | None = None
-    """Seconds since the epoch, of the commit."""
+    """Both limit the commit time, in seconds since the epoch."""
     bounds: tuple[Bound, ...] = ()
     tags: tuple[Tagged, ...] = ()
 
     @property
     def one_run(self) -> str | None:
-        """The run, if only one can meet the conditions."""
+        """The run, if the filter names exactly one."""
         return None if self.run is None or set("*?") & set(self.run) else self.run
 
     @property
     def exact(self) -> bool:
-        """The database looks at all conditions."""
+        """Whether the database evaluates all conditions."""
         return not (self.globs or self.bounds or self.tags) and self.run == self.one_run
 
     def admits(self, checkpoint: Checkpoint) -> bool:
-        """Whether the conditions hold that the database does not look at, or not exactly."""
+        """Whether the conditions hold that the database does not evaluate, or only roughly."""
         named = self.run is None or fnmatchcase(checkpoint.run, self.run)
         allowed = not self.globs or any(fnmatchcase(checkpoint.run, glob) for glob in self.globs)
         wanted: tuple[Bound | Tagged, ...] = (*self.bounds, *self.tags)
@@ -97,7 +97,7 @@ class Filter:
 
 
 PageKey = tuple[Any, ...]
-"""What a checkpoint is sorted by."""
+"""The values of a checkpoint in the sort columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Found:
 
     checkpoints: list[Checkpoint]
     next: PageKey | None
-    """Where the next one begins; None: there is none."""
+    """The key after which the next page begins; None on the last page."""
 
 
 class Listing:
@@ -117,7 +117,7 @@ class Listing:
 
     @retried
     def page(self, wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Found:
-        """At most `limit` checkpoints that meet the conditions, after a place."""
+        """At most `limit` matching checkpoints after a page key."""
         found: list[Checkpoint] = []
         rows = limit + 1 if wanted.exact else _BATCH
         with self._database.read() as connection:
@@ -135,14 +135,14 @@ class Listing:
 
 
 def types_of(sort: Sort) -> tuple[type, ...]:
-    """Of the values of a place."""
+    """The types of the values of a page key."""
     return tuple(
         float if name == "committed_at" else str if name in ("run", "ulid") else int for name, _ in _keys(sort)
     )
 
 
 def _keys(sort: Sort) -> Sequence[tuple[str, bool]]:
-    """Names of columns, and whether they fall. Together they tell any two checkpoints apart."""
+    """Sort columns and whether they are descending. Together they identify a checkpoint."""
     rest = [("run", False), ("step", True), ("committed_at", True), ("ulid", True)]
     if sort is Sort.RUN:
         return rest
@@ -172,14 +172,14 @@ def _query(wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Sel
             query = query.where(column <= most)
     if after is not None:
         places = [(*key, value) for key, value in zip(keys, after, strict=True)]
-        # A run that is given is no part of the order, so that the next column can tell where to begin.
+        # A fixed run is left out of the order, so that the index can be searched by the next column.
         query = query.where(*_after([place for place in places if not (wanted.one_run and place[0] is c.run)]))
     return query.limit(limit)
 
 
 def _after(keys: Sequence[tuple[ColumnElement[Any], bool, Any]]) -> Iterator[ColumnElement[bool]]:
     column, falling, value = keys[0]
-    # It follows from the other condition; it tells the database where to begin.
+    # Redundant, but it gives the database the start of the range.
     yield column <= value if falling else column >= value
     yield _is_after(keys)
 
@@ -191,6 +191,6 @@ def _is_after(keys: Sequence[tuple[ColumnElement[Any], bool, Any]]) -> ColumnEle
 
 
 def _like(pattern: str) -> str:
-    """Admits at least what the pattern does."""
+    """A LIKE pattern that matches at least what the glob matches."""
     escaped = pattern.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
     return escaped.replace("*", "%").replace("?", "_")

@@ -50,7 +50,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """What a rank last said."""
+    """The last report of a rank."""
 
     rank: int
     phase: Phase
@@ -61,7 +61,7 @@ class RankProgress:
 
 
 RestoreChange = Callable[[Restore, RankProgress | None], tuple[Restore, RankProgress | None]]
-"""From a session and what one rank said before to both as they are now. Pure."""
+"""Maps a session and a rank's last report to their new values. Pure."""
 
 
 class RestoreIndex:
@@ -70,7 +70,7 @@ class RestoreIndex:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    # Questions
+    # Queries
 
     @retried
     def find(self, id: str) -> Restore | None:
@@ -111,7 +111,7 @@ class RestoreIndex:
 
     @retried
     def oldest_word(self, id: str) -> float | None:
-        """When the rank was last heard that was silent the longest, of those that joined and are not restored."""
+        """Time of the oldest last report among the ranks that joined and are not restored."""
         said = restore_ranks.c.heard_at
         query = select(func.min(said)).where(restore_ranks.c.restore_id == id)
         with self._database.read() as connection:
@@ -120,7 +120,7 @@ class RestoreIndex:
 
     @retried
     def count_by_state(self) -> dict[RestoreState, int]:
-        """How many sessions there are, ended ones as long as they are kept."""
+        """The number of sessions by state, including ended ones that are still stored."""
         query = select(restores.c.state, func.count()).group_by(restores.c.state)
         with self._database.read() as connection:
             found = {RestoreState(state): count for state, count in connection.execute(query)}
@@ -130,7 +130,7 @@ class RestoreIndex:
 
     @retried
     def create(self, restore: Restore) -> Restore:
-        """Add a session; returns the one that was there first if another caller was faster."""
+        """Insert a session; returns the existing one if another caller was faster."""
         with self._database.write() as connection:
             try:
                 with connection.begin_nested():
@@ -143,7 +143,7 @@ class RestoreIndex:
 
     @retried
     def change(self, id: str, rank: int, rule: RestoreChange) -> Restore | None:
-        """Apply a rule to a session and one of its ranks; None if there is no such session."""
+        """Apply a change to a session and one of its ranks; None if there is no such session."""
         same_rank = (restore_ranks.c.restore_id == id, restore_ranks.c.rank == rank)
         with self._database.write() as connection:
             before = _one(connection, restores.c.id == id, lock=True)
@@ -162,7 +162,7 @@ class RestoreIndex:
 
     @retried
     def end(self, id: str, state: RestoreState, problem: str, now: float) -> Restore | None:
-        """End a session unless it has ended; returns it as it is then, or None if there is no such session."""
+        """End a session unless it has ended. Returns its new value, or None if there is no such session."""
         ended = {"state": state, "problem": problem, "ended_at": now}
         with self._database.write() as connection:
             live = (restores.c.id == id, restores.c.state == RestoreState.RESTORING)
@@ -171,7 +171,7 @@ class RestoreIndex:
 
     @retried
     def renew(self, id: str, lease: str, until: float) -> bool:
-        """Record the lease of a session; False if the session has ended meanwhile."""
+        """Record the lease of a session; False if the session has ended."""
         live = (restores.c.id == id, restores.c.state == RestoreState.RESTORING)
         with self._database.write() as connection:
             done = connection.execute(update(restores).where(*live).values(lease=lease, lease_until=until))
@@ -185,7 +185,7 @@ class RestoreIndex:
 
     @retried
     def forget(self, before: float, keep: int) -> None:
-        """Drop sessions that ended before a moment, and all but the `keep` that ended last."""
+        """Delete sessions that ended before `before`, and all but the `keep` that ended last."""
         ended_at = restores.c.ended_at
         with self._database.write() as connection:
             ended = select(ended_at).where(ended_at.is_not(None)).order_by(ended_at.desc())

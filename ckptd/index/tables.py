@@ -1,4 +1,4 @@
-"""The tables of the index. The migrations make them; a test compares the two."""
+"""The tables of the index. The migrations create them; a test compares the two."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ origin = Table(
     "origin",
     METADATA,
     Column("url", Text, primary_key=True, comment="The store that this index is a cache of; one row"),
-    Column("adopted_at", Double, nullable=False, server_default="0", comment="What is older is no news"),
+    Column("adopted_at", Double, nullable=False, server_default="0", comment="Older commits give no event"),
 )
 
 generation = Table(
     "generation",
     METADATA,
     Column(
-        "value", BigInteger, nullable=False, comment="Counts changes of runs; one row, locked by whoever changes one"
+        "value", BigInteger, nullable=False, comment="Counts changes of runs; one row, locked by every writer of runs"
     ),
 )
 
-# In the order of the store, whatever the order of the database is.
+# Sorted like the keys of the store, whatever the collation of the database.
 _NAME = String(128).with_variant(String(128, collation="C"), "postgresql")
 
 runs = Table(
     "runs",
     METADATA,
     Column("name", _NAME, primary_key=True),
-    Column("version", BigInteger, nullable=False, comment="The generation that its last change made"),
+    Column("version", BigInteger, nullable=False, comment="The generation of its last change"),
     Column("num_checkpoints", BigInteger, nullable=False),
     Column("stored_bytes", Double, nullable=False, comment="Floating point: a sum that cannot overflow"),
-    Column("latest_step", BigInteger, comment="Of the newest checkpoint that a restore may use; NULL: none"),
+    Column("latest_step", BigInteger, comment="Step of the newest checkpoint that a restore may use; NULL without one"),
     Column("latest_ulid", String(26)),
     Column("latest_committed_at", Double),
 )
@@ -57,7 +57,7 @@ def _run() -> Column[str]:
 
 
 def _stamp() -> list[Column[Any]]:
-    # What a listing said of the outcome when it was read: if it says something else, it must be read again.
+    # Size and time in the listing before the outcome was read: if they change, it must be read again.
     return [Column("outcome_bytes", BigInteger), Column("outcome_modified_at", Double)]
 
 
@@ -97,14 +97,14 @@ aborted = Table(
     Column("step", BigInteger, primary_key=True),
     Column("ulid", String(26), primary_key=True),
     *_stamp(),
-    comment="Attempts whose outcome was read and says aborted",
+    comment="Attempts whose outcome is aborted",
 )
 
 leaders = Table(
     "leaders",
     METADATA,
     Column("task", String(32), primary_key=True),
-    Column("holder", String(300), nullable=False, comment="Empty: nobody"),
+    Column("holder", String(300), nullable=False, comment="Empty without a leader"),
     Column("epoch", BigInteger, nullable=False, comment="Grows whenever another daemon takes over"),
     Column("renewals", BigInteger, nullable=False, comment="Within the epoch"),
 )
@@ -127,11 +127,11 @@ tokens = Table(
 decisions = Table(
     "decisions",
     METADATA,
-    Column("key", String(256), primary_key=True, comment="Of the object in the store"),
+    Column("key", String(256), primary_key=True, comment="Key of the object in the store"),
     Column("document", LargeBinary, nullable=False),
     Column("decided_at", Double, nullable=False),
-    Column("stored", Boolean, nullable=False, comment="The store holds it, or did"),
-    comment="Made here because the store overwrites on create; all others are the store's own",
+    Column("stored", Boolean, nullable=False, comment="It was written to the store"),
+    comment="Decisions for stores that overwrite on create; other stores decide themselves",
 )
 
 restores = Table(
@@ -189,7 +189,7 @@ jobs = Table(
     Column("request", Text, nullable=False, comment="JSON"),
     Column("state", String(16), nullable=False),
     Column("created_at", Double, nullable=False),
-    Column("heard_at", Double, nullable=False, comment="The last sign of life of the daemon that runs it"),
+    Column("heard_at", Double, nullable=False, comment="The last heartbeat of the daemon that runs it"),
     Column("started_at", Double),
     Column("ended_at", Double),
     Column("done", Double, nullable=False),

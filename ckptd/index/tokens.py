@@ -19,17 +19,17 @@ from ckptstore.format.decoding import decode_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token as it is kept: the secret itself is nowhere."""
+    """A stored token. The secret itself is not stored."""
 
     name: str
     digest: str
     """SHA-256 of the secret, in hexadecimal."""
     previous: str | None = None
-    """The one before it, which is accepted until `previous_until`."""
+    """The digest of the previous secret, which is accepted until `previous_until`."""
     previous_until: float | None = None
     scopes: frozenset[Scope]
     runs: tuple[str, ...]
-    """Globs; none: all runs."""
+    """Globs; empty for all runs."""
     created_at: float
     created_by: str
     expires_at: float | None
@@ -37,7 +37,7 @@ class Token:
 
 
 class TokenIndex:
-    """The tokens of the daemons that share a database. Unlike the rest of the index, the store does not know them."""
+    """The tokens of the daemons that share a database. They cannot be rebuilt from the store."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -57,11 +57,11 @@ class TokenIndex:
             try:
                 connection.execute(insert(tokens).values(_values(token)))
             except IntegrityError as error:
-                raise _exists(token.name) from error  # by another daemon, in this moment
+                raise _exists(token.name) from error  # created by another daemon at the same time
 
     @retried
     def rotate(self, name: str, digest: str, previous_until: float) -> Token:
-        """Give a token a new secret, and let the one it had last until then; durable on return. Raises NoToken."""
+        """Give a token a new secret; the old one stays valid until then. Durable on return. Raises NoToken."""
         with self._database.write() as connection:
             changed = connection.execute(
                 update(tokens)
@@ -111,8 +111,8 @@ def _token(row: Row[Any]) -> Token:
 
 
 def _exists(name: str) -> TokenExists:
-    return TokenExists(f"there is a token {name!r} already", "Choose another name, rotate it, or revoke it first")
+    return TokenExists(f"token {name!r} exists already", "Choose another name, rotate it, or revoke it first")
 
 
 def _missing(name: str) -> NoToken:
-    return NoToken(f"there is no token {name!r}", "ckptctl token ls shows which there are")
+    return NoToken(f"there is no token {name!r}", "ckptctl token ls lists the tokens")

@@ -60,7 +60,7 @@ def test_every_setting_can_be_set_everywhere_and_is_explained(knob: object, tmp_
         ("port = 'x'", "sets port to a str"),
         ("port = 1.5", "sets port to a float"),
         ("port = true", "sets port to a bool"),
-        ("colour = 1", "sets 'colour', which is no setting"),
+        ("colour = 1", "sets 'colour', which is not a setting"),
         ("port = ", "cannot read"),
         ("\xff", "cannot read"),
     ],
