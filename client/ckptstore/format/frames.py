@@ -1,40 +1,27 @@
-"""zstd frames: packed in three ways, unpacked only to the size that is expected. For any threads, without the GIL."""
+"""zstd frames: compressed in two ways, decompressed only to the expected size. Thread-safe; releases the GIL."""
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import zstandard
 
 from ckptstore.errors import CorruptObject
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
 Buffer = bytes | bytearray | memoryview
 
-_PARAMETER = zstd.CompressionParameter
-_LITERAL_COMPRESSION = 1002  # ZSTD_c_literalCompressionMode, which has no name here; 1: always
-# Steps as wide as a block leave nothing to search for. Searching takes most of the time, and finds nothing in noise.
-_HUFFMAN_ONLY = {
-    _PARAMETER.window_log: 17,
-    _PARAMETER.hash_log: 6,
-    _PARAMETER.chain_log: 6,
-    _PARAMETER.min_match: 7,
-    _PARAMETER.strategy: zstd.Strategy.fast,
-    _PARAMETER.target_length: 1 << 17,
-    _LITERAL_COMPRESSION: 1,
-}
+# The smallest hash table and the longest match: the match finder finds almost nothing, and skips ahead in noise.
+# A target length would make it skip further, but turns off Huffman coding, which is what these frames are for.
+_HUFFMAN = zstandard.ZstdCompressionParameters(
+    window_log=17, hash_log=6, chain_log=6, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST
+)
 
 
 class _Contexts(threading.local):
-    """Of each thread: making one takes as long as unpacking some ten thousand bytes."""
+    """One per thread: creating a context takes as long as decompressing some ten thousand bytes."""
 
     def __init__(self) -> None:
-        self.huffman = zstd.ZstdCompressor(options=_HUFFMAN_ONLY)
+        self.huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
         self.decompressor = zstandard.ZstdDecompressor()
 
 
@@ -47,14 +34,12 @@ def pack(raw: Buffer, level: int) -> bytes:
 
 
 def pack_huffman(raw: Buffer) -> bytes:
-    """The same for bytes that come in no order, but some more often than others."""
-    compressor = _contexts.huffman
-    compressor.set_pledged_input_size(len(raw))
-    return compressor.compress(raw, zstd.ZstdCompressor.FLUSH_FRAME)
+    """One frame that states its content size, for bytes whose frequencies differ but whose order is noise."""
+    return _contexts.huffman.compress(raw)
 
 
 def unpack(stored: Buffer, expected: int) -> bytes:
-    """The content of a frame. Raises CorruptObject unless it is exactly so many bytes, and takes no more memory."""
+    """The content of a frame. Raises CorruptObject unless it has exactly `expected` bytes; allocates no more."""
     try:
         size = zstandard.frame_content_size(stored)
         if size != expected:
