@@ -94,7 +94,7 @@ def measured(service: Service, save: Save) -> Callable[[], Timed]:
 def saver(service: Service, state: State, compress: str, stack: ExitStack) -> Save:
     """Ours. Process and memory are there from the first save on."""
     # What has not changed would not be stored again.
-    options: Any = {"run": compress, "compress": compress, "options": service.options, "slots": 1, "reference": False}
+    options: Any = {"run": compress, "compress": compress, "options": service.options, "slots": 1, "incremental": False}
     checkpointer = stack.enter_context(Checkpointer(service.url(FOLDER), **options))
     steps = iter(range(1, 1000))
     return lambda: checkpointer.save_async(state.model, state.optim, next(steps)).result()

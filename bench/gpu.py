@@ -158,7 +158,7 @@ def _saves(training: Training, store: str, overlap: bool) -> dict[str, list[floa
     """Stalls; and steps while a save is under way, each round beside as many without one."""
     name = "overlap" if overlap else "eager"
     found: dict[str, list[float]] = {f"{name}, stall": [], f"{name}, step": [], f"{name}, step without": []}
-    with Checkpointer(store, run="gpu", overlap=overlap, slots=1, compress="off", reference=False) as checkpointer:
+    with Checkpointer(store, run="gpu", overlap=overlap, slots=1, compress="off", incremental=False) as checkpointer:
         checkpointer.prepare(training.model, training.optim)
         for round_ in range(1 + REPETITIONS):
             torch.cuda.synchronize()

@@ -26,7 +26,7 @@ class Ours(Peer):
     def __init__(self, folder: Path, **options: Any) -> None:
         self.store = tempfile.mkdtemp(prefix="ckptd-", dir=folder)
         # Benchmarks save the same state again and again, and want all of it written.
-        self.checkpointer = Checkpointer(self.store, run="bench", **({"slots": 1, "reference": False} | options))
+        self.checkpointer = Checkpointer(self.store, run="bench", **({"slots": 1, "incremental": False} | options))
         self.steps = 0
         self.saved: dict[Path, Checkpoint] = {}
         self.discarded: list[Checkpoint] = []

@@ -38,7 +38,7 @@ class Rank:
         """Seconds until all ranks are done, and bytes that the store sent for it."""
         self.state.forget()
         with self.daemon(mode) as daemon:
-            options: Any = {"options": self.service.options, "share": _SHARE[mode], "daemon": daemon}
+            options: Any = {"options": self.service.options, "replica_reads": _SHARE[mode], "daemon": daemon}
             with Checkpointer(self.url, run=RUN, **options) as checkpointer:
                 dist.barrier()
                 sent, began = seaweed.sent_bytes(self.service), time.perf_counter()

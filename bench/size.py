@@ -85,7 +85,7 @@ def _checkpoints(num_bytes: int, rows: list[tuple[str, ...]]) -> tuple[dict[str,
         "fp32, max": ("fp32", {"compress": "max"}),
         "bf16": ("bf16", {"compress": "fast"}),
         "mixed": ("mixed", {"compress": "fast"}),
-        "mixed, derived": ("mixed", {"compress": "fast", "derive": True}),
+        "mixed, derived": ("mixed", {"compress": "fast", "dedup_casts": True}),
     }
     stored: dict[str, float] = {}
     largest = 0
@@ -101,7 +101,7 @@ def _stored_bytes(state: State, knobs: Mapping[str, Any]) -> int:
     digest = state.digest()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Checkpointer(folder, run="size", reference=False, overlap=False, **knobs) as checkpointer,
+        Checkpointer(folder, run="size", incremental=False, overlap=False, **knobs) as checkpointer,
     ):
         saved = checkpointer.save(state.model, state.optim, step=1)
         state.forget()

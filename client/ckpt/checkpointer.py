@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,14 +20,14 @@ from ckpt.capture.leaves import Captured
 from ckpt.capture.repeated import Capturer
 from ckpt.capture.train_state import Model, Optimizers, TrainState
 from ckpt.closing import close_at_exit
-from ckpt.config import Config, configure
+from ckpt.config import Config, OnBusy, takes
 from ckpt.ranks.world import Agreement, World, meet
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import release_lease
 from ckpt.restoring.tensors import load_tensors
 from ckpt.saver.budget import Budget
 from ckpt.schedule import Schedule
-from ckpt.snapshot.client import OnBusy, SaveClient
+from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.counters import Counters, LiveCounters
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.overlap import Overlap
@@ -49,37 +49,10 @@ class Checkpointer:
     leaving the block is `close()`. So is the end of the interpreter.
     """
 
-    def __init__(
-        self,
-        store: str | None = None,
-        *,
-        run: str | None = None,
-        daemon: str | None = None,
-        token: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        writer: Literal["process", "thread"] = "process",
-        slots: int = 2,
-        staging_bytes: int | None = None,
-        compress: Literal["auto", "off", "fast", "max"] = "auto",
-        on_busy: OnBusy = "wait",
-        reference: bool = True,
-        derive: bool = False,
-        cpu_budget: float | None = None,
-        overlap: bool = True,
-        commit_timeout_s: float = 1800.0,
-        settle_timeout_s: float = 120.0,
-        peer_timeout_s: float = 600.0,
-        daemon_timeout_s: float = 60.0,
-        spread: bool = False,
-        share: Literal["auto", "broadcast", "daemon", "none"] = "auto",
-    ) -> None:
-        """See ckpt.config.Config for each argument. Raises InvalidName, InvalidRequest or UnknownScheme."""
-        self.config: Config = configure(
-            store, run, daemon, token, options=dict(options or {}), writer=writer, slots=slots,
-            staging_bytes=staging_bytes, compress=compress, on_busy=on_busy, cpu_budget=cpu_budget, overlap=overlap,
-            reference=reference, derive=derive, commit_timeout_s=commit_timeout_s, settle_timeout_s=settle_timeout_s,
-            peer_timeout_s=peer_timeout_s, daemon_timeout_s=daemon_timeout_s, spread=spread, share=share,
-        )  # fmt: skip
+    @takes(Config)
+    def __init__(self, config: Config) -> None:
+        """Raises InvalidName, InvalidRequest or UnknownScheme."""
+        self.config = config
         self._source: Source = open_source(
             self.config.source, self.config.token, self.config.options, patience_s=self.config.daemon_timeout_s
         )
@@ -98,7 +71,7 @@ class Checkpointer:
         self._schedules: list[Schedule] = []
         close_at_exit(self)
 
-    def prepare(self, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
+    def prepare(self, /, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
         """Agree with the other ranks on who writes what, start the saver, look at the state, and make memory for a
         snapshot, so that the first save is like the others. A collective of all ranks.
 
@@ -117,6 +90,7 @@ class Checkpointer:
 
     def save_async(
         self,
+        /,
         model: Model | None,
         optim: Optimizers | None,
         step: int,
@@ -149,6 +123,7 @@ class Checkpointer:
 
     def save(
         self,
+        /,
         model: Model | None,
         optim: Optimizers | None,
         step: int,
@@ -189,6 +164,7 @@ class Checkpointer:
 
     def restore(
         self,
+        /,
         model: Model | None = None,
         optim: Optimizers | None = None,
         *,
@@ -243,7 +219,7 @@ class Checkpointer:
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint of the run, or None."""
         try:
-            return self._source.latest(self.config.run)
+            return self._source.latest(self.config.run_name)
         except NoCheckpoint:
             return None
 
@@ -333,7 +309,7 @@ class Checkpointer:
 
     def _meet(self, state: TrainState) -> Agreement:
         world = self._world()
-        return meet(world, lambda: describe(state, sampled=world.size > 1), self.config.spread)
+        return meet(world, lambda: describe(state, sampled=world.size > 1), self.config.split_replicas)
 
     def _agree(self, state: TrainState) -> Agreement:
         agreement = self._meet(state)
@@ -368,15 +344,15 @@ class Checkpointer:
 
     def _reference(self, checkpoint: str | int | None) -> Reference:
         if checkpoint is None:
-            return Reference(self.config.run, None)
+            return Reference(self.config.run_name, None)
         if isinstance(checkpoint, int):
-            return Reference(self.config.run, check_step(checkpoint))
+            return Reference(self.config.run_name, check_step(checkpoint))
         return Reference.parse(checkpoint)
 
     def _release_lease(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            release_lease(self._source, self.config.run, lease)
+            release_lease(self._source, self.config.run_name, lease)
 
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -1,12 +1,14 @@
-"""Every knob of a Checkpointer, validated once; environment variables fill what is not given."""
+"""Every knob of a Checkpointer, written and validated once; environment variables fill what is not given."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache, wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from ckpt.saver.budget import Budget
 from ckpt.saver.messages import Setup
@@ -14,87 +16,99 @@ from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
 
-_WORDS = {
-    "writer": ("process", "thread"),
-    "compress": ("auto", "off", "fast", "max"),
-    "on_busy": ("wait", "skip", "supersede"),
-    "share": ("auto", "broadcast", "daemon", "none"),
-}
+_P = ParamSpec("_P")
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+
+Writer = Literal["process", "thread"]
+Compress = Literal["auto", "off", "fast", "max"]
+OnBusy = Literal["wait", "skip", "supersede"]
+ReplicaReads = Literal["auto", "broadcast", "daemon", "none"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True)
 class Config:
-    """How one run is saved and restored."""
+    """How one run is saved and restored.
 
-    store: str | None
-    """Where checkpoints are: a path, file://, s3://, memory:// or any other fsspec URL. CKPT_STORE."""
-    run: str
-    """The training lineage. CKPT_RUN."""
-    daemon: str | None
-    """URL of ckptd: told of commits; read from where no store is given. CKPTD_URL."""
+    store: where checkpoints are: a path, file://, s3://, memory:// or any other fsspec URL. Default: CKPT_STORE.
+    run: the training lineage. Default: CKPT_RUN.
+    daemon: URL of ckptd. Notified of commits; used for reads if `store` is unset. Default: CKPTD_URL.
+    token: bearer token for the daemon. Default: CKPT_TOKEN.
+    options: storage options of the fsspec file system.
+    writer: whether a saver process or threads of the trainer encode and upload. The process outlives the trainer.
+    slots: maximum number of snapshots in host memory; each takes the size of the state.
+    staging_bytes: maximum host memory of a save: its slot, encoded chunks, and parts in flight to the store. A larger
+        snapshot is streamed through one slot while the saver uploads it: save_async waits until the saver has the last
+        chunk, or with overlap the next `optim.step()` does. None: no limit.
+    compress: off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless.
+        auto: chosen among these by element type and measured speed: the smallest that is durable well inside the
+        interval between saves, or the soonest durable if saves come back to back.
+    on_busy: when all slots are in use: wait for one, skip the save, or supersede (drop) the oldest snapshot whose
+        upload has not begun. `save` always waits.
+    incremental: do not store chunks that are unchanged since the last committed checkpoint of the run, but reference
+        them there. The checkpoint that holds them is kept as long as one that references it.
+    dedup_casts: do not store bfloat16 and float16 tensors that are exactly the casts of float32 tensors in the same
+        state (the masters of mixed precision); every save compares each element. Applies to tensors of 64 KiB or more
+        whose master has the same shape, is sharded alike and is written by the same rank. Not with staging_bytes, which
+        never has a whole snapshot in memory.
+    cpu_budget: share of one core that the saver process may use, such as 0.5. None: what other processes leave. Does
+        not apply to writer="thread".
+    overlap: copy parameters and optimizer state while training continues; `optim.step()` waits for the copy. False:
+        `save_async` returns when everything is copied. Applies to saves that are given an optimizer.
+    commit_timeout_s: how long a committer waits for the receipts of all ranks.
+    orphan_saver_timeout_s: how long a restore waits for the saver of a killed predecessor on this host.
+    peer_timeout_s: how long ranks wait for a rank that gives no sign of life, at the first save and in restores.
+    daemon_timeout_s: how long reads through a daemon that does not answer are retried, which hides a restart.
+    split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
+        writes all of them, into one file.
+    replica_reads: how ranks that restore the same bytes get them. broadcast: one rank reads and sends them to the
+        others. daemon: all ranks read through the daemon's cache. none: each rank reads for itself. auto: broadcast
+        within a process group; without one, daemon if one is given and the environment names several ranks.
+    """
+
+    store: str | None = None
+    _: KW_ONLY
+    run: str | None = None
+    daemon: str | None = None
     token: str | None = field(default=None, repr=False)
-    """Bearer token for the daemon. CKPT_TOKEN."""
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Storage options of the fsspec file system."""
-    writer: Literal["process", "thread"] = "process"
-    """Whether a saver process or threads of the trainer encode and upload."""
+    options: Mapping[str, Any] | None = field(default=None, repr=False)
+    writer: Writer = "process"
     slots: int = 2
-    """Snapshots in host memory at most, each one state size."""
     staging_bytes: int | None = None
-    """Host memory of a save at most: of its slot, of what is encoded and of what is on its way to the store. A snapshot
-    that is larger than this leaves passes through one slot, and most of it is uploaded before the saver has all of it:
-    save_async waits for that, or with overlap the next `optim.step()`. None: no limit."""
-    compress: Literal["auto", "off", "fast", "max"] = "auto"
-    """off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless. auto: of
-    these, by element type and as measured, the smallest that is durable well inside the interval between saves, and
-    the soonest durable if saves come back to back."""
-    on_busy: Literal["wait", "skip", "supersede"] = "wait"
-    """When all slots are in use: wait for one, skip the save, or give up the oldest snapshot that only waits for its
-    turn. `save` waits in any case."""
-    reference: bool = True
-    """Whether chunks that did not change since the last committed checkpoint of the run are not stored again but
-    referenced there. The checkpoint that holds them then stays as long as those that reference it."""
-    derive: bool = False
-    """Whether bfloat16 and float16 tensors that are exactly the casts of float32 ones in the same state (the masters of
-    mixed precision) are not stored but derived, which is found out tensor by tensor at every save. Of tensors of 64 KiB
-    or more, and of masters of equal shape, cut alike where they are sharded, that the same rank writes. Not with
-    staging_bytes, by which no snapshot is in memory as a whole."""
+    compress: Compress = "auto"
+    on_busy: OnBusy = "wait"
+    incremental: bool = True
+    dedup_casts: bool = False
     cpu_budget: float | None = None
-    """Share of one core that the saver process keeps to, 0.5 for half of one; None: what is left by others. It does not
-    apply to writer="thread"."""
     overlap: bool = True
-    """Whether parameters and optimizer state are copied while training goes on, and `optim.step()` waits for the copy;
-    else `save_async` returns when all is copied. Of a save that is given an optimizer."""
     commit_timeout_s: float = 1800.0
-    """How long a committer waits for the receipts of all ranks."""
-    settle_timeout_s: float = 120.0
-    """How long a restore waits for the saver of a killed predecessor on this host."""
+    orphan_saver_timeout_s: float = 120.0
     peer_timeout_s: float = 600.0
-    """How long ranks wait for one that gives no sign of life, at the first save and in restores."""
     daemon_timeout_s: float = 60.0
-    """How long reads through the daemon are asked again while it does not answer; a restart goes unnoticed."""
-    spread: bool = False
-    """Whether ranks that hold copies share the writing of them; else the lowest writes all: one file."""
-    share: Literal["auto", "broadcast", "daemon", "none"] = "auto"
-    """How ranks that restore the same bytes get them: one reads and passes them on, or all read through the daemon's
-    cache, or each reads for itself. auto: broadcast within a process group; without one, the daemon if one is
-    given and the environment tells of several ranks."""
+    split_replicas: bool = False
+    replica_reads: ReplicaReads = "auto"
 
     def __post_init__(self) -> None:
+        """Raises InvalidName or InvalidRequest."""
+        for name, variable in _VARIABLES.items():
+            object.__setattr__(self, name, getattr(self, name) or os.environ.get(variable))
+        object.__setattr__(self, "options", dict(self.options or {}))
+        if self.run is None:
+            raise InvalidRequest("no run is given", "Pass run= or set CKPT_RUN")
         check_run(self.run)
         if self.store is None and self.daemon is None:
             raise InvalidRequest("no store and no daemon are given", "Pass store= or set CKPT_STORE, or CKPTD_URL")
-        for name, words in _WORDS.items():
+        for name, words in _words().items():
             if getattr(self, name) not in words:
                 *others, last = map(repr, words)
                 raise InvalidRequest(f"{name} {getattr(self, name)!r} is unknown", f"Use {', '.join(others)} or {last}")
-        if self.share == "daemon" and self.daemon is None:
-            raise InvalidRequest("share='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
+        if self.replica_reads == "daemon" and self.daemon is None:
+            raise InvalidRequest("replica_reads='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
         self._check_amounts()
 
     def _check_amounts(self) -> None:
-        if self.derive and self.staging_bytes is not None:
-            raise InvalidRequest("derive=True needs whole snapshots", "Leave out staging_bytes, or derive")
+        if self.dedup_casts and self.staging_bytes is not None:
+            raise InvalidRequest("dedup_casts=True needs whole snapshots", "Leave out staging_bytes, or dedup_casts")
         if self.peer_timeout_s <= 0:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
         if self.staging_bytes is not None and self.staging_bytes < LEAST_BYTES:
@@ -105,6 +119,12 @@ class Config:
             raise InvalidRequest(f"cpu_budget {self.cpu_budget} is not positive", "Give cores, such as 0.5")
         if self.slots < 1:
             raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
+
+    @property
+    def run_name(self) -> str:
+        """The run; never None once the environment was read."""
+        assert self.run is not None
+        return self.run
 
     @property
     def source(self) -> str:
@@ -124,34 +144,40 @@ class Config:
         return self.writer == "thread" or self.source.startswith("memory://")
 
     def setup(self, rank: int, world_size: int, budget: Budget) -> Setup:
-        """What the saver of a rank is told."""
-        return Setup(
-            store=self.source,
-            options=dict(self.options),
-            run=self.run,
-            rank=rank,
-            world_size=world_size,
-            compress=self.compress,
-            commit_timeout_s=self.commit_timeout_s,
-            daemon=self.daemon,
-            token=self.token,
-            reference=self.reference,
-            derive=self.derive,
-            cpu_budget=self.cpu_budget,
-            encoded_bytes=budget.encoded,
-            upload_bytes=budget.upload,
+        """The first message to the saver of a rank: its fields that are knobs have the knobs' names."""
+        knobs = {name: getattr(self, name) for name in Setup.__struct_fields__ if hasattr(self, name)}
+        ranks = {"rank": rank, "world_size": world_size}
+        amounts = {"encoded_bytes": budget.encoded, "upload_bytes": budget.upload}
+        return Setup(**(knobs | ranks | amounts | {"store": self.source}))
+
+
+_VARIABLES = {"store": "CKPT_STORE", "run": "CKPT_RUN", "daemon": "CKPTD_URL", "token": "CKPT_TOKEN"}
+
+
+@cache
+def _words() -> dict[str, tuple[str, ...]]:
+    """The knobs that take one of a few words, and these."""
+    hints = get_type_hints(Config)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def takes(make: Callable[_P, _T]) -> Callable[[Callable[[_S, _T], None]], Callable[Concatenate[_S, _P], None]]:
+    """Decorates an `__init__` that takes one object, to take the arguments that this object is made of instead.
+
+    Type checkers, editors and help() see these, with the documentation of the class of the object.
+    """
+
+    def decorate(init: Callable[[_S, _T], None]) -> Callable[Concatenate[_S, _P], None]:
+        @wraps(init)
+        def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            init(self, make(*args, **kwargs))
+
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(make, eval_str=True)
+        wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[first, *signature.parameters.values()], return_annotation=None
         )
+        wrapper.__doc__ = f"{inspect.getdoc(make)}\n\n{inspect.cleandoc(init.__doc__ or '')}"
+        return wrapper
 
-
-def configure(store: str | None, run: str | None, daemon: str | None, token: str | None, **knobs: Any) -> Config:
-    """The configuration from arguments and environment. Raises InvalidName or InvalidRequest."""
-    run = run or os.environ.get("CKPT_RUN")
-    if run is None:
-        raise InvalidRequest("no run is given", "Pass run= or set CKPT_RUN")
-    return Config(
-        store=store or os.environ.get("CKPT_STORE"),
-        run=run,
-        daemon=daemon or os.environ.get("CKPTD_URL"),
-        token=token or os.environ.get("CKPT_TOKEN"),
-        **knobs,
-    )
+    return decorate

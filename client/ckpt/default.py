@@ -2,59 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ckpt.capture.train_state import Model, Optimizers
 from ckpt.checkpointer import Checkpointer
-from ckpt.restoring.pipeline import Restored
 from ckpt.restoring.tensors import load_tensors
-from ckpt.schedule import Schedule
-from ckpt.snapshot.handle import SaveHandle
 from ckptapi.opening import open_source
-from ckptstore.commits.catalog import Checkpoint
 from ckptstore.names import Reference
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Method = Callable[Concatenate[Checkpointer, _P], _T]
 
 _default: Checkpointer | None = None
 
 
-def init(store: str | None = None, **arguments: Any) -> Checkpointer:
-    """Make the process's Checkpointer; arguments as Checkpointer's. One that was there is closed first."""
-    global _default
-    close()
-    _default = Checkpointer(store, **arguments)
-    return _default
+def _explained_by(method: _Method[_P, _T]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Gives a function the signature and the text of a method. Its own text, if any, is appended."""
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        texts = [inspect.cleandoc(text) for text in (method.__doc__, function.__doc__) if text]
+        explained = wraps(method, ("__name__", "__annotations__"))(function)
+        signature = inspect.signature(method)
+        parameters = list(signature.parameters.values())[1:]
+        explained.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        explained.__doc__, explained.__qualname__ = "\n\n".join(texts), method.__name__
+        return function
+
+    return decorate
 
 
-def prepare(model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
-    """See Checkpointer.prepare."""
-    _current().prepare(model, optim, **extras)
+def _on_default(method: _Method[_P, _T]) -> Callable[_P, _T]:
+    """The function that calls a method on the process's Checkpointer."""
+
+    def function(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return method(_current(), *args, **kwargs)
+
+    return _explained_by(method)(function)
 
 
-def save_async(
-    model: Model | None,
-    optim: Optimizers | None,
-    step: int,
-    *,
-    grads: bool = False,
-    metrics: Mapping[str, float] | None = None,
-    **extras: Any,
-) -> SaveHandle:
-    """See Checkpointer.save_async."""
-    return _current().save_async(model, optim, step, grads=grads, metrics=metrics, **extras)
+def _initializing(make: Callable[_P, Checkpointer]) -> Callable[_P, Checkpointer]:
+    def init(*args: _P.args, **kwargs: _P.kwargs) -> Checkpointer:
+        """Make the Checkpointer of this process, which the module's functions use. Closes the one before it."""
+        global _default
+        close()
+        _default = make(*args, **kwargs)
+        return _default
+
+    init.__signature__ = inspect.signature(make).replace(return_annotation="Checkpointer")  # type: ignore[attr-defined]
+    init.__doc__ = f"{inspect.cleandoc(init.__doc__ or '')}\n\n{inspect.getdoc(Checkpointer.__init__)}"
+    init.__qualname__ = init.__name__
+    return init
 
 
-def save(model: Model | None, optim: Optimizers | None, step: int, **arguments: Any) -> Checkpoint:
-    """See Checkpointer.save."""
-    return _current().save(model, optim, step, **arguments)
-
-
-def restore(model: Model | None = None, optim: Optimizers | None = None, **arguments: Any) -> Restored | None:
-    """See Checkpointer.restore."""
-    return _current().restore(model, optim, **arguments)
+init = _initializing(Checkpointer)
+prepare = _on_default(Checkpointer.prepare)
+save_async = _on_default(Checkpointer.save_async)
+save = _on_default(Checkpointer.save)
+restore = _on_default(Checkpointer.restore)
+every = _on_default(Checkpointer.every)
+latest = _on_default(Checkpointer.latest)
 
 
 def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:
@@ -69,24 +81,16 @@ def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, tor
     return _current().load(checkpoint, names)
 
 
-def every(seconds: float | None = None, overhead: float | None = 0.01) -> Schedule:
-    """See Checkpointer.every."""
-    return _current().every(seconds, overhead)
-
-
-def latest() -> Checkpoint | None:
-    """See Checkpointer.latest."""
-    return _current().latest()
-
-
+@_explained_by(Checkpointer.wait)
 def wait(timeout: float | None = None) -> None:
-    """See Checkpointer.wait."""
+    """Returns at once if this process has no Checkpointer."""
     if _default is not None:
         _default.wait(timeout)
 
 
+@_explained_by(Checkpointer.close)
 def close(timeout: float | None = None) -> None:
-    """See Checkpointer.close."""
+    """Returns at once if this process has no Checkpointer."""
     global _default
     checkpointer, _default = _default, None
     if checkpointer is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 import ckpt
 from ckpt import Checkpointer, default
+from ckpt.config import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md").read_text() + (ROOT / "docs" / "python.md").read_text()
@@ -28,9 +30,35 @@ def test_nothing_else_is_public() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("init", "load")])
-def test_module_functions_take_what_the_methods_take(name: str) -> None:
-    def leading(function: object) -> list[str]:
-        parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
-        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+def test_module_functions_show_the_signature_and_text_of_the_methods(name: str) -> None:
+    function, method = getattr(default, name), getattr(Checkpointer, name)
+    its = inspect.signature(method)
+    assert inspect.signature(function) == its.replace(parameters=list(its.parameters.values())[1:])
+    assert (inspect.getdoc(function) or "").startswith(inspect.getdoc(method) or "-")
 
-    assert leading(getattr(default, name)) == leading(getattr(Checkpointer, name))
+
+@pytest.mark.parametrize("function", [Checkpointer, ckpt.init])
+def test_every_knob_is_shown_with_its_type_and_default_and_explained(function: Any) -> None:
+    shown = inspect.signature(function).parameters
+    knobs = inspect.signature(Config, eval_str=True).parameters
+    assert dict(shown) == dict(knobs)
+    assert shown["compress"].annotation == Literal["auto", "off", "fast", "max"]
+    text = inspect.getdoc(Checkpointer.__init__ if function is Checkpointer else function) or ""
+    explained = [line.partition(":")[0] for line in text.splitlines() if not line.startswith(" ")]
+    assert [name for name in explained if name in knobs] == list(knobs)
+
+
+def test_unknown_knobs_are_refused() -> None:
+    with pytest.raises(TypeError, match="reference"):
+        Checkpointer("memory://", run="r", reference=False)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="reference"):
+        ckpt.init("memory://", run="r", reference=False)  # type: ignore[call-arg]
+
+
+def test_any_keyword_but_the_reserved_ones_may_name_an_extra() -> None:
+    loop: dict[str, Any] = {"self": 1, "method": 2}
+    with Checkpointer("memory://names", run="r") as checkpointer:
+        checkpointer.save(None, None, 1, **loop)
+        restored = checkpointer.restore(self=0, method=0)
+    assert restored is not None
+    assert restored.values == loop

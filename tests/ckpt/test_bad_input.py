@@ -170,7 +170,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_disk_fails_the_save_and_keeps_the_others(small_disk: Path) -> None:
     model = nn.Linear(1024, 1536, bias=False)  # 6 MiB
-    with Checkpointer(str(small_disk), run="r", compress="off", reference=False) as checkpointer:
+    with Checkpointer(str(small_disk), run="r", compress="off", incremental=False) as checkpointer:
         committed, failure = [], None
         for step in range(5):
             try:

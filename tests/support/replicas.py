@@ -45,11 +45,11 @@ def save(store: str, steps: list[int]) -> str:
 
 
 def restore(
-    store: str | None, daemon: str | None, share: Any, layers_of_rank_1: int = 6, peer_timeout_s: float = 60.0
+    store: str | None, daemon: str | None, replica_reads: Any, layers_of_rank_1: int = 6, peer_timeout_s: float = 60.0
 ) -> dict[str, Any]:
     """What this rank restored, what it read of the store for that, and what it was warned of."""
     model = replica(0, layers_of_rank_1 if dist.get_rank() == 1 else 6)
-    options: dict[str, Any] = {"daemon": daemon, "share": share, "peer_timeout_s": peer_timeout_s}
+    options: dict[str, Any] = {"daemon": daemon, "replica_reads": replica_reads, "peer_timeout_s": peer_timeout_s}
     with _log() as log, Checkpointer(store, run=RUN, writer="thread", **options) as checkpointer:
         counting = _count(checkpointer)
         found: dict[str, Any] = {"log": log}
@@ -68,7 +68,7 @@ def restore(
 def land(store: str) -> str:
     """The digest of what this rank restored by lanes, passed on between ranks."""
     model = replica(0)
-    with lazy_lanes(), Checkpointer(store, run=RUN, writer="thread", share="broadcast") as checkpointer:
+    with lazy_lanes(), Checkpointer(store, run=RUN, writer="thread", replica_reads="broadcast") as checkpointer:
         checkpointer.restore(model, strict=False)
     return state_digest(model)
 

@@ -145,13 +145,15 @@ class _Masters(torch.optim.Optimizer):
 def derive_under_fsdp2(store: str) -> dict[str, Any]:
     """Each rank derives its slices of the weights from its slices of the masters, wherever they are written from."""
     found: dict[str, Any] = {"alike": []}
-    for spread in (False, True):
+    for split_replicas in (False, True):
         torch.manual_seed(0)
         model, other = (nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to(torch.bfloat16) for _ in range(2))
         for one in (model, other):
             fully_shard(one, mesh=init_device_mesh("cpu", (2,)))
         optim, other_optim = _Masters(model, sharded=True), _Masters(other, sharded=True)
-        with Checkpointer(f"{store}/{spread}", run=RUN, derive=True, spread=spread, writer="thread") as checkpointer:
+        with Checkpointer(
+            f"{store}/{split_replicas}", run=RUN, dedup_casts=True, split_replicas=split_replicas, writer="thread"
+        ) as checkpointer:
             checkpointer.save(model, optim, 1)
             checkpointer.restore(other, other_optim)
             pairs = zip(model.parameters(), other.parameters(), strict=True)
@@ -183,5 +185,5 @@ def _broken(*_: object) -> None:
 def save_spread(built: Built, step: int, folder: Path) -> None:
     """For the matrix: replicas share the writing."""
     model: Any = built.model
-    with Checkpointer(store=str(folder), run="matrix", writer="thread", spread=True) as checkpointer:
+    with Checkpointer(store=str(folder), run="matrix", writer="thread", split_replicas=True) as checkpointer:
         checkpointer.save(model, built.optim, step)

@@ -7,7 +7,7 @@ is written by each; of equal copies one is written:
   the copies within it by copy 0;
 - a tensor that ranks hold whole: by the unit's first holder, the lowest rank that has any of it.
 
-With spread=True the copies take turns, the largest first, so that all replicas write about as many bytes.
+With split_replicas=True the copies take turns, the largest first, so that all replicas write about as many bytes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Ownership:
         )
 
 
-def agree(rank: int, said: Sequence[Units], spread: bool) -> tuple[Ownership, list[str]]:
+def agree(rank: int, said: Sequence[Units], split_replicas: bool) -> tuple[Ownership, list[str]]:
     """The ownership that follows from what all ranks said, in rank order; and buffers that differ between ranks.
 
     Raises UnsupportedObject if ranks hold different tensors under one name: one of them would be lost.
@@ -102,7 +102,7 @@ def agree(rank: int, said: Sequence[Units], spread: bool) -> tuple[Ownership, li
     different = [name for name, ranks in holders.items() if _differs(name, [(r, said[r][name]) for r in ranks])]
     ordered = {name: tuple(ranks) for name, ranks in holders.items()}
     owner = {name: ranks[0] for name, ranks in ordered.items()}
-    turn = _turns({name: said[owner[name]][name].bytes for name in ordered}, ordered) if spread else {}
+    turn = _turns({name: said[owner[name]][name].bytes for name in ordered}, ordered) if split_replicas else {}
     own = said[rank]
     return Ownership(rank, own, owner, {name: turn.get(name, 0) for name in ordered}, ordered), different
 

@@ -196,7 +196,7 @@ class Agreement:
     """Buffers that are not equal on all ranks; those of the first holder are kept."""
 
 
-def meet(world: World, describe: Callable[[], dict[str, Unit]], spread: bool) -> Agreement:
+def meet(world: World, describe: Callable[[], dict[str, Unit]], split_replicas: bool) -> Agreement:
     """Say what this rank holds, hear what the others hold, and conclude. A collective of all ranks.
 
     Each list of units goes to the others once, however many ranks hold alike. Raises the first rank's error from
@@ -220,5 +220,5 @@ def meet(world: World, describe: Callable[[], dict[str, Unit]], spread: bool) ->
         for rank in ranks:
             if rank != world.rank:
                 held[rank] = theirs
-    ownership, different = agree(world.rank, held, spread)
+    ownership, different = agree(world.rank, held, split_replicas)
     return Agreement(said[0][0], ownership, tuple(different))

@@ -89,10 +89,10 @@ class Fetcher:
 
 
 def how_to_share(config: Config, world_size: int) -> Literal["broadcast", "daemon", "none"]:
-    """What share="auto" means here; a single rank has nobody to share with."""
-    if world_size > 1 and config.share in ("auto", "broadcast"):
+    """What replica_reads="auto" means here; a single rank has nobody to share with."""
+    if world_size > 1 and config.replica_reads in ("auto", "broadcast"):
         return "broadcast"
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if config.daemon is not None and (config.share == "daemon" or (config.share == "auto" and several)):
+    if config.daemon is not None and (config.replica_reads == "daemon" or (config.replica_reads == "auto" and several)):
         return "daemon"
     return "none"

@@ -28,11 +28,11 @@ def settle(config: Config) -> None:
     """Let a killed predecessor's saver on this host finish its uploads."""
     if config.read_only:
         return
-    if not wait_for_orphans(config.source, config.run, config.settle_timeout_s):
+    if not wait_for_orphans(config.source, config.run_name, config.orphan_saver_timeout_s):
         logger.warning(
             "a saver of run %r is still at work on this host after %.0f s; what it commits later is not restored",
-            config.run,
-            config.settle_timeout_s,
+            config.run_name,
+            config.orphan_saver_timeout_s,
         )
 
 
@@ -41,9 +41,9 @@ def _roll_forward(source: Source, config: Config) -> bool:
     any_committed = False
     if isinstance(source, StoreSource):
         store = arbitrated(source.store, config.daemon, config.token)
-        for attempt in undecided_attempts(store, config.run):
+        for attempt in undecided_attempts(store, config.run_name):
             try:
-                if advance(store, config.run, attempt, system_clock):
+                if advance(store, config.run_name, attempt, system_clock):
                     any_committed = True
                     logger.warning("committed %s, which was complete but for its commit", attempt)
             except StoreReadOnly as error:

@@ -64,11 +64,11 @@ class ChunkIndex:
         self._store = store
         self._setup = setup
         self._clock = clock
-        self.enabled, self.rank = setup.reference, setup.rank
+        self.enabled, self.rank = setup.incremental, setup.rank
         self._base: BaseCheckpoint | None = None
         self._own = False
         self._last: IncrementalSave | None = None
-        self._loaded: Future[None] | None = run_soon(self._load) if setup.reference else None
+        self._loaded: Future[None] | None = run_soon(self._load) if setup.incremental else None
 
     def begin(
         self, attempt: Attempt, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode

@@ -37,8 +37,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     token: str | None
     cpu_budget: float | None = None
     """Of one core, for a saver process."""
-    reference: bool = True
-    derive: bool = False
+    incremental: bool = True
+    dedup_casts: bool = False
     encoded_bytes: int | None = None
     upload_bytes: int | None = None
     """See Budget; None: what encoder and writer hold by themselves."""

@@ -108,7 +108,7 @@ class SavePipeline:
         if not job.streamed:
             raw = raw.toreadonly()  # nobody writes to the slot before it is released
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
-        if self._setup.derive:
+        if self._setup.dedup_casts:
             self._derivations.submit(self._derive, job, raw, placed, received_at)
         else:
             self._begin(job, raw, placed, [], received_at)

@@ -9,10 +9,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from ckpt.config import OnBusy
 from ckpt.saver.commit import abort_attempts, describe
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup
 from ckpt.saver.segment import Segment
@@ -33,7 +33,7 @@ from ckptstore.stores import open_store
 
 logger = logging.getLogger(__name__)
 
-OnBusy = Literal["wait", "skip", "supersede"]
+
 """What becomes of a save when all slots are in use."""
 
 _PATIENCE_S = 30.0

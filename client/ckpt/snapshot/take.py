@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt.capture.leaves import Captured
+from ckpt.config import OnBusy
 from ckpt.saver.messages import SaveJob
-from ckpt.snapshot.client import OnBusy, PendingJob, SaveClient
+from ckpt.snapshot.client import PendingJob, SaveClient
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.overlap import Overlap, copy_snapshot
 from ckpt.snapshot.stage import SnapshotLayout

@@ -38,13 +38,13 @@ class World:
     def size(self) -> int:
         return self.ranks.numel()
 
-    def agree(self, spread: bool) -> list[Ownership]:
+    def agree(self, split_replicas: bool) -> list[Ownership]:
         """As each rank sees it."""
         said = [
             {name: unit_of(parts[rank]) for name, parts in self.tensors.items() if rank in parts}
             for rank in range(self.size)
         ]
-        return [agree(rank, said, spread)[0] for rank in range(self.size)]
+        return [agree(rank, said, split_replicas)[0] for rank in range(self.size)]
 
 
 def unit_of(part: Part, sample: str = "same", buffer: bool = False) -> Unit:
@@ -133,8 +133,8 @@ KINDS: dict[str, Kind] = {
 
 
 @given(worlds(), st.booleans())
-def test_each_element_has_one_writer(world: World, spread: bool) -> None:
-    ownerships = world.agree(spread)
+def test_each_element_has_one_writer(world: World, split_replicas: bool) -> None:
+    ownerships = world.agree(split_replicas)
     for name, parts in world.tensors.items():
         seen = torch.zeros(next(iter(parts.values())).shape, dtype=torch.int64)
         for rank, part in parts.items():
@@ -145,9 +145,9 @@ def test_each_element_has_one_writer(world: World, spread: bool) -> None:
 
 
 @given(worlds(), st.booleans())
-def test_a_scalar_beside_a_tensor_has_one_writer_and_each_unit_one_speaker(world: World, spread: bool) -> None:
+def test_a_scalar_beside_a_tensor_has_one_writer_and_each_unit_one_speaker(world: World, split_replicas: bool) -> None:
     """An optimizer's step is a plain tensor on every rank that holds some of the parameter."""
-    ownerships = world.agree(spread)
+    ownerships = world.agree(split_replicas)
     for name, parts in world.tensors.items():
         assert [ownerships[rank].writes(name, whole(())) for rank in parts].count(True) == 1
         assert [rank for rank in parts if ownerships[rank].owns(name)] == [min(parts)]
@@ -155,7 +155,7 @@ def test_a_scalar_beside_a_tensor_has_one_writer_and_each_unit_one_speaker(world
 
 @given(worlds())
 def test_without_spread_the_lowest_rank_writes_what_all_have(world: World) -> None:
-    ownerships = world.agree(spread=False)
+    ownerships = world.agree(split_replicas=False)
     for name, parts in world.tensors.items():
         if all(part.ranks is None for part in parts.values()):
             assert [rank for rank, part in parts.items() if ownerships[rank].writes(name, part)] == [min(parts)]
@@ -166,7 +166,7 @@ def test_spread_gives_each_replica_about_as_many_bytes(sizes: list[int], replica
     tensors = {f"model/{i}": dict.fromkeys(range(replicas), whole((size,))) for i, size in enumerate(sizes)}
     world = World(torch.arange(replicas), tensors)
     load = Counter(dict.fromkeys(range(replicas), 0))
-    for rank, ownership in enumerate(world.agree(spread=True)):
+    for rank, ownership in enumerate(world.agree(split_replicas=True)):
         load[rank] = sum(
             4 * s
             for (name, parts), s in zip(tensors.items(), sizes, strict=True)
@@ -178,15 +178,15 @@ def test_spread_gives_each_replica_about_as_many_bytes(sizes: list[int], replica
 def test_a_tensor_that_differs_between_ranks_is_refused_and_both_are_named() -> None:
     first, second = {"model/w": unit_of(whole((3,)))}, {"model/w": unit_of(whole((4,)))}
     with pytest.raises(UnsupportedObject, match="ranks 0 and 2 hold different tensors under the name 'model/w'"):
-        agree(1, [first, {}, second], spread=False)
+        agree(1, [first, {}, second], split_replicas=False)
     other_values = {"model/w": unit_of(whole((3,)), sample="other")}
     with pytest.raises(UnsupportedObject, match="ranks 0 and 1"):
-        agree(0, [first, other_values], spread=False)
+        agree(0, [first, other_values], split_replicas=False)
 
 
 def test_a_buffer_that_differs_is_the_lowest_ranks() -> None:
     said = [{"model/b": unit_of(whole((3,)), sample=str(rank), buffer=True)} for rank in range(2)]
-    ownership, different = agree(1, said, spread=False)
+    ownership, different = agree(1, said, split_replicas=False)
     assert different == ["model/b"]
     assert not ownership.owns("model/b")
 
@@ -194,7 +194,7 @@ def test_a_buffer_that_differs_is_the_lowest_ranks() -> None:
 def test_a_layout_that_changes_is_refused_and_the_rank_is_named() -> None:
     part = whole((3,))
     said = {"model/w": unit_of(part), "model/v": unit_of(part)}
-    ownership, _ = agree(1, [said, said], spread=False)
+    ownership, _ = agree(1, [said, said], split_replicas=False)
     ownership.check(said)
     for changed, name, what in (
         ({"model/w": unit_of(part)}, "model/v", "is gone"),

@@ -29,14 +29,14 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(700, 700) for _ in range(4)))
 
 
-def restore(folder: str, lost: int, how: str, phase: str, share: Any, timeout_s: float) -> dict[str, Any]:
+def restore(folder: str, lost: int, how: str, phase: str, replica_reads: Any, timeout_s: float) -> dict[str, Any]:
     """One rank is lost in a phase of the restore; what the others say, how long after it, and what they leave."""
     sharing.ROUND_BYTES = 1 << 20
     rank = dist.get_rank()
-    loss = Loss(Path(folder) / f"{lost}-{how}-{phase}-{share}", how)
+    loss = Loss(Path(folder) / f"{lost}-{how}-{phase}-{replica_reads}", how)
     if rank == lost:
         loss.happens_in(phase)
-    options: dict[str, Any] = {"writer": "thread", "peer_timeout_s": timeout_s, "share": share}
+    options: dict[str, Any] = {"writer": "thread", "peer_timeout_s": timeout_s, "replica_reads": replica_reads}
     with Checkpointer(f"{folder}/store", run=RUN, **options) as checkpointer:
         try:
             checkpointer.restore(model())

@@ -52,8 +52,15 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
     at = {"folder": str(folder)}
     scenarios: dict[object, Scenario] = {}
     for case in _RESTORES:
-        rank, how, phase, share = case
-        arguments = {**at, "lost": rank, "how": how, "phase": phase, "share": share, "timeout_s": _TIMEOUT_S}
+        rank, how, phase, replica_reads = case
+        arguments = {
+            **at,
+            "lost": rank,
+            "how": how,
+            "phase": phase,
+            "replica_reads": replica_reads,
+            "timeout_s": _TIMEOUT_S,
+        }
         scenarios[case] = Scenario("tests.ckpt.ranks.lost_ranks:restore", 3, arguments, lost=(rank,))
     for how in _HOW:
         arguments = {**at, "lost": 2, "how": how, "commit_timeout_s": _COMMIT_TIMEOUT_S}
@@ -70,9 +77,9 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
         os.kill(int((folder / "saver-SIGSTOP").read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("rank", "how", "phase", "share"), _RESTORES)
-def test_lost_in_a_restore(lost: Lost, rank: int, how: str, phase: str, share: str) -> None:
-    results = lost.outcomes[rank, how, phase, share].result()
+@pytest.mark.parametrize(("rank", "how", "phase", "replica_reads"), _RESTORES)
+def test_lost_in_a_restore(lost: Lost, rank: int, how: str, phase: str, replica_reads: str) -> None:
+    results = lost.outcomes[rank, how, phase, replica_reads].result()
     for result in (result for other, result in enumerate(results) if other != rank):
         assert f"rank {rank} of 3 gave no sign of life" in result["said"]
         assert result["seconds"] < _TIMEOUT_S

@@ -23,11 +23,11 @@ def model(seed: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(768, 1001, bias=False))
 
 
-def restore(store: str, seed: int, share: Any) -> dict[str, Any]:
+def restore(store: str, seed: int, replica_reads: Any) -> dict[str, Any]:
     """Bytes of shards that this rank read, the bytes it holds, and whether they are those of the seed."""
     expected, sharded = model(seed).state_dict(), model(seed + 1)
     fully_shard(sharded)
-    with Checkpointer(store, run=RUN, writer="thread", share=share) as checkpointer:
+    with Checkpointer(store, run=RUN, writer="thread", replica_reads=replica_reads) as checkpointer:
         source = checkpointer._source
         assert isinstance(source, StoreSource)
         source.store = counting = CountingStore(source.store)

@@ -82,17 +82,17 @@ def test_one_rank_of_eight_reads_its_slice(width: int, vocabulary: int, ranks: i
         assert sum(read.bytes for read in reads) <= _MOST * needed
 
 
-@pytest.mark.parametrize("share", ["none", "broadcast"])
-def test_eight_sharded_ranks_read_their_slices(tmp_path: Path, share: str) -> None:
+@pytest.mark.parametrize("replica_reads", ["none", "broadcast"])
+def test_eight_sharded_ranks_read_their_slices(tmp_path: Path, replica_reads: str) -> None:
     with Checkpointer(str(tmp_path / "store"), run=RUN, writer="thread", compress="off") as checkpointer:
         checkpointer.save(model(seed=3), None, 1)
     (tmp_path / "ranks").mkdir()
-    arguments = {"store": str(tmp_path / "store"), "seed": 3, "share": share}
+    arguments = {"store": str(tmp_path / "store"), "seed": 3, "replica_reads": replica_reads}
     scenario = Scenario("tests.ckpt.restoring.sharded_reads:restore", _READERS, arguments)
     results = run_scenarios([scenario], tmp_path / "ranks")[0].result()
     for result in results:
         assert result["equal"]
-        assert share == "broadcast" or result["read"] <= _MOST * result["held"]
+        assert replica_reads == "broadcast" or result["read"] <= _MOST * result["held"]
     assert sum(result["read"] for result in results) <= _MOST * sum(result["held"] for result in results)
 
 

@@ -42,7 +42,7 @@ class Job:
         """What each rank says of a restore."""
         place = self.folder / f"restore-{len(list(self.folder.iterdir()))}"
         place.mkdir()
-        arguments = {"store": str(self.folder / "store"), "daemon": None, "share": "auto"} | arguments
+        arguments = {"store": str(self.folder / "store"), "daemon": None, "replica_reads": "auto"} | arguments
         return run_scenarios([Scenario("tests.support.replicas:restore", 2, arguments)], place)[0].result()
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_fails_ends_the_session_with_its_error(job: Job, daemon: Dae
 def test_a_daemon_that_is_down_is_warned_of_and_done_without(job: Job) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
-        results = job.restore(daemon=f"http://127.0.0.1:{taken.getsockname()[1]}", share="daemon")
+        results = job.restore(daemon=f"http://127.0.0.1:{taken.getsockname()[1]}", replica_reads="daemon")
     for result in results:
         assert result["digest"] == job.digest
         assert "restoring without a session at the daemon" in result["log"][0]
@@ -140,7 +140,7 @@ def test_wrong_bytes_in_the_cache_are_read_again_past_it(job: Job, tmp_path: Pat
     settings = Settings(store=job.store.url, auth="off", db=url, cache=answers, poll_seconds=0.1)
     with serving(create_app(settings, lying)) as served:
         wait_until(_ready(served), "readiness")
-        given = {"daemon": served, "share": "daemon"} if direct else {"store": None, "daemon": served}
+        given = {"daemon": served, "replica_reads": "daemon"} if direct else {"store": None, "daemon": served}
         results = job.restore(**given)
     for result in results:
         assert result["digest"] == job.digest

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.config import Config, configure
+from ckpt.config import Config, ReplicaReads
 from ckpt.restoring import sharing
 from ckpt.restoring.fetching import how_to_share
 from ckpt.restoring.sharing import Stretch, divide
@@ -41,12 +41,12 @@ class Restores:
     """Of all objects of the checkpoint."""
     by_share: dict[str, list[dict[str, Any]]]
     daemon_bytes: int
-    """That the daemon read of the store for share="daemon"."""
+    """That the daemon read of the store for replica_reads="daemon"."""
     landed: list[str]
     """Digests of what two replicas restored to other memory than the host's."""
 
-    def read_bytes(self, share: str) -> int:
-        return sum(result["read"] for result in self.by_share[share])
+    def read_bytes(self, replica_reads: str) -> int:
+        return sum(result["read"] for result in self.by_share[replica_reads])
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +68,25 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
             Scenario(
                 "tests.support.replicas:restore",
                 _REPLICAS,
-                {"store": str(folder / "store"), "daemon": url if share == "daemon" else None, "share": share},
+                {
+                    "store": str(folder / "store"),
+                    "daemon": url if replica_reads == "daemon" else None,
+                    "replica_reads": replica_reads,
+                },
             )
-            for share in ("broadcast", "none", "daemon")
+            for replica_reads in ("broadcast", "none", "daemon")
         ]
         landing = Scenario("tests.support.replicas:land", 2, {"store": str(folder / "store")})
         *outcomes, landed = run_scenarios([*scenarios, landing], folder / "restore")
         read = counting.all_bytes - before
-    shares = [scenario.arguments["share"] for scenario in scenarios]
+    shares = [scenario.arguments["replica_reads"] for scenario in scenarios]
     by_share = dict(zip(shares, (outcome.result() for outcome in outcomes), strict=True))
     return Restores(digests[0], stored, by_share, read, landed.result())
 
 
-@pytest.mark.parametrize("share", ["broadcast", "daemon", "none"])
-def test_every_replica_gets_every_bit_and_its_own_data_position(restores: Restores, share: str) -> None:
-    results = restores.by_share[share]
+@pytest.mark.parametrize("replica_reads", ["broadcast", "daemon", "none"])
+def test_every_replica_gets_every_bit_and_its_own_data_position(restores: Restores, replica_reads: str) -> None:
+    results = restores.by_share[replica_reads]
     assert [result["digest"] for result in results] == [restores.digest] * _REPLICAS
     assert [result["restored"][1] for result in results] == list(range(_REPLICAS))
     assert [result["log"] for result in results] == [[]] * _REPLICAS
@@ -110,7 +114,7 @@ def test_without_sharing_each_replica_reads_all(restores: Restores) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "daemon", "world_size", "ranks_in_environment", "expected"),
+    ("replica_reads", "daemon", "world_size", "ranks_in_environment", "expected"),
     [
         ("auto", None, 1, None, "none"),
         ("auto", None, 4, None, "broadcast"),
@@ -126,7 +130,7 @@ def test_without_sharing_each_replica_reads_all(restores: Restores) -> None:
 )
 def test_what_auto_means(
     monkeypatch: pytest.MonkeyPatch,
-    share: str,
+    replica_reads: ReplicaReads,
     daemon: str | None,
     world_size: int,
     ranks_in_environment: int | None,
@@ -136,7 +140,7 @@ def test_what_auto_means(
         monkeypatch.delenv(name, raising=False)
     if ranks_in_environment:
         monkeypatch.setenv("WORLD_SIZE", str(ranks_in_environment))
-    config: Config = configure("/somewhere", "run", daemon, None, share=share)
+    config = Config("/somewhere", run="run", daemon=daemon, replica_reads=replica_reads)
     assert how_to_share(config, world_size) == expected
 
 

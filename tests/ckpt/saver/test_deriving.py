@@ -101,7 +101,7 @@ def test_casts_of_masters_are_not_stored_and_come_back(
     tmp_path: Path, dtype: str, compress: Literal["off", "fast"]
 ) -> None:
     model, optim = training(TORCH[dtype])
-    with Checkpointer(str(tmp_path), run="r", derive=True, compress=compress, writer="thread") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", dedup_casts=True, compress=compress, writer="thread") as checkpointer:
         first = checkpointer.save(model, optim, step=1)
         assert derived_of(str(tmp_path)) == {"model/0.weight": 2 * 300 * 200, "model/1.weight": 2 * 200 * 200}
         assert verify(StoreSource(open_store(str(tmp_path))), first).ok
@@ -123,7 +123,7 @@ def test_casts_of_masters_are_not_stored_and_come_back(
 def test_one_bit_of_one_element_is_enough_to_be_stored(tmp_path: Path) -> None:
     model, optim = training(torch.bfloat16)
     model.get_parameter("0.weight").data.view(torch.int16)[123, 45] ^= 1
-    with Checkpointer(str(tmp_path), run="r", derive=True) as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", dedup_casts=True) as checkpointer:
         checkpointer.save(model, optim, step=1)
         assert list(derived_of(str(tmp_path))) == ["model/1.weight"]
         other, other_optim = training(torch.bfloat16, seed=1)
@@ -141,7 +141,7 @@ def test_nans_keep_their_bits_whether_derived_or_not(tmp_path: Path) -> None:
         parameter.data.copy_(master)
         if name == "1.weight":
             parameter.data.view(torch.int16)[0, 0] = 0x7FC1
-    with Checkpointer(str(tmp_path), run="r", derive=True) as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", dedup_casts=True) as checkpointer:
         checkpointer.save(model, optim, step=1)
         other, other_optim = training(torch.bfloat16, seed=1)
         checkpointer.restore(other, other_optim)
@@ -154,7 +154,7 @@ def test_nothing_is_derived_unless_asked_for(tmp_path: Path) -> None:
         checkpointer.save(*training(torch.bfloat16), step=1)
     assert derived_of(str(tmp_path)) == {}
     with pytest.raises(InvalidRequest, match="whole snapshots"):
-        Checkpointer(str(tmp_path), run="r", derive=True, staging_bytes=1 << 30)
+        Checkpointer(str(tmp_path), run="r", dedup_casts=True, staging_bytes=1 << 30)
 
 
 def save_halves(store: Store, cut: int) -> tuple[Content, Words]:
@@ -177,7 +177,7 @@ def save_halves(store: Store, cut: int) -> tuple[Content, Words]:
         ]
         setup = Setup(
             store=store.url, options={}, run="r", rank=rank, world_size=2, compress="fast", commit_timeout_s=20.0,
-            daemon=None, token=None, derive=True,
+            daemon=None, token=None, dedup_casts=True,
         )  # fmt: skip
         job = SaveJob(
             number=1, slot=0, attempt=attempt, created_at=system_clock(), slices=rows, aliases={}, trees={},

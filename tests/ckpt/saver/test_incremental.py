@@ -149,7 +149,7 @@ def test_another_process_goes_on_where_the_last_one_ended(tmp_path: Path) -> Non
 
 def test_references_can_be_switched_off(tmp_path: Path) -> None:
     training = Training()
-    with Checkpointer(str(tmp_path), run=RUN, writer="thread", reference=False) as checkpointer:
+    with Checkpointer(str(tmp_path), run=RUN, writer="thread", incremental=False) as checkpointer:
         assert [training.save(checkpointer).referenced_bytes for _ in range(3)] == [0, 0, 0]
     assert marks(open_store(str(tmp_path)), RUN) == []
 

@@ -1,4 +1,4 @@
-"""Saves by several ranks: without collectives, with spread writing, and after the layout has changed."""
+"""Saves by several ranks: without collectives, with replicas written together, and after the layout has changed."""
 
 from __future__ import annotations
 
@@ -66,11 +66,13 @@ def test_a_rank_that_cannot_describe_its_state_tells_the_others_at_once(outcomes
     assert second["said"] == "a hook of rank 1 fails"
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_ranks_derive_their_slices_of_sharded_weights(outcomes: dict[str, Outcome], folder: Path, spread: bool) -> None:
+@pytest.mark.parametrize("split_replicas", [False, True])
+def test_ranks_derive_their_slices_of_sharded_weights(
+    outcomes: dict[str, Outcome], folder: Path, split_replicas: bool
+) -> None:
     for result in outcomes["derive_under_fsdp2"].result():
         assert result["alike"] == [True] * 8
-    source = StoreSource(open_store(str(folder / "derive_under_fsdp2" / str(spread))))
+    source = StoreSource(open_store(str(folder / "derive_under_fsdp2" / str(split_replicas))))
     content = read_manifest(source, source.latest(RUN)).content
     assert derived_bytes(content) == {f"model/{layer}.weight": 2 * 256 * 512 for layer in (0, 1)}
 

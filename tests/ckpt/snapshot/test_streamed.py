@@ -84,7 +84,7 @@ def test_a_streamed_save_stores_the_same_bytes_through_one_small_slot(
             run="r",
             writer=writer,
             compress="fast",
-            reference=False,
+            incremental=False,
             staging_bytes=limit,
         ) as checkpointer:
             for step in (1, 2):
@@ -134,7 +134,7 @@ def test_an_upload_that_fails_while_a_snapshot_passes_is_raised(
     faults = Faults()
     monkeypatch.setattr(writers, "open_store", lambda url, options: FaultyStore(open_store(url, options), faults))
     with Checkpointer(
-        str(tmp_path), run="r", writer="thread", reference=False, staging_bytes=LEAST_BYTES
+        str(tmp_path), run="r", writer="thread", incremental=False, staging_bytes=LEAST_BYTES
     ) as checkpointer:
         checkpointer.save(model, None, 1)
         faults.fail_at = len(faults.calls) + 2
