@@ -1,4 +1,4 @@
-# The daemon and the command line. No torch: the training library runs where the trainer is.
+# The daemon and the command line, without torch: the training library runs in the trainer.
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./

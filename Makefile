@@ -1,4 +1,4 @@
-# The verbs of this project. CONTRIBUTING.md says when to use which.
+# The targets of this project. CONTRIBUTING.md explains them.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -11,7 +11,7 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[dev]'
 	touch $@
 
-# For tests of the pages. Who may or can not install it has those tests skipped, visibly.
+# For tests of the pages. If it cannot be installed, those tests are visibly skipped.
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	[ "$$(id -u)" != 0 ] || ! grep -qs '^ID=debian' /etc/os-release || \
@@ -35,18 +35,18 @@ fmt: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# All benchmarks, with less data; bench-full takes its time. Both keep what they find in bench/results and bench/README.md.
+# All benchmarks, with less data; bench-full is slow. Both write their results to bench/results and bench/README.md.
 bench: .venv/.peers
 	$(BIN)/python -m bench all --quick
 
 bench-full: .venv/.peers
 	$(BIN)/python -m bench all
 
-# Needs a CUDA device and some eight minutes; the verdict goes to bench/results/.
+# Needs a CUDA device and about eight minutes; writes its verdict to bench/results/.
 bench-gpu: setup
 	$(BIN)/python -m bench.gpu
 
-# A peer that cannot be installed is no reason not to measure: the benchmarks list it as missing.
+# A peer that cannot be installed does not stop the benchmarks, which list it as missing.
 .venv/.peers: .venv/.ready
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]' || echo "some peers are missing"
 	touch $@

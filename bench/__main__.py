@@ -1,7 +1,7 @@
 """python -m bench NAME [--quick] [--json FILE]: tables, then one line of JSON with the verdict.
 
 `python -m bench all [--quick]` runs every benchmark in a process of its own, keeps the verdicts under bench/results and
-writes the table in bench/README.md anew; `python -m bench table` writes it from the verdicts that are there.
+rewrites the table in bench/README.md; `python -m bench table` writes it from the stored verdicts.
 """
 
 from __future__ import annotations

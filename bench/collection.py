@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ TIMEOUT_S = {True: 300, False: 1200}
 
 
 def run_all(benches: Sequence[str], quick: bool) -> int:
-    """Run them, keep their verdicts, draw the plot, write the table anew. 1 if one of them did not run to its end."""
+    """Run them, keep their verdicts, draw the plot, rewrite the table. 1 if one of them did not finish."""
     folder = RESULTS / _part(quick)
     folder.mkdir(parents=True, exist_ok=True)
     errors = {}
@@ -42,7 +43,7 @@ def run_all(benches: Sequence[str], quick: bool) -> int:
 
 
 def _run(arguments: Sequence[str], quick: bool) -> str:
-    """Run a module; what went wrong."""
+    """Run a module; returns its error, or an empty text."""
     command = [sys.executable, "-m", *arguments, *(["--quick"] if quick else [])]
     try:
         done = subprocess.run(command, cwd=HERE.parent, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S[quick])
@@ -59,7 +60,7 @@ def _part(quick: bool) -> str:
 
 
 def write_table(benches: Iterable[str], results: Path = RESULTS, readme: Path = README) -> None:
-    """Put the verdicts that are kept into the README, between its markers."""
+    """Write the stored verdicts into the README, between its markers."""
     kept = {quick: _kept(benches, results / _part(quick)) for quick in (False, True)}
     lines = ["| bench | ratio | goal | full | quick |", "|---|---|---|---|---|"]
     for bench in benches:
@@ -110,7 +111,8 @@ def _notes(kept: Mapping[bool, Mapping[str, Mapping[str, Any]]]) -> list[str]:
             notes += [f"{'Quick' if quick else 'Full'}: {name}; {_sizes(verdicts.values())}.", ""]
     all_verdicts = [verdict for verdicts in kept.values() for verdict in verdicts.values()]
     versions = {name: number for verdict in all_verdicts for name, number in verdict.get("versions", {}).items()}
-    notes += ["Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(versions.items())) + ".", ""]
+    line = "Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(versions.items())) + "."
+    notes += [textwrap.fill(line, 150, break_long_words=False, break_on_hyphens=False), ""]
     problems = {
         f"- {peer} did not run in {verdict['bench']}: {problem}"
         for verdict in all_verdicts

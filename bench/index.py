@@ -72,7 +72,7 @@ def measure(quick: bool) -> Report:
             ("a poll that finds nothing new", f"{found['poll_s']:.2f} s", ""),
             ("peak memory, services and daemon", f"{peak / 1e6:.0f} MB", f"{MEMORY_BYTES / 1e6:.0f} MB"),
         ],
-        goals=[Goal(name, "what is allowed", share, 1.0, "at most") for name, share in shares.items()],
+        goals=[Goal(name, "limit", share, 1.0, "at most") for name, share in shares.items()],
         facts=found,
     )
 

@@ -56,7 +56,7 @@ def _in_fresh_process(name: str, num_bytes: int) -> dict[str, int] | str:
 
 
 def report(found: dict[str, dict[str, int]], problems: dict[str, str], num_bytes: int) -> Report:
-    """Peaks over what is allowed."""
+    """Peaks relative to the limit."""
     state_bytes = next((answer["state_bytes"] for answer in found.values()), num_bytes)
     nothing = {"save": float("nan"), "restore": float("nan")}
     ours, staged = found.get(OURS, nothing), found.get(STAGED, nothing)

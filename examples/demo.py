@@ -1,4 +1,4 @@
-"""The whole way round in one command: train, save, SIGKILL, resume, compare, list, prune.
+"""A complete cycle in one command: train, save, SIGKILL, resume, compare, list, prune.
 
 Starts a daemon on SQLite and a local folder, trains train_gpt.py once without interruption and once
 killed twice, and compares the two loss curves step for step. Exits with 1 if anything differs.
@@ -33,12 +33,12 @@ console = Console(highlight=False)
 
 
 class DemoFailed(Exception):
-    """Something did not go as promised."""
+    """A step of the demonstration had the wrong result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long to train, and when to kill."""
+    """Length of the training, and the steps at which it is killed."""
 
     folder: Path
     steps: int
@@ -56,13 +56,13 @@ class Plan:
 
     @property
     def second_kill(self) -> int:
-        """A step between two saves: what came after the last save has to be done again."""
+        """A step between two saves: the steps after the last save have to be repeated."""
         return self.last_save + self.save_every // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What one process logged: losses by step, and a hash of the final weights if it got that far."""
+    """The log of one process: losses by step, and a hash of the final weights if it finished."""
 
     name: str
     losses: dict[int, float]
@@ -93,12 +93,12 @@ def main() -> int:
     except DemoFailed as error:
         console.print(f"\n[bold red]FAILED:[/] {error}")
         return 1
-    console.print(f"\n[bold green]All of it worked[/], in {time.monotonic() - began:.0f} s.")
+    console.print(f"\n[bold green]Everything worked[/], in {time.monotonic() - began:.0f} s.")
     return 0
 
 
 def demonstrate(plan: Plan) -> None:
-    """The story, in order."""
+    """All steps, in order."""
     store = f"file://{plan.folder}/store"
     chapter("A daemon on SQLite and a local folder")
     with daemon(plan.folder, store) as url:
@@ -115,7 +115,7 @@ def demonstrate(plan: Plan) -> None:
         second = trainer.run("second", kill_at=plan.second_kill)
         await_checkpoint(url, plan.last_save)
 
-        chapter("Started again, and left alone")
+        chapter("Started again, and not interrupted")
         third = trainer.run("third")
 
         chapter("Is it the same training?")
@@ -194,7 +194,7 @@ def reached(log: Path, step: int) -> bool:
 
 
 def await_checkpoint(url: str, step: int) -> None:
-    """The saver outlives the trainer: what save_async had accepted becomes durable all the same."""
+    """The saver outlives the trainer: an accepted save becomes durable although the trainer is gone."""
     began = time.monotonic()
     seen: list[int | None] = []
 
@@ -234,7 +234,7 @@ def compare(reference: Curve, parts: Sequence[Curve], starts: Sequence[int]) -> 
 
 
 def operate(url: str, plan: Plan) -> None:
-    """What an orchestrator asks and an operator does."""
+    """Requests of an orchestrator and commands of an operator."""
     show_latest(f"{url}/checkpoints/latest?run={RUN}")
     ckptctl("ls", "--url", url, "--run", RUN)
     ckptctl("prune", "--url", url, "--run", RUN, "--keep", str(KEEP), "--yes")
@@ -246,7 +246,7 @@ def operate(url: str, plan: Plan) -> None:
 
 
 def show_latest(url: str) -> None:
-    """What curl prints; without curl, the same request from here."""
+    """The output of curl; without curl, the same request from Python."""
     console.print(f"$ curl '{url}'", soft_wrap=True)
     if shutil.which("curl"):
         answer = subprocess.run(["curl", "--silent", "--fail", url], check=True, capture_output=True).stdout
@@ -265,7 +265,7 @@ def ckptctl(*arguments: str) -> None:
 
 
 def get_json(url: str) -> Any:
-    """The answer as JSON; None if there is none (yet)."""
+    """The response as JSON; None if there is none (yet)."""
     try:
         with urllib.request.urlopen(url, timeout=10) as response:
             return json.load(response)

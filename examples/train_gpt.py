@@ -1,10 +1,10 @@
-"""Train a small GPT on the sources of the Python standard library, saving as it goes.
+"""Train a small GPT on the sources of the Python standard library, with checkpoints.
 
     python examples/train_gpt.py --store file:///tmp/ckpts --run-name gpt-small
     torchrun --nproc-per-node 2 examples/train_gpt.py --store file:///tmp/ckpts --run-name gpt-small
 
-Kill it at any moment and start it again with the same arguments: it goes on where the newest
-checkpoint left off, and the losses are the ones an uninterrupted run would have had, bit for bit.
+Kill it at any time and start it again with the same arguments: it resumes from the newest
+checkpoint, and the losses equal those of an uninterrupted run, bit for bit.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class Batches:
         return windows[:, :-1], windows[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream of batches is."""
+        """The position in the stream of batches."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved position."""
         self.position = state["position"]
 
 
@@ -149,7 +149,7 @@ class Display:
         self.write({"step": step, "loss": loss, "saving": saving})
 
     def save(self, handle: ckpt.SaveHandle) -> None:
-        """Show how far the newest save is."""
+        """Show the progress of the newest save."""
         done, total = handle.progress
         note = f"step {handle.step} {'durable' if handle.done() else 'under way'}"
         self.bars.update(self.saving, completed=done, total=total, note=note)
@@ -161,10 +161,10 @@ class Display:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Build everything, restore what the run has, and train to the last step."""
+    """Build everything, restore the newest checkpoint, and train to the last step."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)  # sums come out the same on any number of cores, and the saver has a core of its own
+    torch.set_num_threads(1)  # sums are equal on any number of cores, and the saver has its own core
     torch.manual_seed(0)
     model: nn.Module = GPT()
     if dist.is_initialized():
@@ -188,11 +188,11 @@ def train(args: argparse.Namespace) -> None:
                     handle = checkpoints.save_async(
                         model, optim, step, scheduler=sched, loader=loader, metrics={"loss": loss}
                     )
-                    handle.staged(timeout=None)  # from here on the save survives SIGKILL, as the log is about to say
+                    handle.staged(timeout=None)  # from here on the save survives SIGKILL; the log records it next
                 display.step(step, loss, saving)
                 if handle is not None:
                     display.save(handle)
-            checkpoints.wait()  # everything that was saved is durable from here on
+            checkpoints.wait()  # all saves are durable from here on
             if handle is not None:
                 display.save(handle)
     display.write({"weights": fingerprint(model)})
