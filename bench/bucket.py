@@ -15,6 +15,7 @@ from bench.report import Goal
 from bench.state import State
 from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint
+from ckptstore.names import RunKeys
 from ckptstore.stores import Store, open_store
 from tests.support import seaweed
 from tests.support.seaweed import S3Service
@@ -90,7 +91,7 @@ def _name(process: int) -> str:
 
 def shard_of(checkpoint: Checkpoint) -> str:
     """Key of its only shard."""
-    return names.shard_key(checkpoint.run, checkpoint.attempt, names.shard_name(0))
+    return RunKeys(checkpoint.run).shard(checkpoint.attempt, names.shard_name(0))
 
 
 def read_shard(store: Store, checkpoint: Checkpoint) -> memoryview:

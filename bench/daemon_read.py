@@ -28,6 +28,7 @@ from bench.report import Goal, Report
 from ckpt import Checkpointer
 from ckptapi import bodies
 from ckptstore import names
+from ckptstore.names import RunKeys
 
 GOAL = 0.5
 """Throughput of the daemon, as a part of nginx's."""
@@ -101,7 +102,7 @@ def _write_shard(folder: Path, num_bytes: int) -> tuple[str, str]:
     weights.weight = nn.Parameter(torch.randn(num_bytes // 4))
     with Checkpointer(str(folder), run="bench", compress="off", writer="thread") as checkpointer:
         checkpoint = checkpointer.save_async(weights, None, 1).result()
-    key = names.shard_key(checkpoint.run, checkpoint.attempt, names.shard_name(0))
+    key = RunKeys(checkpoint.run).shard(checkpoint.attempt, names.shard_name(0))
     return f"{bodies.CHECKPOINTS}/{checkpoint.id}/shards/{names.shard_name(0)}", key
 
 

@@ -25,8 +25,8 @@ from bench.__main__ import show
 from bench.gpt import GPT
 from bench.report import Goal, Report
 from ckpt import Checkpointer
-from ckptstore.clock import system_clock
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 
 REPETITIONS = 5
@@ -172,7 +172,7 @@ def _saves(training: Training, store: str, overlap: bool) -> dict[str, list[floa
                 torch.cuda.synchronize()
                 steps += 1
             with_save = (time.perf_counter() - began) / steps
-            delete_checkpoint(open_store(store), handle.result(), "bench", system_clock)
+            delete_checkpoint(Run(open_store(store), handle.result().run), handle.result().attempt, "bench")
             without = fmean(_waited(training.step) for _ in range(min(steps, _MOST_STEPS)))
             if round_:  # the first pins memory, and does not overlap
                 for key, value in zip(found, (stall, with_save, without), strict=True):

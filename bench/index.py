@@ -23,11 +23,10 @@ from bench.report import Goal, Report
 from ckptd.index import Database, Filter, Index, Listing, PageKey, Sort
 from ckptd.metrics import Metrics
 from ckptd.services import Catalog, Freshness, Synchronizing
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.format.documents import FORMAT, Committed, Outcome, Summary
 from ckptstore.format.parsing import seal
-from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.names import Attempt, Reference, RunKeys, new_ulid
 from ckptstore.stores import open_store
 
 ANSWER_MS = 10.0
@@ -85,7 +84,7 @@ def write_store(root: Path, runs: int) -> None:
         (root / run / "commits").mkdir(parents=True)
         for step in range(PER_RUN):
             outcome = made_up(run, Attempt(step * 1000, new_ulid(now)), now - runs + number + step / PER_RUN)
-            (root / names.outcome_key(run, Attempt.parse(outcome.attempt))).write_bytes(seal(outcome))
+            (root / RunKeys(run).outcome(Attempt.parse(outcome.attempt))).write_bytes(seal(outcome))
 
 
 def run_name(number: int) -> str:

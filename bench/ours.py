@@ -10,10 +10,10 @@ from typing import Any
 from bench.peers.peer import Peer
 from bench.state import State
 from ckpt import Checkpointer
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CheckpointHeld
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 
 
@@ -55,7 +55,7 @@ class Ours(Peer):
         store = open_store(self.store)
         for checkpoint in list(self.discarded):
             try:
-                delete_checkpoint(store, checkpoint, "bench", system_clock)
+                delete_checkpoint(Run(store, checkpoint.run), checkpoint.attempt, "bench")
             except CheckpointHeld:
                 continue
             self.discarded.remove(checkpoint)

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from ckptd.cache.extents import Extent, Extents
 from ckptd.cache.folder import Folder
 from ckptd.metrics import Metrics
-from ckptstore import names
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, RunKeys
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class BlockCache:
 
     def drop(self, run: str, attempt: Attempt) -> None:
         """Delete the cached bytes of an attempt."""
-        prefix = names.attempt_prefix(run, attempt)
+        prefix = RunKeys(run).attempt(attempt)
         with self._lock:
             owned = [extent for extent in self._extents.stored() if extent.key.startswith(prefix)]
         self._drop(owned)

@@ -7,9 +7,8 @@ from bisect import bisect_right, insort
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ckptstore import names
 from ckptstore.errors import InvalidName
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, RunKeys
 
 BLOCK_BYTES = 4 << 20
 """Extents do not cross multiples of it, so that one read needs bounded memory."""
@@ -52,7 +51,7 @@ class Extent:
         if match is None:
             return None
         try:
-            prefix = names.attempt_prefix(match[1], Attempt.parse(match[2]))
+            prefix = RunKeys(match[1]).attempt(Attempt.parse(match[2]))
         except InvalidName:
             return None
         extent = Extent(prefix + match[3], int(match[4]), int(match[5]))

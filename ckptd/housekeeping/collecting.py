@@ -13,6 +13,7 @@ from ckptstore.commits.catalog import list_runs
 from ckptstore.commits.store_check import check_store
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.retention.deletion import Waste, collect, measure_waste
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -46,10 +47,11 @@ class Collecting:
         except CkptError as error:
             self._count(error)
 
-    def _collect(self, run: str) -> None:
+    def _collect(self, name: str) -> None:
         try:
-            collected = collect(self._store, run, self._clock, self._grace_s)
-            self._waste = {**self._waste, run: measure_waste(self._store, run, self._clock)}
+            run = Run(self._store, name, self._clock)
+            collected = collect(run, self._grace_s)
+            self._waste = {**self._waste, name: measure_waste(run)}
         except LeadershipLost:
             raise
         except CkptError as error:
@@ -59,7 +61,7 @@ class Collecting:
         self._metrics.orphans_aborted.inc(len(collected.aborted))
         self._metrics.orphan_freed_bytes.inc(collected.freed_bytes)
         if collected.aborted:
-            _LOG.info("gave up %d attempts of run %s, %d bytes", len(collected.aborted), run, collected.freed_bytes)
+            _LOG.info("gave up %d attempts of run %s, %d bytes", len(collected.aborted), name, collected.freed_bytes)
 
     def _count(self, error: CkptError) -> None:
         _LOG.warning("cannot collect orphans: %s", error)

@@ -16,6 +16,7 @@ from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference, check_run
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.scrubbing import scrub
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 
@@ -62,7 +63,7 @@ class Works:
         progress.expect(len(runs), "runs")
         num_aborted = num_rolled_forward = freed = 0
         for run in runs:
-            found = collect(self._store, run, self._clock, self._orphan_grace_s, progress.by)
+            found = collect(Run(self._store, run, self._clock, progress.by), self._orphan_grace_s)
             num_aborted += len(found.aborted)
             num_rolled_forward += len(found.rolled_forward)
             freed += found.freed_bytes
@@ -75,7 +76,9 @@ class Works:
         """What is known to be damaged is read again only if it is named: it may have been repaired."""
         if request.checkpoint is not None:
             return [catalog.find(self._store, Reference.parse(request.checkpoint))]
-        listed = (checkpoint for run in self._runs(request.run) for checkpoint in list_checkpoints(self._store, run))
+        listed = (
+            checkpoint for run in self._runs(request.run) for checkpoint in list_checkpoints(Run(self._store, run))
+        )
         return [checkpoint for checkpoint in listed if checkpoint.state is not State.CORRUPT]
 
     def _runs(self, run: str | None) -> list[str]:

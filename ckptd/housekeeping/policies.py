@@ -17,6 +17,7 @@ from ckptstore.names import check_run
 from ckptstore.retention.deletion import plan_prune
 from ckptstore.retention.policy import Policy, change_policies, policies_history, policy_for, read_policies
 from ckptstore.retention.pruning import PrunePlans
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Policies:
         policy = policy_for(in_force.policies, run)
         if policy is None:
             return
-        plan = plan_prune(self._store, run, policy, self._clock)
+        plan = plan_prune(Run(self._store, run, self._clock), policy)
         planned = PrunePlans(
             (plan,),
             in_force.policies.grace_s,

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from ckptd.index import Index
 from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import PollPlan
-from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.commit import receipt_ranks
 from ckptstore.errors import CkptError, LeadershipLost, Unavailable
-from ckptstore.names import Attempt, checkpoint_id
+from ckptstore.names import Attempt, RunKeys, checkpoint_id
 from ckptstore.retention.deletion import advance, undecided_attempts
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -39,22 +39,25 @@ class Recovery:
 
     def advance_run(self, run: str) -> list[Attempt]:
         """Commit what is finished and was left alone for the grace; returns what is committed now."""
-        undecided = undecided_attempts(self._store, run)
+        undecided = undecided_attempts(self._run(run))
         before = self._seen.get(run, {})
         self._seen[run] = {attempt: self._look(run, attempt, before.get(attempt)) for attempt in undecided}
         return [attempt for attempt, seen in self._seen[run].items() if self._advance(run, attempt, seen)]
 
     def _look(self, run: str, attempt: Attempt, before: _Seen | None) -> _Seen:
-        count = len(receipt_ranks(self._store, run, attempt))
+        count = len(receipt_ranks(self._run(run), attempt))
         return before if before and before.num_receipts == count else _Seen(count, self._clock())
 
     def _advance(self, run: str, attempt: Attempt, seen: _Seen) -> bool:
         if seen.settled or not seen.num_receipts or self._clock() - seen.since < self._grace_s:
             return False
-        committed = advance(self._store, run, attempt, self._clock)
+        committed = advance(self._run(run), attempt)
         # Not committed means that receipts are missing or damaged: worth another look when there are more.
         seen.settled = True
         return committed
+
+    def _run(self, name: str) -> Run:
+        return Run(self._store, name, self._clock)
 
 
 class Recovering:
@@ -95,7 +98,7 @@ class Recovering:
                     self._metrics.store_errors.labels("recover", error.code).inc()
 
     def _recover(self, run: str) -> None:
-        present = set(self._store.list_folders(names.attempts_prefix(run)))
+        present = set(self._store.list_folders(RunKeys(run).attempts))
         known = self._index.attempts(run)
         decided = {str(attempt) for attempt in (*known.checkpoints, *known.aborted)}
         if present <= decided:

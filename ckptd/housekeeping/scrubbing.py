@@ -10,10 +10,10 @@ from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, list_runs
-from ckptstore.commits.commit import identity
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.reading.verify import Checked
 from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
+from ckptstore.run import Run, identity
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ class Scrubbing:
         now = self._clock()
         if not self._queue and now - self._looked_at >= min(_LOOK_AGAIN_S, self._every_s):
             self._checked = Checked()
-            self._queue.extend(due_for_scrub(self._store, list_runs(self._store), now - self._every_s))
+            runs = [Run(self._store, name, self._clock) for name in list_runs(self._store)]
+            self._queue.extend(due_for_scrub(runs, now - self._every_s))
             self._looked_at = now
         if not self._queue:
             return

@@ -10,13 +10,12 @@ import logging
 from dataclasses import dataclass
 
 from ckptd.index import Decision, DecisionIndex
-from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, ObjectMissing
 from ckptstore.format.documents import Committed, Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import Fate
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, RunKeys
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.stores import Store
 
@@ -86,15 +85,15 @@ class Proposal:
     def parse(run: str, attempt: str, tombstone: str | None, text: str) -> Proposal:
         """Raises InvalidName, or InvalidRequest if `text` is no document about this attempt or tombstone."""
         named, document = Attempt.parse(attempt), text.encode()
-        manifest_key = names.manifest_key(run, named)
+        manifest_key = RunKeys(run).manifest(named)
         try:
             if tombstone is None:
                 outcome = parse_sealed(document, Outcome, "the proposal")
-                key = names.outcome_key(run, named)
+                key = RunKeys(run).outcome(named)
                 fits, committed = (outcome.run, outcome.attempt) == (run, attempt), outcome.committed
             else:
                 fate = parse_sealed(document, Fate, "the proposal")
-                key = names.fate_key(run, named, tombstone)
+                key = RunKeys(run).fate(named, tombstone)
                 fits, committed = (fate.attempt, fate.tombstone) == (attempt, tombstone), None
         except Damaged as error:
             raise InvalidRequest(error.message, "Send the document as it would be stored") from error

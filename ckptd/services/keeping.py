@@ -11,6 +11,7 @@ from ckptstore.names import Attempt
 from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.retention.policy import Policy, Verdict, judge, policy_for, read_policies
 from ckptstore.retention.scrubbing import verified_at
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 
@@ -46,10 +47,11 @@ class Keeping:
 
     def of_run(self, run: str) -> Kept:
         """What is known of one run: a handful of listings. Raises InvalidName, Damaged or Unavailable."""
+        named = Run(self._store, run, self._clock)
         in_force = read_policies(self._store)
         return Kept(
             policy=policy_for(in_force.policies, run) if in_force is not None else None,
-            holds=active_holds(self._store, run, self._clock),
-            verified=verified_at(self._store, run),
+            holds=active_holds(named),
+            verified=verified_at(named),
             now=self._clock(),
         )

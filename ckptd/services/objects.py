@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from ckptd.cache import BLOCK_BYTES, BlockCache
 from ckptd.services.catalog import Catalog
-from ckptstore import names
 from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import NoCheckpoint, StoreUnavailable, Unavailable
-from ckptstore.names import Attempt, Reference
+from ckptstore.names import Attempt, Reference, RunKeys
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _SIZES_KEPT = 4096
@@ -38,17 +38,17 @@ class Objects:
     def shard(self, reference: Reference, name: str) -> StoredObject:
         """A shard of a checkpoint."""
         attempt = self._attempt(reference)
-        return self._object(names.shard_key(reference.run, attempt, name))
+        return self._object(RunKeys(reference.run).shard(attempt, name))
 
     def manifest(self, reference: Reference) -> StoredObject:
         """The manifest of a checkpoint."""
         attempt = self._attempt(reference)
-        return self._object(names.manifest_key(reference.run, attempt))
+        return self._object(RunKeys(reference.run).manifest(attempt))
 
     def receipt(self, reference: Reference, rank: int) -> StoredObject:
         """The receipt of a rank."""
         attempt = self._attempt(reference)
-        return self._object(names.receipt_key(reference.run, attempt, rank))
+        return self._object(RunKeys(reference.run).receipt(attempt, rank))
 
     def read(self, stored: StoredObject, offset: int, count: int, fresh: bool = False) -> memoryview:
         """Bytes from `offset`: as many of `count` as come in one piece, at least one.
@@ -84,7 +84,7 @@ class Objects:
             if reference.step is None or reference.ulid is None:
                 raise
             attempt = Attempt(reference.step, reference.ulid)
-            outcome = read_outcome(self._store, reference.run, attempt)
+            outcome = read_outcome(Run(self._store, reference.run), attempt)
             if outcome is None or outcome.committed is None:
                 raise
             return attempt

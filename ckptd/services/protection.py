@@ -7,6 +7,7 @@ from ckptstore.clock import Clock
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Reference, check_run
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 MAX_TTL_S = 7 * 24 * 3600.0
@@ -31,9 +32,9 @@ class Protection:
         if not 0 < len(holder) <= _MAX_HOLDER:
             raise InvalidRequest("the holder's name is empty or too long", f"Use 1 to {_MAX_HOLDER} characters")
         checkpoint = self._catalog.find(reference)
-        lease = take_lease(self._store, checkpoint.run, checkpoint.attempt, holder, ttl_s, self._clock)
+        lease = take_lease(Run(self._store, checkpoint.run, self._clock), checkpoint.attempt, holder, ttl_s)
         return checkpoint.run, lease
 
     def release(self, run: str, lease: str) -> None:
         """End a lease; one that is gone already is fine."""
-        release_lease(self._store, check_run(run), lease)
+        release_lease(Run(self._store, check_run(run)), lease)

@@ -12,6 +12,7 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.errors import CkptError, NoCheckpoint, Unavailable
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -39,12 +40,12 @@ class RestoreLeases:
         """
         duration = ttl_s + _OUTLIVES_S
         until = self._clock() + duration
-        return take_lease(self._store, checkpoint.run, checkpoint.attempt, _holder(id), duration, self._clock), until
+        return take_lease(self._run(checkpoint.run), checkpoint.attempt, _holder(id), duration), until
 
     def release(self, restore: Restore) -> None:
         """Let the checkpoint go; done already is fine. Raises Unavailable."""
         if restore.lease is not None:
-            release_lease(self._store, restore.run, restore.lease)
+            release_lease(self._run(restore.run), restore.lease)
             self._index.release(restore.id)
 
     def round(self) -> None:
@@ -60,6 +61,9 @@ class RestoreLeases:
                 if isinstance(error, Unavailable):
                     self._metrics.store_errors.labels("restore", error.code).inc()
 
+    def _run(self, name: str) -> Run:
+        return Run(self._store, name, self._clock)
+
     def _renew(self, restore: Restore) -> None:
         now = self._clock()
         duration = restore.ttl_s + _OUTLIVES_S
@@ -67,7 +71,7 @@ class RestoreLeases:
             return
         checkpoint, lease = restore.checkpoint, restore.lease
         if now < restore.lease_until:
-            renew_lease(self._store, restore.run, lease, checkpoint.attempt, _holder(restore.id), duration, self._clock)
+            renew_lease(self._run(restore.run), lease, checkpoint.attempt, _holder(restore.id), duration)
         else:
             try:
                 lease, _ = self.take(checkpoint, restore.id, restore.ttl_s)
@@ -78,7 +82,7 @@ class RestoreLeases:
                 return
         if not self._index.renew(restore.id, lease, now + duration):
             # It ended in this moment, and its lease may have been released before we wrote it again.
-            release_lease(self._store, restore.run, lease)
+            release_lease(self._run(restore.run), lease)
 
 
 def _holder(id: str) -> str:

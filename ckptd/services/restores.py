@@ -27,6 +27,7 @@ from ckptstore.errors import (
     TooManyRestores,
 )
 from ckptstore.names import Reference, check_run, check_ulid, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 MAX_LIVE = 1000
@@ -185,7 +186,7 @@ class Restores:
         """From the store itself: a commit counts from the moment it is made, not from when the index has it."""
         reference = _reference(asked)
         if reference.step is None:
-            return catalog.newest_first(self._store, asked.run)
+            return catalog.newest_first(Run(self._store, asked.run))
         try:
             found = catalog.find(self._store, reference)
         except NoCheckpoint:

@@ -16,6 +16,7 @@ from ckptstore.retention import pins
 from ckptstore.retention.deletion import Deleted, delete_checkpoint, list_deleted, take_back
 from ckptstore.retention.policy import change_policies, policies_history, read_policies
 from ckptstore.retention.tombstones import SWEEP_GRACE_S
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 
@@ -33,48 +34,49 @@ class Retention:
         found = self._catalog.find(reference)
         grace_s = SWEEP_GRACE_S if grace_s is None else grace_s
         try:
-            delete_checkpoint(self._store, found, reason, self._clock, grace_s, by)
+            delete_checkpoint(Run(self._store, found.run, self._clock, by), found.attempt, reason, grace_s)
         finally:
             self._synchronizing.sync_run(found.run)
 
     def undelete(self, reference: Reference, by: str, reason: str) -> Checkpoint:
         """Take a deletion back; the checkpoint is listed and pinned on return. Raises NoCheckpoint or SweepBegun."""
         try:
-            found = take_back(self._store, reference, by, self._clock, reason)
+            found = take_back(Run(self._store, reference.run, self._clock, by), reference, reason)
         finally:
             self._synchronizing.sync_run(reference.run)
         return self._catalog.find(found)
 
     def deleted(self, run: str) -> list[Deleted]:
         """What is hidden and can be taken back, by falling step. Raises InvalidName."""
-        return list_deleted(self._store, check_run(run))
+        return list_deleted(Run(self._store, check_run(run)))
 
     def pin(self, reference: Reference, name: str, by: str, reason: str) -> PinBody:
         """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
         found = self._catalog.find(reference)
-        pins.pin(self._store, found.run, found.attempt, name, by, self._clock, reason)
+        pins.pin(Run(self._store, found.run, self._clock, by), found.attempt, name, reason)
         return PinBody(id=found.id, name=name)
 
     def unpin(self, reference: Reference, name: str, by: str) -> None:
         """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
         found = self._catalog.find(reference)
-        pins.unpin(self._store, found.run, found.attempt, name, by, self._clock)
+        pins.unpin(Run(self._store, found.run, self._clock, by), found.attempt, name)
 
     def label(self, reference: Reference, change: LabelChange, by: str, reason: str) -> Checkpoint:
         """Change tags and metrics; durable and indexed on return. Raises InvalidRequest or NoCheckpoint."""
         found = self._catalog.find(reference)
-        change_labels(self._store, found.run, found.attempt, change, by, self._clock, reason)
+        change_labels(Run(self._store, found.run, self._clock, by), found.attempt, change, reason)
         self._synchronizing.sync_run(found.run)
         return self._catalog.find(Reference(found.run, found.step, found.attempt.ulid))
 
     def pins(self, run: str) -> list[PinBody]:
         """All pins of a run, by falling step. Raises InvalidName."""
-        found = sorted(pins.pinned(self._store, check_run(run)).items(), reverse=True)
+        found = sorted(pins.pinned(Run(self._store, check_run(run))).items(), reverse=True)
         return [PinBody(id=checkpoint_id(run, attempt), name=name) for attempt, names in found for name in names]
 
     def audit(self, run: str, limit: int) -> list[AuditBody]:
         """Who set out to do what, the newest first. Raises InvalidName."""
-        return [AuditBody.of(run, record) for record in islice(read_log(self._store, check_run(run), limit), limit)]
+        records = read_log(Run(self._store, check_run(run)), limit)
+        return [AuditBody.of(run, record) for record in islice(records, limit)]
 
     def policies(self) -> PoliciesBody:
         """The policies in force."""

@@ -42,6 +42,7 @@ from ckptstore.errors import (
     Unavailable,
 )
 from ckptstore.names import Attempt, check_run, checkpoint_id
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -146,15 +147,15 @@ class Synchronizing:
         check_run(run)
         for _ in range(_TRIES):
             version = self._index.version(run)
-            found = self._read(run, attempt, quarantined_attempts(self._store, run))
+            found = self._read(run, attempt, quarantined_attempts(self._run(run)))
             if isinstance(found, Attempt):
                 raise AttemptAborted(f"attempt {attempt} of run {run!r} was aborted", "Save again")
-            if found is None or attempt in hidden_attempts(self._store, run):
+            if found is None or attempt in hidden_attempts(self._run(run)):
                 raise NoCheckpoint(
                     f"{checkpoint_id(run, attempt)} is not committed in {self._store.url}",
                     "Notify after the commit; does the daemon serve the store that the trainer writes to?",
                 )
-            [found] = with_labels(self._store, run, [found])
+            [found] = with_labels(self._run(run), [found])
             try:
                 self._index.apply(run, Reading([found]), version)
             except RunChanged:
@@ -210,10 +211,10 @@ class Synchronizing:
 
     def _list(self, run: str) -> _Listing:
         # Outcomes first: a checkpoint hidden in between has its tombstone already.
-        outcomes = list(self._store.list(names.commits_prefix(run)))
-        hidden = hidden_attempts(self._store, run)
-        damaged = quarantined_attempts(self._store, run)
-        labels = {attempt: versions[-1] for attempt, versions in label_versions(self._store, run).items()}
+        outcomes = list(self._store.list(self._run(run).keys.commits))
+        hidden = hidden_attempts(self._run(run))
+        damaged = quarantined_attempts(self._run(run))
+        labels = {attempt: versions[-1] for attempt, versions in label_versions(self._run(run)).items()}
         stamps: dict[Attempt, Stamp] = {}
         for info in reversed(outcomes):
             try:
@@ -273,12 +274,12 @@ class Synchronizing:
         found = self._read(run, attempt, listing.damaged)
         if not isinstance(found, Checkpoint) or attempt not in listing.labels:
             return found
-        return labelled(found, newest_labels(self._store, run, attempt, listing.labels[attempt]))
+        return labelled(found, newest_labels(self._run(run), attempt, listing.labels[attempt]))
 
     def _read(self, run: str, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | Attempt | None:
         """A checkpoint; the attempt itself if it was aborted; None if it has no outcome."""
         try:
-            outcome = read_outcome(self._store, run, attempt)
+            outcome = read_outcome(self._run(run), attempt)
         except CorruptObject as error:
             return Checkpoint(run, attempt, State.CORRUPT, problem=str(error))
         if outcome is None:
@@ -287,6 +288,9 @@ class Synchronizing:
         if found is None:
             return attempt
         return quarantined(found) if attempt in damaged else found
+
+    def _run(self, name: str) -> Run:
+        return Run(self._store, name, self._clock)
 
     def _count(self, error: CkptError) -> None:
         _LOG.warning("cannot follow the store: %s", error)

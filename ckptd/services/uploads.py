@@ -12,8 +12,9 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import list_runs
 from ckptstore.commits.commit import read_receipt
 from ckptstore.errors import Damaged, ObjectMissing
-from ckptstore.names import Attempt, check_run
+from ckptstore.names import Attempt, RunKeys, check_run
 from ckptstore.retention.deletion import undecided_attempts
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 MAX_ATTEMPTS = 200
@@ -33,12 +34,12 @@ class Uploads:
         Asks the store: a listing for each run, and one for each attempt. Raises InvalidName or Unavailable.
         """
         runs: Iterable[str] = list_runs(self._store) if run is None else [check_run(run)]
-        found = [(name, attempt) for name in runs for attempt in undecided_attempts(self._store, name)]
+        found = [(name, attempt) for name in runs for attempt in undecided_attempts(Run(self._store, name))]
         found.sort(key=lambda item: item[1].ulid)
         return [self._look(name, attempt) for name, attempt in found[-MAX_ATTEMPTS:]]
 
     def _look(self, run: str, attempt: Attempt) -> AttemptBody:
-        objects = list(self._store.list(names.attempt_prefix(run, attempt)))
+        objects = list(self._store.list(RunKeys(run).attempt(attempt)))
         ranks = {rank for rank in (names.receipt_rank(info.key) for info in objects) if rank is not None}
         world_size = self._world_size(run, attempt, ranks)
         missing = sorted(set(range(world_size)) - ranks)[:_MOST_MISSING] if world_size else []
@@ -61,6 +62,6 @@ class Uploads:
         if not ranks:
             return None
         try:
-            return read_receipt(self._store, run, attempt, min(ranks)).receipt.world_size
+            return read_receipt(Run(self._store, run), attempt, min(ranks)).receipt.world_size
         except (Damaged, ObjectMissing):
             return None  # nobody will commit it

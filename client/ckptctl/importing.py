@@ -32,6 +32,7 @@ from ckptstore.format.shards import (
 )
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.fetch import Progress
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _THREADS = min(4, max(1, os.cpu_count() or 1))
@@ -50,25 +51,23 @@ def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attemp
     raise InvalidRequest(f"{found.id} exists", "Choose another run or step; nothing committed is overwritten")
 
 
-def write_checkpoint(
-    store: Store, run: str, attempt: Attempt, foreign: ForeignState, progress: Progress, clock: Clock
-) -> Checkpoint:
+def write_checkpoint(run: Run, attempt: Attempt, foreign: ForeignState, progress: Progress) -> Checkpoint:
     """Store the state as the checkpoint of a single process; it exists on return.
 
     Memory does not grow with the state. Raises CorruptObject if the file turns out to be damaged: then nothing is
     committed. Raises Unavailable if the store does not take it.
     """
-    created_at = clock()
+    created_at = run.clock()
     placed = place_slices(part.slice for part in foreign.parts)
     entries, slices = slice_tables(placed)
     trees, aliases = foreign.trees, foreign.aliases
     check_cover(Content(shards=[], entries=entries, slices=slices, aliases=aliases, trees=trees))
-    uploaded = _upload(store, run, attempt, placed, foreign, progress) if placed else None
+    uploaded = _upload(run, attempt, placed, foreign, progress) if placed else None
     shards = [Shard(name=names.shard_name(0), rank=0, chunks=uploaded.chunks)] if uploaded else []
     receipt = Receipt(
         format=FORMAT,
         kind="receipt",
-        run=run,
+        run=run.name,
         step=attempt.step,
         attempt=str(attempt),
         rank=0,
@@ -79,17 +78,17 @@ def write_checkpoint(
         metrics={},
     )
     data = seal(receipt)
-    store.put(names.receipt_key(run, attempt, 0), data)
-    checkpoint = from_outcome(commit_attempt(store, [StoredReceipt(receipt, data)], clock))
+    run.store.put(run.keys.receipt(attempt, 0), data)
+    checkpoint = from_outcome(commit_attempt(run, [StoredReceipt(receipt, data)]))
     assert checkpoint is not None  # an aborted attempt is an error of commit_attempt
     return checkpoint
 
 
 def _upload(
-    store: Store, run: str, attempt: Attempt, placed: Sequence[Placed], foreign: ForeignState, progress: Progress
+    run: Run, attempt: Attempt, placed: Sequence[Placed], foreign: ForeignState, progress: Progress
 ) -> Uploaded:
     reads = {(part.slice.entry, part.slice.box): part.read for part in foreign.parts}
-    key = names.shard_key(run, attempt, names.shard_name(0))
+    key = run.keys.shard(attempt, names.shard_name(0))
     done = 0
 
     def report(total: int) -> None:
@@ -97,7 +96,7 @@ def _upload(
         progress(total - done)
         done = total
 
-    return upload_shard(store, key, raw_bytes(placed), _encode(placed, reads), report)
+    return upload_shard(run.store, key, raw_bytes(placed), _encode(placed, reads), report)
 
 
 def _encode(placed: Sequence[Placed], reads: Mapping[tuple[str, Box], Read]) -> Iterator[EncodedChunk]:

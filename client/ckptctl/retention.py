@@ -16,6 +16,7 @@ from ckptstore.commits.store_check import check_store
 from ckptstore.names import Reference, check_run, checkpoint_id
 from ckptstore.retention import deletion, pins, policy
 from ckptstore.retention.deletion import Deleted, list_deleted, take_back
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 
@@ -70,31 +71,36 @@ class _StoreRetention:
 
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
         check_store(self._store, self._clock)
-        deletion.delete_checkpoint(self._store, checkpoint, reason, self._clock, grace_s, operator())
+        deletion.delete_checkpoint(
+            Run(self._store, checkpoint.run, self._clock, operator()), checkpoint.attempt, reason, grace_s
+        )
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
-        return catalog.find(self._store, take_back(self._store, reference, operator(), self._clock, reason))
+        run = Run(self._store, reference.run, self._clock, operator())
+        return catalog.find(self._store, take_back(run, reference, reason))
 
     def deleted(self, run: str) -> list[Deleted]:
-        return list_deleted(self._store, check_run(run))
+        return list_deleted(Run(self._store, check_run(run)))
 
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
-        pins.pin(self._store, checkpoint.run, checkpoint.attempt, name, operator(), self._clock, reason)
+        pins.pin(Run(self._store, checkpoint.run, self._clock, operator()), checkpoint.attempt, name, reason)
 
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
-        pins.unpin(self._store, checkpoint.run, checkpoint.attempt, name, operator(), self._clock)
+        pins.unpin(Run(self._store, checkpoint.run, self._clock, operator()), checkpoint.attempt, name)
 
     def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
         run, attempt = checkpoint.run, checkpoint.attempt
-        change_labels(self._store, run, attempt, change, operator(), self._clock, reason)
-        return with_labels(self._store, run, [catalog.find(self._store, Reference(run, attempt.step, attempt.ulid))])[0]
+        change_labels(Run(self._store, run, self._clock, operator()), attempt, change, reason)
+        return with_labels(
+            Run(self._store, run), [catalog.find(self._store, Reference(run, attempt.step, attempt.ulid))]
+        )[0]
 
     def pins(self, run: str) -> list[PinBody]:
-        found = sorted(pins.pinned(self._store, check_run(run)).items(), reverse=True)
+        found = sorted(pins.pinned(Run(self._store, check_run(run))).items(), reverse=True)
         return [PinBody(id=checkpoint_id(run, attempt), name=name) for attempt, names in found for name in names]
 
     def audit(self, run: str, limit: int = 100) -> list[AuditBody]:
-        return [AuditBody.of(run, record) for record in islice(read_log(self._store, check_run(run)), limit)]
+        return [AuditBody.of(run, record) for record in islice(read_log(Run(self._store, check_run(run))), limit)]
 
     def policies(self) -> PoliciesBody:
         return PoliciesBody.of(policy.read_policies(self._store))

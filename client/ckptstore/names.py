@@ -139,123 +139,130 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.ckpt"
 
 
-# Keys, relative to the store's root.
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """Keys and prefixes of the objects of one run, relative to the store's root. Raises InvalidName."""
 
+    run: str
 
-def commits_prefix(run: str) -> str:
-    """Prefix of all outcome objects of a run."""
-    return f"{check_run(run)}/commits/"
+    def __post_init__(self) -> None:
+        check_run(self.run)
 
+    @property
+    def commits(self) -> str:
+        """Prefix of all outcomes."""
+        return f"{self.run}/commits/"
 
-def attempts_prefix(run: str) -> str:
-    """Prefix of all attempts of a run."""
-    return f"{check_run(run)}/attempts/"
+    @property
+    def attempts(self) -> str:
+        """Prefix of all attempts."""
+        return f"{self.run}/attempts/"
 
+    @property
+    def leases(self) -> str:
+        """Prefix of all leases."""
+        return f"{self.run}/leases/"
 
-def leases_prefix(run: str) -> str:
-    """Prefix of all leases of a run."""
-    return f"{check_run(run)}/leases/"
+    @property
+    def tombstones(self) -> str:
+        """Prefix of all tombstones."""
+        return f"{self.run}/tombstones/"
 
+    @property
+    def fates(self) -> str:
+        """Prefix of all decisions about tombstones."""
+        return f"{self.run}/fates/"
 
-def tombstones_prefix(run: str) -> str:
-    """Prefix of all tombstones of a run."""
-    return f"{check_run(run)}/tombstones/"
+    @property
+    def pins(self) -> str:
+        """Prefix of all pins."""
+        return f"{self.run}/pins/"
 
+    @property
+    def labels(self) -> str:
+        """Prefix of all labels."""
+        return f"{self.run}/labels/"
 
-def fates_prefix(run: str) -> str:
-    """Prefix of all decisions about tombstones of a run."""
-    return f"{check_run(run)}/fates/"
+    @property
+    def references(self) -> str:
+        """Prefix of all marks: which attempt references which."""
+        return f"{self.run}/references/"
 
+    @property
+    def verified(self) -> str:
+        """Prefix of the records of checkpoints that a scrub found whole."""
+        return f"{self.run}/verified/"
 
-def pins_prefix(run: str) -> str:
-    """Prefix of all pins of a run."""
-    return f"{check_run(run)}/pins/"
+    @property
+    def quarantine(self) -> str:
+        """Prefix of the records of checkpoints that a scrub found damaged."""
+        return f"{self.run}/quarantine/"
 
+    @property
+    def audit(self) -> str:
+        """Prefix of the audit log."""
+        return f"{self.run}/audit/"
 
-def labels_prefix(run: str) -> str:
-    """Prefix of all labels of a run."""
-    return f"{check_run(run)}/labels/"
+    def outcome(self, attempt: Attempt) -> str:
+        """The create-only object that decides an attempt."""
+        return f"{self.commits}{attempt}.json"
 
+    def tombstone(self, attempt: Attempt, id: str) -> str:
+        """The object that hides a checkpoint. id: a ULID, unique per deletion."""
+        return f"{self.tombstones}{attempt}.{check_ulid(id)}.json"
 
-def references_prefix(run: str) -> str:
-    """Prefix of all marks of who references whom in a run."""
-    return f"{check_run(run)}/references/"
+    def fate(self, attempt: Attempt, id: str) -> str:
+        """The create-only object that decides whether the tombstone `id` is swept or taken back."""
+        return f"{self.fates}{attempt}.{check_ulid(id)}.json"
 
+    def pin(self, attempt: Attempt, name: str) -> str:
+        """A named hold of a checkpoint."""
+        return f"{self.pins}{attempt}.{check_pin(name)}.json"
 
-def verified_prefix(run: str) -> str:
-    """Prefix of the records of checkpoints that were read and found whole."""
-    return f"{check_run(run)}/verified/"
+    def labels_version(self, attempt: Attempt, version: int) -> str:
+        """One version of the labels of a checkpoint."""
+        return f"{self.labels}{attempt}.{version:08d}.json"
 
+    def reference(self, attempt: Attempt, by: Attempt) -> str:
+        """The mark that attempt `by` references chunks of `attempt`."""
+        return f"{self.references}{attempt}.{by}.json"
 
-def quarantine_prefix(run: str) -> str:
-    """Prefix of the records of checkpoints that were read and found damaged."""
-    return f"{check_run(run)}/quarantine/"
+    def lease(self, id: str) -> str:
+        """One lease. id: a ULID."""
+        return f"{self.leases}{check_ulid(id)}.json"
 
+    def verified_record(self, attempt: Attempt) -> str:
+        """The record that a scrub found a checkpoint whole."""
+        return f"{self.verified}{attempt}.json"
 
-def audit_prefix(run: str) -> str:
-    """Prefix of the log of who deleted what."""
-    return f"{check_run(run)}/audit/"
+    def quarantine_record(self, attempt: Attempt) -> str:
+        """The record that a scrub found a checkpoint damaged."""
+        return f"{self.quarantine}{attempt}.json"
 
+    def attempt(self, attempt: Attempt) -> str:
+        """Prefix of everything an attempt writes before its outcome."""
+        return f"{self.attempts}{attempt}/"
 
-def outcome_key(run: str, attempt: Attempt) -> str:
-    """The create-only object that decides an attempt."""
-    return f"{commits_prefix(run)}{attempt}.json"
+    def shard(self, attempt: Attempt, name: str) -> str:
+        """One shard of an attempt."""
+        return self.attempt(attempt) + check_shard(name)
 
+    def receipt(self, attempt: Attempt, rank: int) -> str:
+        """The receipt of `rank`."""
+        return f"{self.attempt(attempt)}shard-{rank:05d}.json"
 
-def tombstone_key(run: str, attempt: Attempt, tombstone: str) -> str:
-    """The object that hides a checkpoint; `tombstone`, a ULID, tells one deletion from the next."""
-    return f"{tombstones_prefix(run)}{attempt}.{check_ulid(tombstone)}.json"
-
-
-def fate_key(run: str, attempt: Attempt, tombstone: str) -> str:
-    """The create-only object that decides whether a tombstone is swept or taken back."""
-    return f"{fates_prefix(run)}{attempt}.{check_ulid(tombstone)}.json"
-
-
-def pin_key(run: str, attempt: Attempt, name: str) -> str:
-    """A named hold of a checkpoint."""
-    return f"{pins_prefix(run)}{attempt}.{check_pin(name)}.json"
-
-
-def labels_key(run: str, attempt: Attempt, version: int) -> str:
-    """One version of the labels of a checkpoint."""
-    return f"{labels_prefix(run)}{attempt}.{version:08d}.json"
-
-
-def reference_key(run: str, attempt: Attempt, by: Attempt) -> str:
-    """That attempt `by` references chunks of `attempt`."""
-    return f"{references_prefix(run)}{attempt}.{by}.json"
-
-
-def verified_key(run: str, attempt: Attempt) -> str:
-    """When a checkpoint was last found whole."""
-    return f"{verified_prefix(run)}{attempt}.json"
-
-
-def quarantine_key(run: str, attempt: Attempt) -> str:
-    """That a checkpoint was found damaged."""
-    return f"{quarantine_prefix(run)}{attempt}.json"
+    def manifest(self, attempt: Attempt) -> str:
+        """The merged manifest of an attempt."""
+        return f"{self.attempt(attempt)}manifest.json.zst"
 
 
 def attempt_and_name(key: str) -> tuple[Attempt, str]:
-    """What a key says that ends in ATTEMPT.json or ATTEMPT.NAME.json; the name may be empty. Raises InvalidName."""
+    """The attempt and the name in a key that ends in ATTEMPT.json or ATTEMPT.NAME.json; the name may be empty.
+
+    Raises InvalidName.
+    """
     attempt, _, name = key.rsplit("/", 1)[-1].removesuffix(".json").partition(".")
     return Attempt.parse(attempt), name
-
-
-def attempt_prefix(run: str, attempt: Attempt) -> str:
-    """Prefix of everything an attempt writes before its outcome."""
-    return f"{attempts_prefix(run)}{attempt}/"
-
-
-def shard_key(run: str, attempt: Attempt, name: str) -> str:
-    """One shard of an attempt."""
-    return attempt_prefix(run, attempt) + check_shard(name)
-
-
-def receipt_key(run: str, attempt: Attempt, rank: int) -> str:
-    """The receipt of `rank`."""
-    return f"{attempt_prefix(run, attempt)}shard-{rank:05d}.json"
 
 
 def receipt_rank(key: str) -> int | None:
@@ -264,13 +271,8 @@ def receipt_rank(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def manifest_key(run: str, attempt: Attempt) -> str:
-    """The merged manifest of an attempt."""
-    return f"{attempt_prefix(run, attempt)}manifest.json.zst"
-
-
 def is_decision(key: str) -> bool:
-    """Whether the object decides something by being created first; all others are written alike by whoever writes."""
+    """Whether creating this object first decides something. Other objects are the same from every writer."""
     return key.startswith(POLICIES_PREFIX) or key.partition("/")[2].startswith(("commits/", "fates/"))
 
 

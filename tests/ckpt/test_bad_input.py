@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckptstore.clock import system_clock
 from ckptstore.errors import (
     BadInput,
     CkptError,
@@ -33,6 +32,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import apply_prune, plan_prune
 from ckptstore.retention.policy import Policy
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.training import same_state
 
@@ -185,7 +185,7 @@ def test_full_disk_fails_the_save_and_keeps_the_others(small_disk: Path) -> None
         assert all(verify(StoreSource(store), checkpoint).ok for checkpoint in committed)
         # What the failed save wrote is gone, so that pruning one checkpoint makes room for the next.
         assert {info.key.split("/")[2] for info in store.list("r/attempts/")} == {str(c.attempt) for c in committed}
-        apply_prune(store, plan_prune(store, "r", Policy(2), system_clock), system_clock)
+        apply_prune(Run(store, "r"), plan_prune(Run(store, "r"), Policy(2)))
         assert checkpointer.save(model, None, 9).step == 9
 
 

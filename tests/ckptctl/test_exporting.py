@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from ckpt.foreign.writing import build_state, require_loadable
 from ckptctl.exporting import FileFormat, write_whole
 from ckptctl.exporting_formats import writer_of
-from ckptstore import names
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Slices
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.shards import Slice
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import invoke, run
@@ -166,8 +166,9 @@ def test_a_target_that_cannot_be_is_refused(folder: Path, tmp_path: Path) -> Non
 
 
 def test_damage_leaves_no_file_and_the_old_one_as_it_was(folder: Path, filled: Store, tmp_path: Path) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
-    shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    run = Run(filled, "gpt")
+    newest = list_checkpoints(run)[0]
+    shard = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckptstore import names
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.shards import Slice
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import PROGRAM, clean_environment, invoke
@@ -144,8 +144,9 @@ def test_a_disk_that_fills_up_late_is_said_as_plainly(training: Path, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "huggingface", "dcp"])
 def test_a_killed_export_leaves_nothing_under_its_name(folder: Path, filled: Store, tmp_path: Path, kind: str) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
-    shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    run = Run(filled, "gpt")
+    newest = list_checkpoints(run)[0]
+    shard = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
     shard.unlink()
     os.mkfifo(shard)  # whoever opens it waits
     to = tmp_path / "out" / "x"

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from ckptctl.safetensors_file import TYPES
-from ckptstore import names
 from ckptstore.commits.catalog import list_checkpoints, list_runs
 from ckptstore.format.documents import Content
 from ckptstore.format.shards import Slice
 from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import Finished, clean_environment, invoke
@@ -36,7 +36,7 @@ def empty(tmp_path: Path) -> Path:
 
 def content_of(folder: Path, run: str) -> Content:
     store = open_store(str(folder))
-    return read_manifest(StoreSource(store), list_checkpoints(store, run)[0]).content
+    return read_manifest(StoreSource(store), list_checkpoints(Run(store, run))[0]).content
 
 
 def exported(folder: Path, run: str, to: Path) -> Any:
@@ -55,7 +55,7 @@ def write_header(path: Path, header: object, data: bytes = b"") -> Path:
 def refused(folder: Path, path: Path, *more: object) -> Finished:
     """An import that must not leave a checkpoint."""
     done = invoke("import", path, "r@1", "--store", folder, "-o", "json", *more)
-    assert list_checkpoints(open_store(str(folder)), "r") == []
+    assert list_checkpoints(Run(open_store(str(folder)), "r")) == []
     return done
 
 
@@ -127,11 +127,12 @@ def test_a_hugging_face_folder_or_its_index_becomes_a_model(folder: Path, tmp_pa
 
 
 def test_a_step_that_has_a_checkpoint_is_not_replaced(folder: Path, filled: Store, tmp_path: Path) -> None:
+    run = Run(filled, "gpt")
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
-    before = list_checkpoints(filled, "gpt")
+    before = list_checkpoints(run)
     done = invoke("import", tmp_path / "a.safetensors", "gpt@40", "--store", folder, "-o", "json")
     assert (done.code, done.error["code"]) == (2, "invalid_request")
-    assert list_checkpoints(filled, "gpt") == before
+    assert list_checkpoints(run) == before
 
 
 @pytest.mark.parametrize("to", ["gpt@latest", "gpt", "../x@1", "gpt@1.01ARZ3NDEKTSV4RRFFQ69G5FAV"])
@@ -280,6 +281,7 @@ def test_a_killed_import_leaves_no_checkpoint(empty: Path, tmp_path: Path) -> No
         process.kill()
         process.wait()
     store = open_store(str(empty))
-    assert list_checkpoints(store, "r") == []
-    assert not any(info.key.endswith(".json") for info in store.list(names.attempts_prefix("r")))
+    run = Run(store, "r")
+    assert list_checkpoints(run) == []
+    assert not any(info.key.endswith(".json") for info in store.list(run.keys.attempts))
     os.truncate(layout, 0)

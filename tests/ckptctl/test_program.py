@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptstore import names
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.format import planning
 from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.names import RunKeys
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
+from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from tests.conftest import S3Location
 from tests.support.checkpoints import write_checkpoint
@@ -27,14 +27,14 @@ from tests.support.command_line import PROGRAM, Terminal, clean_environment, run
 
 
 def test_exit_codes(folder: Path, filled: Store, tmp_path: Path) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
+    newest = list_checkpoints(Run(filled, "gpt"))[0]
     store = ("--store", folder)
     assert run("ls", *store).code == 0
     assert run("export", "gpt@40", "--to", tmp_path / "x.bin", *store).code == 2
     assert run("prune", "--keep", "1", *store).code == 2
     assert run("latest", "--run", "typo", *store).code == 4
     assert run("ls", "--url", "http://127.0.0.1:1").code == 7
-    shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    shard = folder / RunKeys("gpt").shard(newest.attempt, "shard-00000.ckpt")
     shard.write_bytes(b"\0" + shard.read_bytes()[1:])
     assert run("verify", "--all", *store).code == 5
 
@@ -73,6 +73,7 @@ def test_a_reader_that_has_seen_enough_is_no_error_message(folder: Path, filled:
 
 
 def test_prune_asks_and_obeys(folder: Path, filled: Store) -> None:
+    run = Run(filled, "gpt")
     for answer in ("n", "", "whatever"):
         with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
             terminal.wait_for("Delete 4 checkpoints, 9.1 MiB, for good after 24h 00m? [y/N] ")
@@ -80,13 +81,13 @@ def test_prune_asks_and_obeys(folder: Path, filled: Store) -> None:
             terminal.type(f"{answer}\n")
             assert terminal.finish() == 2
             assert "nothing was deleted" in terminal.screen
-    assert len(list_checkpoints(filled, "gpt")) == 5
+    assert len(list_checkpoints(run)) == 5
     with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
         terminal.wait_for("[y/N] ")
         terminal.type("y\n")
         assert terminal.finish() == 0
         assert "Hid 4 checkpoints; 9.1 MiB are freed in 24h 00m" in terminal.screen
-    assert [c.step for c in list_checkpoints(filled, "gpt")] == [40]
+    assert [c.step for c in list_checkpoints(run)] == [40]
 
 
 def test_ctrl_c_and_ctrl_d_at_the_question_delete_nothing(folder: Path, filled: Store) -> None:
@@ -98,7 +99,7 @@ def test_ctrl_c_and_ctrl_d_at_the_question_delete_nothing(folder: Path, filled: 
         terminal.wait_for("[y/N] ")
         terminal.type("\x04")
         assert terminal.finish() == 2
-    assert len(list_checkpoints(filled, "gpt")) == 5
+    assert len(list_checkpoints(Run(filled, "gpt"))) == 5
 
 
 @pytest.mark.parametrize(("keep", "code", "left"), [(1, 3, 2), (4, 6, 5)])
@@ -106,15 +107,16 @@ def test_a_reader_that_comes_in_between_is_spared_and_reported(
     folder: Path, filled: Store, keep: int, code: int, left: int
 ) -> None:
     # With four kept, only the superseded one would go.
-    reader_of = list_checkpoints(filled, "gpt")[2 if keep == 4 else -1]
+    run = Run(filled, "gpt")
+    reader_of = list_checkpoints(run)[2 if keep == 4 else -1]
     with Terminal("prune", "--keep", keep, "--run", "gpt", "--store", folder, columns=200) as terminal:
         terminal.wait_for("[y/N] ")
-        lease = take_lease(filled, "gpt", reader_of.attempt, "restore on node7", 600, system_clock)
+        lease = take_lease(run, reader_of.attempt, "restore on node7", 600)
         terminal.type("y\n")
         assert terminal.finish() == code
         assert f"1 checkpoint spared, held: {reader_of.id}" in terminal.screen
-    release_lease(filled, "gpt", lease)
-    assert len(list_checkpoints(filled, "gpt")) == left
+    release_lease(run, lease)
+    assert len(list_checkpoints(run)) == left
 
 
 def test_progress_is_for_people_who_watch(folder: Path, tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_a_store_on_s3(s3_store: S3Location, tmp_path: Path) -> None:
         done = run(*args, "--store", s3_store.url, env=s3_store.environment)
         assert done.code == code, done.stderr
     assert to.exists()
-    assert [c.step for c in list_checkpoints(store, "gpt")] == [2]
+    assert [c.step for c in list_checkpoints(Run(store, "gpt"))] == [2]
 
 
 class InterruptedSource(StoreSource):
@@ -177,7 +179,7 @@ def test_ctrl_c_does_not_wait_for_all_that_is_queued(filled: Store, work: str, m
     monkeypatch.setattr(planning, "READ_BYTES", 1)  # each chunk is fetched alone
     arrays = {f"model/{i}": np.zeros((1 << 20,), dtype=np.uint8) for i in range(100)}
     write_checkpoint(filled, "long", 1, arrays=arrays)
-    source, checkpoint = InterruptedSource(filled), latest(filled, "long")
+    source, checkpoint = InterruptedSource(filled), latest(Run(filled, "long"))
     content = read_manifest(source, checkpoint).content
     buffers = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
     reads = plan_reads(content, whole_entries(content.entries.name))

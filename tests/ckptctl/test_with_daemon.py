@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore import names
 from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import Finished, Terminal, invoke, run
@@ -73,8 +73,9 @@ def test_exports_are_the_same_file(daemon: Daemon, folder: Path, tmp_path: Path)
 
 
 def test_damage_is_found_through_the_daemon(daemon: Daemon, folder: Path, filled: Store, tmp_path: Path) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
-    shard = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    run = Run(filled, "gpt")
+    newest = list_checkpoints(run)[0]
+    shard = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
     shard.write_bytes(b"\0" * 100 + shard.read_bytes()[100:])
     through, direct = both(daemon, folder, "verify", "--all", "-o", "json")
     assert (through.code, direct.code) == (5, 5)
@@ -93,7 +94,7 @@ def test_prune_deletes_what_it_showed(daemon: Daemon, folder: Path, filled: Stor
         assert "Hid 3 checkpoints; 6.8 MiB are freed in 24h 00m" in terminal.screen
     through, direct = both(daemon, folder, "ls", "-o", "json")
     assert through.json == direct.json
-    assert [c.step for c in list_checkpoints(filled, "gpt")] == [40, 30]
+    assert [c.step for c in list_checkpoints(Run(filled, "gpt"))] == [40, 30]
     done = invoke("prune", "--keep", 1, "--yes", "--url", daemon.url, "-o", "json").json
     assert [i["checkpoint"]["step"] for i in done["items"] if not i["reasons"]] == [30]
 
@@ -107,9 +108,10 @@ def test_reindex_finds_what_the_store_holds(daemon: Daemon, folder: Path, filled
 
 
 def test_verify_looks_at_the_store_not_into_the_cache(daemon: Daemon, folder: Path, filled: Store) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
+    run = Run(filled, "gpt")
+    newest = list_checkpoints(run)[0]
     daemon.get(f"/v1/checkpoints/{newest.id}/shards/shard-00000.ckpt").raise_for_status()
-    path = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    path = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
@@ -117,7 +119,7 @@ def test_verify_looks_at_the_store_not_into_the_cache(daemon: Daemon, folder: Pa
 
 
 def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled: Store) -> None:
-    oldest = list_checkpoints(filled, "gpt")[-1]
+    oldest = list_checkpoints(Run(filled, "gpt"))[-1]
     assert invoke("rm", "gpt@10", "--url", daemon.url).code == 2, "there is nobody to ask"
     done = invoke("rm", "gpt@10", "--yes", "--grace", "1h", "--reason", "diverged & blown up", "--url", daemon.url)
     assert (done.code, done.stdout) == (
@@ -190,8 +192,9 @@ def test_gc_is_a_job(daemon: Daemon) -> None:
 
 
 def test_scrub_is_a_job_that_finds_damage_and_its_repair(daemon: Daemon, folder: Path, filled: Store) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
-    path = folder / names.shard_key("gpt", newest.attempt, "shard-00000.ckpt")
+    run = Run(filled, "gpt")
+    newest = list_checkpoints(run)[0]
+    path = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
     whole = path.read_bytes()
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     done = invoke("scrub", "--run", "gpt", "--url", daemon.url, "-o", "id")

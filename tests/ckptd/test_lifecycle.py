@@ -18,8 +18,9 @@ from ckptd.settings import default_db
 from ckptstore.clock import system_clock
 from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import NoCheckpoint
-from ckptstore.names import Attempt, attempt_prefix, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon
@@ -83,9 +84,9 @@ def test_it_sees_what_happens_behind_its_back(store: Store) -> None:
         wait_until(lambda: _latest_step(client, "gpt") == 2, "learning of another")
         again = write_checkpoint(store, step=2)
         wait_until(lambda: client.latest("gpt") == again, "superseding")
-        delete_checkpoint(store, again, "test", system_clock)
+        delete_checkpoint(Run(store, again.run), again.attempt, "test")
         wait_until(lambda: client.latest("gpt") == second, "the superseded one's return")
-        delete_checkpoint(store, second, "test", system_clock)
+        delete_checkpoint(Run(store, second.run), second.attempt, "test")
         wait_until(lambda: _latest_step(client, "gpt") == 1, "learning of a deletion")
 
 
@@ -94,7 +95,7 @@ def test_it_commits_what_a_dead_committer_left(store: Store) -> None:
         attempt = Attempt(3, new_ulid(system_clock()))
         write_rank(store, "gpt", attempt, sample_arrays(), rank=0, world_size=2)
         time.sleep(1)  # longer than the grace: half a checkpoint must not be committed however long it lies
-        assert read_outcome(store, "gpt", attempt) is None
+        assert read_outcome(Run(store, "gpt"), attempt) is None
         write_rank(store, "gpt", attempt, {}, rank=1, world_size=2)
         wait_until(lambda: _latest_step(client, "gpt") == 3, "rolling forward")
         assert "ckptd_rolled_forward_total 1.0" in daemon.get("/metrics").text
@@ -106,7 +107,7 @@ def test_it_collects_orphans(store: Store) -> None:
     eager = ("--collect-seconds", "0.2", "--orphan-grace-seconds", "0")
     with running_daemon(store.url, options=eager) as daemon, daemon.client() as client:
         wait_until(lambda: "ckptd_orphans_aborted_total 1.0" in daemon.get("/metrics").text, "giving up")
-        outcome = read_outcome(store, "gpt", attempt)
+        outcome = read_outcome(Run(store, "gpt"), attempt)
         assert outcome is not None
         assert outcome.committed is None
         assert not list(store.list("gpt/attempts/"))
@@ -117,12 +118,12 @@ def test_it_collects_orphans(store: Store) -> None:
 def test_it_tells_what_waits_to_be_freed(store: Store) -> None:
     hidden = write_checkpoint(store, step=1)
     write_checkpoint(store, step=2)
-    delete_checkpoint(store, hidden, "test", system_clock, grace_s=3600.0)
+    delete_checkpoint(Run(store, hidden.run), hidden.attempt, "test", grace_s=3600.0)
     orphan, fresh = (Attempt(step, new_ulid(system_clock())) for step in (3, 4))
     for attempt in (orphan, fresh):
         write_rank(store, "gpt", attempt, sample_arrays(), rank=0, world_size=2)
     sizes = {
-        attempt: sum(info.bytes for info in store.list(attempt_prefix("gpt", attempt)))
+        attempt: sum(info.bytes for info in store.list(RunKeys("gpt").attempt(attempt)))
         for attempt in (hidden.attempt, orphan)
     }
     for path in Path(store.url.removeprefix("file://"), "gpt", "attempts", str(orphan)).iterdir():

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from ckptapi import bodies
-from ckptstore import names
-from ckptstore.names import Reference
+from ckptstore.names import Reference, RunKeys
 from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
 from tests.conftest import S3Location
@@ -126,7 +125,7 @@ def test_a_restore_from_an_object_store_needs_no_credentials(s3_store: S3Locatio
 
 def test_an_answer_that_cannot_be_finished_is_cut_off_not_padded(store: Store, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(store, step=1, arrays=_big())
-    path = tmp_path / "store" / names.shard_key("gpt", checkpoint.attempt, "shard-00000.ckpt")
+    path = tmp_path / "store" / RunKeys("gpt").shard(checkpoint.attempt, "shard-00000.ckpt")
     with running_daemon(store.url, options=["--cache-bytes", "0"]) as daemon:
         url = f"{daemon.url}/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
         size = int(httpx.head(url).headers["content-length"])

@@ -12,9 +12,10 @@ from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.commits.commit import commit_attempt
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
 
@@ -33,8 +34,9 @@ def write(store: Store) -> Checkpoint:
         )
         for rank in range(WORLD)
     ]  # fmt: skip
-    commit_attempt(store, receipts, system_clock)
-    return latest(store, "gpt")
+    run = Run(store, "gpt")
+    commit_attempt(run, receipts)
+    return latest(run)
 
 
 def kind(key: str) -> str:
@@ -47,9 +49,10 @@ def kind(key: str) -> str:
 
 def detected(store: Store, original: Checkpoint) -> bool:
     """Damage must show in the listing, or in what verify says of the listed checkpoint; and never be latest unseen."""
-    (listed,) = (c for c in list_checkpoints(store, "gpt") if c.attempt == original.attempt)
+    run = Run(store, "gpt")
+    (listed,) = (c for c in list_checkpoints(run) if c.attempt == original.attempt)
     if listed.state is State.CORRUPT:
-        return latest(store, "gpt").attempt != original.attempt and not verify(StoreSource(store), listed).ok
+        return latest(run).attempt != original.attempt and not verify(StoreSource(store), listed).ok
     return not verify(StoreSource(store), listed, threads=1).ok
 
 
@@ -80,7 +83,7 @@ def test_every_flipped_bit_is_detected(store: Store) -> None:
             if not detected(store, checkpoint):
                 missed.append((key, at, bit))
             store.put(key, good)
-            assert latest(store, "gpt") == checkpoint
+            assert latest(Run(store, "gpt")) == checkpoint
     assert flipped.total() == 4 * FLIPS_PER_CLASS
     assert missed == []
     assert verify(StoreSource(store), checkpoint).ok, "no false alarm once all bits are back"
@@ -88,7 +91,7 @@ def test_every_flipped_bit_is_detected(store: Store) -> None:
 
 def test_missing_and_truncated_objects_are_detected(store: Store) -> None:
     checkpoint = write(store)
-    for info in list(store.list(names.attempt_prefix("gpt", checkpoint.attempt))):
+    for info in list(store.list(RunKeys("gpt").attempt(checkpoint.attempt))):
         good = store.get(info.key)
         store.put(info.key, good[:-1])
         assert not verify(StoreSource(store), checkpoint).ok, f"{info.key} cut short"
@@ -106,7 +109,7 @@ def test_missing_and_truncated_objects_are_detected(store: Store) -> None:
 def test_a_report_names_every_damaged_object(store: Store) -> None:
     checkpoint = write(store)
     for rank in range(WORLD):
-        key = names.shard_key("gpt", checkpoint.attempt, names.shard_name(rank))
+        key = RunKeys("gpt").shard(checkpoint.attempt, names.shard_name(rank))
         data = bytearray(store.get(key))
         data[0] ^= 1
         store.put(key, bytes(data))
@@ -117,7 +120,7 @@ def test_a_report_names_every_damaged_object(store: Store) -> None:
 
 def test_shards_swapped_between_ranks_are_detected(store: Store) -> None:
     checkpoint = write(store)
-    one, other = (names.shard_key("gpt", checkpoint.attempt, names.shard_name(rank)) for rank in (0, 1))
+    one, other = (RunKeys("gpt").shard(checkpoint.attempt, names.shard_name(rank)) for rank in (0, 1))
     first, second = store.get(one), store.get(other)
     store.put(one, second)
     store.put(other, first)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptstore import names
 from ckptstore.errors import InvalidName
-from ckptstore.names import Attempt, Reference, derive_ulid, new_ulid
+from ckptstore.names import Attempt, Reference, RunKeys, derive_ulid, new_ulid
 
 ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 
@@ -27,17 +27,17 @@ def test_runs(run: str) -> None:
 )  # fmt: skip
 def test_runs_that_are_refused(run: object) -> None:
     with pytest.raises(InvalidName) as caught:
-        names.attempts_prefix(run)  # type: ignore[arg-type]
+        RunKeys(run)  # type: ignore[arg-type]
     assert caught.value.hint
 
 
 @given(st.text(max_size=40) | st.from_regex(r"[a-z0-9./-]{1,20}"))
 def test_no_key_leaves_its_run(text: str) -> None:
     attempts: list[Callable[[], str]] = [
-        lambda: names.commits_prefix(text),
-        lambda: names.outcome_key("gpt", Attempt.parse(text)),
-        lambda: names.shard_key("gpt", Attempt(1, ULID), text),
-        lambda: names.shard_key("gpt", Attempt(1, text), "shard-00000.ckpt"),
+        lambda: RunKeys(text).commits,
+        lambda: RunKeys("gpt").outcome(Attempt.parse(text)),
+        lambda: RunKeys("gpt").shard(Attempt(1, ULID), text),
+        lambda: RunKeys("gpt").shard(Attempt(1, text), "shard-00000.ckpt"),
     ]
     for key_of in attempts:
         try:
@@ -96,10 +96,10 @@ def test_all_ranks_derive_the_same_ulid() -> None:
 
 def test_receipts_are_recognised() -> None:
     attempt = Attempt(1, ULID)
-    assert names.receipt_rank(names.receipt_key("gpt", attempt, 12)) == 12
+    assert names.receipt_rank(RunKeys("gpt").receipt(attempt, 12)) == 12
     for key in (
-        names.shard_key("gpt", attempt, "shard-00012.ckpt"),
-        names.manifest_key("gpt", attempt),
+        RunKeys("gpt").shard(attempt, "shard-00012.ckpt"),
+        RunKeys("gpt").manifest(attempt),
         "shard-1.json",
     ):
         assert names.receipt_rank(key) is None

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints, newest_first
 from ckptstore.commits.leases import release_lease, take_lease
@@ -29,6 +28,7 @@ from ckptstore.retention.pins import pin, pinned, unpin
 from ckptstore.retention.policy import Best, Policy
 from ckptstore.retention.pruning import Prune, apply_prunes, plan_prunes
 from ckptstore.retention.tombstones import list_hidden, undelete
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.stores import MovableClock
@@ -73,17 +73,17 @@ class Soak:
     def restore(self, dice: random.Random) -> None:
         run = dice.choice(RUNS)
         acknowledged = self.saved[run]
-        for checkpoint in newest_first(self.store, run):
+        for checkpoint in newest_first(Run(self.store, run)):
             try:
-                lease = take_lease(self.store, run, checkpoint.attempt, "restore", 60, system_clock)
+                lease = take_lease(Run(self.store, run), checkpoint.attempt, "restore", 60)
             except NoCheckpoint:
                 continue
             time.sleep(dice.random() * 0.05)
             assert self.whole(checkpoint), f"{checkpoint.id} was deleted under a restore"
-            release_lease(self.store, run, lease)
+            release_lease(Run(self.store, run), lease)
             break
         if acknowledged >= 0:
-            assert latest(self.store, run).step >= acknowledged, "the newest was lost"
+            assert latest(Run(self.store, run)).step >= acknowledged, "the newest was lost"
 
     def prune(self, dice: random.Random) -> None:
         policy = Policy(
@@ -97,27 +97,27 @@ class Soak:
 
     def take_back(self, dice: random.Random) -> None:
         run = dice.choice(RUNS)
-        hidden = list_hidden(self.store, run)
+        hidden = list_hidden(Run(self.store, run))
         if hidden:
             attempt = dice.choice(hidden).attempt
-            undelete(self.store, run, attempt, "operator", system_clock)
+            undelete(Run(self.store, run, by="operator"), attempt)
             self.counts["came back"] += 1
 
     def hold(self, dice: random.Random) -> None:
         run = dice.choice(RUNS)
-        found = list_checkpoints(self.store, run)
+        found = list_checkpoints(Run(self.store, run))
         if not found:
             return
         checkpoint = dice.choice(found)
-        pin(self.store, run, checkpoint.attempt, "soak", "operator", system_clock)
+        pin(Run(self.store, run, by="operator"), checkpoint.attempt, "soak")
         time.sleep(dice.random() * 0.5)
         # A prune that began before the pin may hide it for a moment, until its second look at what is held.
-        wait_until(lambda: checkpoint in list_checkpoints(self.store, run), "a pinned one was hidden", 30)
+        wait_until(lambda: checkpoint in list_checkpoints(Run(self.store, run)), "a pinned one was hidden", 30)
         assert self.whole(checkpoint), "a pinned one was deleted"
-        unpin(self.store, run, checkpoint.attempt, "soak", "operator", system_clock)
+        unpin(Run(self.store, run, by="operator"), checkpoint.attempt, "soak")
 
     def clean(self, dice: random.Random) -> None:
-        collect(self.store, dice.choice(RUNS), system_clock, ORPHAN_GRACE_S)
+        collect(Run(self.store, dice.choice(RUNS)), ORPHAN_GRACE_S)
 
     def whole(self, checkpoint: Checkpoint) -> bool:
         return verify(StoreSource(self.store), checkpoint, threads=1).ok
@@ -140,15 +140,16 @@ def test_nothing_is_lost_broken_or_leaked(tmp_path: Path) -> None:
     assert min(soak.counts[name] for name in ("save", "restore", "prune", "hold", "clean")) > 0
     later = MovableClock(8 * 24 * 3600.0)
     for run in RUNS:
-        assert pinned(soak.store, run) == {}
+        assert pinned(Run(soak.store, run)) == {}
+        named = Run(soak.store, run, later)
         for _ in range(3):
-            collect(soak.store, run, later)
-            apply_prune(soak.store, plan_prune(soak.store, run, Policy(1), later), later)
+            collect(named)
+            apply_prune(named, plan_prune(named, Policy(1)))
             later.advance(8 * 24 * 3600.0)
-        listed = list_checkpoints(soak.store, run)
+        listed = list_checkpoints(named)
         assert [c.step for c in listed] == [soak.saved[run]]
         assert soak.whole(listed[0])
         left = {str(c.attempt) for c in listed}
-        assert set(soak.store.list_folders(names.attempts_prefix(run))) == left, "bytes were leaked"
-        for prefix in (names.tombstones_prefix, names.leases_prefix):
-            assert not list(soak.store.list(prefix(run)))
+        assert set(soak.store.list_folders(named.keys.attempts)) == left, "bytes were leaked"
+        for prefix in (named.keys.tombstones, named.keys.leases):
+            assert not list(soak.store.list(prefix))

@@ -17,11 +17,12 @@ import torch
 from ckpt.restoring.tensors import load_tensors
 from ckptstore.clock import system_clock
 from ckptstore.errors import NoCheckpoint
-from ckptstore.names import attempts_prefix
+from ckptstore.names import RunKeys
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import apply_prune, collect, plan_prune
 from ckptstore.retention.policy import Policy
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.kill_train import weights
@@ -100,13 +101,13 @@ def test_random_kills_never_tear_a_checkpoint(cluster: Cluster) -> None:
         assert cluster.trainer.process.poll() in (None, -signal.SIGKILL)
         assert latest_step(source) >= reached
         reached = latest_step(source)
-        apply_prune(store, plan_prune(store, "kill", Policy(4), system_clock), system_clock)
+        apply_prune(Run(store, "kill"), plan_prune(Run(store, "kill"), Policy(4)))
 
     cluster.revive()
     cluster.trainer.kill()
     wait_until(lambda: not is_alive(cluster.trainer.saver))
-    collect(store, "kill", lambda: system_clock() + 1, grace_s=0.5)
+    collect(Run(store, "kill", lambda: system_clock() + 1), grace_s=0.5)
     left = {str(checkpoint.attempt) for checkpoint in source.checkpoints("kill")}
-    assert set(store.list_folders(attempts_prefix("kill"))) == left
+    assert set(store.list_folders(RunKeys("kill").attempts)) == left
     with cluster.daemon.client() as client:
         wait_until(lambda: client.checkpoints("kill") == source.checkpoints("kill"))

@@ -27,7 +27,8 @@ from ckptstore.format.shards import (
     raw_bytes,
     slice_tables,
 )
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -72,7 +73,7 @@ def write_rank(
         there = set(references.chunk.tolist()) if references is not None else set()
         own = [chunk.data for number, chunk in enumerate(chunks) if number not in there]
         if own:
-            with store.open_writer(names.shard_key(run, attempt, names.shard_name(rank)), len(raw)) as writer:
+            with store.open_writer(RunKeys(run).shard(attempt, names.shard_name(rank)), len(raw)) as writer:
                 for data in own:
                     writer.write(data)
         shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks), references=references)]
@@ -94,12 +95,12 @@ def write_rank(
         metrics=dict(metrics or {}),
     )
     data = seal(receipt)
-    store.put(names.receipt_key(run, attempt, rank), data)
+    store.put(RunKeys(run).receipt(attempt, rank), data)
     return StoredReceipt(receipt, data)
 
 
 def _referenced(store: Store, run: str, base: Attempt, rank: int, chunks: Sequence[EncodedChunk]) -> References | None:
-    (shard,) = read_receipt(store, run, base, rank).receipt.content.shards
+    (shard,) = read_receipt(Run(store, run), base, rank).receipt.content.shards
     places = Places.of(shard)
     holders = [str(base), *(shard.references.attempts if shard.references is not None else ())]
     lies = {shard.chunks.digest_of(number): places.order(number) for number in range(len(shard.chunks.raw))}
@@ -129,6 +130,6 @@ def write_checkpoint(
     attempt = Attempt(step, new_ulid(clock()))
     arrays = sample_arrays(step) if arrays is None else arrays
     receipt = write_rank(store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding, base=base)
-    checkpoint = from_outcome(commit_attempt(store, [receipt], clock))
+    checkpoint = from_outcome(commit_attempt(Run(store, run, clock), [receipt]))
     assert checkpoint is not None
     return checkpoint

@@ -16,6 +16,7 @@ from ckptstore.format.records import PolicySet, Rules
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
 
@@ -45,7 +46,7 @@ def fill(store: Store) -> Shown:
         metrics = {"loss": 0.3 + 2.5 * math.exp(-i / 15), "val_loss": 0.4 + 2.6 * math.exp(-i / 16), SCRIPT: float(i)}
         written = write_checkpoint(store, "gpt", i * 500, SMALL, metrics, _always(at))
         if i == 10:
-            pin(store, "gpt", written.attempt, "paper", "tests", system_clock)
+            pin(Run(store, "gpt", by="tests"), written.attempt, "paper")
     write_checkpoint(store, LONG, 7, SMALL, clock=_always(now - 3 * 86400))
     change_policies(
         store, PolicySet(default=Rules(keep_last=5, keep_best=("val_loss:min:3",))), 0, "tests", system_clock
@@ -88,7 +89,7 @@ def _sharded(store: Store, clock: Clock) -> Checkpoint:
         receipts.append(
             write_rank(store, "fsdp", attempt, arrays, rank, WORLD, {"loss": 2.5} if not rank else {}, clock)
         )
-    checkpoint = from_outcome(commit_attempt(store, receipts, _always(clock() + 8)))
+    checkpoint = from_outcome(commit_attempt(Run(store, "fsdp", _always(clock() + 8)), receipts))
     assert checkpoint is not None
     return checkpoint
 

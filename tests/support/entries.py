@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import StoredReceipt, commit_attempt
@@ -15,7 +14,8 @@ from ckptstore.format.codings import fast
 from ckptstore.format.documents import FORMAT, Content, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, slice_tables
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 TREES: dict[str, Any] = {
@@ -54,7 +54,7 @@ def write_entries(
     placed = place_slices(entries)
     raw = np.random.default_rng(1).bytes(sum(entry.bytes for entry in entries))
     chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
-    with store.open_writer(names.shard_key("r", attempt, "shard-00000.ckpt")) as writer:
+    with store.open_writer(RunKeys("r").shard(attempt, "shard-00000.ckpt")) as writer:
         for chunk in chunks:
             writer.write(chunk.data)
     tables = slice_tables(placed)
@@ -65,8 +65,8 @@ def write_entries(
         content=Content(shards=shards, entries=tables[0], slices=tables[1], aliases=aliases, trees=trees),
     )  # fmt: skip
     data = seal(receipt)
-    store.put(names.receipt_key("r", attempt, 0), data)
-    checkpoint = from_outcome(commit_attempt(store, [StoredReceipt(receipt, data)], system_clock))
+    store.put(RunKeys("r").receipt(attempt, 0), data)
+    checkpoint = from_outcome(commit_attempt(Run(store, "r"), [StoredReceipt(receipt, data)]))
     assert checkpoint is not None
     return checkpoint, {p.slice.entry: raw[p.at : p.at + p.slice.bytes] for p in placed}
 

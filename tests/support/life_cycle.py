@@ -25,7 +25,7 @@ from ckptstore.errors import (
     StoreUnavailable,
     SweepBegun,
 )
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, apply_prune, collect, delete_checkpoint, plan_prune
@@ -33,6 +33,7 @@ from ckptstore.retention.pins import pin, pinned, unpin
 from ckptstore.retention.policy import Policy
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock
@@ -70,7 +71,7 @@ class LifeCycle(RuleBasedStateMachine):
 
     def settle(self, may_change: dict[Attempt, set[str]]) -> None:
         """Learn from the store how far it got; only what may have changed may have."""
-        listed = {c.attempt for c in list_checkpoints(self.store, RUN)}
+        listed = {c.attempt for c in list_checkpoints(Run(self.store, RUN))}
         for attempt, life in self.lives.items():
             found = "visible" if attempt in listed else "hidden" if self.recoverable(attempt) else "gone"
             if found != life.state:
@@ -78,8 +79,9 @@ class LifeCycle(RuleBasedStateMachine):
                 life.state = found  # type: ignore[assignment]
 
     def recoverable(self, attempt: Attempt) -> bool:
-        fates = {names.attempt_and_name(i.key): i.key for i in self.store.list(names.fates_prefix(RUN))}
-        ids = [h.id for h in list_hidden(self.store, RUN) if h.attempt == attempt]
+        run = Run(self.store, RUN)
+        fates = {names.attempt_and_name(i.key): i.key for i in self.store.list(run.keys.fates)}
+        ids = [h.id for h in list_hidden(run) if h.attempt == attempt]
         swept = [b'"swept":true' in self.store.get(fates[attempt, id]) for id in ids if (attempt, id) in fates]
         return bool(ids) and not any(swept)
 
@@ -108,7 +110,7 @@ class LifeCycle(RuleBasedStateMachine):
         return found[number % len(found)] if found else None
 
     def listed(self, attempt: Attempt) -> Checkpoint:
-        (found,) = (c for c in list_checkpoints(self.store, RUN) if c.attempt == attempt)
+        (found,) = (c for c in list_checkpoints(Run(self.store, RUN)) if c.attempt == attempt)
         return found
 
     # Saves.
@@ -129,7 +131,7 @@ class LifeCycle(RuleBasedStateMachine):
         receipt = write_rank(self.store, RUN, attempt, self.state(), 0, 1, {"loss": loss}, self.clock, base=base)
         self.frozen[attempt] = frozen
         self.orphans[attempt] = True
-        error = self.attempt_to(lambda s: commit_attempt(s, [receipt], self.clock), fault)
+        error = self.attempt_to(lambda s: commit_attempt(Run(s, RUN, self.clock), [receipt]), fault)
         self.clock.now += 1
         if fault is None:
             assert (error is None) == (self.lives[frozen].state == "visible")
@@ -148,12 +150,13 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule(policy=policies, grace_s=graces, fault=faults)
     def prune(self, policy: Policy, grace_s: float, fault: Faults | None) -> None:
-        plan = plan_prune(self.store, RUN, policy, self.clock)
+        run = Run(self.store, RUN, self.clock)
+        plan = plan_prune(run, policy)
         for checkpoint in plan.remove:
             assert not self.held(checkpoint.attempt)
-        newest = next(newest_first(self.store, RUN), None)
+        newest = next(newest_first(run), None)
         assert newest not in plan.remove
-        error = self.attempt_to(lambda s: apply_prune(s, plan, self.clock, grace_s=grace_s, by="me"), fault)
+        error = self.attempt_to(lambda s: apply_prune(Run(s, RUN, self.clock, "me"), plan, grace_s=grace_s), fault)
         assert error is None or isinstance(error, StoreUnavailable)
         going = {"hidden", "gone"} if not grace_s else {"hidden"}
         self.settle({checkpoint.attempt: going for checkpoint in plan.remove})
@@ -166,13 +169,15 @@ class LifeCycle(RuleBasedStateMachine):
         if attempt is None:
             return
         checkpoint = self.listed(attempt)
-        error = self.attempt_to(lambda s: delete_checkpoint(s, checkpoint, "test", self.clock, grace_s), fault)
+        error = self.attempt_to(
+            lambda s: delete_checkpoint(Run(s, RUN, self.clock), checkpoint.attempt, "test", grace_s), fault
+        )
         if self.held(attempt):
             assert isinstance(error, CheckpointHeld | StoreUnavailable)
             self.settle({})
         else:
             # Somebody who died while he referenced it may have left his mark.
-            marked = attempt in {mark.attempt for mark in marks(self.store, RUN)}
+            marked = attempt in {mark.attempt for mark in marks(Run(self.store, RUN))}
             assert (
                 error is None or isinstance(error, StoreUnavailable) or (marked and isinstance(error, CheckpointHeld))
             )
@@ -184,7 +189,7 @@ class LifeCycle(RuleBasedStateMachine):
         if attempt is None:
             return
         before = self.lives[attempt].state
-        error = self.attempt_to(lambda s: undelete(s, RUN, attempt, "me", self.clock), fault)
+        error = self.attempt_to(lambda s: undelete(Run(s, RUN, self.clock, "me"), attempt), fault)
         self.settle({attempt: {"visible"}} if before == "hidden" else {})
         if fault is None:
             if before == "hidden":
@@ -195,7 +200,7 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule(fault=faults)
     def collect(self, fault: Faults | None) -> None:
-        error = self.attempt_to(lambda s: collect(s, RUN, self.clock), fault)
+        error = self.attempt_to(lambda s: collect(Run(s, RUN, self.clock)), fault)
         assert error is None or isinstance(error, StoreUnavailable)
         # Whoever crashed in taking a deletion back is helped.
         may = {
@@ -207,9 +212,10 @@ class LifeCycle(RuleBasedStateMachine):
         self.settle_orphans()
 
     def settle_orphans(self) -> None:
-        listed = {c.attempt for c in list_checkpoints(self.store, RUN)}
+        run = Run(self.store, RUN)
+        listed = {c.attempt for c in list_checkpoints(run)}
         for attempt, complete in list(self.orphans.items()):
-            left = list(self.store.list(names.attempt_prefix(RUN, attempt)))
+            left = list(self.store.list(run.keys.attempt(attempt)))
             if attempt in listed:
                 assert complete, "an attempt without all receipts was committed"
                 self.lives[attempt] = Life(attempt.step, self.frozen.get(attempt, attempt))
@@ -228,14 +234,14 @@ class LifeCycle(RuleBasedStateMachine):
             return
         granted: list[str] = []
         error = self.attempt_to(
-            lambda s: granted.append(take_lease(s, RUN, attempt, "reader", hours * HOUR_S, self.clock)), fault
+            lambda s: granted.append(take_lease(Run(s, RUN, self.clock), attempt, "reader", hours * HOUR_S)), fault
         )
         if granted:
             assert self.lives[attempt].state == "visible"
             self.leases[granted[0]] = (attempt, self.clock() + hours * HOUR_S)
         elif isinstance(error, StoreUnavailable):
             # A lease that nobody knows of holds all the same, until it expires.
-            for info in self.store.list(names.leases_prefix(RUN)):
+            for info in self.store.list(RunKeys(RUN).leases):
                 id = info.key.rsplit("/", 1)[-1].removesuffix(".json")
                 self.leases.setdefault(id, (attempt, self.clock() + hours * HOUR_S))
 
@@ -243,7 +249,7 @@ class LifeCycle(RuleBasedStateMachine):
     def release(self, number: int) -> None:
         if self.leases:
             id = sorted(self.leases)[number % len(self.leases)]
-            release_lease(self.store, RUN, id)
+            release_lease(Run(self.store, RUN), id)
             del self.leases[id]
 
     @rule(number=pick, name=st.sampled_from(["paper", "demo"]), fault=faults)
@@ -251,16 +257,16 @@ class LifeCycle(RuleBasedStateMachine):
         attempt = self.some(number, "visible", "hidden")
         if attempt is None:
             return
-        error = self.attempt_to(lambda s: pin(s, RUN, attempt, name, "me", self.clock), fault)
+        error = self.attempt_to(lambda s: pin(Run(s, RUN, self.clock, "me"), attempt, name), fault)
         if fault is None:
             assert (error is None) == (self.lives[attempt].state == "visible")
-        self.lives[attempt].pins = set(pinned(self.store, RUN).get(attempt, ()))
+        self.lives[attempt].pins = set(pinned(Run(self.store, RUN)).get(attempt, ()))
 
     @rule(number=pick, name=st.sampled_from(["paper", "demo"]))
     def unpin(self, number: int, name: str) -> None:
         attempt = self.some(number, "visible", "hidden")
         if attempt is not None:
-            unpin(self.store, RUN, attempt, name, "me", self.clock)
+            unpin(Run(self.store, RUN, self.clock, "me"), attempt, name)
             self.lives[attempt].pins.discard(name)
 
     # Damage, found and repaired.
@@ -269,7 +275,7 @@ class LifeCycle(RuleBasedStateMachine):
     def flip(self, number: int, at: int) -> None:
         attempt = self.some(number, "visible")
         if attempt is not None:
-            key = names.shard_key(RUN, attempt, "shard-00000.ckpt")
+            key = RunKeys(RUN).shard(attempt, "shard-00000.ckpt")
             data = bytearray(self.store.get(key))
             data[at] ^= 1
             self.store.put(key, bytes(data))
@@ -306,7 +312,7 @@ class LifeCycle(RuleBasedStateMachine):
 
     @invariant()
     def what_is_listed_is_whole(self) -> None:
-        listed = list_checkpoints(self.store, RUN)
+        listed = list_checkpoints(Run(self.store, RUN))
         assert {c.attempt for c in listed} == {a for a, life in self.lives.items() if life.state == "visible"}
         source = StoreSource(self.store, self.clock)
         for checkpoint in listed:
@@ -318,14 +324,14 @@ class LifeCycle(RuleBasedStateMachine):
     @invariant()
     def the_latest_is_the_highest_step(self) -> None:
         usable = [life.step for life in self.lives.values() if life.state == "visible" and not life.quarantined]
-        found = next(newest_first(self.store, RUN), None)
+        found = next(newest_first(Run(self.store, RUN)), None)
         assert (found.step if found else None) == max(usable, default=None)
 
     @invariant()
     def what_is_held_is_there(self) -> None:
         for attempt, life in self.lives.items():
             if life.state != "gone" and self.held(attempt):
-                assert list(self.store.list(names.attempt_prefix(RUN, attempt)))
+                assert list(self.store.list(RunKeys(RUN).attempt(attempt)))
 
     @invariant()
     def what_is_referenced_is_there(self) -> None:
@@ -339,28 +345,29 @@ class LifeCycle(RuleBasedStateMachine):
     def hidden_is_not_lost(self) -> None:
         for attempt, life in self.lives.items():
             if life.state == "hidden":
-                assert len(list(self.store.list(names.attempt_prefix(RUN, attempt)))) >= 3
+                assert len(list(self.store.list(RunKeys(RUN).attempt(attempt)))) >= 3
 
     def teardown(self) -> None:
         """In the end, what is not listed has left no byte."""
+        run = Run(self.store, RUN, self.clock, "me")
         for id in self.leases:
-            release_lease(self.store, RUN, id)
+            release_lease(run, id)
         for attempt, life in self.lives.items():
             for name in life.pins:
-                unpin(self.store, RUN, attempt, name, "me", self.clock)
+                unpin(run, attempt, name)
         for _ in range(3):
             self.clock.now += TOMBSTONE_KEPT_S + HOUR_S
-            collect(self.store, RUN, self.clock)
+            collect(run)
             self.settle_orphans()
-        left = {a.attempt for a in list_checkpoints(self.store, RUN)}
-        assert {Attempt.parse(n) for n in self.store.list_folders(names.attempts_prefix(RUN))} == left
-        for prefix in (names.tombstones_prefix, names.fates_prefix, names.leases_prefix):
-            assert list(self.store.list(prefix(RUN))) == []
-        for prefix in (names.commits_prefix, names.verified_prefix, names.quarantine_prefix):
-            kept = {names.attempt_and_name(info.key)[0] for info in self.store.list(prefix(RUN))}
+        left = {a.attempt for a in list_checkpoints(run)}
+        assert {Attempt.parse(n) for n in self.store.list_folders(run.keys.attempts)} == left
+        for prefix in (run.keys.tombstones, run.keys.fates, run.keys.leases):
+            assert list(self.store.list(prefix)) == []
+        for prefix in (run.keys.commits, run.keys.verified, run.keys.quarantine):
+            kept = {names.attempt_and_name(info.key)[0] for info in self.store.list(prefix)}
             assert kept <= left
         needed = {Mark(life.frozen, a) for a, life in self.lives.items() if a in left and life.frozen != a}
-        assert set(marks(self.store, RUN)) == needed
+        assert set(marks(run)) == needed
 
 
 def names_time(attempt: Attempt) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.errors import NoCheckpoint, SweepBegun
 from ckptstore.names import Attempt
@@ -15,6 +14,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import apply_prune, collect, plan_prune
 from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, undelete
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import Faults, FaultyStore, MovableClock
@@ -30,23 +30,25 @@ def write(store: Store, *steps: int) -> list[Checkpoint]:
 
 def steps(store: Store) -> list[int]:
     """Steps that are listed."""
-    return [checkpoint.step for checkpoint in list_checkpoints(store, RUN)]
+    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, RUN))]
 
 
 def prune(store: Store, keep: int) -> list[Checkpoint]:
     """Prune to the newest; returns those spared."""
-    return apply_prune(store, plan_prune(store, RUN, Policy(keep), system_clock), system_clock)
+    run = Run(store, RUN)
+    return apply_prune(run, plan_prune(run, Policy(keep)))
 
 
 def prune_undelete_and_collect(store: Store, taken_back: Attempt) -> None:
     """All that deletes, a grace after the first prunes: keep the newest, take one back, sweep the rest."""
     later = MovableClock(SWEEP_GRACE_S + 60)
-    apply_prune(store, plan_prune(store, RUN, Policy(1), later), later, grace_s=3600)
+    run = Run(store, RUN, later)
+    apply_prune(run, plan_prune(run, Policy(1)), grace_s=3600)
     try:
-        undelete(store, RUN, taken_back, "me", system_clock)
+        undelete(Run(store, RUN, by="me"), taken_back)
     except (SweepBegun, NoCheckpoint):
         pass
-    collect(store, RUN, later)
+    collect(run)
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:

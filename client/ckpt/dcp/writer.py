@@ -33,7 +33,8 @@ from ckptstore.format.codings import POLICIES
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import raw_bytes, slice_tables
-from ckptstore.names import Attempt, check_run, check_step, new_ulid
+from ckptstore.names import Attempt, RunKeys, check_run, check_step, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 
 
@@ -136,7 +137,7 @@ class StorageWriter(TorchStorageWriter):
             name = names.shard_name(assignment.rank)
             uploaded = upload_shard(
                 store,
-                names.shard_key(assignment.run, assignment.attempt, name),
+                RunKeys(assignment.run).shard(assignment.attempt, name),
                 raw_bytes(share.placed),
                 encode_stream(share.chunks(), encode_by(POLICIES[self._compress])),
                 lambda _: None,
@@ -147,7 +148,7 @@ class StorageWriter(TorchStorageWriter):
         if self._is_coordinator:
             self._share = (assignment, content)
         else:
-            _write_receipt(store, assignment, content, {})
+            _write_receipt(Run(store, assignment.run), assignment, content, {})
         future: Future[list[WriteResult]] = Future()
         future.set_result(share.results)
         return future
@@ -161,14 +162,14 @@ class StorageWriter(TorchStorageWriter):
         assert self._share is not None
         (assignment, content), self._share = self._share, None
         self._check_complete(metadata, results)
-        store = self._open()
+        run = Run(self._open(), assignment.run)
         trees = nest(result.storage_data for rank in results for result in rank)
-        own = _write_receipt(store, assignment, content, trees)
+        own = _write_receipt(run, assignment, content, trees)
         receipts = [
-            own if rank == assignment.rank else read_receipt(store, assignment.run, assignment.attempt, rank)
+            own if rank == assignment.rank else read_receipt(run, assignment.attempt, rank)
             for rank in range(assignment.world_size)
         ]
-        commit_attempt(store, receipts, system_clock)
+        commit_attempt(run, receipts)
         metadata.storage_meta = StorageMeta(checkpoint_id=names.checkpoint_id(assignment.run, assignment.attempt))
 
     def _whole(self, rank: int, plan: SavePlan) -> SavePlan:
@@ -207,7 +208,7 @@ def _new_checkpoint(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[st
     return reference.run, reference.step
 
 
-def _write_receipt(store: Store, assignment: Assignment, content: Content, trees: dict[str, JSON]) -> StoredReceipt:
+def _write_receipt(run: Run, assignment: Assignment, content: Content, trees: dict[str, JSON]) -> StoredReceipt:
     """State that the rank's shard is durable; the receipt itself is durable on return."""
     receipt = Receipt(
         format=FORMAT,
@@ -223,5 +224,5 @@ def _write_receipt(store: Store, assignment: Assignment, content: Content, trees
         metrics={},
     )
     data = seal(receipt)
-    store.put(names.receipt_key(assignment.run, assignment.attempt, assignment.rank), data)
+    run.store.put(run.keys.receipt(assignment.attempt, assignment.rank), data)
     return StoredReceipt(receipt, data)

@@ -10,13 +10,12 @@ from itertools import chain, islice
 from ckpt.config import Config
 from ckpt.saver.lock import wait_for_orphans
 from ckptapi.arbiter import arbitrated
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.commits.commit import identity
 from ckptstore.errors import CkptError, StoreReadOnly
 from ckptstore.names import Reference
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import advance, undecided_attempts
+from ckptstore.run import Run, identity
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +39,10 @@ def _roll_forward(source: Source, config: Config) -> bool:
     """Commit what lacks nothing but the commit; whether there was anything."""
     any_committed = False
     if isinstance(source, StoreSource):
-        store = arbitrated(source.store, config.daemon, config.token)
-        for attempt in undecided_attempts(store, config.run_name):
+        run = Run(arbitrated(source.store, config.daemon, config.token), config.run_name)
+        for attempt in undecided_attempts(run):
             try:
-                if advance(store, config.run_name, attempt, system_clock):
+                if advance(run, attempt):
                     any_committed = True
                     logger.warning("committed %s, which was complete but for its commit", attempt)
             except StoreReadOnly as error:

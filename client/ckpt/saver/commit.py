@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import SaveJob, Setup
-from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.commit import (
     StoredReceipt,
@@ -26,8 +25,9 @@ from ckptstore.errors import AttemptAborted, CkptError, RankFailed, ReceiptsMiss
 from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, RunKeys
 from ckptstore.retry import pauses, poll
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def write_receipt(
         metrics=job.metrics,
     )
     data = seal(receipt)
-    store.put(names.receipt_key(setup.run, job.attempt, setup.rank), data)
+    store.put(RunKeys(setup.run).receipt(job.attempt, setup.rank), data)
     return StoredReceipt(receipt, data)
 
 
@@ -67,11 +67,12 @@ def commit(store: Store, setup: Setup, attempt: Attempt, own: StoredReceipt, clo
     Raises ReceiptsMissing if ranks are not done within the time-out, SaveSkipped if one of them takes no part,
     RankFailed if one of them says that it cannot, AttemptAborted if a collector was faster.
     """
+    run = Run(store, setup.run, clock)
     if setup.rank == 0:
-        receipts = _all_receipts(store, setup, own, attempt)
+        receipts = _all_receipts(run, setup, own, attempt)
         if receipts is not None:
-            return commit_attempt(store, receipts, clock)
-    outcome = _wait(lambda: read_outcome(store, setup.run, attempt), setup.commit_timeout_s)
+            return commit_attempt(run, receipts)
+    outcome = _wait(lambda: read_outcome(run, attempt), setup.commit_timeout_s)
     if outcome is None:
         raise ReceiptsMissing(
             f"attempt {attempt} of run {setup.run!r} was not committed within {setup.commit_timeout_s:.0f} s",
@@ -100,9 +101,10 @@ def abort_attempts(store: Store, setup: Setup, attempts: Iterable[Attempt], fail
 
     failure: what went wrong here; None if the attempts are skipped.
     """
+    run = Run(store, setup.run, clock)
     try:
         for attempt in attempts:
-            decline(store, setup.run, attempt, setup.rank, clock, failure)
+            decline(run, attempt, setup.rank, failure)
     except CkptError as error:
         logger.warning("other ranks will wait for this one in vain: %s", error)
 
@@ -112,7 +114,7 @@ def describe(error: BaseException) -> str:
     return f"{error.code}: {error.message}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
 
 
-def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt] | None:
+def _all_receipts(run: Run, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt] | None:
     """Those of all ranks; None if the attempt is decided already."""
     world = set(range(setup.world_size))
     if world == {0}:
@@ -120,8 +122,8 @@ def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attem
     present: set[int] = set()
 
     def complete() -> bool | Outcome | None:
-        present.update(receipt_ranks(store, setup.run, attempt))
-        return present >= world or read_outcome(store, setup.run, attempt)
+        present.update(receipt_ranks(run, attempt))
+        return present >= world or read_outcome(run, attempt)
 
     answer = _wait(complete, setup.commit_timeout_s)
     if isinstance(answer, Outcome):
@@ -133,7 +135,7 @@ def _all_receipts(store: Store, setup: Setup, own: StoredReceipt, attempt: Attem
             f"within {setup.commit_timeout_s:.0f} s",
             "Look at those ranks; nothing was committed, and earlier checkpoints are untouched",
         )
-    return [own, *(read_receipt(store, setup.run, attempt, rank) for rank in sorted(world - {0}))]
+    return [own, *(read_receipt(run, attempt, rank) for rank in sorted(world - {0}))]
 
 
 def _wait(ask: Callable[[], _T], timeout_s: float) -> _T:

@@ -44,6 +44,7 @@ from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Content, References, Shard
 from ckptstore.format.shards import ChunkSpan, Placed, chunk_table
 from ckptstore.names import Attempt
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,8 @@ class ChunkIndex:
 
     def __init__(self, store: Store, setup: Setup, clock: Clock, run_soon: Callable[..., Future[None]]) -> None:
         """run_soon: runs a function in another thread, which reads what an earlier process committed."""
-        self._store = store
+        self._run = Run(store, setup.run, clock)
         self._setup = setup
-        self._clock = clock
         self.enabled, self.rank = setup.incremental, setup.rank
         self._base: BaseCheckpoint | None = None
         self._own = False
@@ -97,32 +97,32 @@ class ChunkIndex:
 
         Raises NoCheckpoint if the base is being deleted, or Unavailable.
         """
-        store, run = self._store, self._setup.run
+        run = self._run
         ttl_s = self._setup.commit_timeout_s + _LEASE_S
-        lease = take_lease(store, run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s, self._clock)
-        damaged = set(quarantined_attempts(store, run))
+        lease = take_lease(run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s)
+        damaged = set(quarantined_attempts(run))
         suspect = set(damaged)
         if damaged:
             # What was found damaged may be so in chunks of others.
-            suspect |= {mark.attempt for mark in marks(store, run) if mark.by in damaged}
+            suspect |= {mark.attempt for mark in marks(run) if mark.by in damaged}
         return lease, suspect
 
     def release(self, lease: str) -> None:
         """End a lease."""
         try:
-            release_lease(self._store, self._setup.run, lease)
+            release_lease(self._run, lease)
         except CkptError as error:
             logger.warning("lease %s was not released and will expire: %s", lease, error)
 
     def _load(self) -> None:
         """Begin with the latest checkpoint of the run. Never raises: what is not known is stored."""
-        store, run, rank = self._store, self._setup.run, self._setup.rank
+        run, rank = self._run, self._setup.rank
         try:
-            attempt = latest(store, run).attempt
-            content = read_receipt(store, run, attempt, rank).receipt.content
+            attempt = latest(run).attempt
+            content = read_receipt(run, attempt, rank).receipt.content
             for shard in content.shards:
                 others = referenced_by(shard)
-                sizes = {other: store.size(names.shard_key(run, other, shard.name)) for other in others}
+                sizes = {other: run.store.size(run.keys.shard(other, shard.name)) for other in others}
                 self._base = base_of(attempt, content, sizes)
         except NoCheckpoint:
             pass

@@ -33,7 +33,8 @@ from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, Slice, plan_chunks
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, RunKeys
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ class SavePipeline:
             return None
         return upload_shard(
             self._store,
-            names.shard_key(setup.run, snapshot.job.attempt, names.shard_name(setup.rank)),
+            RunKeys(setup.run).shard(snapshot.job.attempt, names.shard_name(setup.rank)),
             snapshot.incremental.expected_bytes,
             chain([first], chunks),
             self._progress_of(snapshot),
@@ -264,7 +265,7 @@ class SavePipeline:
         while self._leases:
             lease = self._leases.pop()
             try:
-                release_lease(self._store, self._setup.run, lease)
+                release_lease(Run(self._store, self._setup.run), lease)
             except CkptError as error:
                 logger.warning("lease %s was not released and will expire: %s", lease, error)
 

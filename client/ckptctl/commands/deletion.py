@@ -21,6 +21,7 @@ from ckptstore.commits.store_check import check_store
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, checkpoint_id
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, UNDELETED, Collected, Deleted, collect
+from ckptstore.run import Run
 
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
 
@@ -124,7 +125,7 @@ def collect_garbage(
             raise NoCheckpoint(f"run {run!r} has nothing in {store.url}", "ckptctl runs shows what there is")
         runs = [run]
     check_store(store, session.clock)
-    results = [_collected(name, collect(store, name, session.clock, grace_s, operator())) for name in runs]
+    results = [_collected(name, collect(Run(store, name, session.clock, operator()), grace_s)) for name in runs]
     touched = [name for result in results for name in (*result.swept, *result.rolled_forward, *result.aborted)]
     session.screen.emit(results, touched, _collected_blocks(results))
 

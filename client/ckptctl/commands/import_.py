@@ -14,6 +14,7 @@ from ckptctl.importing import new_attempt, write_checkpoint
 from ckptctl.importing_formats import ForeignFormat, choose_format, read_foreign
 from ckptctl.session import Session
 from ckptstore import human
+from ckptstore.run import Run
 
 
 class ImportBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +57,7 @@ def import_checkpoint(
     kind = choose_format(path, format)
     foreign = read_foreign(path, kind, item)
     with session.screen.progress("importing", foreign.raw_bytes) as progress:
-        made = write_checkpoint(store, run, attempt, foreign, progress, session.clock)
+        made = write_checkpoint(Run(store, run, session.clock), attempt, foreign, progress)
     for note in foreign.notes:
         session.screen.note(note)
     body = ImportBody(

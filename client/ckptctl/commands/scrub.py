@@ -23,6 +23,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import Reference
 from ckptstore.reading.verify import Verification
 from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 
@@ -66,12 +67,12 @@ def scrub_checkpoints(
         _through_daemon(session, VerifyJob(checkpoint=checkpoint, run=None if checkpoint else run))
         return
     store = session.store("scrub")
-    runs = session.run_names(run)
     before = session.clock() - human.parse_duration(older) if older else float("inf")
     if checkpoint is not None:
         due = [session.source.find(Reference.parse(checkpoint))]
     else:
-        due = due_for_scrub(store, runs, before)[:limit]
+        runs = [Run(store, name, session.clock) for name in session.run_names(run)]
+        due = due_for_scrub(runs, before)[:limit]
     pace = Pace(human.parse_size(rate) if rate else 0, session.clock, time.sleep)
     results = list(_scrub(store, due, session.clock, session.screen, pace))
     damaged = [result for result in results if not result.ok]

@@ -13,13 +13,12 @@ from collections.abc import Iterable, Iterator
 from ulid import ULID
 
 from ckptstore import names
-from ckptstore.clock import Clock
 from ckptstore.errors import Damaged, InvalidName, ObjectMissing
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, AuditRecord
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.stores import Store
+from ckptstore.run import Run
 
 KEPT_S = 365 * 24 * 3600.0
 
@@ -33,33 +32,35 @@ def operator() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def record(
-    store: Store, run: str, action: Action, attempts: Iterable[Attempt], by: str, reason: str, clock: Clock
-) -> None:
+def record(run: Run, action: Action, attempts: Iterable[Attempt], reason: str) -> None:
     """Write down what is about to be done; durable on return."""
-    now = clock()
+    now = run.clock()
     document = AuditRecord(
-        format=FORMAT, kind="audit", action=action, attempts=[str(a) for a in attempts], by=by, at=now, reason=reason
+        format=FORMAT,
+        kind="audit",
+        action=action,
+        attempts=[str(a) for a in attempts],
+        by=run.by,
+        at=now,
+        reason=reason,
     )
-    store.put(f"{names.audit_prefix(run)}{new_ulid(now)}.json", seal(document))
+    run.store.put(f"{run.keys.audit}{new_ulid(now)}.json", seal(document))
 
 
-def read_log(store: Store, run: str, limit: int = 0) -> Iterator[AuditRecord]:
+def read_log(run: Run, limit: int = 0) -> Iterator[AuditRecord]:
     """The records of a run, newest first; limit 0: all. Damaged ones are left out."""
-    keys = sorted((info.key for info in store.list(names.audit_prefix(run))), reverse=True)
+    keys = sorted((info.key for info in run.store.list(run.keys.audit)), reverse=True)
     for key in keys[:limit] if limit else keys:
         try:
-            yield parse_sealed(store.get(key), AuditRecord, store.object_url(key))
+            yield parse_sealed(run.store.get(key), AuditRecord, run.store.object_url(key))
         except (Damaged, ObjectMissing):
             continue
 
 
-def forget_old(store: Store, run: str, clock: Clock) -> None:
+def forget_old(run: Run) -> None:
     """Delete records older than a year."""
-    cutoff = clock() - KEPT_S
-    store.delete_many(
-        [info.key for info in list(store.list(names.audit_prefix(run))) if _written_at(info.key) < cutoff]
-    )
+    cutoff = run.clock() - KEPT_S
+    run.store.delete_many([info.key for info in list(run.store.list(run.keys.audit)) if _written_at(info.key) < cutoff])
 
 
 def _written_at(key: str) -> float:

@@ -18,6 +18,7 @@ from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, Reference, checkpoint_id
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _READERS = 16
@@ -88,45 +89,45 @@ def list_runs(store: Store) -> list[str]:
     return [name for name in store.list_folders("") if _is_run(name)]
 
 
-def list_checkpoints(store: Store, run: str) -> list[Checkpoint]:
+def list_checkpoints(run: Run) -> list[Checkpoint]:
     """All checkpoints of a run that are not being deleted, by falling step; reads every outcome."""
-    attempts = visible_attempts(store, run)
-    damaged = set(quarantined_attempts(store, run))
+    attempts = visible_attempts(run)
+    damaged = set(quarantined_attempts(run))
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(lambda attempt: _read(store, run, attempt, damaged), attempts))
+        found = list(pool.map(lambda attempt: _read(run, attempt, damaged), attempts))
     return [c for group in _by_step(c for c in found if c is not None) for c in group]
 
 
-def latest(store: Store, run: str) -> Checkpoint:
+def latest(run: Run) -> Checkpoint:
     """The newest checkpoint of a run: the highest step. Reads outcomes from the top until one counts.
 
     Raises NoCheckpoint if the run has none.
     """
-    for checkpoint in newest_first(store, run):
+    for checkpoint in newest_first(run):
         return checkpoint
     raise NoCheckpoint(
-        f"run {run!r} has no checkpoint in {store.url}",
+        f"run {run.name!r} has no checkpoint in {run.store.url}",
         "The first save is still under way, or the run's name or the store is another",
     )
 
 
-def newest_first(store: Store, run: str) -> Iterator[Checkpoint]:
+def newest_first(run: Run) -> Iterator[Checkpoint]:
     """The checkpoints of a run that a restore may use, from the highest step down, read as they are asked for."""
-    return (c for c in candidates(store, run) if c.state is State.COMMITTED)
+    return (c for c in candidates(run) if c.state is State.COMMITTED)
 
 
-def candidates(store: Store, run: str) -> Iterator[Checkpoint]:
+def candidates(run: Run) -> Iterator[Checkpoint]:
     """As newest_first, with those whose outcome is corrupt, so that a restore can say what it skips."""
-    decided = decided_attempts(store, run)  # first, as in visible_attempts
+    decided = decided_attempts(run)  # first, as in visible_attempts
     if not decided:
         return
     with ThreadPoolExecutor(3) as pool:  # a request each, and the first outcome is likely to be asked for
-        newest = pool.submit(_find, store, run, decided[0])
-        hidden, damaged = pool.submit(hidden_attempts, store, run), pool.submit(quarantined_attempts, store, run)
+        newest = pool.submit(_find, run, decided[0])
+        hidden, damaged = pool.submit(hidden_attempts, run), pool.submit(quarantined_attempts, run)
     visible, quarantine = _without(decided, hidden.result()), set(damaged.result())
 
     def read(attempt: Attempt) -> Checkpoint | None:
-        return _judged(newest.result() if attempt == decided[0] else _find(store, run, attempt), quarantine)
+        return _judged(newest.result() if attempt == decided[0] else _find(run, attempt), quarantine)
 
     for _, attempts in groupby(visible, key=lambda attempt: attempt.step):
         found = (read(attempt) for attempt in attempts)
@@ -136,16 +137,17 @@ def candidates(store: Store, run: str) -> Iterator[Checkpoint]:
 
 def find(store: Store, reference: Reference) -> Checkpoint:
     """The checkpoint that a reference names, even if it is corrupt. Raises NoCheckpoint."""
+    run = Run(store, reference.run)
     if reference.step is None:
-        return latest(store, reference.run)
+        return latest(run)
     if reference.ulid is not None:
         attempt = Attempt(reference.step, reference.ulid)
-        hidden = _is_hidden(store, reference.run, attempt)
-        damaged = quarantined_attempts(store, reference.run)
-        checkpoint = None if hidden else _read(store, reference.run, attempt, damaged)
+        hidden = attempt in hidden_attempts(run)
+        damaged = quarantined_attempts(run)
+        checkpoint = None if hidden else _read(run, attempt, damaged)
         found = [checkpoint] if checkpoint else []
     else:
-        found = [c for c in candidates(store, reference.run) if c.step == reference.step]
+        found = [c for c in candidates(run) if c.step == reference.step]
     if not found:
         raise NoCheckpoint(
             f"run {reference.run!r} has no checkpoint at step {reference.step} in {store.url}",
@@ -154,26 +156,26 @@ def find(store: Store, reference: Reference) -> Checkpoint:
     return found[0]
 
 
-def decided_attempts(store: Store, run: str) -> list[Attempt]:
+def decided_attempts(run: Run) -> list[Attempt]:
     """Attempts that have an outcome, committed or aborted, by falling step."""
-    return _attempts(info.key for info in store.list(names.commits_prefix(run)))
+    return _attempts(info.key for info in run.store.list(run.keys.commits))
 
 
-def hidden_attempts(store: Store, run: str) -> list[Attempt]:
+def hidden_attempts(run: Run) -> list[Attempt]:
     """Attempts that a tombstone hides."""
-    return _attempts(info.key for info in store.list(names.tombstones_prefix(run)))
+    return _attempts(info.key for info in run.store.list(run.keys.tombstones))
 
 
-def quarantined_attempts(store: Store, run: str) -> list[Attempt]:
+def quarantined_attempts(run: Run) -> list[Attempt]:
     """Attempts whose bytes were found damaged."""
-    return _attempts(info.key for info in store.list(names.quarantine_prefix(run)))
+    return _attempts(info.key for info in run.store.list(run.keys.quarantine))
 
 
-def visible_attempts(store: Store, run: str) -> list[Attempt]:
+def visible_attempts(run: Run) -> list[Attempt]:
     """Attempts that have an outcome and no tombstone, by falling step."""
     # Outcomes first: a checkpoint deleted in between has its tombstone already.
-    decided = decided_attempts(store, run)
-    return _without(decided, hidden_attempts(store, run))
+    decided = decided_attempts(run)
+    return _without(decided, hidden_attempts(run))
 
 
 def _without(attempts: Iterable[Attempt], hidden: Iterable[Attempt]) -> list[Attempt]:
@@ -222,16 +224,16 @@ def quarantined(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, state=State.CORRUPT, problem=f"{checkpoint.id} was found damaged when it was read whole")
 
 
-def _read(store: Store, run: str, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
-    return _judged(_find(store, run, attempt), damaged)
+def _read(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
+    return _judged(_find(run, attempt), damaged)
 
 
-def _find(store: Store, run: str, attempt: Attempt) -> Checkpoint | None:
+def _find(run: Run, attempt: Attempt) -> Checkpoint | None:
     # A newer format is not damage: to skip it would be to resume from the wrong step.
     try:
-        outcome = read_outcome(store, run, attempt)
+        outcome = read_outcome(run, attempt)
     except CorruptObject as error:
-        return Checkpoint(run, attempt, State.CORRUPT, problem=str(error))
+        return Checkpoint(run.name, attempt, State.CORRUPT, problem=str(error))
     return from_outcome(outcome) if outcome else None
 
 
@@ -239,10 +241,6 @@ def _judged(found: Checkpoint | None, damaged: Collection[Attempt]) -> Checkpoin
     if found is None or found.state is State.CORRUPT or found.attempt not in damaged:
         return found
     return quarantined(found)
-
-
-def _is_hidden(store: Store, run: str, attempt: Attempt) -> bool:
-    return attempt in hidden_attempts(store, run)
 
 
 def _attempts(keys: Iterable[str]) -> list[Attempt]:

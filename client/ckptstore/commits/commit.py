@@ -13,14 +13,11 @@ is deterministic, so that a roll-forward after a crash gives the same manifest.
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptstore import names
-from ckptstore.clock import Clock
 from ckptstore.commits.references import lost, mark, referenced_attempts
 from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
 from ckptstore.format.columns import Column, column, concatenate
@@ -43,7 +40,7 @@ from ckptstore.format.parsing import check_manifest, manifest_bytes, pack_manife
 from ckptstore.format.planning import check_cover
 from ckptstore.format.trees import leaves, merge_trees
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.stores import Store
+from ckptstore.run import Run
 
 _TRIES = 3
 
@@ -56,41 +53,36 @@ class StoredReceipt:
     data: bytes
 
 
-def identity() -> str:
-    """Who decides, for outcomes: host and process."""
-    return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def read_receipt(store: Store, run: str, attempt: Attempt, rank: int) -> StoredReceipt:
+def read_receipt(run: Run, attempt: Attempt, rank: int) -> StoredReceipt:
     """The receipt of `rank`, checked. Raises ObjectMissing, CorruptObject, StoreUnavailable."""
-    key = names.receipt_key(run, attempt, rank)
-    data = store.get(key)
-    receipt = parse_sealed(data, Receipt, store.object_url(key))
-    if (receipt.run, receipt.attempt, receipt.rank) != (run, str(attempt), rank):
-        raise CorruptObject(f"{store.object_url(key)} is the receipt of another rank or attempt")
+    key = run.keys.receipt(attempt, rank)
+    data = run.store.get(key)
+    receipt = parse_sealed(data, Receipt, run.store.object_url(key))
+    if (receipt.run, receipt.attempt, receipt.rank) != (run.name, str(attempt), rank):
+        raise CorruptObject(f"{run.store.object_url(key)} is the receipt of another rank or attempt")
     return StoredReceipt(receipt, data)
 
 
-def receipt_ranks(store: Store, run: str, attempt: Attempt) -> set[int]:
+def receipt_ranks(run: Run, attempt: Attempt) -> set[int]:
     """The ranks whose receipt is there."""
-    found = (names.receipt_rank(info.key) for info in store.list(names.attempt_prefix(run, attempt)))
+    found = (names.receipt_rank(info.key) for info in run.store.list(run.keys.attempt(attempt)))
     return {rank for rank in found if rank is not None}
 
 
-def read_outcome(store: Store, run: str, attempt: Attempt) -> Outcome | None:
+def read_outcome(run: Run, attempt: Attempt) -> Outcome | None:
     """The decision about an attempt, or None while there is none."""
-    key = names.outcome_key(run, attempt)
+    key = run.keys.outcome(attempt)
     try:
-        data = store.get(key)
+        data = run.store.get(key)
     except ObjectMissing:
         return None
-    outcome = parse_sealed(data, Outcome, store.object_url(key))
-    if (outcome.run, outcome.attempt) != (run, str(attempt)):
-        raise CorruptObject(f"{store.object_url(key)} is the outcome of another attempt")
+    outcome = parse_sealed(data, Outcome, run.store.object_url(key))
+    if (outcome.run, outcome.attempt) != (run.name, str(attempt)):
+        raise CorruptObject(f"{run.store.object_url(key)} is the outcome of another attempt")
     return outcome
 
 
-def commit_attempt(store: Store, receipts: Sequence[StoredReceipt], clock: Clock) -> Outcome:
+def commit_attempt(run: Run, receipts: Sequence[StoredReceipt]) -> Outcome:
     """Merge all receipts of an attempt and commit it; the checkpoint is durable on return.
 
     receipts: those of all ranks, in rank order. Safe to call twice, and from several processes.
@@ -99,72 +91,70 @@ def commit_attempt(store: Store, receipts: Sequence[StoredReceipt], clock: Clock
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
-    data = _create_manifest(store, manifest, attempt)
-    _hold_referenced(store, manifest, attempt, clock)
+    data = _create_manifest(run, manifest, attempt)
+    _hold_referenced(run, manifest, attempt)
     committed = Committed(digest=digest(data), bytes=len(data), summary=_summarize(manifest))
-    outcome = decide(store, manifest.run, attempt, committed, clock)
+    outcome = decide(run, attempt, committed)
     if outcome.committed is None:
         raise AttemptAborted(
-            f"attempt {attempt} of run {manifest.run!r} was aborted by {outcome.by} before it was complete",
+            f"attempt {attempt} of run {run.name!r} was aborted by {outcome.by} before it was complete",
             "Save again; if saves take longer than the collector's grace, raise the grace",
         )
     return outcome
 
 
-def _hold_referenced(store: Store, manifest: Manifest, attempt: Attempt, clock: Clock) -> None:
+def _hold_referenced(run: Run, manifest: Manifest, attempt: Attempt) -> None:
     """Keep what the attempt references from being deleted, from here on until the attempt itself is."""
     needed = referenced_attempts(manifest.content)
     if not needed:
         return
-    mark(store, manifest.run, attempt, needed, clock)
+    mark(run, attempt, needed)
     for other in needed:
-        outcome = read_outcome(store, manifest.run, other)
+        outcome = read_outcome(run, other)
         if outcome is None or outcome.committed is None:
-            raise lost(manifest.run, attempt, other)
+            raise lost(run, attempt, other)
 
 
-def decide(
-    store: Store, run: str, attempt: Attempt, committed: Committed | None, clock: Clock, by: str | None = None
-) -> Outcome:
+def decide(run: Run, attempt: Attempt, committed: Committed | None) -> Outcome:
     """Create the outcome of an attempt, or obey the one that is there. Durable on return.
 
     The nonce tells a lost reply from a lost race: after a refusal or an error the object is read back.
     """
-    now = clock()
+    now = run.clock()
     proposal = Outcome(
-        format=FORMAT, kind="outcome", run=run, step=attempt.step, attempt=str(attempt),
-        committed=committed, nonce=new_ulid(now), by=by or identity(), at=now,
+        format=FORMAT, kind="outcome", run=run.name, step=attempt.step, attempt=str(attempt),
+        committed=committed, nonce=new_ulid(now), by=run.by, at=now,
     )  # fmt: skip
     failure: StoreUnavailable | None = None
     for _ in range(_TRIES):
         try:
-            if store.put_if_absent(names.outcome_key(run, attempt), seal(proposal)):
+            if run.store.put_if_absent(run.keys.outcome(attempt), seal(proposal)):
                 return proposal
         except StoreUnavailable as error:
             failure = error
         try:
-            outcome = read_outcome(store, run, attempt)
+            outcome = read_outcome(run, attempt)
         except StoreUnavailable as error:
             failure = error
             continue
         if outcome is not None:
             return outcome
     raise failure or StoreUnavailable(
-        f"cannot learn the outcome of attempt {attempt} of run {run!r} in {store.url}",
+        f"cannot learn the outcome of attempt {attempt} of run {run.name!r} in {run.store.url}",
         "Nothing is lost: the attempt is committed or collected when the store answers again",
     )
 
 
-def roll_forward(store: Store, run: str, attempt: Attempt, clock: Clock) -> Outcome | None:
+def roll_forward(run: Run, attempt: Attempt) -> Outcome | None:
     """Commit an attempt whose committer died after all receipts were written. None if some are missing."""
-    ranks = receipt_ranks(store, run, attempt)
+    ranks = receipt_ranks(run, attempt)
     if not ranks:
         return None
-    first = read_receipt(store, run, attempt, min(ranks))
+    first = read_receipt(run, attempt, min(ranks))
     if ranks != set(range(first.receipt.world_size)):
         return None
-    receipts = [read_receipt(store, run, attempt, rank) for rank in sorted(ranks)]
-    return commit_attempt(store, receipts, clock)
+    receipts = [read_receipt(run, attempt, rank) for rank in sorted(ranks)]
+    return commit_attempt(run, receipts)
 
 
 def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
@@ -262,16 +252,18 @@ def _summarize(manifest: Manifest) -> Summary:
     )
 
 
-def _create_manifest(store: Store, manifest: Manifest, attempt: Attempt) -> bytes:
+def _create_manifest(run: Run, manifest: Manifest, attempt: Attempt) -> bytes:
     """The manifest's bytes in the store, created here or by another committer of the same attempt."""
-    key = names.manifest_key(manifest.run, attempt)
+    key = run.keys.manifest(attempt)
     data = pack_manifest(manifest)
-    if store.put_if_absent(key, data):
+    if run.store.put_if_absent(key, data):
         return data
     # Another version of zstd may have packed the same content into other bytes: theirs count.
-    stored = store.get(key)
+    stored = run.store.get(key)
     if stored != data and manifest_bytes(parse_manifest(stored, key)) != manifest_bytes(manifest):
-        raise CorruptObject(f"{store.object_url(key)} is not what the receipts say", "The attempt cannot be committed")
+        raise CorruptObject(
+            f"{run.store.object_url(key)} is not what the receipts say", "The attempt cannot be committed"
+        )
     return stored
 
 
@@ -288,14 +280,14 @@ class Declined:
     """What went wrong there; None if it skipped the attempt."""
 
 
-def decline(store: Store, run: str, attempt: Attempt, rank: int, clock: Clock, failure: str | None = None) -> None:
+def decline(run: Run, attempt: Attempt, rank: int, failure: str | None = None) -> None:
     """Decide that an attempt will never be whole; durable on return. Only for a rank that writes no receipt for it.
 
     failure: what went wrong; None if the rank skips the attempt. Raises StoreUnavailable if that could not be told: the
     other ranks wait in vain, then.
     """
     said = f"failed: {failure[:_MOST_CHARACTERS]}" if failure else "skipped it"
-    decide(store, run, attempt, None, clock, by=f"rank {rank} {said}")
+    decide(replace(run, by=f"rank {rank} {said}"), attempt, None)
 
 
 def declined_by(outcome: Outcome) -> Declined | None:

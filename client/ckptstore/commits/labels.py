@@ -15,15 +15,14 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from ckptstore import names
-from ckptstore.clock import Clock
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts
 from ckptstore.errors import Damaged, InvalidName, InvalidRequest, NoCheckpoint, ObjectMissing, StoreUnavailable
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, Labels
-from ckptstore.names import Attempt, checkpoint_id
-from ckptstore.stores import Store
+from ckptstore.names import Attempt
+from ckptstore.run import Run
 
 MAX_LABELS = 64
 """Tags of a checkpoint at most, and as many metrics."""
@@ -58,41 +57,37 @@ class LabelChange:
                 raise InvalidRequest(f"metric {name!r} is {number}", "Use a finite number")
 
 
-def change_labels(
-    store: Store, run: str, attempt: Attempt, change: LabelChange, by: str, clock: Clock, reason: str = ""
-) -> Labels:
+def change_labels(run: Run, attempt: Attempt, change: LabelChange, reason: str = "") -> Labels:
     """Change the labels of a checkpoint; durable on return. Changes of several people all count.
 
     Raises InvalidRequest, or NoCheckpoint if the checkpoint is being deleted.
     """
     change.check()
-    audit.record(store, run, Action.LABEL, [attempt], by, reason or _said(change), clock)
+    audit.record(run, Action.LABEL, [attempt], reason or _said(change))
     for _ in range(_TRIES):
-        versions = label_versions(store, run).get(attempt, [])
+        versions = label_versions(run).get(attempt, [])
         try:
-            before = _read(store, run, attempt, versions[-1]) if versions else None
+            before = _read(run, attempt, versions[-1]) if versions else None
         except ObjectMissing:
             continue  # somebody was faster
-        after = _changed(attempt, before, change, by, clock())
-        key = names.labels_key(run, attempt, after.version)
-        if store.put_if_absent(key, seal(after)) or _read_if_there(store, run, attempt, after.version) == after:
+        after = _changed(attempt, before, change, run.by, run.clock())
+        key = run.keys.labels_version(attempt, after.version)
+        if run.store.put_if_absent(key, seal(after)) or _read_if_there(run, attempt, after.version) == after:
             # A lost reply makes the winner look like the loser: what is there tells.
-            if max(label_versions(store, run).get(attempt, [0])) > after.version:
+            if max(label_versions(run).get(attempt, [0])) > after.version:
                 # Made in the place of one that was removed because a later one is there, which does not know of it.
-                store.delete_many([key])
+                run.store.delete_many([key])
                 continue
-            store.delete_many(names.labels_key(run, attempt, version) for version in versions)
-            _check_still_there(store, run, attempt, key)
+            run.store.delete_many(run.keys.labels_version(attempt, version) for version in versions)
+            _check_still_there(run, attempt, key)
             return after
-    raise StoreUnavailable(
-        f"the labels of {checkpoint_id(run, attempt)} change faster than they can be read", "Try again"
-    )
+    raise StoreUnavailable(f"the labels of {run.id_of(attempt)} change faster than they can be read", "Try again")
 
 
-def label_versions(store: Store, run: str) -> dict[Attempt, list[int]]:
+def label_versions(run: Run) -> dict[Attempt, list[int]]:
     """The versions of labels that are there, rising; usually one. One listing."""
     found: dict[Attempt, list[int]] = {}
-    for info in store.list(names.labels_prefix(run)):
+    for info in run.store.list(run.keys.labels):
         try:
             attempt, version = names.attempt_and_name(info.key)
         except InvalidName:
@@ -102,30 +97,30 @@ def label_versions(store: Store, run: str) -> dict[Attempt, list[int]]:
     return {attempt: sorted(versions) for attempt, versions in found.items()}
 
 
-def read_labels(store: Store, run: str, attempts: Iterable[Attempt] | None = None) -> dict[Attempt, Labels]:
+def read_labels(run: Run, attempts: Iterable[Attempt] | None = None) -> dict[Attempt, Labels]:
     """The labels of these attempts, or of all of a run. Labels that are damaged are left out, with a warning."""
-    there = label_versions(store, run)
+    there = label_versions(run)
     wanted = [attempt for attempt in (there if attempts is None else attempts) if attempt in there]
     if not wanted:
         return {}
     with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-labels") as pool:
-        found = pool.map(lambda attempt: newest_labels(store, run, attempt, there[attempt][-1]), wanted)
+        found = pool.map(lambda attempt: newest_labels(run, attempt, there[attempt][-1]), wanted)
         return {attempt: labels for attempt, labels in zip(wanted, found, strict=True) if labels is not None}
 
 
-def newest_labels(store: Store, run: str, attempt: Attempt, version: int) -> Labels | None:
+def newest_labels(run: Run, attempt: Attempt, version: int) -> Labels | None:
     """The labels of one checkpoint, of which a listing told `version`; None if they are gone, or damaged."""
     for _ in range(_TRIES):
         try:
-            return _read(store, run, attempt, version)
+            return _read(run, attempt, version)
         except ObjectMissing:
             # Changed since the listing.
-            versions = label_versions(store, run).get(attempt)
+            versions = label_versions(run).get(attempt)
             if not versions:
                 return None
             version = versions[-1]
         except Damaged as error:
-            _LOG.warning("labels of %s are left out: %s", checkpoint_id(run, attempt), error)
+            _LOG.warning("labels of %s are left out: %s", run.id_of(attempt), error)
             return None
     return None
 
@@ -137,9 +132,9 @@ def labelled(checkpoint: Checkpoint, labels: Labels | None) -> Checkpoint:
     return replace(checkpoint, tags=labels.tags, metrics={**checkpoint.metrics, **labels.metrics})
 
 
-def with_labels(store: Store, run: str, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+def with_labels(run: Run, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """These checkpoints of a run with their labels: one listing, and a read for each that has some."""
-    found = read_labels(store, run, [checkpoint.attempt for checkpoint in checkpoints])
+    found = read_labels(run, [checkpoint.attempt for checkpoint in checkpoints])
     return [labelled(checkpoint, found.get(checkpoint.attempt)) for checkpoint in checkpoints]
 
 
@@ -161,25 +156,25 @@ def _changed(attempt: Attempt, before: Labels | None, change: LabelChange, by: s
     return after
 
 
-def _read(store: Store, run: str, attempt: Attempt, version: int) -> Labels:
-    key = names.labels_key(run, attempt, version)
-    return parse_sealed(store.get(key), Labels, store.object_url(key))
+def _read(run: Run, attempt: Attempt, version: int) -> Labels:
+    key = run.keys.labels_version(attempt, version)
+    return parse_sealed(run.store.get(key), Labels, run.store.object_url(key))
 
 
-def _read_if_there(store: Store, run: str, attempt: Attempt, version: int) -> Labels | None:
+def _read_if_there(run: Run, attempt: Attempt, version: int) -> Labels | None:
     try:
-        return _read(store, run, attempt, version)
+        return _read(run, attempt, version)
     except (Damaged, ObjectMissing):
         return None
 
 
-def _check_still_there(store: Store, run: str, attempt: Attempt, key: str) -> None:
+def _check_still_there(run: Run, attempt: Attempt, key: str) -> None:
     """Labels that nobody would see or sweep are not left behind."""
-    if attempt not in decided_attempts(store, run):
-        store.delete_many([key])
-        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} was deleted", "ckptctl ls shows what there is")
-    if attempt in hidden_attempts(store, run):
-        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "ckptctl undelete takes that back")
+    if attempt not in decided_attempts(run):
+        run.store.delete_many([key])
+        raise NoCheckpoint(f"{run.id_of(attempt)} was deleted", "ckptctl ls shows what there is")
+    if attempt in hidden_attempts(run):
+        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "ckptctl undelete takes that back")
 
 
 def _said(change: LabelChange) -> str:

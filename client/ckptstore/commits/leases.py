@@ -9,59 +9,58 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ckptstore import names
-from ckptstore.clock import Clock
 from ckptstore.commits.catalog import hidden_attempts
 from ckptstore.errors import Damaged, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import FORMAT, Lease
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.names import Attempt, check_ulid, checkpoint_id, new_ulid
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import ObjectInfo, Store
 
 
-def take_lease(store: Store, run: str, attempt: Attempt, holder: str, ttl_s: float, clock: Clock) -> str:
+def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float) -> str:
     """Protect a checkpoint for `ttl_s` seconds; the lease is durable on return. Returns its id.
 
     Raises NoCheckpoint if the checkpoint is being deleted.
     """
-    lease = new_ulid(clock())
-    renew_lease(store, run, lease, attempt, holder, ttl_s, clock)
-    if attempt in hidden_attempts(store, run):
-        release_lease(store, run, lease)
-        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "Use another checkpoint")
+    lease = new_ulid(run.clock())
+    renew_lease(run, lease, attempt, holder, ttl_s)
+    if attempt in hidden_attempts(run):
+        release_lease(run, lease)
+        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "Use another checkpoint")
     return lease
 
 
-def renew_lease(store: Store, run: str, lease: str, attempt: Attempt, holder: str, ttl_s: float, clock: Clock) -> None:
+def renew_lease(run: Run, lease: str, attempt: Attempt, holder: str, ttl_s: float) -> None:
     """Let a lease that still holds last `ttl_s` seconds from now; durable on return.
 
     One that has expired cannot be renewed: take another, because a deletion may have begun.
     """
-    document = Lease(format=FORMAT, kind="lease", attempt=str(attempt), holder=holder, expires_at=clock() + ttl_s)
-    store.put(_key(run, check_ulid(lease)), seal(document))
+    document = Lease(format=FORMAT, kind="lease", attempt=str(attempt), holder=holder, expires_at=run.clock() + ttl_s)
+    run.store.put(run.keys.lease(lease), seal(document))
 
 
-def release_lease(store: Store, run: str, lease: str) -> None:
+def release_lease(run: Run, lease: str) -> None:
     """End a lease; one that is gone already is fine."""
-    store.delete_many([_key(run, check_ulid(lease))])
+    run.store.delete_many([run.keys.lease(lease)])
 
 
-def active_leases(store: Store, run: str, clock: Clock) -> dict[Attempt, list[str]]:
+def active_leases(run: Run) -> dict[Attempt, list[str]]:
     """Who holds which attempt now. A damaged lease holds nothing: it names no attempt that can be trusted."""
-    now = clock()
+    now = run.clock()
     held: dict[Attempt, list[str]] = defaultdict(list)
-    for info in store.list(names.leases_prefix(run)):
-        lease = _read(store, info)
+    for info in run.store.list(run.keys.leases):
+        lease = _read(run.store, info)
         if lease is not None and lease.expires_at > now:
             held[Attempt.parse(lease.attempt)].append(lease.holder)
     return dict(held)
 
 
-def expired_leases(store: Store, run: str, clock: Clock) -> list[str]:
+def expired_leases(run: Run) -> list[str]:
     """Keys of leases that protect nothing any more."""
-    now = clock()
-    listed = list(store.list(names.leases_prefix(run)))
-    return [info.key for info in listed if (lease := _read(store, info)) is None or lease.expires_at <= now]
+    now = run.clock()
+    listed = list(run.store.list(run.keys.leases))
+    return [info.key for info in listed if (lease := _read(run.store, info)) is None or lease.expires_at <= now]
 
 
 def _read(store: Store, info: ObjectInfo) -> Lease | None:
@@ -69,7 +68,3 @@ def _read(store: Store, info: ObjectInfo) -> Lease | None:
         return parse_sealed(store.get(info.key), Lease, store.object_url(info.key))
     except (Damaged, ObjectMissing):
         return None
-
-
-def _key(run: str, lease: str) -> str:
-    return f"{names.leases_prefix(run)}{lease}.json"

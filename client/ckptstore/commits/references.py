@@ -12,13 +12,12 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptstore import names
-from ckptstore.clock import Clock
 from ckptstore.errors import InvalidName, ReferenceLost
 from ckptstore.format.documents import FORMAT, Content
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import ReferenceMark
-from ckptstore.names import Attempt, checkpoint_id
-from ckptstore.stores import Store
+from ckptstore.names import Attempt
+from ckptstore.run import Run
 
 _NAMED = 3
 """Referencing checkpoints that are named; there may be thousands."""
@@ -38,33 +37,33 @@ def referenced_attempts(content: Content) -> list[Attempt]:
     return sorted(map(Attempt.parse, found))
 
 
-def mark(store: Store, run: str, by: Attempt, attempts: Collection[Attempt], clock: Clock) -> None:
+def mark(run: Run, by: Attempt, attempts: Collection[Attempt]) -> None:
     """Hold what an attempt references, before it is committed; durable on return.
 
     Raises ReferenceLost if one of them is being deleted: then the attempt must not be committed. The marks stay all the
     same, because somebody else may have committed the attempt meanwhile; collection removes them.
     """
     for attempt in attempts:
-        document = ReferenceMark(format=FORMAT, kind="reference", attempt=str(attempt), by=str(by), at=clock())
-        store.put(names.reference_key(run, attempt, by), seal(document))
-    hidden = {attempt for attempt, _ in _parsed(info.key for info in store.list(names.tombstones_prefix(run)))}
+        document = ReferenceMark(format=FORMAT, kind="reference", attempt=str(attempt), by=str(by), at=run.clock())
+        run.store.put(run.keys.reference(attempt, by), seal(document))
+    hidden = {attempt for attempt, _ in _parsed(info.key for info in run.store.list(run.keys.tombstones))}
     for attempt in attempts:
         if attempt in hidden:
             raise lost(run, by, attempt)
 
 
-def lost(run: str, by: Attempt, attempt: Attempt) -> ReferenceLost:
+def lost(run: Run, by: Attempt, attempt: Attempt) -> ReferenceLost:
     """The error for an attempt that cannot be committed any more."""
     return ReferenceLost(
-        f"{checkpoint_id(run, by)} references chunks of {checkpoint_id(run, attempt)}, which is deleted",
+        f"{run.id_of(by)} references chunks of {run.id_of(attempt)}, which is deleted",
         "Save again: what cannot be referenced is stored",
     )
 
 
-def marks(store: Store, run: str) -> list[Mark]:
+def marks(run: Run) -> list[Mark]:
     """All of a run."""
     found = []
-    for attempt, name in _parsed(info.key for info in store.list(names.references_prefix(run))):
+    for attempt, name in _parsed(info.key for info in run.store.list(run.keys.references)):
         try:
             found.append(Mark(attempt, Attempt.parse(name)))
         except InvalidName:
@@ -72,21 +71,21 @@ def marks(store: Store, run: str) -> list[Mark]:
     return found
 
 
-def unmark(store: Store, run: str, listed: Iterable[Mark]) -> None:
+def unmark(run: Run, listed: Iterable[Mark]) -> None:
     """Remove marks of attempts whose data has gone, for good: nobody can commit them any more."""
-    store.delete_many([names.reference_key(run, found.attempt, found.by) for found in listed])
+    run.store.delete_many([run.keys.reference(found.attempt, found.by) for found in listed])
 
 
-def reasons(store: Store, run: str) -> dict[Attempt, list[str]]:
+def reasons(run: Run) -> dict[Attempt, list[str]]:
     """Why attempts must stay: `referenced:ID`, for the newest few of those that reference them."""
     by: dict[Attempt, list[Attempt]] = defaultdict(list)
-    for found in marks(store, run):
+    for found in marks(run):
         by[found.attempt].append(found.by)
     return {attempt: list(_reasons(run, sorted(others, reverse=True))) for attempt, others in by.items()}
 
 
-def _reasons(run: str, by: list[Attempt]) -> Iterator[str]:
-    yield from (f"referenced:{checkpoint_id(run, attempt)}" for attempt in by[:_NAMED])
+def _reasons(run: Run, by: list[Attempt]) -> Iterator[str]:
+    yield from (f"referenced:{run.id_of(attempt)}" for attempt in by[:_NAMED])
     if len(by) > _NAMED:
         yield f"referenced:{len(by) - _NAMED} more"
 

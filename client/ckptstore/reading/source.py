@@ -8,7 +8,6 @@ from functools import partial
 from itertools import chain, islice
 from typing import Protocol
 
-from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits import catalog, leases
 from ckptstore.commits.catalog import Checkpoint
@@ -17,6 +16,7 @@ from ckptstore.errors import CorruptObject, NoCheckpoint
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
 from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
 from ckptstore.names import Reference
+from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
 
 _RECEIPT_THREADS = 16
@@ -81,17 +81,18 @@ class StoreSource:
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Reads all outcomes of the run."""
-        return with_labels(self.store, run, catalog.list_checkpoints(self.store, run))
+        named = self._run(run)
+        return with_labels(named, catalog.list_checkpoints(named))
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
         """Reads outcomes from the top."""
-        return catalog.candidates(self.store, run)
+        return catalog.candidates(self._run(run))
 
     def latest(self, run: str | None = None) -> Checkpoint:
         """Reads outcomes from the top of one run, or of each."""
         if run is not None:
-            return self._labelled(catalog.latest(self.store, run))
-        newest = chain.from_iterable(_first(catalog.newest_first(self.store, name)) for name in self.runs())
+            return self._labelled(catalog.latest(self._run(run)))
+        newest = chain.from_iterable(_first(catalog.newest_first(self._run(name))) for name in self.runs())
         found = max(newest, key=lambda checkpoint: checkpoint.committed_at, default=None)
         if found is None:
             raise NoCheckpoint(f"no run has a checkpoint in {self.url}", "Is this the right store?")
@@ -103,26 +104,29 @@ class StoreSource:
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """One read."""
-        return self.store.get(names.manifest_key(checkpoint.run, checkpoint.attempt))
+        return self.store.get(self._run(checkpoint.run).keys.manifest(checkpoint.attempt))
 
     def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
         """One read."""
-        return self.store.get(names.receipt_key(checkpoint.run, checkpoint.attempt, rank))
+        return self.store.get(self._run(checkpoint.run).keys.receipt(checkpoint.attempt, rank))
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """As the store reads."""
-        return self.store.open_reader(names.shard_key(checkpoint.run, checkpoint.attempt, shard))
+        return self.store.open_reader(self._run(checkpoint.run).keys.shard(checkpoint.attempt, shard))
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Writes a lease object, then looks for a tombstone."""
-        return leases.take_lease(self.store, checkpoint.run, checkpoint.attempt, holder, ttl_s, self._clock)
+        return leases.take_lease(self._run(checkpoint.run), checkpoint.attempt, holder, ttl_s)
 
     def release_lease(self, run: str, lease: str) -> None:
         """Deletes the lease object."""
-        leases.release_lease(self.store, run, lease)
+        leases.release_lease(self._run(run), lease)
+
+    def _run(self, name: str) -> Run:
+        return Run(self.store, name, self._clock)
 
     def _labelled(self, checkpoint: Checkpoint) -> Checkpoint:
-        return with_labels(self.store, checkpoint.run, [checkpoint])[0]
+        return with_labels(self._run(checkpoint.run), [checkpoint])[0]
 
     def close(self) -> None:
         """A store holds no connections of its own: fsspec shares them within the process."""

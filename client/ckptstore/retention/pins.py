@@ -9,47 +9,46 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from ckptstore import names
-from ckptstore.clock import Clock
 from ckptstore.commits import audit, leases, references
 from ckptstore.commits.catalog import hidden_attempts
 from ckptstore.errors import InvalidName, NoCheckpoint
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import Action, Pin
-from ckptstore.names import Attempt, checkpoint_id
-from ckptstore.stores import Store
+from ckptstore.names import Attempt
+from ckptstore.run import Run
 
 
-def pin(store: Store, run: str, attempt: Attempt, name: str, by: str, clock: Clock, reason: str = "") -> None:
+def pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
     """Keep a checkpoint until the pin is removed; durable on return. Pinned under that name already is fine.
 
     Raises InvalidName, or NoCheckpoint if the checkpoint is being deleted: nothing is pinned then.
     """
-    hold(store, run, attempt, name, by, clock, reason)
-    if attempt in hidden_attempts(store, run):
-        store.delete_many([names.pin_key(run, attempt, name)])
-        raise NoCheckpoint(f"{checkpoint_id(run, attempt)} is being deleted", "ckptctl undelete takes that back")
+    hold(run, attempt, name, reason)
+    if attempt in hidden_attempts(run):
+        run.store.delete_many([run.keys.pin(attempt, name)])
+        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "ckptctl undelete takes that back")
 
 
-def hold(store: Store, run: str, attempt: Attempt, name: str, by: str, clock: Clock, reason: str = "") -> None:
+def hold(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
     """What `pin` does, of a hidden checkpoint too: that stays hidden, and is not swept. Raises InvalidName."""
-    key = names.pin_key(run, attempt, name)
-    audit.record(store, run, Action.PIN, [attempt], by, reason or name, clock)
-    document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=by, at=clock(), reason=reason)
-    store.put(key, seal(document))
+    key = run.keys.pin(attempt, name)
+    audit.record(run, Action.PIN, [attempt], reason or name)
+    document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=run.by, at=run.clock(), reason=reason)
+    run.store.put(key, seal(document))
 
 
-def unpin(store: Store, run: str, attempt: Attempt, name: str, by: str, clock: Clock) -> None:
+def unpin(run: Run, attempt: Attempt, name: str) -> None:
     """Remove a pin; gone on return. One that is gone already is fine."""
-    key = names.pin_key(run, attempt, name)
-    audit.record(store, run, Action.UNPIN, [attempt], by, name, clock)
-    store.delete_many([key])
+    key = run.keys.pin(attempt, name)
+    audit.record(run, Action.UNPIN, [attempt], name)
+    run.store.delete_many([key])
 
 
-def pinned(store: Store, run: str) -> dict[Attempt, list[str]]:
+def pinned(run: Run) -> dict[Attempt, list[str]]:
     """The names under which attempts are pinned."""
     found: dict[Attempt, list[str]] = defaultdict(list)
-    for info in store.list(names.pins_prefix(run)):
+    for info in run.store.list(run.keys.pins):
         try:
             attempt, name = names.attempt_and_name(info.key)
         except InvalidName:
@@ -62,14 +61,14 @@ Holds = Mapping[Attempt, list[str]]
 """Why attempts must stay: `lease:HOLDER`, `pin:NAME`, `referenced:ID`."""
 
 
-def active_holds(store: Store, run: str, clock: Clock) -> Holds:
+def active_holds(run: Run) -> Holds:
     """Everything that holds checkpoints of a run now. A new kind of hold is added here, and nowhere else."""
     held: dict[Attempt, list[str]] = defaultdict(list)
-    for attempt, pin_names in pinned(store, run).items():
+    for attempt, pin_names in pinned(run).items():
         held[attempt] += [f"pin:{name}" for name in pin_names]
-    for attempt, holders in leases.active_leases(store, run, clock).items():
+    for attempt, holders in leases.active_leases(run).items():
         held[attempt] += [f"lease:{holder}" for holder in holders]
     # Last: a saver holds what it references by a lease until the references are marked.
-    for attempt, found in references.reasons(store, run).items():
+    for attempt, found in references.reasons(run).items():
         held[attempt] += found
     return dict(held)

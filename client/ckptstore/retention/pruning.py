@@ -17,6 +17,7 @@ from ckptstore.format.records import PolicySet
 from ckptstore.retention.deletion import MAX_DELETE_FRACTION, PrunePlan, apply_prune, plan_prune
 from ckptstore.retention.policy import Policy, policy_for, read_policies
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, sweep
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 POLICIES_IN_FORCE = "the policies in force"
@@ -70,7 +71,7 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlans:
     for run in list_runs(store):
         policy = prune.policy or policy_for(policies, run)
         if policy is not None and (prune.runs is None or fnmatchcase(run, prune.runs)):
-            plans.append(plan_prune(store, run, policy, clock))
+            plans.append(plan_prune(Run(store, run, clock), policy))
     if prune.runs is not None and not any(plan.verdicts for plan in plans):
         raise NoCheckpoint(f"no run {prune.runs!r} to prune has a checkpoint in {store.url}", "ckptctl runs shows them")
     own = prune.policy is not None
@@ -103,8 +104,9 @@ def apply_prunes(
     spared: list[Checkpoint] = []
     for plan in planned.plans:
         try:
-            spared += apply_prune(store, plan, clock, progress, planned.grace_s, by, planned.reason)
-            sweep(store, plan.run, clock, by)
+            run = Run(store, plan.run, clock, by)
+            spared += apply_prune(run, plan, progress, planned.grace_s, planned.reason)
+            sweep(run)
         finally:
             if plan.remove:
                 after_run(plan.run)

@@ -15,14 +15,15 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.commits.references import marks
-from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
+from ckptstore.errors import InvalidName, NoCheckpoint
 from ckptstore.format.documents import FORMAT
-from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import Finding
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import Checked, Verification, verify
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _LEASE_S = 3600.0
@@ -52,15 +53,15 @@ class Pace:
             self._sleep(ahead_s)
 
 
-def due_for_scrub(store: Store, runs: Iterable[str], older_than: float = float("inf")) -> list[Checkpoint]:
+def due_for_scrub(runs: Iterable[Run], older_than: float = float("inf")) -> list[Checkpoint]:
     """Checkpoints never verified, then those verified before `older_than` (seconds since the epoch), oldest first.
 
     One that is damaged already is not looked at again, unless somebody names it.
     """
     due = []
     for run in runs:
-        verified = verified_at(store, run)
-        for checkpoint in list_checkpoints(store, run):
+        verified = verified_at(run)
+        for checkpoint in list_checkpoints(run):
             at = verified.get(checkpoint.attempt, 0.0)
             if checkpoint.state is not State.CORRUPT and at < older_than:
                 due.append((at, checkpoint.committed_at, checkpoint))
@@ -85,38 +86,39 @@ def scrub(
     source = StoreSource(store, clock)
     checked = checked or Checked()
     for checkpoint in checkpoints:
+        run = Run(store, checkpoint.run, clock, by)
         try:
-            lease = take_lease(store, checkpoint.run, checkpoint.attempt, f"scrub by {by}", _LEASE_S, clock)
+            lease = take_lease(run, checkpoint.attempt, f"scrub by {by}", _LEASE_S)
         except NoCheckpoint:
             continue
         try:
             # What a finding says of it is asked anew; an outcome that cannot be read is a finding itself.
             known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
-            checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(store, checkpoint.run)}
+            checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(run)}
             result = verify(source, known, progress, checked=checked, pace=pace)
-            record_finding(store, result, by, clock)
+            record_finding(run, result)
         finally:
-            release_lease(store, checkpoint.run, lease)
+            release_lease(run, lease)
         yield result
 
 
-def record_finding(store: Store, result: Verification, by: str, clock: Clock) -> None:
+def record_finding(run: Run, result: Verification) -> None:
     """Write down what a verification found; durable on return."""
-    run, attempt = result.checkpoint.run, result.checkpoint.attempt
+    attempt = result.checkpoint.attempt
     finding = Finding(
-        format=FORMAT, kind="finding", attempt=str(attempt), at=clock(), by=by,
+        format=FORMAT, kind="finding", attempt=str(attempt), at=run.clock(), by=run.by,
         num_chunks=result.num_chunks, stored_bytes=result.stored_bytes, problems=list(result.problems),
     )  # fmt: skip
-    whole, damaged = names.verified_key(run, attempt), names.quarantine_key(run, attempt)
+    whole, damaged = run.keys.verified_record(attempt), run.keys.quarantine_record(attempt)
     here, gone = (whole, damaged) if result.ok else (damaged, whole)
-    store.put(here, seal(finding))
-    store.delete_many([gone])
+    run.store.put(here, seal(finding))
+    run.store.delete_many([gone])
 
 
-def verified_at(store: Store, run: str) -> dict[Attempt, float]:
+def verified_at(run: Run) -> dict[Attempt, float]:
     """When attempts were last found whole, by the store's clock."""
     found = {}
-    for info in store.list(names.verified_prefix(run)):
+    for info in run.store.list(run.keys.verified):
         try:
             found[names.attempt_and_name(info.key)[0]] = info.modified_at
         except InvalidName:
@@ -124,16 +126,7 @@ def verified_at(store: Store, run: str) -> dict[Attempt, float]:
     return found
 
 
-def read_damage(store: Store, run: str, attempt: Attempt) -> Finding | None:
-    """Why a checkpoint is in quarantine; None if it is not, or if that cannot be read."""
-    key = names.quarantine_key(run, attempt)
-    try:
-        return parse_sealed(store.get(key), Finding, store.object_url(key))
-    except (Damaged, ObjectMissing):
-        return None
-
-
-def last_verified(store: Store, run: str, checkpoints: list[Checkpoint]) -> Attempt | None:
+def last_verified(run: Run, checkpoints: list[Checkpoint]) -> Attempt | None:
     """The newest of these checkpoints that was ever found whole."""
-    known = verified_at(store, run)
+    known = verified_at(run)
     return max((c.attempt for c in checkpoints if c.attempt in known), default=None)

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from ckpt import Checkpointer
 from ckpt.dcp import StorageReader, StorageWriter
-from ckptstore.clock import system_clock
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CorruptObject, InvalidName, InvalidRequest, StateMismatch, UnsupportedObject
-from ckptstore.names import Reference, shard_key, shard_name
+from ckptstore.names import Reference, RunKeys, shard_name
 from ckptstore.reading.source import StoreSource
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save
 from tests.support.stores import Faults, FaultyStore
@@ -36,7 +36,7 @@ pytestmark = [
 def flip_a_bit(store: Store, checkpoint: str) -> None:
     """In the middle of the first shard."""
     found = StoreSource(store).find(Reference.parse(checkpoint))
-    path = Path(store.object_url(shard_key(found.run, found.attempt, shard_name(0))).removeprefix("file://"))
+    path = Path(store.object_url(RunKeys(found.run).shard(found.attempt, shard_name(0))).removeprefix("file://"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
@@ -191,7 +191,7 @@ class Watching(DefaultLoadPlanner):
         self.store, self.held = store, 0
 
     def commit_tensor(self, read_item: Any, tensor: Any) -> None:
-        self.held += len(active_leases(self.store, "r", system_clock))
+        self.held += len(active_leases(Run(self.store, "r")))
 
 
 def test_a_lease_is_held_while_reading(store: Store) -> None:
@@ -199,7 +199,7 @@ def test_a_lease_is_held_while_reading(store: Store) -> None:
     planner = Watching(store)
     load(store, {"x": torch.zeros(3)}, planner=planner)
     assert planner.held == 1
-    assert not active_leases(store, "r", system_clock)
+    assert not active_leases(Run(store, "r"))
 
 
 def test_only_what_is_needed_is_read_and_only_once(store: Store) -> None:

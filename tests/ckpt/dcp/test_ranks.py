@@ -9,11 +9,11 @@ import torch
 
 from ckpt import Checkpointer
 from ckpt.dcp import StorageReader
-from ckptstore.clock import system_clock
 from ckptstore.names import Reference
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import advance, undecided_attempts
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon
@@ -103,10 +103,11 @@ def test_a_daemon_serves_it_too(ranks: str) -> None:
 
 def test_what_failed_is_never_committed_by_anybody(ranks: str) -> None:
     store = open_store(ranks)
+    run = Run(store, "failing")
     assert StoreSource(store).checkpoints("failing") == []
-    attempts = undecided_attempts(store, "failing")
+    attempts = undecided_attempts(run)
     assert len(attempts) == 3
-    assert not any(advance(store, "failing", attempt, system_clock) for attempt in attempts)
+    assert not any(advance(run, attempt) for attempt in attempts)
 
 
 def test_a_rank_that_is_killed_leaves_nothing_committed(tmp_path: Path) -> None:
@@ -114,5 +115,6 @@ def test_a_rank_that_is_killed_leaves_nothing_committed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="heard of it"):
         run_ranks("dcp_ranks", 2, tmp_path / "meet", str(tmp_path / "store"), "die")
     store = open_store(str(tmp_path / "store"))
+    run = Run(store, "killed")
     assert StoreSource(store).checkpoints("killed") == []
-    assert not any(advance(store, "killed", attempt, system_clock) for attempt in undecided_attempts(store, "killed"))
+    assert not any(advance(run, attempt) for attempt in undecided_attempts(run))

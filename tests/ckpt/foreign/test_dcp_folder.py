@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from ckpt import Checkpointer
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.command_line import Finished, invoke
 from tests.support.dcp_state import make_model, make_optimizer, same
@@ -51,7 +52,7 @@ def refused(store: Path, path: Path) -> Any:
     """The error of an import that must leave nothing."""
     done = take(store, path)
     assert done.code != 0
-    assert list_checkpoints(open_store(str(store)), "r") == []
+    assert list_checkpoints(Run(open_store(str(store)), "r")) == []
     assert list(store.rglob("*.ckpt")) == []
     return done.error
 
@@ -89,7 +90,7 @@ def test_what_ranks_saved_in_pieces_restores_into_one_process(store: Path, tmp_p
         state = given_back(store, form)
         assert (state["step"], state["history"]) == (5, [0.5, {"loss": 0.25}])
     source = StoreSource(open_store(str(store)))
-    manifest = read_manifest(source, list_checkpoints(source.store, "tree")[0])
+    manifest = read_manifest(source, list_checkpoints(Run(source.store, "tree"))[0])
     assert len(manifest.content.slices.at) > len(manifest.content.entries.name)
 
 

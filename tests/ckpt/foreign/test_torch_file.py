@@ -19,6 +19,7 @@ from ckpt.foreign.torch_file import read_torch
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import CorruptObject
 from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.command_line import Finished, invoke
 from tests.support.dcp_state import make_model, make_optimizer, same
@@ -46,7 +47,7 @@ def refused(store: Path, path: Path) -> Any:
     """The error of an import that must leave nothing."""
     done = take(store, path)
     assert done.code != 0
-    assert list_checkpoints(open_store(str(store)), "r") == []
+    assert list_checkpoints(Run(open_store(str(store)), "r")) == []
     assert list(store.rglob("*.ckpt")) == []
     return done.error
 

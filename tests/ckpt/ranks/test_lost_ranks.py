@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ckpt import Checkpointer
-from ckptstore.clock import system_clock
 from ckptstore.commits.leases import active_leases
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import collect, undecided_attempts
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.ckpt.ranks.lost_ranks import RUN, model
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
@@ -88,7 +88,7 @@ def test_lost_in_a_restore(lost: Lost, rank: int, how: str, phase: str, replica_
 
 def test_a_failed_restore_holds_no_lease(lost: Lost) -> None:
     """Rank 0's leases are those of the scenarios in which it was lost itself."""
-    held = active_leases(lost.store("store"), RUN, system_clock)
+    held = active_leases(Run(lost.store("store"), RUN))
     assert sum(map(len, held.values())) == sum(rank == 0 for rank, *_ in _RESTORES)
 
 
@@ -110,11 +110,12 @@ def test_lost_in_a_save(lost: Lost, how: str) -> None:
     assert "ranks [2] of 3 did not finish attempt 000000000002-" in results[0]["errors"][0][1]
 
     store, clock = lost.store(how), MovableClock()
+    run = Run(store, RUN, clock)
     source = StoreSource(store)
-    undecided = undecided_attempts(store, RUN)
+    undecided = undecided_attempts(run)
     assert [attempt.step for attempt in undecided] == [2, 3]
-    assert collect(store, RUN, clock).aborted == ()
+    assert collect(run).aborted == ()
     clock.advance(2 * 24 * 3600)
-    assert collect(store, RUN, clock).aborted == tuple(undecided)
+    assert collect(run).aborted == tuple(undecided)
     assert [checkpoint.step for checkpoint in source.checkpoints(RUN)] == [1]
     assert verify(source, source.latest(RUN)).ok

@@ -14,13 +14,14 @@ from torch import nn
 import ckpt
 from ckpt import Checkpointer
 from ckptstore import names
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CorruptObject, ObjectMissing
+from ckptstore.names import RunKeys
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import plan_prune
 from ckptstore.retention.policy import Policy
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.ddp import ROOT
 from tests.support.training import same_state
@@ -48,10 +49,10 @@ def flip(path: Path, at: int = 100) -> None:
 def files_of(folder: Path, checkpoint: Checkpoint) -> dict[str, Path]:
     run, attempt = checkpoint.run, checkpoint.attempt
     return {
-        "shard": folder / names.shard_key(run, attempt, names.shard_name(0)),
-        "receipt": folder / names.receipt_key(run, attempt, 0),
-        "manifest": folder / names.manifest_key(run, attempt),
-        "outcome": folder / names.outcome_key(run, attempt),
+        "shard": folder / RunKeys(run).shard(attempt, names.shard_name(0)),
+        "receipt": folder / RunKeys(run).receipt(attempt, 0),
+        "manifest": folder / RunKeys(run).manifest(attempt),
+        "outcome": folder / RunKeys(run).outcome(attempt),
     }
 
 
@@ -96,22 +97,23 @@ def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path) -
 def test_what_a_live_run_resumed_from_is_not_pruned_until_it_commits(tmp_path: Path) -> None:
     save_steps(tmp_path, 3)
     store = open_store(str(tmp_path))
+    run = Run(store, "r")
     model = nn.Linear(64, 64)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.restore(model, checkpoint=0)
-        reasons = {v.checkpoint.step: v.reasons for v in plan_prune(store, "r", Policy(1), system_clock).verdicts}
+        reasons = {v.checkpoint.step: v.reasons for v in plan_prune(run, Policy(1)).verdicts}
         assert reasons[0][0].startswith("lease:restore:")
         assert reasons[1] == ()
         checkpointer.save(model, None, 7)
-    assert active_leases(store, "r", system_clock) == {}
+    assert active_leases(run) == {}
 
 
 def test_a_lease_ends_with_a_run_that_saves_nothing(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.restore(nn.Linear(64, 64))
-        assert len(active_leases(open_store(str(tmp_path)), "r", system_clock)) == 1
-    assert active_leases(open_store(str(tmp_path)), "r", system_clock) == {}
+        assert len(active_leases(Run(open_store(str(tmp_path)), "r"))) == 1
+    assert active_leases(Run(open_store(str(tmp_path)), "r")) == {}
 
 
 def test_same_step_saved_again_supersedes(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ckptapi.bodies import RestoreBody, RestoreState
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore import names
+from ckptstore.names import RunKeys
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import Store, open_store
 from tests.support.command_line import invoke
@@ -102,7 +103,7 @@ def test_a_daemon_that_is_down_is_warned_of_and_done_without(job: Job) -> None:
 def test_a_corrupt_checkpoint_fails_its_session_and_the_next_one_is_restored(job: Job, daemon: Daemon) -> None:
     source = StoreSource(job.store)
     newest = source.latest(RUN)
-    key = names.shard_key(RUN, newest.attempt, names.shard_name(0))
+    key = RunKeys(RUN).shard(newest.attempt, names.shard_name(0))
     intact = job.store.get(key)
     job.store.put(key, intact[:1000] + bytes([intact[1000] ^ 1]) + intact[1001:])
     try:

@@ -27,11 +27,12 @@ from ckptstore.commits.leases import active_leases
 from ckptstore.commits.references import marks
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import EncodedChunk
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, RunKeys
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.scrubbing import scrub
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 
 RUN = "r"
@@ -93,7 +94,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def check_all(folder: Path) -> None:
     store = open_store(str(folder))
-    for checkpoint in list_checkpoints(store, RUN):
+    for checkpoint in list_checkpoints(Run(store, RUN)):
         assert verify(StoreSource(store), checkpoint).ok
 
 
@@ -114,8 +115,9 @@ def test_a_frozen_base_is_stored_once(tmp_path: Path, writer: Any) -> None:
             assert same(fresh.state(), state)
     check_all(tmp_path)
     store = open_store(str(tmp_path))
-    assert {mark.attempt for mark in marks(store, RUN)} == {first.attempt}
-    assert active_leases(store, RUN, system_clock) == {}
+    run = Run(store, RUN)
+    assert {mark.attempt for mark in marks(run)} == {first.attempt}
+    assert active_leases(run) == {}
 
 
 def test_saves_without_a_pause_reference_as_well(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_saves_without_a_pause_reference_as_well(tmp_path: Path) -> None:
         for step in range(4):
             training.step()
             checkpointer.save_async(training.model, training.optim, step)
-    stored = [c.stored_bytes for c in list_checkpoints(open_store(str(tmp_path)), RUN)]
+    stored = [c.stored_bytes for c in list_checkpoints(Run(open_store(str(tmp_path)), RUN))]
     assert max(stored[:3]) * 20 < stored[3]
     check_all(tmp_path)
 
@@ -151,7 +153,7 @@ def test_references_can_be_switched_off(tmp_path: Path) -> None:
     training = Training()
     with Checkpointer(str(tmp_path), run=RUN, writer="thread", incremental=False) as checkpointer:
         assert [training.save(checkpointer).referenced_bytes for _ in range(3)] == [0, 0, 0]
-    assert marks(open_store(str(tmp_path)), RUN) == []
+    assert marks(Run(open_store(str(tmp_path)), RUN)) == []
 
 
 def test_what_thaws_is_stored_and_what_freezes_is_referenced(checkpointer: Checkpointer, tmp_path: Path) -> None:
@@ -185,12 +187,13 @@ def test_a_layout_that_changed_is_stored_anew(checkpointer: Checkpointer, tmp_pa
 
 def test_nothing_is_referenced_in_what_is_being_deleted(checkpointer: Checkpointer, tmp_path: Path) -> None:
     training, store = Training(), open_store(str(tmp_path))
+    run = Run(store, RUN)
     first = training.save(checkpointer)
-    delete_checkpoint(store, first, "test", system_clock, grace_s=3600)
+    delete_checkpoint(run, first.attempt, "test", grace_s=3600)
     second = training.save(checkpointer)
     assert (second.referenced_bytes, second.stored_bytes > 0.9 * first.stored_bytes) == (0, True)
     third = training.save(checkpointer)
-    assert {mark.attempt for mark in marks(store, RUN)} == {second.attempt}
+    assert {mark.attempt for mark in marks(run)} == {second.attempt}
     assert third.referenced_bytes
 
 
@@ -201,7 +204,7 @@ def test_nothing_is_referenced_in_what_was_found_damaged(
     """Be it in the checkpoint that holds it, or in one that needs it as well."""
     training, store = Training(), open_store(str(tmp_path))
     saved = [training.save(checkpointer) for _ in range(3)]
-    key = names.shard_key(RUN, saved[0].attempt, names.shard_name(0))
+    key = RunKeys(RUN).shard(saved[0].attempt, names.shard_name(0))
     data = bytearray(store.get(key))
     data[1000] ^= 1
     (tmp_path / key).write_bytes(data)
@@ -227,7 +230,7 @@ def test_a_scrub_reads_what_several_checkpoints_need_once(
     assert all(found.ok for found in scrub(store, saved, "me", system_clock, checked.append, read.append))
     assert sum(checked) == sum(c.needed_bytes for c in saved)
     assert sum(read) == sum(c.stored_bytes for c in saved) < 0.5 * sum(checked)
-    shard = tmp_path / names.shard_key(RUN, min(c.attempt for c in saved), names.shard_name(0))
+    shard = tmp_path / RunKeys(RUN).shard(min(c.attempt for c in saved), names.shard_name(0))
     shard.write_bytes(bytes(8) + shard.read_bytes()[8:])
     assert [found.ok for found in scrub(store, saved, "me", system_clock)] == [False] * 4, "damage is said of each"
 
@@ -246,7 +249,7 @@ def test_a_saver_that_is_killed_leaves_what_the_next_one_can_use(tmp_path: Path)
                 second = training.save(checkpointer)
         second = training.save(checkpointer)
     assert second.stored_bytes * 20 < second.referenced_bytes
-    assert {mark.attempt for mark in marks(open_store(str(tmp_path)), RUN)} == {first.attempt}
+    assert {mark.attempt for mark in marks(Run(open_store(str(tmp_path)), RUN))} == {first.attempt}
     check_all(tmp_path)
 
 
@@ -330,8 +333,8 @@ def test_what_did_not_change_is_left_out_of_a_stream(tmp_path: Path, writer: Any
     assert saved[4].stored_bytes == 0
     assert handle.timings.referenced_bytes == saved[-1].referenced_bytes
     assert checkpointer.counters.referenced_bytes == sum(c.referenced_bytes for c in saved)
-    assert len(marks(open_store(str(tmp_path)), RUN)) >= 4
-    assert active_leases(open_store(str(tmp_path)), RUN, system_clock) == {}
+    assert len(marks(Run(open_store(str(tmp_path)), RUN))) >= 4
+    assert active_leases(Run(open_store(str(tmp_path)), RUN)) == {}
     check_all(tmp_path)
 
 

@@ -15,9 +15,10 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.leases import active_leases, take_lease
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.names import Attempt, attempts_prefix, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 
 COUNT = 3_000_000
@@ -111,14 +112,14 @@ def test_a_save_that_waits_for_other_ranks_does_not_hold_up_the_next_upload(stor
 def test_a_failed_upload_leaves_no_shard_and_the_next_one_works(tmp_path: Path, attempt: Attempt) -> None:
     folder = tmp_path / "store"
     store = open_store(str(folder))
-    blocked = folder / attempts_prefix("r") / str(attempt)
+    blocked = folder / RunKeys("r").attempts / str(attempt)
     blocked.parent.mkdir(parents=True)
     blocked.write_text("a file where the attempt's folder should be")
     later = Attempt(8, new_ulid(system_clock()))
-    lease = take_lease(store, "r", Attempt(6, new_ulid(system_clock())), "a restore", 3600, system_clock)
+    lease = take_lease(Run(store, "r"), Attempt(6, new_ulid(system_clock())), "a restore", 3600)
     reports = run(store, setup(store), [replace(job(attempt, 1), lease=lease), job(later, 2)])
     failed = next(report for report in reports if isinstance(report, Failed))
     assert (failed.number, failed.slot) == (1, 0)
     assert str(attempt) in failed.message
     assert StoreSource(store).latest("r").step == 8
-    assert active_leases(store, "r", system_clock) == {}, "the commit after it does what this one was to do"
+    assert active_leases(Run(store, "r")) == {}, "the commit after it does what this one was to do"

@@ -18,7 +18,7 @@ from ckpt.snapshot import writers
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore import names
 from ckptstore.errors import CkptError, SaveSkipped
-from ckptstore.names import Attempt, derive_ulid
+from ckptstore.names import Attempt, RunKeys, derive_ulid
 from tests.support.gates import Gate, gated
 from tests.support.overlapping import held_copies
 from tests.support.saving_ranks import RUN
@@ -92,7 +92,7 @@ def _block_shard(checkpointer: Checkpointer, model: Any, optim: Any, step: int, 
     assert checkpointer._agreement is not None
     attempt = Attempt(step, derive_ulid(checkpointer._agreement.session, step, 0))
     if dist.get_rank() == 1:
-        (store / names.shard_key(RUN, attempt, names.shard_name(1))).mkdir(parents=True)
+        (store / RunKeys(RUN).shard(attempt, names.shard_name(1))).mkdir(parents=True)
     return checkpointer.save_async(model, optim, step)
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.snapshot import writers
-from ckptstore import names
 from ckptstore.errors import SaveSkipped
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import collect
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.gates import Gate, gated
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
@@ -154,8 +154,9 @@ def test_the_other_ranks_hear_at_once_that_one_has_failed_and_why(folder: Path, 
     assert (first["committed"], second["committed"]) == (5, 5)
     assert max(first["took_s"], second["took_s"]) < 60
     store, clock = open_store(str(folder / "fail")), MovableClock()
+    run = Run(store, RUN, clock)
     assert [checkpoint.step for checkpoint in StoreSource(store).checkpoints(RUN)] == [5, 1]
     clock.advance(2 * 24 * 3600)
-    collect(store, RUN, clock)
-    left = {info.key.split("/")[2][:12] for info in store.list(names.attempts_prefix(RUN))}
+    collect(run)
+    left = {info.key.split("/")[2][:12] for info in store.list(run.keys.attempts)}
     assert left == {f"{step:012d}" for step in (1, 5)}

@@ -2,18 +2,18 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints, visible_attempts
 from ckptstore.commits.leases import take_lease
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.command_line import invoke
 
 
 def steps(store: Store, run: str) -> list[int]:
-    return [c.step for c in list_checkpoints(store, run)]
+    return [c.step for c in list_checkpoints(Run(store, run))]
 
 
 def test_a_dry_run_shows_what_would_go_and_stay_and_why_and_deletes_nothing(folder: Path, filled: Store) -> None:
@@ -35,7 +35,7 @@ def test_a_dry_run_shows_what_would_go_and_stay_and_why_and_deletes_nothing(fold
 
 
 def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Store) -> None:
-    doomed = [c.id for c in list_checkpoints(filled, "gpt")[2:]]
+    doomed = [c.id for c in list_checkpoints(Run(filled, "gpt"))[2:]]
     done = invoke("prune", "--keep", 2, "--yes", "--store", folder)
     assert done.stdout.splitlines() == [
         *(f"removed {name}" for name in doomed),
@@ -83,8 +83,9 @@ def test_a_run_that_is_named_must_exist(folder: Path) -> None:
 
 
 def test_what_is_being_read_stays(folder: Path, filled: Store) -> None:
-    oldest = list_checkpoints(filled, "gpt")[-1]
-    take_lease(filled, "gpt", oldest.attempt, "restore on node7", 600, system_clock)
+    run = Run(filled, "gpt")
+    oldest = list_checkpoints(run)[-1]
+    take_lease(run, oldest.attempt, "restore on node7", 600)
     done = invoke("prune", "--keep", 1, "--run", "gpt", "--dry-run", "--store", folder)
     assert "lease:restore on node7" in done.stdout
     assert invoke("prune", "--keep", 1, "--yes", "--store", folder).code == 0
@@ -92,6 +93,7 @@ def test_what_is_being_read_stays(folder: Path, filled: Store) -> None:
 
 
 def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, filled: Store) -> None:
+    run = Run(filled, "gpt")
     complete, partial, fresh = (Attempt(step, new_ulid(system_clock())) for step in (50, 60, 70))
     write_rank(filled, "gpt", complete, sample_arrays())
     write_rank(filled, "gpt", partial, sample_arrays(), rank=0, world_size=2)
@@ -108,8 +110,8 @@ def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, fille
     assert f"rolled forward gpt@70.{fresh.ulid}" in done.stdout
     row = done.stdout.splitlines()[1].split()
     assert (row[:4], row[5]) == (["gpt", "0", "1", "1"], "MiB")
-    assert list(filled.list(names.attempt_prefix("gpt", partial))) == []
-    assert visible_attempts(filled, "gpt")[0] == fresh
+    assert list(filled.list(run.keys.attempt(partial))) == []
+    assert visible_attempts(run)[0] == fresh
 
 
 def test_gc_wants_a_length_of_time(folder: Path) -> None:
@@ -124,11 +126,11 @@ def test_reindex_wants_a_daemon(folder: Path) -> None:
 def test_without_a_grace_the_space_is_free_at_once(folder: Path, filled: Store) -> None:
     done = invoke("prune", "--keep", 2, "--yes", "--grace", "0s", "--store", folder)
     assert done.stdout.splitlines()[-1] == "Removed 3 checkpoints, freed 6.8 MiB"
-    assert len(list(filled.list_folders(names.attempts_prefix("gpt")))) == 2
+    assert len(list(filled.list_folders(RunKeys("gpt").attempts))) == 2
 
 
 def test_a_deletion_is_seen_and_taken_back(folder: Path, filled: Store) -> None:
-    before = list_checkpoints(filled, "gpt")
+    before = list_checkpoints(Run(filled, "gpt"))
     assert invoke("prune", "--keep", 1, "--run", "gp*", "--yes", "--store", folder).code == 0
     assert steps(filled, "gpt") == [40]
     waiting = invoke("deleted", "--store", folder, "-o", "json").json

@@ -4,8 +4,8 @@ from pathlib import Path
 import msgspec
 
 from ckptapi.bodies import CheckpointBody
-from ckptstore import names
 from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke
@@ -26,7 +26,7 @@ def test_every_name_in_a_listing_names_that_checkpoint_again(folder: Path, fille
     ids = invoke("ls", "--store", folder, "-o", "id").stdout.split()
     shown = [row.split()[0] for row in invoke("ls", "--store", folder).stdout.splitlines()[1:]]
     assert [invoke("show", "--store", folder, "-o", "id", name).stdout.strip() for name in shown] == ids
-    assert ids == [c.id for run in ("gpt", "wide") for c in list_checkpoints(filled, run)]
+    assert ids == [c.id for run in ("gpt", "wide") for c in list_checkpoints(Run(filled, run))]
 
 
 def test_ls_limits_each_run_and_says_what_is_missing(folder: Path) -> None:
@@ -37,7 +37,7 @@ def test_ls_limits_each_run_and_says_what_is_missing(folder: Path) -> None:
 
 
 def test_json_is_what_the_daemon_would_say(folder: Path, filled: Store) -> None:
-    expected = [msgspec.to_builtins(CheckpointBody.of(c)) for c in list_checkpoints(filled, "gpt")]
+    expected = [msgspec.to_builtins(CheckpointBody.of(c)) for c in list_checkpoints(Run(filled, "gpt"))]
     assert invoke("ls", "--store", folder, "--run", "gpt", "-o", "json").json == expected
     lines = invoke("ls", "--store", folder, "--run", "gpt", "-o", "jsonl").stdout.splitlines()
     assert [json.loads(line) for line in lines] == expected
@@ -84,8 +84,9 @@ def test_a_folder_that_does_not_exist_is_not_an_empty_store(tmp_path: Path) -> N
 
 
 def test_a_corrupt_outcome_is_listed_never_latest_and_cannot_be_shown(folder: Path, filled: Store) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
-    (folder / names.outcome_key("gpt", newest.attempt)).write_bytes(b"{}")
+    run = Run(filled, "gpt")
+    newest = list_checkpoints(run)[0]
+    (folder / run.keys.outcome(newest.attempt)).write_bytes(b"{}")
     row = invoke("ls", "--store", folder, "--run", "gpt").stdout.splitlines()[1]
     assert row.startswith(f"{newest.id}  corrupt ")
     assert "does not match its checksum" in row

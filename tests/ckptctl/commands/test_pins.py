@@ -1,12 +1,14 @@
 from pathlib import Path
 
 from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 
 
 def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path, filled: Store) -> None:
-    oldest = list_checkpoints(filled, "gpt")[-1]
+    run = Run(filled, "gpt")
+    oldest = list_checkpoints(run)[-1]
     for name in ("paper", "v1.0"):
         done = invoke("pin", "gpt@10", name, "--store", folder)
         assert (done.code, done.stdout) == (0, f"pinned {oldest.id} as {name}\n")
@@ -23,14 +25,14 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path, filled: Store) 
     plan = invoke("prune", "--keep", 1, "--run", "gpt", "--dry-run", "--store", folder)
     assert "pin:paper, pin:v1.0" in plan.stdout
     assert invoke("prune", "--keep", 1, "--run", "gpt", "--yes", "--store", folder).code == 0
-    assert [c.step for c in list_checkpoints(filled, "gpt")] == [40, 10]
+    assert [c.step for c in list_checkpoints(run)] == [40, 10]
     refused = invoke("rm", "gpt@10", "--yes", "--store", folder, "-o", "json")
     assert (refused.code, refused.error["code"]) == (6, "checkpoint_held")
     for name in ("paper", "v1.0", "v1.0"):
         assert invoke("unpin", "gpt@10", name, "--store", folder).code == 0
     assert invoke("pins", "--store", folder, "-o", "json").json == []
     assert invoke("rm", "gpt@10", "--yes", "--store", folder).code == 0
-    assert [c.step for c in list_checkpoints(filled, "gpt")] == [40]
+    assert [c.step for c in list_checkpoints(run)] == [40]
 
 
 def test_pins_that_make_no_sense(folder: Path) -> None:

@@ -8,6 +8,7 @@ from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import InvalidPolicy
 from ckptstore.format.records import Override, PolicySet, Rules
 from ckptstore.retention.policy import read_policies
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 
@@ -64,7 +65,7 @@ def test_a_prune_without_rules_follows_the_policies(folder: Path, filled: Store,
     )
     done = invoke("prune", "--yes", "--force", "--store", folder, "-o", "json").json
     assert done["grace_s"] == 3600
-    assert [c.step for c in list_checkpoints(filled, "gpt")] == [40]
+    assert [c.step for c in list_checkpoints(Run(filled, "gpt"))] == [40]
     assert invoke("audit", "--store", folder, "-o", "json").json[0]["reason"] == "policies, version 1"
 
 

@@ -1,30 +1,32 @@
 from pathlib import Path
 
-from ckptstore import names
 from ckptstore.commits.catalog import State, latest, list_checkpoints
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 
 
 def _flip(folder: Path, filled: Store, step: int) -> tuple[str, Path]:
-    (found,) = (c for c in list_checkpoints(filled, "gpt") if c.step == step)
-    path = folder / names.shard_key("gpt", found.attempt, "shard-00000.ckpt")
+    run = Run(filled, "gpt")
+    (found,) = (c for c in list_checkpoints(run) if c.step == step)
+    path = folder / run.keys.shard(found.attempt, "shard-00000.ckpt")
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     return found.id, path
 
 
 def test_damage_is_remembered_until_it_is_repaired(folder: Path, filled: Store) -> None:
+    run = Run(filled, "gpt")
     id, path = _flip(folder, filled, 40)
     done = invoke("scrub", "--run", "gpt", "--store", folder, "-o", "json")
     assert done.code == 5
     assert [body["ok"] for body in done.json].count(False) == 1
-    listed = list_checkpoints(filled, "gpt")
+    listed = list_checkpoints(run)
     assert {c.id for c in listed if c.state is State.CORRUPT} == {id}
-    assert latest(filled, "gpt").step == 30
+    assert latest(run).step == 30
     assert "corrupt" in invoke("ls", "--store", folder).stdout
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     assert invoke("scrub", id, "--store", folder).code == 0
-    assert latest(filled, "gpt").step == 40
+    assert latest(run).step == 40
 
 
 def test_it_goes_on_where_it_stopped_with_the_oldest(folder: Path, filled: Store) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 from ckptstore.clock import system_clock
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_rank
 from tests.support.command_line import invoke
@@ -20,7 +21,7 @@ def test_who_wrote_how_much_is_seen_against_the_mean(tmp_path: Path) -> None:
         )
         for rank, size in enumerate((100_000, 100_000, 400_000))
     ]
-    commit_attempt(store, receipts, system_clock)
+    commit_attempt(Run(store, "gpt"), receipts)
     shares = invoke("shards", "gpt@7", "--store", tmp_path, "-o", "json").json
     assert [(share["rank"], share["raw_bytes"]) for share in shares] == [(0, 100_000), (1, 100_000), (2, 400_000)]
     assert [round(share["to_mean"], 1) for share in shares] == [0.5, 0.5, 2.0]

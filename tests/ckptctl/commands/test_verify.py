@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.leases import active_leases
+from ckptstore.names import RunKeys
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
 
@@ -16,7 +17,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def shard_path(folder: Path, checkpoint: Checkpoint) -> Path:
-    return folder / names.shard_key(checkpoint.run, checkpoint.attempt, "shard-00000.ckpt")
+    return folder / RunKeys(checkpoint.run).shard(checkpoint.attempt, "shard-00000.ckpt")
 
 
 def test_a_sound_checkpoint_is_ok(folder: Path) -> None:
@@ -45,7 +46,7 @@ def test_what_to_verify_must_be_clear(folder: Path, args: tuple[str, ...]) -> No
 
 
 def test_every_problem_of_every_checkpoint_is_listed(folder: Path, filled: Store) -> None:
-    newest, _, _, fourth, _ = list_checkpoints(filled, "gpt")
+    newest, _, _, fourth, _ = list_checkpoints(Run(filled, "gpt"))
     shard = shard_path(folder, newest)
     flip(shard, 0)
     flip(shard, shard.stat().st_size - 1)
@@ -62,7 +63,7 @@ def test_every_problem_of_every_checkpoint_is_listed(folder: Path, filled: Store
 
 
 def test_programs_get_results_and_the_error(folder: Path, filled: Store) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
+    newest = list_checkpoints(Run(filled, "gpt"))[0]
     flip(shard_path(folder, newest), 0)
     done = invoke("verify", "--all", "--store", folder, "-o", "json")
     assert (done.code, done.error["code"]) == (5, "corrupt")
@@ -72,11 +73,12 @@ def test_programs_get_results_and_the_error(folder: Path, filled: Store) -> None
 
 @pytest.mark.parametrize("which", ["outcome", "manifest", "receipt"])
 def test_damaged_documents_are_found(folder: Path, filled: Store, which: str) -> None:
-    newest = list_checkpoints(filled, "gpt")[0]
+    run = Run(filled, "gpt")
+    newest = list_checkpoints(run)[0]
     keys = {
-        "outcome": names.outcome_key("gpt", newest.attempt),
-        "manifest": names.manifest_key("gpt", newest.attempt),
-        "receipt": names.receipt_key("gpt", newest.attempt, 0),
+        "outcome": run.keys.outcome(newest.attempt),
+        "manifest": run.keys.manifest(newest.attempt),
+        "receipt": run.keys.receipt(newest.attempt, 0),
     }
     flip(folder / keys[which], 40)
     done = invoke("verify", newest.id, "--store", folder, "-o", "json")
@@ -84,9 +86,10 @@ def test_damaged_documents_are_found(folder: Path, filled: Store, which: str) ->
 
 
 def test_no_lease_is_left_behind(folder: Path, filled: Store) -> None:
+    run = Run(filled, "gpt", lambda: 0.0)
     invoke("verify", "--all", "--store", folder)
-    assert list(filled.list(names.leases_prefix("gpt"))) == []
-    assert active_leases(filled, "gpt", lambda: 0.0) == {}
+    assert list(filled.list(run.keys.leases)) == []
+    assert active_leases(run) == {}
 
 
 def test_nothing_to_verify_is_not_success_for_a_run_that_is_named(folder: Path) -> None:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.command_line import PROGRAM, clean_environment, invoke
@@ -88,7 +88,7 @@ def test_a_deletion_in_a_store_is_printed(folder: Path, filled: Store) -> None:
         # A checkpoint that is committed and deleted between two polls is never seen: wait until this one is.
         while f"  committed  {newest.id}" not in (line := lines.next()):
             assert "  committed  gpt@5" in line
-        delete_checkpoint(filled, newest, "test", system_clock)
+        delete_checkpoint(Run(filled, newest.run), newest.attempt, "test")
         assert f"  deleted  {newest.id}" in lines.next()
 
 

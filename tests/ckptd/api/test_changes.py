@@ -8,14 +8,14 @@ import pytest
 
 from ckptapi import bodies
 from ckptapi.client import DaemonClient
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide
 from ckptstore.errors import AttemptAborted, InvalidPolicy, NoCheckpoint
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon
@@ -38,7 +38,7 @@ def client(daemon: Daemon) -> Iterator[DaemonClient]:
 
 
 def _steps(store: Store, run: str = "gpt") -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(store, run)]
+    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
 def test_a_notified_commit_is_latest_at_once(store: Store, client: DaemonClient) -> None:
@@ -57,14 +57,14 @@ def test_a_notification_is_not_believed(store: Store, daemon: Daemon, client: Da
     with pytest.raises(NoCheckpoint):
         client.notify("gpt", attempt)
     assert daemon.get("/checkpoints/latest?run=gpt").status_code == 404
-    commit_attempt(store, [receipt], system_clock)
+    commit_attempt(Run(store, "gpt"), [receipt])
     client.notify("gpt", attempt)
     assert client.latest("gpt").attempt == attempt
 
 
 def test_an_aborted_attempt_is_410(store: Store, daemon: Daemon, client: DaemonClient) -> None:
     attempt = Attempt(5, new_ulid(system_clock()))
-    decide(store, "gpt", attempt, None, system_clock)
+    decide(Run(store, "gpt"), attempt, None)
     with pytest.raises(AttemptAborted):
         client.notify("gpt", attempt)
     answer = daemon.post(bodies.NOTIFY, {"run": "gpt", "attempt": str(attempt)})
@@ -73,11 +73,11 @@ def test_an_aborted_attempt_is_410(store: Store, daemon: Daemon, client: DaemonC
 
 def test_a_deleted_checkpoint_is_not_indexed_again(store: Store, client: DaemonClient) -> None:
     checkpoint = write_checkpoint(store, step=7)
-    delete_checkpoint(store, checkpoint, "test", system_clock)
+    delete_checkpoint(Run(store, checkpoint.run), checkpoint.attempt, "test")
     with pytest.raises(NoCheckpoint):
         client.notify("gpt", checkpoint.attempt)
     half_deleted = write_checkpoint(store, step=8)
-    store.put(names.tombstone_key("gpt", half_deleted.attempt, new_ulid(0)), b"the deleter died here")
+    store.put(RunKeys("gpt").tombstone(half_deleted.attempt, new_ulid(0)), b"the deleter died here")
     with pytest.raises(NoCheckpoint):
         client.notify("gpt", half_deleted.attempt)
 
@@ -134,7 +134,7 @@ def test_a_reader_with_a_lease_finishes_although_its_checkpoint_was_hidden(store
     old = write_checkpoint(store, step=1)
     client.reindex()
     client.take_lease(old, "reader", 60)
-    store.put(names.tombstone_key("gpt", old.attempt, new_ulid(0)), b"a deletion that came in between")
+    store.put(RunKeys("gpt").tombstone(old.attempt, new_ulid(0)), b"a deletion that came in between")
     client.reindex()
     assert client.checkpoints("gpt") == []
     assert verify(client, old).ok
@@ -145,7 +145,7 @@ def test_reindex_reads_everything_again(store: Store, client: DaemonClient) -> N
     write_checkpoint(store, "bert", 2)
     found = client.reindex()
     assert (found.runs, found.checkpoints) == (2, 2)
-    store.put(names.outcome_key("gpt", checkpoint.attempt), b"flipped")
+    store.put(RunKeys("gpt").outcome(checkpoint.attempt), b"flipped")
     client.reindex()
     assert client.checkpoints("gpt")[0].state.value == "corrupt"
 

@@ -9,10 +9,9 @@ import pytest
 from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptapi.opening import open_source
-from ckptstore import names
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
-from ckptstore.names import Reference
+from ckptstore.names import Reference, RunKeys
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
 from ckptstore.reading.verify import verify
@@ -101,7 +100,7 @@ def test_superseded_and_corrupt_checkpoints_are_listed_but_never_latest(served: 
     first = write_checkpoint(served.store, "twice", 1)
     second = write_checkpoint(served.store, "twice", 1)
     broken = write_checkpoint(served.store, "twice", 2)
-    served.store.put(names.outcome_key("twice", broken.attempt), b"{}\n")
+    served.store.put(RunKeys("twice").outcome(broken.attempt), b"{}\n")
     with served.daemon.client() as client:
         client.notify("twice", first.attempt)
         client.notify("twice", second.attempt)

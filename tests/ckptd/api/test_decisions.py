@@ -21,7 +21,6 @@ from ckptapi.arbiter import DaemonArbiter, arbitrated
 from ckptapi.bodies import Scope, TokenRequest
 from ckptd.index import Database, DecisionIndex
 from ckptd.services.deciding import Deciding
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
@@ -38,7 +37,8 @@ from ckptstore.errors import (
 from ckptstore.format.documents import FORMAT, Outcome
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import Fate
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint, write_rank
@@ -160,41 +160,43 @@ def test_a_lost_database_takes_no_decision_with_it(overwriting: Store, gateway: 
     attempts = [new_attempt(step) for step in range(4)]
     with daemon_of(overwriting, gateway, tmp_path / "first.db", *_CALM) as daemon:
         store = arbitrated(overwriting, daemon.url, None)
-        outcomes = [decide(store, RUN, attempt, None, system_clock) for attempt in attempts[:2]]
+        outcomes = [decide(Run(store, RUN), attempt, None) for attempt in attempts[:2]]
         receipts = [write_rank(overwriting, RUN, attempt, {}) for attempt in attempts]
-        outcomes += [commit_attempt(store, [receipt], system_clock) for receipt in receipts[2:]]
+        outcomes += [commit_attempt(Run(store, RUN), [receipt]) for receipt in receipts[2:]]
         daemon.kill()
     with daemon_of(overwriting, gateway, tmp_path / "second.db", *_CALM) as daemon:
         store = arbitrated(overwriting, daemon.url, None)
         for receipt in receipts[:2]:
             with pytest.raises(AttemptAborted):
-                commit_attempt(store, [receipt], system_clock)
+                commit_attempt(Run(store, RUN), [receipt])
         for attempt in attempts[2:]:
-            assert decide(store, RUN, attempt, None, system_clock).committed is not None
-    assert [read_outcome(overwriting, RUN, attempt) for attempt in attempts] == outcomes
+            assert decide(Run(store, RUN), attempt, None).committed is not None
+    assert [read_outcome(Run(overwriting, RUN), attempt) for attempt in attempts] == outcomes
 
 
 def test_a_commit_needs_a_daemon_and_the_next_one_makes_up_for_it(
     overwriting: Store, gateway: S3Service, tmp_path: Path
 ) -> None:
+    run = Run(overwriting, RUN)
     receipt = write_rank(overwriting, RUN, new_attempt(), {})
     with pytest.raises(DaemonUnavailable):
-        commit_attempt(impatient(overwriting, "http://127.0.0.1:9"), [receipt], system_clock)
-    assert list_checkpoints(overwriting, RUN) == []
+        commit_attempt(Run(impatient(overwriting, "http://127.0.0.1:9"), RUN), [receipt])
+    assert list_checkpoints(run) == []
     with daemon_of(overwriting, gateway, tmp_path / "index.db") as daemon:
-        wait_until(lambda: list_checkpoints(overwriting, RUN), "a roll-forward by the daemon")
-        outcome = read_outcome(overwriting, RUN, Attempt.parse(receipt.receipt.attempt))
-        assert commit_attempt(arbitrated(overwriting, daemon.url, None), [receipt], system_clock) == outcome
+        wait_until(lambda: list_checkpoints(run), "a roll-forward by the daemon")
+        outcome = read_outcome(run, Attempt.parse(receipt.receipt.attempt))
+        assert commit_attempt(Run(arbitrated(overwriting, daemon.url, None), RUN), [receipt]) == outcome
 
 
 def test_pruning_works_through_the_daemon_only(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
+    run = Run(overwriting, RUN)
     with daemon_of(overwriting, gateway, tmp_path / "index.db") as daemon, daemon.client() as client:
         store = arbitrated(overwriting, daemon.url, None)
         written = [write_checkpoint(store, RUN, step, {}) for step in range(3)]
         assert not client.prune(keep_last=1, run=RUN, dry_run=False, grace_s=0).held
-        assert list_checkpoints(overwriting, RUN) == written[2:]
+        assert list_checkpoints(run) == written[2:]
         for gone in written[:2]:
-            assert not keys(overwriting, names.attempt_prefix(RUN, gone.attempt))
+            assert not keys(overwriting, run.keys.attempt(gone.attempt))
             with pytest.raises(ObjectMissing):
                 client.decide(RUN, gone.attempt, proposal(gone.attempt))
 
@@ -209,10 +211,10 @@ def test_other_doors_ask_the_daemon_too(overwriting: Store, gateway: S3Service, 
         environment = {**gateway.environment, "CKPTD_URL": daemon.url}
         imported = run("import", tmp_path / "state.pt", f"{RUN}@2", "--store", overwriting.url, env=environment)
         assert imported.code == 0, imported.stderr
-        written = list_checkpoints(overwriting, RUN)
+        written = list_checkpoints(Run(overwriting, RUN))
         assert [checkpoint.step for checkpoint in written] == [2, 1]
         for checkpoint in written:
-            overwriting.delete_many([names.outcome_key(RUN, checkpoint.attempt)])
+            overwriting.delete_many([RunKeys(RUN).outcome(checkpoint.attempt)])
             with pytest.raises(ObjectMissing):  # it has been decided otherwise
                 client.decide(RUN, checkpoint.attempt, proposal(checkpoint.attempt))
 
@@ -220,22 +222,24 @@ def test_other_doors_ask_the_daemon_too(overwriting: Store, gateway: S3Service, 
 def test_a_daemon_of_another_store(overwriting: Store, honest: Honest) -> None:
     attempt = new_attempt()
     store = impatient(overwriting, honest.daemon.url)
+    run = Run(store, RUN)
     with pytest.raises(InvalidRequest, match="Does the daemon serve the store"):
-        commit_attempt(store, [write_rank(overwriting, RUN, attempt, {})], system_clock)
+        commit_attempt(run, [write_rank(overwriting, RUN, attempt, {})])
     with pytest.raises(StoreUnsafe, match="does not say so"):
-        decide(store, RUN, attempt, None, system_clock)
-    assert read_outcome(overwriting, RUN, attempt) is None
+        decide(run, attempt, None)
+    assert read_outcome(Run(overwriting, RUN), attempt) is None
 
 
 def test_an_honest_store_decides_itself(honest: Honest) -> None:
     store = honest.store
+    run = Run(store, RUN)
     with honest.daemon.client(_TOKEN) as client:
         first, second = (new_attempt(step) for step in (1, 2))
-        mine = decide(store, RUN, first, None, system_clock)
+        mine = decide(run, first, None)
         assert client.decide(RUN, first, proposal(first, at=1.0)) == seal(mine)
         assert client.decide(RUN, second, proposal(second, at=1.0)) == proposal(second, at=1.0)
-        assert decide(store, RUN, second, None, system_clock).at == 1.0
-        store.delete_many([names.outcome_key(RUN, second)])
+        assert decide(run, second, None).at == 1.0
+        store.delete_many([run.keys.outcome(second)])
         assert client.decide(RUN, second, proposal(second, at=2.0)) == proposal(second, at=2.0)
 
 
@@ -250,6 +254,7 @@ def proposal(attempt: Attempt, run: str = RUN, at: float = 1.0, **changes: Any) 
 
 
 def test_proposals_that_make_no_sense(honest: Honest) -> None:
+    run = Run(honest.store, RUN)
     attempt, other = new_attempt(), new_attempt()
     with honest.daemon.client(_TOKEN) as client:
         fate = seal(
@@ -272,15 +277,16 @@ def test_proposals_that_make_no_sense(honest: Honest) -> None:
             assert honest.daemon.post(bodies.DECISIONS, body, headers=_ADMIN).status_code == 422
         big = {"run": RUN, "attempt": str(attempt), "proposal": "x" * (2 << 20)}
         assert honest.daemon.post(bodies.DECISIONS, big, headers=_ADMIN).status_code == 422
-    assert read_outcome(honest.store, RUN, attempt) is None
-    assert keys(honest.store, names.fates_prefix(RUN)) == []
+    assert read_outcome(run, attempt) is None
+    assert keys(honest.store, run.keys.fates) == []
 
 
 def committing(attempt: Attempt) -> tuple[bytes, bytes]:
     """An outcome that commits the attempt, and the manifest that it needs; made elsewhere."""
     elsewhere = open_store(f"memory://{uuid.uuid4().hex}")
-    outcome = commit_attempt(elsewhere, [write_rank(elsewhere, RUN, attempt, {})], system_clock)
-    return seal(outcome), elsewhere.get(names.manifest_key(RUN, attempt))
+    run = Run(elsewhere, RUN)
+    outcome = commit_attempt(run, [write_rank(elsewhere, RUN, attempt, {})])
+    return seal(outcome), elsewhere.get(run.keys.manifest(attempt))
 
 
 def test_who_may_propose_what(honest: Honest) -> None:
@@ -291,7 +297,7 @@ def test_who_may_propose_what(honest: Honest) -> None:
         writer = admin.create_token(TokenRequest(name="writer", scopes=[Scope.WRITE], runs=runs)).secret
         pruner = admin.create_token(TokenRequest(name="pruner", scopes=[Scope.WRITE, Scope.PRUNE], runs=runs)).secret
     (commit, manifest), abort = committing(attempt), proposal(attempt)
-    store.put(names.manifest_key(RUN, attempt), manifest)
+    store.put(RunKeys(RUN).manifest(attempt), manifest)
     with daemon.client(reader) as client, pytest.raises(Forbidden):
         client.decide(RUN, attempt, commit)
     with daemon.client(writer) as client:
@@ -302,5 +308,5 @@ def test_who_may_propose_what(honest: Honest) -> None:
         assert client.decide(RUN, attempt, commit) == commit
     with daemon.client(pruner) as client:
         assert client.decide(RUN, attempt, abort) == commit
-        store.delete_many([names.outcome_key(RUN, attempt)])
+        store.delete_many([RunKeys(RUN).outcome(attempt)])
         assert client.decide(RUN, attempt, abort) == abort

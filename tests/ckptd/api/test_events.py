@@ -21,6 +21,7 @@ from ckptd.services.events import Events
 from ckptstore.clock import system_clock
 from ckptstore.names import new_ulid
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import sample_arrays, write_checkpoint
@@ -97,7 +98,7 @@ def test_a_deletion_is_told(watched: tuple[Daemon, Store]) -> None:
     with daemon.client() as client:
         for checkpoint in (old, new):
             client.notify("gone", checkpoint.attempt)
-        delete_checkpoint(store, old, "test", system_clock)
+        delete_checkpoint(Run(store, old.run), old.attempt, "test")
         wait_until(lambda: len(client.events(run="gone").items) == 3, "the news of the deletion")
         last = client.events(run="gone").items[-1]
         assert (last.kind, last.checkpoint) == (EventKind.DELETED, old.id)

@@ -19,6 +19,7 @@ from ckptd.http.middleware import MAX_HEADERS, MAX_QUERY_BYTES
 from ckptd.index import Sort
 from ckptstore import names
 from ckptstore.errors import InvalidRequest
+from ckptstore.names import RunKeys
 from ckptstore.stores import open_store
 from tests.ckptd.conftest import Served
 from tests.support.checkpoints import write_checkpoint
@@ -103,7 +104,7 @@ def test_a_bomb_for_a_manifest_costs_no_memory(tmp_path: Path) -> None:
     good, bad = write_checkpoint(store, "gpt", 1), write_checkpoint(store, "gpt", 2)
     compressor = zstandard.ZstdCompressor(level=19).compressobj()
     bomb = b"".join(compressor.compress(b"\0" * (1 << 20)) for _ in range(2048)) + compressor.flush()
-    key = names.manifest_key("gpt", bad.attempt)
+    key = RunKeys("gpt").manifest(bad.attempt)
     store.delete_many([key])
     store.put(key, bomb)
     with running_daemon(store.url) as daemon:

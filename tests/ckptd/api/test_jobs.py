@@ -18,7 +18,7 @@ from ckptd.services.jobs import MAX_LIVE, JobProgress, Jobs
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, NoCheckpoint, NoJob, TooManyRequests
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
@@ -53,7 +53,7 @@ def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(served: tup
         assert good.log is not None
         assert good.log.count(" ok\n") == 3
         newest = client.latest("gpt")
-        key = names.shard_key("gpt", newest.attempt, names.shard_name(0))
+        key = RunKeys("gpt").shard(newest.attempt, names.shard_name(0))
         data = bytearray(store.get(key))
         data[1000] ^= 1
         store.put(key, data)

@@ -28,6 +28,8 @@ from ckptstore.errors import (
     RestoreMismatch,
     StoreUnavailable,
 )
+from ckptstore.names import RunKeys
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
@@ -67,11 +69,11 @@ def _write(store: Store, run: str, *steps: int) -> list[Checkpoint]:
 
 
 def _leases(store: Store, run: str) -> int:
-    return len(list(store.list(names.leases_prefix(run))))
+    return len(list(store.list(RunKeys(run).leases)))
 
 
 def _steps(store: Store, run: str) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(store, run)]
+    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
 @contextmanager
@@ -138,8 +140,8 @@ def test_a_join_that_is_repeated_changes_nothing(store: Store, client: DaemonCli
 
 def test_what_cannot_be_restored_is_passed_over(store: Store, client: DaemonClient, run: str) -> None:
     _, superseded, usable, corrupt, hidden = _write(store, run, 1, 2, 2, 3, 4)
-    store.put(names.outcome_key(run, corrupt.attempt), b"flipped")
-    store.put(names.tombstone_key(run, hidden.attempt, names.new_ulid(0)), b"its deletion has begun")
+    store.put(RunKeys(run).outcome(corrupt.attempt), b"flipped")
+    store.put(RunKeys(run).tombstone(hidden.attempt, names.new_ulid(0)), b"its deletion has begun")
     assert client.join_restore(run, "newest", 1, 0).checkpoint.id == usable.id
     assert client.join_restore(run, "named", 1, 0, checkpoint=superseded.id).checkpoint.id == superseded.id
     with pytest.raises(CorruptObject):

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from ckptapi import bodies
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.format.records import Action
 from ckptstore.names import Reference
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
@@ -33,7 +33,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
 
 
 def steps(store: Store) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(store, "gpt")]
+    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, "gpt"))]
 
 
 def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]) -> None:
@@ -114,6 +114,7 @@ def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None
 
 def test_labels_are_patched_listed_and_found_in_the_store(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
+    run = Run(store, "gpt", by="ann")
     url = daemon.url + "/v1/checkpoints/gpt@2"
     body = {"tags": {"paper": "", "owner": "ann"}, "metrics": {"val_loss": 2.5}, "reason": "camera ready"}
     patched = httpx.patch(url, json=body)
@@ -128,8 +129,8 @@ def test_labels_are_patched_listed_and_found_in_the_store(served: tuple[Daemon, 
     assert [item["step"] for item in daemon.get("/v1/checkpoints?metric=val_loss<=3").json()["items"]] == [2]
     assert daemon.get("/v1/audit?run=gpt").json()["items"][1]["reason"] == "camera ready"
     # Somebody without the daemon changes them: found at the next round.
-    (first,) = [checkpoint for checkpoint in list_checkpoints(store, "gpt") if checkpoint.step == 1]
-    change_labels(store, "gpt", first.attempt, LabelChange({"by": "hand"}), "ann", system_clock)
+    (first,) = [checkpoint for checkpoint in list_checkpoints(run) if checkpoint.step == 1]
+    change_labels(run, first.attempt, LabelChange({"by": "hand"}))
     wait_until(lambda: daemon.get("/v1/checkpoints/gpt@1").json()["tags"] == {"by": "hand"}, "its tags")
     assert httpx.patch(url, json={"tags": {"a b": "x"}}).json()["code"] == "invalid_request"
     assert httpx.patch(url, json={"metrics": {"loss": "much"}}).status_code == 422

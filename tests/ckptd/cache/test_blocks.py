@@ -18,16 +18,15 @@ import pytest
 from ckptd.cache import BLOCK_BYTES, BlockCache, open_folder
 from ckptd.cache.extents import GRAIN_BYTES, Extent
 from ckptd.metrics import Metrics
-from ckptstore import names
 from ckptstore.errors import CorruptObject, StoreUnavailable
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, RunKeys
 from ckptstore.stores import open_store
 from tests.support.counting import CountingStore
 from tests.support.disks import small_file_system
 from tests.support.waiting import wait_until
 
 _ATTEMPT = Attempt(7, "01HF7YAT00ABCDEFGHJKMNPQRS")
-_KEY = names.shard_key("gpt", _ATTEMPT, "shard-00000.ckpt")
+_KEY = RunKeys("gpt").shard(_ATTEMPT, "shard-00000.ckpt")
 _SIZE = 3 * BLOCK_BYTES + 12_345
 _ROOMY = 1 << 30
 

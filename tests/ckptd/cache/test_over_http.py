@@ -20,8 +20,8 @@ import pytest
 from ckptd.app import create_app
 from ckptd.cache import BLOCK_BYTES
 from ckptd.settings import Settings
-from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint
+from ckptstore.names import RunKeys
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.counting import CountingStore, serving
@@ -36,7 +36,7 @@ _DATA = Random(3).randbytes(_SIZE)
 def _write(store: Store, step: int = 1) -> Checkpoint:
     """A checkpoint whose shard is replaced by known bytes: neither daemon nor cache look into it."""
     checkpoint = write_checkpoint(store, step=step)
-    store.put(names.shard_key("gpt", checkpoint.attempt, _SHARD), _DATA)
+    store.put(RunKeys("gpt").shard(checkpoint.attempt, _SHARD), _DATA)
     return checkpoint
 
 

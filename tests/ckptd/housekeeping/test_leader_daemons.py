@@ -16,6 +16,7 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.tombstones import hide
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptd.housekeeping.counted_daemon import STOP_AT
 from tests.support.checkpoints import write_checkpoint, write_rank
@@ -51,14 +52,15 @@ def _is_stopped(daemon: Daemon) -> bool:
 
 def _rubbish(store: Store) -> set[str]:
     """Hidden checkpoints and orphans; returns the keys that have to go."""
+    run = Run(store, "gpt", by="test")
     kept = write_checkpoint(store, step=1000, arrays={})
     before = {info.key for info in store.list("")}
     checkpoints = [write_checkpoint(store, step=step, arrays={}) for step in range(15)]
     for step in range(20, 35):
         write_rank(store, "gpt", Attempt(step, new_ulid(system_clock())), {}, rank=0, world_size=2)
     doomed = {info.key for info in store.list("")} - before
-    assert not hide(store, "gpt", [c.attempt for c in checkpoints], "test", "test", system_clock, grace_s=0)
-    assert [c.id for c in list_checkpoints(store, "gpt")] == [kept.id]
+    assert not hide(run, [c.attempt for c in checkpoints], "test", grace_s=0)
+    assert [c.id for c in list_checkpoints(run)] == [kept.id]
     return doomed
 
 
@@ -99,7 +101,7 @@ def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     swept = Counter(key for _, there, key in deletes() if there)
     assert set(swept.values()) == {1}
     assert doomed <= swept.keys()
-    assert [c.step for c in list_checkpoints(store, "gpt")] == [1000]
+    assert [c.step for c in list_checkpoints(Run(store, "gpt"))] == [1000]
 
 
 def test_a_killed_leader_is_followed_within_the_lease(store: Store, database: str, daemons: ExitStack) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest, list_checkpoints
 from ckptstore.format.records import Override, PolicySet, Rules
@@ -11,6 +10,7 @@ from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.retention.tombstones import list_hidden
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import running_daemon
@@ -20,7 +20,7 @@ _QUICK = ("--poll-seconds", "0.2")
 
 
 def _steps(store: Store, run: str = "gpt") -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(store, run)]
+    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
 def _keep(store: Store, last: int, version: int = 0) -> None:
@@ -29,10 +29,11 @@ def _keep(store: Store, last: int, version: int = 0) -> None:
 
 
 def test_policies_are_applied_after_each_commit_and_when_they_change(store: Store) -> None:
+    run = Run(store, "gpt", by="test")
     written = [write_checkpoint(store, step=step) for step in range(4)]
     for step in range(4):
         write_checkpoint(store, "paper", step)
-    pin(store, "gpt", written[0].attempt, "first", "test", system_clock)
+    pin(run, written[0].attempt, "first")
     with running_daemon(store.url, options=_QUICK) as daemon, daemon.client() as client:
         _keep(store, 3)
         wait_until(lambda: _steps(store) == [3, 2, 1, 0] and len(client.checkpoints("gpt")) == 4, "indexing")
@@ -42,7 +43,7 @@ def test_policies_are_applied_after_each_commit_and_when_they_change(store: Stor
         _keep(store, 2, version=1)
         wait_until(lambda: _steps(store) == [4, 3, 0], "a prune after a change of the policies")
         assert _steps(store, "paper") == [3, 2, 1, 0]
-        hidden = {h.attempt.step for h in list_hidden(store, "gpt")}
+        hidden = {h.attempt.step for h in list_hidden(run)}
         assert hidden == {1, 2}, "and not deleted before the grace"
         client.undelete(Reference.parse("gpt@1"))
         assert [c.step for c in client.checkpoints("gpt")] == [4, 3, 1, 0]
@@ -65,13 +66,14 @@ def test_a_policy_that_would_take_most_of_a_run_is_refused_and_counted(store: St
 
 
 def test_the_scrub_finds_damage_and_takes_it_out_of_latest(store: Store) -> None:
+    run = Run(store, "gpt")
     written = [write_checkpoint(store, step=step) for step in range(3)]
-    key = names.shard_key("gpt", written[2].attempt, "shard-00000.ckpt")
+    key = run.keys.shard(written[2].attempt, "shard-00000.ckpt")
     data = store.get(key)
     store.put(key, bytes([data[0] ^ 1]) + data[1:])
     with running_daemon(store.url, options=(*_QUICK, "--scrub-days", "1")) as daemon, daemon.client() as client:
         wait_until(lambda: "ckptd_scrubbed_total 3.0" in daemon.get("/metrics").text, "the scrub")
         wait_until(lambda: client.latest("gpt").step == 1, "the index")
         assert "ckptd_scrub_corrupt_total 1.0" in daemon.get("/metrics").text
-    assert latest(store, "gpt").step == 1
-    assert set(verified_at(store, "gpt")) == {written[0].attempt, written[1].attempt}
+    assert latest(run).step == 1
+    assert set(verified_at(run)) == {written[0].attempt, written[1].attempt}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.http.streaming import ByteRange, Unsatisfiable, parse_range
-from ckptstore import names
+from ckptstore.names import RunKeys
 from tests.ckptd.conftest import Served
 
 
@@ -19,7 +19,7 @@ def _url(served: Served) -> str:
 
 
 def _stored(served: Served) -> bytes:
-    return served.store.get(names.shard_key("gpt", served.newest.attempt, "shard-00000.ckpt"))
+    return served.store.get(RunKeys("gpt").shard(served.newest.attempt, "shard-00000.ckpt"))
 
 
 def test_a_whole_shard(served: Served) -> None:

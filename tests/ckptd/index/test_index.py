@@ -28,6 +28,7 @@ from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import IndexUnavailable, StoreUnavailable, UnsupportedFormat
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint, write_rank
@@ -165,7 +166,7 @@ def test_a_round_that_fails_at_any_call_removes_nothing(store: Store, database: 
     counting = Faults()
     _synchronizing(FaultyStore(store, counting), index)[0].round()
     before = _all(database)
-    assert before == [*list_checkpoints(store, "bert"), *list_checkpoints(store, "gpt")]
+    assert before == [*list_checkpoints(Run(store, "bert")), *list_checkpoints(Run(store, "gpt"))]
     assert len(counting.calls) > 8
     for call in range(len(counting.calls)):
         for reread in (False, True):
@@ -227,7 +228,7 @@ def test_outcomes_are_read_once(store: Store, database: Database) -> None:
     counting = Faults()
     synchronizing, _ = _synchronizing(FaultyStore(store, counting), Index(database))
     synchronizing.round()
-    delete_checkpoint(store, kept[0], "test", system_clock)
+    delete_checkpoint(Run(store, kept[0].run), kept[0].attempt, "test")
     counting.calls.clear()
     for _ in range(3):
         synchronizing.round()

@@ -23,6 +23,7 @@ from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
 from ckptstore.names import Attempt, Reference
 from ckptstore.retention.policy import Policy
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint
@@ -166,7 +167,7 @@ class IndexLifeCycle(LifeCycle):
         daemon.disturbed(at, happen, work[how])
         if len(set(versions)) == 2:
             # What the other one wrote is newer than anything that was read before.
-            assert _by_attempt(self.indexed()) == _by_attempt(list_checkpoints(self.store, RUN))
+            assert _by_attempt(self.indexed()) == _by_attempt(list_checkpoints(Run(self.store, RUN)))
         self.look(number % 2)
 
     @rule(which=st.integers(0, 1), number=pick)
@@ -202,7 +203,7 @@ class IndexLifeCycle(LifeCycle):
 
     def compare(self, daemon: Daemon) -> None:
         """A daemon that has looked just now says what the store says."""
-        stored = list_checkpoints(self.store, RUN)
+        stored = list_checkpoints(Run(self.store, RUN))
         daemon.catalog.follow()
         assert _by_attempt(daemon.listed()) == _by_attempt(stored)
         assert daemon.listed(OTHER) == [self.other]

@@ -14,9 +14,9 @@ import pytest
 
 from ckptapi.client import DaemonClient
 from ckptd.index import Database, Index
-from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
@@ -63,7 +63,7 @@ def test_what_one_learns_both_say(store: Store, database: str) -> None:
         waiting.join()
         assert time.monotonic() - notified_at < _SOON_S
         assert told[0].json()["step"] == 2
-        delete_checkpoint(store, newest, "test", system_clock)
+        delete_checkpoint(Run(store, newest.run), newest.attempt, "test")
         assert first.post("/v1/reindex").status_code == 200
         wait_until(lambda: second.get("/checkpoints/latest").json()["step"] == 1, "hearing of a deletion", _SOON_S)
 

@@ -18,11 +18,12 @@ from ckptd.services.freshness import Freshness
 from ckptd.services.restore_leases import RestoreLeases
 from ckptd.services.restores import Restores
 from ckptd.services.synchronizing import Synchronizing
-from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CheckpointHeld, NoCheckpoint, NoRestore, StoreUnavailable, TooManyRestores
+from ckptstore.names import RunKeys
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.runs import RUN, count_calls, intact, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
@@ -74,10 +75,11 @@ def make(database: Database, clock: MovableClock) -> Make:
 
 
 def _holders(store: Store, clock: MovableClock) -> list[str]:
-    return [holder for holders in active_leases(store, RUN, clock).values() for holder in holders]
+    return [holder for holders in active_leases(Run(store, RUN, clock)).values() for holder in holders]
 
 
 def test_the_lease_lasts_as_long_as_the_session(store: Store, clock: MovableClock, make: Make) -> None:
+    run = Run(store, RUN, clock)
     old, _ = write(store, 1, 2)
     services = make(store)
     id = services.open(checkpoint=old).id
@@ -89,13 +91,13 @@ def test_the_lease_lasts_as_long_as_the_session(store: Store, clock: MovableCloc
         services.leases.round()
         assert _holders(store, clock) == [f"restore {id}"]
         with pytest.raises(CheckpointHeld):
-            delete_checkpoint(store, old, "test", clock)
+            delete_checkpoint(run, old.attempt, "test")
     services.restores.report(id, 0, _RESTORED)
     services.restores.report(id, 1, _RESTORED)
     services.leases.round()
     assert _holders(store, clock) == []
     assert services.ended == [id]
-    delete_checkpoint(store, old, "test", clock)
+    delete_checkpoint(run, old.attempt, "test")
 
 
 def test_a_lease_is_written_only_when_it_needs_to_be(store: Store, clock: MovableClock, make: Make) -> None:
@@ -182,7 +184,7 @@ def test_a_checkpoint_that_was_deleted_meanwhile_ends_the_session(
     old, _ = write(store, 1, 2)
     id = make(store).open(checkpoint=old).id
     clock.advance(1000)
-    delete_checkpoint(store, old, "test", clock)
+    delete_checkpoint(Run(store, RUN, clock), old.attempt, "test")
     back = make(store)
     back.leases.round()
     ended = back.restores.find(id)
@@ -263,7 +265,7 @@ def test_a_newest_that_is_deleted_in_between_gives_way_to_the_one_before(
 
 def _delete(store: Store, checkpoint: Checkpoint, clock: MovableClock) -> None:
     try:
-        delete_checkpoint(store, checkpoint, "test", clock)
+        delete_checkpoint(Run(store, RUN, clock), checkpoint.attempt, "test")
     except CheckpointHeld:
         pass
 
@@ -328,6 +330,6 @@ def test_sessions_belong_to_one_store(store: Store, clock: MovableClock, make: M
 def test_leases_of_sessions_bear_their_name(store: Store, clock: MovableClock, make: Make) -> None:
     write(store, 1)
     restore = make(store).open()
-    (info,) = store.list(names.leases_prefix(RUN))
+    (info,) = store.list(RunKeys(RUN).leases)
     assert info.key.endswith(f"{restore.lease}.json")
     assert _holders(store, clock) == [f"restore {restore.id}"]

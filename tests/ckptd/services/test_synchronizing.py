@@ -13,11 +13,12 @@ from ckptd.metrics import Metrics
 from ckptd.services import synchronizing as module
 from ckptd.services.freshness import Freshness
 from ckptd.services.synchronizing import IDLE_AFTER_S, IDLE_ROUNDS, PollPlan, Synchronizing
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint
+from ckptstore.names import RunKeys
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint
@@ -42,7 +43,7 @@ def _all(database: Database) -> list[Checkpoint]:
 
 
 def _outcome(store: Store, tmp_path: Path, checkpoint: Checkpoint) -> Path:
-    return tmp_path / "store" / names.outcome_key(checkpoint.run, checkpoint.attempt)
+    return tmp_path / "store" / RunKeys(checkpoint.run).outcome(checkpoint.attempt)
 
 
 def test_a_poll_costs_four_listings_per_run(store: Store, database: Database) -> None:
@@ -107,7 +108,7 @@ def test_a_first_reading_goes_on_where_it_was_interrupted(
     counting = Faults()
     _synchronizing(FaultyStore(store, counting), database).sync_run("gpt")
     assert len([call for call in counting.calls if call.startswith("get")]) == 6
-    assert _all(database) == list_checkpoints(store, "gpt")
+    assert _all(database) == list_checkpoints(Run(store, "gpt"))
 
 
 @on_both
@@ -139,7 +140,7 @@ def test_what_another_daemon_removes_at_any_moment_does_not_come_back(
         other.sync_run("gpt")
 
         def delete(doomed: Checkpoint = doomed) -> None:
-            delete_checkpoint(store, doomed, "test", system_clock)
+            delete_checkpoint(Run(store, doomed.run), doomed.attempt, "test")
             other.sync_run("gpt")
 
         interleaving = Interleaving(at, delete)
@@ -180,4 +181,4 @@ def test_reindexing_while_commits_arrive_loses_none(store: Store, database: Data
     finally:
         ended.set()
         committing.join()
-    assert _all(database) == [c for run in ("run-0", "run-1", "run-2") for c in list_checkpoints(store, run)]
+    assert _all(database) == [c for run in ("run-0", "run-1", "run-2") for c in list_checkpoints(Run(store, run))]

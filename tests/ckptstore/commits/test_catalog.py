@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from ckptapi.opening import open_source
-from ckptstore import names
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import (
     Checkpoint,
     State,
@@ -24,6 +22,7 @@ from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import MovableClock
@@ -37,7 +36,7 @@ def write(store: Store, step: int, run: str = "gpt", ahead_s: float = 0.0) -> Ch
 
 def test_a_listing_tells_what_the_outcomes_say(store: Store) -> None:
     written = write(store, 3)
-    (listed,) = list_checkpoints(store, "gpt")
+    (listed,) = list_checkpoints(Run(store, "gpt"))
     assert listed == written
     assert (listed.step, listed.run, listed.world_size, listed.num_entries, listed.num_shards) == (3, "gpt", 1, 1, 1)
     assert (listed.raw_bytes, listed.metrics, listed.state) == (80, {"loss": 1.5}, State.COMMITTED)
@@ -48,11 +47,12 @@ def test_a_listing_tells_what_the_outcomes_say(store: Store) -> None:
 
 @pytest.mark.parametrize("store", ["local", "memory", "s3"], indirect=True)
 def test_latest_is_the_highest_step_not_the_last_write(store: Store) -> None:
+    run = Run(store, "gpt")
     for step in (5, 100, 20):
         write(store, step)
-    assert latest(store, "gpt").step == 100
-    assert [c.step for c in list_checkpoints(store, "gpt")] == [100, 20, 5]
-    assert [c.step for c in newest_first(store, "gpt")] == [100, 20, 5]
+    assert latest(run).step == 100
+    assert [c.step for c in list_checkpoints(run)] == [100, 20, 5]
+    assert [c.step for c in newest_first(run)] == [100, 20, 5]
 
 
 def test_runs_do_not_see_each_other(store: Store) -> None:
@@ -61,7 +61,7 @@ def test_runs_do_not_see_each_other(store: Store) -> None:
     write(store, 2, "a")
     store.put("not a run!/x", b"")
     assert list_runs(store) == ["a", "gpt", "gpt-2"]
-    assert latest(store, "gpt").step == 1
+    assert latest(Run(store, "gpt")).step == 1
     source = StoreSource(store)
     assert source.latest().run == "gpt-2", "without a run: the one committed last"
     assert source.runs() == ["a", "gpt", "gpt-2"]
@@ -72,24 +72,26 @@ def test_runs_do_not_see_each_other(store: Store) -> None:
 
 
 def test_of_one_step_the_later_commit_counts_even_on_another_clock(store: Store) -> None:
+    run = Run(store, "gpt")
     late = write(store, 5, ahead_s=100)
     early = write(store, 5)
-    assert [(c.attempt, c.state) for c in list_checkpoints(store, "gpt")] == [
+    assert [(c.attempt, c.state) for c in list_checkpoints(run)] == [
         (late.attempt, State.COMMITTED),
         (early.attempt, State.SUPERSEDED),
     ]
-    assert list(newest_first(store, "gpt")) == [late]
+    assert list(newest_first(run)) == [late]
     assert find(store, Reference.parse("gpt@5")) == late
     assert find(store, Reference.parse(early.id)).attempt == early.attempt, "by its full id it is still found"
 
 
 def test_a_corrupt_outcome_is_shown_and_never_latest(store: Store) -> None:
+    run = Run(store, "gpt")
     good, bad = write(store, 1), write(store, 2)
-    store.put(names.outcome_key("gpt", bad.attempt), b"noise")
-    listed = list_checkpoints(store, "gpt")
+    store.put(run.keys.outcome(bad.attempt), b"noise")
+    listed = list_checkpoints(run)
     assert [(c.step, c.state) for c in listed] == [(2, State.CORRUPT), (1, State.COMMITTED)]
     assert "checksum" in listed[0].problem
-    assert latest(store, "gpt") == good
+    assert latest(run) == good
     assert find(store, Reference.parse("gpt@2")).state is State.CORRUPT, "asked for by name, it is shown as it is"
 
 
@@ -101,7 +103,7 @@ def test_references(store: Store) -> None:
     for missing in ("gpt@3", "gpt@1." + second.attempt.ulid, "other@latest", "other@1"):
         with pytest.raises(NoCheckpoint):
             find(store, Reference.parse(missing))
-    delete_checkpoint(store, first, "test", system_clock)
+    delete_checkpoint(Run(store, first.run), first.attempt, "test")
     for gone in ("gpt@1", first.id):
         with pytest.raises(NoCheckpoint):
             find(store, Reference.parse(gone))
@@ -111,7 +113,7 @@ def test_foreign_objects_are_no_checkpoints(store: Store, tmp_path: Path) -> Non
     write(store, 1)
     for key in ("README.md", "000000000002-nonsense.json", "2.json", f"{Attempt(3, new_ulid(0))}.json.bak"):
         store.put(f"gpt/commits/{key}", b"noise")
-    assert [c.step for c in list_checkpoints(store, "gpt")] == [1]
+    assert [c.step for c in list_checkpoints(Run(store, "gpt"))] == [1]
     assert open_source(store.url).latest("gpt").step == 1
 
 

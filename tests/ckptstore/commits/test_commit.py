@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import State, latest, list_checkpoints
 from ckptstore.commits.commit import (
@@ -31,6 +30,7 @@ from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import advance, collect, delete_checkpoint, undecided_attempts
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
@@ -54,12 +54,13 @@ def write_ranks(store: Store, attempt: Attempt, world: int = 2) -> list[StoredRe
 
 def assert_legal(store: Store) -> None:
     """The invariant: whatever is listed is whole; the newest is always there."""
-    listed = list_checkpoints(store, RUN)
+    run = Run(store, RUN)
+    listed = list_checkpoints(run)
     for checkpoint in listed:
         assert checkpoint.state is not State.CORRUPT
         report = verify(StoreSource(store), checkpoint, threads=1)
         assert report.ok, report.problems
-    assert latest(store, RUN) in listed
+    assert latest(run) in listed
 
 
 def clear(store: Store) -> None:
@@ -70,74 +71,81 @@ def clear(store: Store) -> None:
 
 
 def test_nothing_exists_before_the_outcome(store: Store) -> None:
+    run = Run(store, RUN)
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
-    assert list_checkpoints(store, RUN) == []
-    assert undecided_attempts(store, RUN) == [attempt]
-    outcome = commit_attempt(store, receipts, system_clock)
-    assert [c.attempt for c in list_checkpoints(store, RUN)] == [attempt]
-    assert undecided_attempts(store, RUN) == []
-    assert read_outcome(store, RUN, attempt) == outcome
+    assert list_checkpoints(run) == []
+    assert undecided_attempts(run) == [attempt]
+    outcome = commit_attempt(run, receipts)
+    assert [c.attempt for c in list_checkpoints(run)] == [attempt]
+    assert undecided_attempts(run) == []
+    assert read_outcome(run, attempt) == outcome
     assert_legal(store)
 
 
 def test_committing_twice_changes_nothing(store: Store) -> None:
+    run = Run(store, RUN)
     receipts = write_ranks(store, new_attempt())
-    first = commit_attempt(store, receipts, system_clock)
-    assert commit_attempt(store, receipts, system_clock) == first
+    first = commit_attempt(run, receipts)
+    assert commit_attempt(run, receipts) == first
 
 
 def test_roll_forward_gives_the_manifest_the_committer_would_have_given(store: Store) -> None:
+    run = Run(store, RUN)
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
-    rolled = roll_forward(store, RUN, attempt, system_clock)
+    rolled = roll_forward(run, attempt)
     assert rolled is not None
-    assert store.get(names.manifest_key(RUN, attempt)) == pack_manifest(merge(receipts))
-    assert commit_attempt(store, receipts, system_clock) == rolled
+    assert store.get(run.keys.manifest(attempt)) == pack_manifest(merge(receipts))
+    assert commit_attempt(run, receipts) == rolled
 
 
 def test_roll_forward_waits_for_every_rank(store: Store) -> None:
+    run = Run(store, RUN)
     attempt = new_attempt()
-    assert roll_forward(store, RUN, attempt, system_clock) is None
+    assert roll_forward(run, attempt) is None
     write_rank(store, RUN, attempt, SMALL, 1, 3)
     write_rank(store, RUN, attempt, {}, 2, 3)
-    assert receipt_ranks(store, RUN, attempt) == {1, 2}
-    assert roll_forward(store, RUN, attempt, system_clock) is None
+    assert receipt_ranks(run, attempt) == {1, 2}
+    assert roll_forward(run, attempt) is None
     write_rank(store, RUN, attempt, {}, 0, 3)
-    assert roll_forward(store, RUN, attempt, system_clock) is not None
+    assert roll_forward(run, attempt) is not None
     assert_legal(store)
 
 
 def test_receipts_that_do_not_belong_together(store: Store) -> None:
+    run = Run(store, RUN)
     one, other = write_ranks(store, new_attempt()), write_ranks(store, new_attempt())
     for mixture in ([one[0], other[1]], [one[1], one[0]], [one[0]], [one[0], one[1], one[1]]):
         with pytest.raises(CorruptObject, match="does not fit the others"):
             merge(mixture)
     attempt = new_attempt(6)
-    misplaced = names.receipt_key(RUN, attempt, 0)
+    misplaced = run.keys.receipt(attempt, 0)
     store.put(misplaced, one[0].data)
     with pytest.raises(CorruptObject, match="another rank or attempt"):
-        read_receipt(store, RUN, attempt, 0)
-    assert not advance(store, RUN, attempt, system_clock)
+        read_receipt(run, attempt, 0)
+    assert not advance(run, attempt)
 
 
 def test_a_manifest_that_says_something_else_is_not_committed(store: Store) -> None:
+    run = Run(store, RUN)
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
-    store.put(names.manifest_key(RUN, attempt), pack_manifest(merge(write_ranks(store, new_attempt()))))
+    store.put(run.keys.manifest(attempt), pack_manifest(merge(write_ranks(store, new_attempt()))))
     with pytest.raises(CorruptObject, match="not what the receipts say"):
-        commit_attempt(store, receipts, system_clock)
-    assert read_outcome(store, RUN, attempt) is None
+        commit_attempt(run, receipts)
+    assert read_outcome(run, attempt) is None
 
 
 def test_the_same_step_twice(store: Store) -> None:
+    run = Run(store, RUN)
     clock = MovableClock()
     first = write_checkpoint(store, RUN, 5, SMALL, clock=clock)
     clock.advance(1)
     second = write_checkpoint(store, RUN, 5, SMALL, clock=clock)
-    states = {c.attempt: c.state for c in list_checkpoints(store, RUN)}
+    states = {c.attempt: c.state for c in list_checkpoints(run)}
     assert states == {first.attempt: State.SUPERSEDED, second.attempt: State.COMMITTED}
-    assert latest(store, RUN).attempt == second.attempt
+    assert latest(run).attempt == second.attempt
 
 
 # Lost replies.
@@ -147,16 +155,12 @@ def test_the_same_step_twice(store: Store) -> None:
 def test_a_lost_reply_on_the_outcome_is_a_success(store: Store, committed: bool) -> None:
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
-    call = (
-        partial(commit_attempt, receipts=receipts, clock=system_clock)
-        if committed
-        else partial(decide, run=RUN, attempt=attempt, committed=None, clock=system_clock)
-    )
+    call = partial(commit_attempt, receipts=receipts) if committed else partial(decide, attempt=attempt, committed=None)
     at = 1 if committed else 0
     faults = Faults(at, "after")
-    outcome = call(FaultyStore(store, faults))
+    outcome = call(Run(FaultyStore(store, faults), RUN))
     assert faults.calls[at].startswith("put_if_absent gpt/commits/")
-    assert outcome == read_outcome(store, RUN, attempt)
+    assert outcome == read_outcome(Run(store, RUN), attempt)
     assert (outcome.committed is not None) is committed
 
 
@@ -170,9 +174,9 @@ def test_an_outcome_that_cannot_be_learned_is_not_guessed(store: Store) -> None:
 
     faults = Dead()
     with pytest.raises(StoreUnavailable):
-        decide(FaultyStore(store, faults), RUN, attempt, None, system_clock)
+        decide(Run(FaultyStore(store, faults), RUN), attempt, None)
     assert len(faults.calls) == 6, "tries three times"
-    assert read_outcome(store, RUN, attempt) is None
+    assert read_outcome(Run(store, RUN), attempt) is None
 
 
 # Every call of a whole save fails once: before it happens, and after.
@@ -180,7 +184,7 @@ def test_an_outcome_that_cannot_be_learned_is_not_guessed(store: Store) -> None:
 
 def save(store: Store, attempt: Attempt) -> None:
     write_ranks(store, attempt)
-    roll_forward(store, RUN, attempt, system_clock)
+    roll_forward(Run(store, RUN), attempt)
 
 
 def count_calls(store: Store, action: Callable[[Store], object]) -> int:
@@ -192,6 +196,7 @@ def count_calls(store: Store, action: Callable[[Store], object]) -> int:
 @here_and_in_memory
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_a_save_that_fails_at_any_call(store: Store, mode: Literal["before", "after"]) -> None:
+    run = Run(store, RUN)
     old = write_checkpoint(store, RUN, 1, SMALL)
     calls = count_calls(store, lambda faulty: save(faulty, new_attempt(2)))
     assert calls > 15
@@ -203,14 +208,14 @@ def test_a_save_that_fails_at_any_call(store: Store, mode: Literal["before", "af
             survived += 1
         except StoreUnavailable:
             pass
-        assert old in list_checkpoints(store, RUN)
+        assert old in list_checkpoints(run)
         if k % 7 == 0:  # the whole of it now and then: everything is checked again at the end
             assert_legal(store)
-        listed = {c.attempt for c in list_checkpoints(store, RUN)}
-        assert (attempt in listed) == (read_outcome(store, RUN, attempt) is not None)
-        if roll_forward(store, RUN, attempt, system_clock) is None:
+        listed = {c.attempt for c in list_checkpoints(run)}
+        assert (attempt in listed) == (read_outcome(run, attempt) is not None)
+        if roll_forward(run, attempt) is None:
             save(store, new_attempt(3 + k))  # what the next save of a trainer does
-        assert latest(store, RUN).step == 3 + k
+        assert latest(run).step == 3 + k
     assert_legal(store)
     assert survived >= 1, "a lost reply on the outcome is not a failure, nor a lost call"
 
@@ -233,20 +238,22 @@ class Scene:
         return Scene(store, attempt, MovableClock(48 * 3600))
 
     def commit(self, store: Store) -> Outcome | None:
+        run = Run(store, RUN)
         try:
-            first = read_receipt(store, RUN, self.attempt, 0)
+            first = read_receipt(run, self.attempt, 0)
             last = write_rank(store, RUN, self.attempt, {f"r1/{n}": a for n, a in SMALL.items()}, 1, 2)
-            return commit_attempt(store, [first, last], system_clock)
+            return commit_attempt(run, [first, last])
         except AttemptAborted:
             return None
 
     def collect(self, store: Store) -> None:
-        collect(store, RUN, self.clock)
+        collect(Run(store, RUN, self.clock))
 
     def check(self) -> bool:
         """Whether it was committed; nothing may be deleted under a committed outcome."""
-        outcome = read_outcome(self.store, RUN, self.attempt)
-        listed = list_checkpoints(self.store, RUN)
+        run = Run(self.store, RUN)
+        outcome = read_outcome(run, self.attempt)
+        listed = list_checkpoints(run)
         assert [c.attempt for c in listed] == ([self.attempt] if outcome and outcome.committed else [])
         for checkpoint in listed:
             report = verify(StoreSource(self.store), checkpoint, threads=1)
@@ -304,16 +311,17 @@ def test_committer_and_collector_in_threads(store: Store) -> None:
 
 @here_and_in_memory
 def test_many_committers_of_one_attempt(store: Store) -> None:
+    run = Run(store, RUN)
     for step in range(15):
         attempt = new_attempt(step)
         receipts = write_ranks(store, attempt)
         results = race(
-            partial(commit_attempt, store, receipts, system_clock),
-            partial(roll_forward, store, RUN, attempt, system_clock),
-            partial(roll_forward, store, RUN, attempt, system_clock),
-            partial(commit_attempt, store, receipts, system_clock),
+            partial(commit_attempt, run, receipts),
+            partial(roll_forward, run, attempt),
+            partial(roll_forward, run, attempt),
+            partial(commit_attempt, run, receipts),
         )
-        outcome = read_outcome(store, RUN, attempt)
+        outcome = read_outcome(run, attempt)
         assert outcome is not None
         assert results == [outcome] * 4, "all of them learn the same decision"
     assert_legal(store)
@@ -322,21 +330,23 @@ def test_many_committers_of_one_attempt(store: Store) -> None:
 @in_memory
 def test_a_committer_that_sleeps_through_a_prune_commits_nothing_visible(store: Store) -> None:
     """Why tombstones are kept: the sleeper has all receipts in memory and creates an outcome over no data."""
+    run = Run(store, RUN)
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
-    roll_forward(store, RUN, attempt, system_clock)
-    delete_checkpoint(store, latest(store, RUN), "prune", system_clock)
-    assert commit_attempt(store, receipts, system_clock).committed is not None
-    assert list_checkpoints(store, RUN) == []
-    collect(store, RUN, system_clock)
-    assert list(store.list(names.attempt_prefix(RUN, attempt))) == []
-    assert read_outcome(store, RUN, attempt) is None
+    roll_forward(run, attempt)
+    delete_checkpoint(run, latest(run).attempt, "prune")
+    assert commit_attempt(run, receipts).committed is not None
+    assert list_checkpoints(run) == []
+    collect(run)
+    assert list(store.list(run.keys.attempt(attempt))) == []
+    assert read_outcome(run, attempt) is None
 
 
 def test_two_collectors_at_once(store: Store) -> None:
     clock = MovableClock(48 * 3600)
+    run = Run(store, RUN, clock)
     for step in range(10):
         write_rank(store, RUN, new_attempt(step), sample_arrays(step), 0, 2)
-    results = race(*(partial(collect, store, RUN, clock) for _ in range(3)))
+    results = race(*(partial(collect, run) for _ in range(3)))
     assert not [r for r in results if isinstance(r, BaseException)], results
-    assert list(store.list(names.attempts_prefix(RUN))) == []
+    assert list(store.list(run.keys.attempts)) == []

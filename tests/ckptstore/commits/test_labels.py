@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ckptstore.clock import system_clock
 from ckptstore.commits.audit import read_log
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.labels import MAX_LABELS, LabelChange, change_labels, label_versions, read_labels, with_labels
@@ -19,6 +18,7 @@ from ckptstore.format.records import Action
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import delete_checkpoint, plan_prune
 from ckptstore.retention.policy import Best, Policy
+from ckptstore.run import Run
 from ckptstore.stores import Store, WrappedStore, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.stores import FaultyStore, Interleaving, race
@@ -35,7 +35,7 @@ def folder_store(tmp_path: Path) -> Store:
 
 
 def change(store: Store, checkpoint: Checkpoint, **parts: Any) -> None:
-    change_labels(store, "gpt", checkpoint.attempt, LabelChange(**parts), "ann", system_clock)
+    change_labels(Run(store, "gpt", by="ann"), checkpoint.attempt, LabelChange(**parts))
 
 
 def only(store: Store, step: int) -> Checkpoint:
@@ -43,14 +43,15 @@ def only(store: Store, step: int) -> Checkpoint:
 
 
 def test_tags_and_metrics_are_set_changed_and_removed(folder_store: Store) -> None:
+    run = Run(folder_store, "gpt")
     first = only(folder_store, 1)
     change(folder_store, first, tags={"paper": "", "owner": "ann"}, metrics={"val_loss": 2.5, "loss": 9.0})
     change(folder_store, first, tags={"owner": "bob", "paper": None}, metrics={"val_loss": 2.25, "loss": None})
     assert only(folder_store, 1).tags == {"owner": "bob"}
     assert only(folder_store, 1).metrics == {**first.metrics, "val_loss": 2.25}
     assert StoreSource(folder_store).latest("gpt").tags == {}
-    assert [len(versions) for versions in label_versions(folder_store, "gpt").values()] == [1]
-    said = [(record.action, record.by, record.reason) for record in read_log(folder_store, "gpt")]
+    assert [len(versions) for versions in label_versions(run).values()] == [1]
+    said = [(record.action, record.by, record.reason) for record in read_log(run)]
     assert said == [
         (Action.LABEL, "ann", "owner=bob, paper-, val_loss=2.25, loss-"),
         (Action.LABEL, "ann", "paper=, owner=ann, val_loss=2.5, loss=9.0"),
@@ -61,7 +62,7 @@ def test_retention_goes_by_metrics_that_were_set_later(folder_store: Store) -> N
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
         change(folder_store, only(folder_store, step), metrics={"val_loss": loss})
     policy = Policy(keep_best=(Best.parse("val_loss:min:1"),))
-    plan = plan_prune(folder_store, "gpt", policy, system_clock)
+    plan = plan_prune(Run(folder_store, "gpt"), policy)
     assert sorted(verdict.checkpoint.step for verdict in plan.keep) == [2, 3]
 
 
@@ -87,7 +88,7 @@ def test_two_changes_at_any_moment_of_a_third_all_count(folder_store: Store) -> 
         if len(meanwhile.calls) <= at:
             break
         assert only(folder_store, 1).tags == {"a": "1", "b": "2", "before": "", "c": "3"}, meanwhile.calls[at]
-        assert [len(versions) for versions in label_versions(folder_store, "gpt").values()] == [1]
+        assert [len(versions) for versions in label_versions(Run(folder_store, "gpt")).values()] == [1]
     assert at > 6
 
 
@@ -105,15 +106,16 @@ def test_a_lost_reply_is_no_failure(folder_store: Store) -> None:
 
 
 def test_what_is_being_deleted_takes_no_labels_and_leaves_none(folder_store: Store) -> None:
-    first, second, _ = reversed(list_checkpoints(folder_store, "gpt"))
+    run = Run(folder_store, "gpt")
+    first, second, _ = reversed(list_checkpoints(run))
     change(folder_store, first, tags={"paper": "1"})
-    delete_checkpoint(folder_store, first, "test", system_clock)
-    assert label_versions(folder_store, "gpt") == {}
-    delete_checkpoint(folder_store, second, "test", system_clock, grace_s=1000.0)
+    delete_checkpoint(Run(folder_store, first.run), first.attempt, "test")
+    assert label_versions(run) == {}
+    delete_checkpoint(Run(folder_store, second.run), second.attempt, "test", grace_s=1000.0)
     for gone in (first, second):
         with pytest.raises(NoCheckpoint):
             change(folder_store, gone, tags={"late": ""})
-    assert first.attempt not in label_versions(folder_store, "gpt")
+    assert first.attempt not in label_versions(run)
 
 
 def test_damaged_labels_hide_nothing_else(folder_store: Store, tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_labels_that_make_no_sense_change_nothing(folder_store: Store) -> None:
     for parts in wrong:
         with pytest.raises(InvalidRequest):
             change(folder_store, first, **parts)
-    assert read_labels(folder_store, "gpt") == {}
+    assert read_labels(Run(folder_store, "gpt")) == {}
 
 
 def test_a_listing_reads_only_what_is_labelled(folder_store: Store) -> None:
@@ -149,5 +151,5 @@ def test_a_listing_reads_only_what_is_labelled(folder_store: Store) -> None:
             return super().get(key)
 
     reads: list[str] = []
-    found = with_labels(OnlyLabels(folder_store), "gpt", list_checkpoints(folder_store, "gpt"))
+    found = with_labels(Run(OnlyLabels(folder_store), "gpt"), list_checkpoints(Run(folder_store, "gpt")))
     assert ([c.tags for c in found], len(reads)) == ([{}, {"paper": ""}, {}], 1)

@@ -32,6 +32,7 @@ from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.tombstones import hide, list_hidden, sweep, undelete
+from ckptstore.run import Run
 from ckptstore.stores import Store, multipart, open_store
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.daemons import running_daemon
@@ -120,12 +121,13 @@ class Finished:
 
 def write_attempts(store: Store, count: int) -> list[Finished]:
     elsewhere = open_store(f"memory://{uuid.uuid4().hex}")
+    run = Run(elsewhere, RUN)
     finished = []
     for step in range(count):
         attempt = Attempt(step, new_ulid(system_clock()))
-        committed = commit_attempt(elsewhere, [write_rank(elsewhere, RUN, attempt, {})], system_clock).committed
+        committed = commit_attempt(run, [write_rank(elsewhere, RUN, attempt, {})]).committed
         assert committed is not None
-        for info in elsewhere.list(names.attempt_prefix(RUN, attempt)):
+        for info in elsewhere.list(run.keys.attempt(attempt)):
             store.put(info.key, elsewhere.get(info.key))
         finished.append(Finished(attempt, committed))
     return finished
@@ -133,7 +135,7 @@ def write_attempts(store: Store, count: int) -> list[Finished]:
 
 def take_part(store: Store, finished: Finished, me: int) -> Outcome:
     """Commit an attempt, or give it up, if I am odd; what I take for the outcome."""
-    return decide(store, RUN, finished.attempt, None if me % 2 else finished.committed, lambda: 1000.0 + me)
+    return decide(Run(store, RUN, lambda: 1000.0 + me), finished.attempt, None if me % 2 else finished.committed)
 
 
 def check_round(store: Store, finished: Finished, believed: list[Outcome]) -> None:
@@ -144,7 +146,7 @@ def check_round(store: Store, finished: Finished, believed: list[Outcome]) -> No
         assert (believed[0].committed is None) == bool(winner % 2)
     else:
         assert believed[0].committed is not None, "the daemon commits what it finds finished"
-    assert read_outcome(store, RUN, finished.attempt) == believed[0]
+    assert read_outcome(Run(store, RUN), finished.attempt) == believed[0]
 
 
 def test_threads_race(place: Place) -> None:
@@ -186,19 +188,20 @@ def test_processes_race(place: Place) -> None:
 
 def test_a_sweep_and_an_undelete_never_both_win(place: Place) -> None:
     deleter, owner = place.open(), place.open()
+    run = Run(owner, RUN, by="owner")
     for step in range(ROUNDS // 2):
         checkpoint = write_checkpoint(deleter, RUN, step, {})
         attempt = checkpoint.attempt
-        hide(deleter, RUN, [attempt], "old", "deleter", system_clock)
+        hide(Run(deleter, RUN, by="deleter"), [attempt], "old")
         swept, _ = race(
-            partial(sweep, deleter, RUN, system_clock, "deleter", [attempt]),
-            partial(undelete, owner, RUN, attempt, "owner", system_clock),
+            partial(sweep, Run(deleter, RUN, by="deleter"), [attempt]),
+            partial(undelete, run, attempt),
         )
         assert not isinstance(swept, BaseException), swept
-        back = checkpoint in list_checkpoints(owner, RUN)
-        assert back == (read_outcome(owner, RUN, attempt) is not None)
-        assert back == (attempt not in [hidden.attempt for hidden in list_hidden(owner, RUN)])
-        assert back == bool(keys(owner, names.attempt_prefix(RUN, attempt)))
+        back = checkpoint in list_checkpoints(run)
+        assert back == (read_outcome(run, attempt) is not None)
+        assert back == (attempt not in [hidden.attempt for hidden in list_hidden(run)])
+        assert back == bool(keys(owner, run.keys.attempt(attempt)))
 
 
 # The store that lies.
@@ -219,13 +222,14 @@ def test_without_a_daemon_savers_are_warned_and_deleters_refuse(
     overwriting: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = arbitrated(overwriting, None, None)
+    run = Run(store, RUN)
     with caplog.at_level(logging.WARNING):
         first, second = (write_checkpoint(store, RUN, step, {}) for step in (1, 2))
     assert [record.message for record in caplog.records if "overwrites" in record.message][1:] == []
     assert "CKPTD_URL" in caplog.text
-    assert list_checkpoints(store, RUN) == [second, first]
-    outcome = read_outcome(store, RUN, first.attempt)
-    assert decide(store, RUN, first.attempt, None, system_clock) == outcome, "one after the other they still agree"
+    assert list_checkpoints(run) == [second, first]
+    outcome = read_outcome(run, first.attempt)
+    assert decide(run, first.attempt, None) == outcome, "one after the other they still agree"
     for unsafe in (overwriting, store):
         with pytest.raises(StoreUnsafe, match="accepts create-only writes and overwrites"):
             check_store(unsafe, system_clock)
@@ -248,6 +252,7 @@ def test_a_store_is_probed_once(s3_service: S3Service) -> None:
 
 def check_every_position(proxy: LossyProxy, faults: list[Fault], save: Callable[[int], Outcome], truth: Store) -> None:
     """Save once for each request of a save, with a fault there. `truth`: the same store, without a proxy between."""
+    run = Run(truth, RUN)
     save(0)
     proxy.arm(None)
     save(1)
@@ -260,8 +265,8 @@ def check_every_position(proxy: LossyProxy, faults: list[Fault], save: Callable[
             assert len(proxy.requests) >= positions, "the fault was met"
     proxy.arm(None)
     for outcome in believed:
-        assert read_outcome(truth, RUN, Attempt.parse(outcome.attempt)) == outcome
-    listed = list_checkpoints(truth, RUN)
+        assert read_outcome(run, Attempt.parse(outcome.attempt)) == outcome
+    listed = list_checkpoints(run)
     assert len(listed) == 2 + len(believed)
     for checkpoint in listed:
         report = verify(StoreSource(truth), checkpoint, threads=1)
@@ -273,7 +278,7 @@ def save_in_parts(store: Store, step: int) -> Outcome:
     attempt = Attempt(step, new_ulid(system_clock()))
     noise = np.random.default_rng(step).integers(0, 256, _PART_BYTES + 1000, dtype=np.uint8)
     receipt = write_rank(store, RUN, attempt, {"model/a": noise})
-    return commit_attempt(store, [receipt], system_clock)
+    return commit_attempt(Run(store, RUN), [receipt])
 
 
 @pytest.fixture
@@ -306,7 +311,7 @@ def test_a_store_that_never_answers_a_commit(s3_service: S3Service) -> None:
 
         def commit(step: int) -> Outcome:
             receipt = write_rank(truth, RUN, Attempt(step, new_ulid(system_clock())), {})
-            return commit_attempt(store, [receipt], system_clock)
+            return commit_attempt(Run(store, RUN), [receipt])
 
         check_every_position(proxy, ["hang"], commit, truth)
 
@@ -319,6 +324,6 @@ def test_replies_of_the_daemon_get_lost(arbitrated_place: Place) -> None:
 
         def save(step: int) -> Outcome:
             receipt = write_rank(store, RUN, Attempt(step, new_ulid(system_clock())), {})
-            return commit_attempt(store, [receipt], system_clock)
+            return commit_attempt(Run(store, RUN), [receipt])
 
         check_every_position(proxy, ["reset", "hang", "twice"], save, truth)

@@ -23,7 +23,7 @@ from ckptstore.format.documents import References
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.places import Places
 from ckptstore.format.planning import entry_bytes, plan_all, plan_reads, whole_entries
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
@@ -31,6 +31,7 @@ from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, apply_prune, c
 from ckptstore.retention.pins import active_holds
 from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import hide, undelete
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
 from tests.support.checkpoints import write_checkpoint, write_rank
@@ -96,9 +97,7 @@ def test_a_checkpoint_of_references_alone_has_no_shard_file(store: Store) -> Non
     (first,) = chain(store, 1)
     again = write_checkpoint(store, RUN, 2, state(1), base=first.attempt)
     assert (again.stored_bytes, again.referenced_bytes) == (0, first.stored_bytes)
-    assert [
-        info.key for info in store.list(names.attempt_prefix(RUN, again.attempt)) if info.key.endswith("ckpt")
-    ] == []
+    assert [info.key for info in store.list(RunKeys(RUN).attempt(again.attempt)) if info.key.endswith("ckpt")] == []
     assert verify(StoreSource(store), again).ok
     assert read(store, again) == read(store, first)
 
@@ -118,40 +117,43 @@ def test_neighbours_in_one_file_are_read_at_once(store: Store) -> None:
 
 
 def test_what_is_referenced_is_kept_until_the_last_that_needs_it_is_gone(store: Store) -> None:
+    run = Run(store, RUN)
     first, second, third = chain(store, 1, 2, 3)
-    plan = plan_prune(store, RUN, Policy(1), system_clock)
+    plan = plan_prune(run, Policy(1))
     assert [c.step for c in plan.remove] == [2]
     reasons = {v.checkpoint.step: v.reasons for v in plan.verdicts}
     assert reasons[1] == (f"referenced:{third.id}", f"referenced:{second.id}")
-    apply_prune(store, plan, system_clock)
+    apply_prune(run, plan)
     assert verify(StoreSource(store), third).ok
-    delete_checkpoint(store, third, "test", system_clock)
-    assert [c.step for c in list_checkpoints(store, RUN)] == [1]
-    assert active_holds(store, RUN, system_clock) == {}
-    delete_checkpoint(store, first, "test", system_clock)
-    assert list(store.list(names.attempts_prefix(RUN))) == list(store.list(names.references_prefix(RUN))) == []
+    delete_checkpoint(run, third.attempt, "test")
+    assert [c.step for c in list_checkpoints(run)] == [1]
+    assert active_holds(run) == {}
+    delete_checkpoint(run, first.attempt, "test")
+    assert list(store.list(run.keys.attempts)) == list(store.list(run.keys.references)) == []
 
 
 def test_a_checkpoint_that_others_need_is_not_deleted_by_hand(store: Store) -> None:
+    run = Run(store, RUN)
     first, second, third = chain(store, 1, 2, 3)
     with pytest.raises(CheckpointHeld, match=f"{first.id} is held by referenced:{third.id}, referenced:{second.id}"):
-        delete_checkpoint(store, first, "test", system_clock)
-    assert len(list_checkpoints(store, RUN)) == 3
+        delete_checkpoint(run, first.attempt, "test")
+    assert len(list_checkpoints(run)) == 3
 
 
 def test_many_that_reference_are_counted_not_listed(store: Store) -> None:
     first, *others = chain(store, *range(1, 7))
-    (reasons,) = active_holds(store, RUN, system_clock).values()
+    (reasons,) = active_holds(Run(store, RUN)).values()
     assert reasons == [f"referenced:{c.id}" for c in others[:-4:-1]] + ["referenced:2 more"]
     assert first not in others
 
 
 def test_what_is_deleted_and_can_be_taken_back_still_holds_what_it_references(store: Store) -> None:
+    run = Run(store, RUN, by="me")
     first, second = chain(store, 1, 2)
-    delete_checkpoint(store, second, "test", system_clock, grace_s=3600)
+    delete_checkpoint(run, second.attempt, "test", grace_s=3600)
     with pytest.raises(CheckpointHeld):
-        delete_checkpoint(store, first, "test", system_clock)
-    undelete(store, RUN, second.attempt, "me", system_clock)
+        delete_checkpoint(run, first.attempt, "test")
+    undelete(run, second.attempt)
     assert verify(StoreSource(store), second).ok
 
 
@@ -159,6 +161,7 @@ def test_what_is_deleted_and_can_be_taken_back_still_holds_what_it_references(st
 @pytest.mark.parametrize("gone", ["hidden", "swept", "never committed"])
 def test_nothing_is_committed_on_what_is_gone(store: Store, gone: str) -> None:
     clock = MovableClock()
+    run = Run(store, RUN, clock)
     (first,) = chain(store, 1)
     attempt = Attempt(2, new_ulid(clock()))
     base = Attempt(0, new_ulid(clock())) if gone == "never committed" else first.attempt
@@ -166,31 +169,32 @@ def test_nothing_is_committed_on_what_is_gone(store: Store, gone: str) -> None:
         write_rank(store, RUN, base, state(1), world_size=2)
     receipt = write_rank(store, RUN, attempt, state(2), base=base)
     if gone != "never committed":
-        delete_checkpoint(store, first, "test", clock, grace_s=3600 if gone == "hidden" else 0)
+        delete_checkpoint(run, first.attempt, "test", grace_s=3600 if gone == "hidden" else 0)
     with pytest.raises(ReferenceLost, match=f"{names.checkpoint_id(RUN, attempt)} references chunks of"):
-        commit_attempt(store, [receipt], clock)
-    assert read_outcome(store, RUN, attempt) is None
-    assert not advance(store, RUN, attempt, clock)
+        commit_attempt(run, [receipt])
+    assert read_outcome(run, attempt) is None
+    assert not advance(run, attempt)
     clock.advance(ORPHAN_GRACE_S + 3600)
-    collect(store, RUN, clock)
-    collect(store, RUN, clock)
-    assert marks(store, RUN) == []
-    assert names.attempts_prefix(RUN) not in {info.key for info in store.list(names.attempt_prefix(RUN, attempt))}
+    collect(run)
+    collect(run)
+    assert marks(run) == []
+    assert run.keys.attempts not in {info.key for info in store.list(run.keys.attempt(attempt))}
 
 
 @in_memory
 def test_an_undecided_attempt_holds_what_it_may_come_to_need(store: Store) -> None:
     """Its committer died after the marks; somebody else commits it later."""
+    run = Run(store, RUN)
     (first,) = chain(store, 1)
     attempt = Attempt(2, new_ulid(system_clock()))
     receipt = write_rank(store, RUN, attempt, state(2), base=first.attempt)
 
-    commit_attempt(store, [receipt], system_clock)
-    store.delete_many([names.outcome_key(RUN, attempt)])
+    commit_attempt(run, [receipt])
+    store.delete_many([run.keys.outcome(attempt)])
     with pytest.raises(CheckpointHeld):
-        delete_checkpoint(store, first, "test", system_clock)
-    assert advance(store, RUN, attempt, system_clock)
-    assert all(verify(StoreSource(store), c).ok for c in list_checkpoints(store, RUN))
+        delete_checkpoint(run, first.attempt, "test")
+    assert advance(run, attempt)
+    assert all(verify(StoreSource(store), c).ok for c in list_checkpoints(run))
 
 
 def _meet(
@@ -213,6 +217,7 @@ def test_a_commit_and_a_deletion_of_what_it_references_never_both_win(
 ) -> None:
     """At every call of one of them, the other one does all of its work."""
     clock = MovableClock()
+    run = Run(store, RUN, clock)
     at, calls = 0, 1
     while at <= calls:
         clock.advance(1)
@@ -221,17 +226,17 @@ def test_a_commit_and_a_deletion_of_what_it_references_never_both_win(
         receipt = write_rank(store, RUN, attempt, state(2), base=first.attempt)
 
         def commit(on: Store, receipt: StoredReceipt = receipt) -> None:
-            commit_attempt(on, [receipt], clock)
+            commit_attempt(Run(on, RUN, clock), [receipt])
 
         def delete(on: Store, first: Checkpoint = first) -> None:
-            delete_checkpoint(on, first, "test", clock, grace_s)
+            delete_checkpoint(Run(on, RUN, clock), first.attempt, "test", grace_s)
 
         works = (commit, delete) if committing else (delete, commit)
         calls = _meet(store, clock, works[0], partial(_quietly, works[1], store), at)
-        listed = {c.attempt: c for c in list_checkpoints(store, RUN)}
+        listed = {c.attempt: c for c in list_checkpoints(run)}
         assert attempt not in listed or first.attempt in listed
         clock.advance(7200)
-        collect(store, RUN, clock)
+        collect(run)
         if attempt in listed:
             assert verify(StoreSource(store), listed[attempt]).ok
         _clear(store)
@@ -255,7 +260,7 @@ def _clear(store: Store) -> None:
 
 def test_damage_shows_in_all_that_need_the_chunk(store: Store) -> None:
     first, second = chain(store, 1, 2)
-    key = names.shard_key(RUN, first.attempt, names.shard_name(0))
+    key = RunKeys(RUN).shard(first.attempt, names.shard_name(0))
     data = bytearray(store.get(key))
     data[0] ^= 1
     store.put(key, bytes(data))
@@ -267,7 +272,7 @@ def test_damage_shows_in_all_that_need_the_chunk(store: Store) -> None:
 @in_memory
 def test_what_nobody_references_is_not_needed(store: Store) -> None:
     first, second = chain(store, 1, 2)
-    key = names.shard_key(RUN, first.attempt, names.shard_name(0))
+    key = RunKeys(RUN).shard(first.attempt, names.shard_name(0))
     data = bytearray(store.get(key))
     data[-1] ^= 1  # of the step
     store.put(key, bytes(data))
@@ -311,14 +316,15 @@ def test_references_that_make_no_sense_are_refused(store: Store, how: str) -> No
         parse_sealed(data, type(receipt), "receipt")
     with pytest.raises(CorruptObject):
         commit_attempt(
-            store, [replace(stored, receipt=msgspec.structs.replace(receipt, content=content), data=data)], system_clock
+            Run(store, RUN), [replace(stored, receipt=msgspec.structs.replace(receipt, content=content), data=data)]
         )
 
 
 def test_marks_that_are_not_ours_are_left_alone(store: Store) -> None:
+    run = Run(store, RUN, by="me")
     first, second = chain(store, 1, 2)
-    store.put(names.references_prefix(RUN) + "notes.txt", b"")
-    store.put(names.references_prefix(RUN) + f"{first.attempt}.paper.json", b"")
-    assert marks(store, RUN) == [Mark(first.attempt, second.attempt)]
-    hide(store, RUN, [second.attempt], "test", "me", system_clock)
-    assert marks(store, RUN) == [Mark(first.attempt, second.attempt)]
+    store.put(run.keys.references + "notes.txt", b"")
+    store.put(run.keys.references + f"{first.attempt}.paper.json", b"")
+    assert marks(run) == [Mark(first.attempt, second.attempt)]
+    hide(run, [second.attempt], "test")
+    assert marks(run) == [Mark(first.attempt, second.attempt)]

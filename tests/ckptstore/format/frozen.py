@@ -27,7 +27,8 @@ from ckptstore.format.shards import (
     raw_bytes,
     slice_tables,
 )
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, RunKeys
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 RUN = "frozen"
@@ -107,7 +108,7 @@ def _write_rank(store: Store, rank: int) -> StoredReceipt:
     assert len(raw) == raw_bytes(placed)
     chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
     shard = names.shard_name(rank)
-    with store.open_writer(names.shard_key(RUN, ATTEMPT, shard)) as writer:
+    with store.open_writer(RunKeys(RUN).shard(ATTEMPT, shard)) as writer:
         for chunk in chunks:
             writer.write(chunk.data)
     entries, slices = slice_tables(placed, sources)
@@ -123,13 +124,13 @@ def _write_rank(store: Store, rank: int) -> StoredReceipt:
         created_at=MOMENT, content=content, local=LOCAL[rank], metrics=METRICS,
     )  # fmt: skip
     data = seal(receipt)
-    store.put(names.receipt_key(RUN, ATTEMPT, rank), data)
+    store.put(RunKeys(RUN).receipt(ATTEMPT, rank), data)
     return StoredReceipt(receipt, data)
 
 
 def write_frozen(store: Store) -> None:
     """Write and commit the checkpoint."""
-    commit_attempt(store, [_write_rank(store, rank) for rank in range(WORLD)], lambda: MOMENT + 1)
+    commit_attempt(Run(store, RUN, lambda: MOMENT + 1), [_write_rank(store, rank) for rank in range(WORLD)])
 
 
 def expected_entries() -> dict[str, tuple[str, tuple[int, ...], bytes]]:

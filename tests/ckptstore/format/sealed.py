@@ -19,6 +19,7 @@ from ckptstore.format.records import (
     Rules,
 )
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 
@@ -30,7 +31,7 @@ def _samples() -> dict[str, bytes]:
     store = open_store("memory://documents")
     receipt = write_rank(store, "gpt", ATTEMPT, sample_arrays(), metrics={"loss": 1.5})
     checkpoint = write_checkpoint(store, step=8)
-    outcome = read_outcome(store, "gpt", checkpoint.attempt)
+    outcome = read_outcome(Run(store, "gpt"), checkpoint.attempt)
     assert outcome is not None
     return {
         "receipt": receipt.data,

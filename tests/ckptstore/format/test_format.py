@@ -16,6 +16,7 @@ from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
 from ckptstore.reading.verify import verify
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.ckptstore.format import frozen, independent_reader
 from tests.support.checkpoints import sample_arrays, write_checkpoint
@@ -61,17 +62,18 @@ def test_an_independent_reader_reads_it(folder: Path) -> None:
 
 
 def test_the_independent_reader_agrees_on_what_is_latest(store: Store) -> None:
+    run = Run(store, "gpt")
     for step in (3, 12, 7):
         write_checkpoint(store, step=step)
     root = store.url.removeprefix("file://")
-    assert independent_reader.latest(root, "gpt")["attempt"] == str(latest(store, "gpt").attempt)
+    assert independent_reader.latest(root, "gpt")["attempt"] == str(latest(run).attempt)
     manifest, entries = independent_reader.read(root, "gpt")
     assert manifest["step"] == 12
     assert {name: data for name, (_, _, data) in entries.items()} == {
         name: array.tobytes() for name, array in sample_arrays(12).items()
     }
-    store.put(names.tombstone_key("gpt", latest(store, "gpt").attempt, names.new_ulid(0)), b"{}")
-    assert independent_reader.latest(root, "gpt")["step"] == latest(store, "gpt").step == 7
+    store.put(run.keys.tombstone(latest(run).attempt, names.new_ulid(0)), b"{}")
+    assert independent_reader.latest(root, "gpt")["step"] == latest(run).step == 7
 
 
 def test_the_independent_reader_is_independent() -> None:

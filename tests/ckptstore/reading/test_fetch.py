@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.commits.commit import commit_attempt
@@ -19,9 +18,10 @@ from ckptstore.format.codings import CodingPolicy, fast, off
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads, whole_entries
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 
@@ -71,8 +71,9 @@ def test_several_ranks_and_a_subset(store: Store) -> None:
         write_rank(store, "gpt", attempt, {f"rank-{rank}/{n}": a for n, a in part.items()}, rank, 3)
         for rank, part in enumerate(parts)
     ]
-    commit_attempt(store, receipts, system_clock)
-    checkpoint = latest(store, "gpt")
+    run = Run(store, "gpt")
+    commit_attempt(run, receipts)
+    checkpoint = latest(run)
     assert (checkpoint.num_shards, checkpoint.world_size, checkpoint.num_entries) == (3, 3, len(arrays))
     assert load(store, checkpoint) == {name: array.tobytes() for name, array in arrays.items()}
     content = read_manifest(StoreSource(store), checkpoint).content
@@ -87,7 +88,7 @@ def test_several_ranks_and_a_subset(store: Store) -> None:
 def test_damage_is_found(store: Store, coding: CodingPolicy) -> None:
     arrays = special_arrays()
     checkpoint = write_checkpoint(store, arrays=arrays, coding=coding)
-    key = names.shard_key("gpt", checkpoint.attempt, "shard-00000.ckpt")
+    key = RunKeys("gpt").shard(checkpoint.attempt, "shard-00000.ckpt")
     good = store.get(key)
     chance = random.Random(1)
     places = [0, len(good) - 1, *(chance.randrange(len(good)) for _ in range(6))]
@@ -113,8 +114,9 @@ def test_parts_of_what_two_ranks_hold(store: Store) -> None:
         write_rank(store, "gpt", attempt, {f"rank-{rank}/{n}": a for n, a in part.items()}, rank, 2)
         for rank, part in enumerate(parts)
     ]
-    commit_attempt(store, receipts, system_clock)
-    source, checkpoint = StoreSource(store), latest(store, "gpt")
+    run = Run(store, "gpt")
+    commit_attempt(run, receipts)
+    source, checkpoint = StoreSource(store), latest(run)
     content = read_manifest(source, checkpoint).content
     buffer = bytearray(b"\xaa" * (100 * 50 * 4 + 20 * 2 + 7))
     wants = [

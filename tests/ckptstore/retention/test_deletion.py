@@ -7,13 +7,12 @@ from typing import Literal
 
 import pytest
 
-from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts, latest, list_checkpoints
 from ckptstore.commits.commit import decide, read_outcome
 from ckptstore.commits.leases import take_lease
 from ckptstore.errors import StoreUnavailable
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.retention.deletion import (
     ORPHAN_GRACE_S,
     apply_prune,
@@ -24,6 +23,7 @@ from ckptstore.retention.deletion import (
 )
 from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_rank
 from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune, steps, write
@@ -37,40 +37,44 @@ here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indir
 
 
 def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: Store) -> None:
+    run = Run(store, RUN)
     written = write(store, *range(10))
-    plan = plan_prune(store, RUN, Policy(3), system_clock)
+    plan = plan_prune(run, Policy(3))
     assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [(9, ("last-1",)), (8, ("last-2",)), (7, ("last-3",))]
     assert [c.step for c in plan.remove] == [6, 5, 4, 3, 2, 1, 0]
     assert steps(store) == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], "planning deletes nothing"
     assert prune(store, 3) == []
     assert steps(store) == [9, 8, 7]
     for checkpoint in written:
-        left = keys(store, names.attempt_prefix(RUN, checkpoint.attempt))
+        left = keys(store, run.keys.attempt(checkpoint.attempt))
         assert bool(left) == (checkpoint.step >= 7)
-    assert all(intact(store, checkpoint) for checkpoint in list_checkpoints(store, RUN))
+    assert all(intact(store, checkpoint) for checkpoint in list_checkpoints(run))
     assert prune(store, 3) == []
     assert steps(store) == [9, 8, 7]
 
 
 def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:
-    assert plan_prune(store, RUN, Policy(1), system_clock).verdicts == ()
-    assert collect(store, RUN, system_clock).freed_bytes == 0
+    run = Run(store, RUN)
+    assert plan_prune(run, Policy(1)).verdicts == ()
+    assert collect(run).freed_bytes == 0
     assert keys(store) == []
 
 
 def test_prune_reports_each_checkpoint(store: Store) -> None:
+    run = Run(store, RUN)
     write(store, 1, 2, 3)
     seen: list[Checkpoint] = []
-    apply_prune(store, plan_prune(store, RUN, Policy(1), system_clock), system_clock, progress=seen.append)
+    apply_prune(run, plan_prune(run, Policy(1)), progress=seen.append)
     assert [checkpoint.step for checkpoint in seen] == [2, 1]
 
 
 def test_an_old_plan_may_be_applied_twice_and_late(store: Store) -> None:
+    run = Run(store, RUN)
     write(store, 1, 2, 3)
-    plan = plan_prune(store, RUN, Policy(1), system_clock)
+    plan = plan_prune(run, Policy(1))
     write(store, 4)
     for _ in range(2):
-        assert apply_prune(store, plan, system_clock) == []
+        assert apply_prune(run, plan) == []
         assert steps(store) == [4, 3]
 
 
@@ -87,15 +91,15 @@ def orphan(store: Store, step: int, ranks: tuple[int, ...] = (0,), world: int = 
 def test_orphans_are_collected_after_the_grace_only(store: Store) -> None:
     (good,) = write(store, 1)
     attempt = orphan(store, 2)
-    size = sum(info.bytes for info in store.list(names.attempt_prefix(RUN, attempt)))
+    size = sum(info.bytes for info in store.list(RunKeys(RUN).attempt(attempt)))
     clock = MovableClock(ORPHAN_GRACE_S - 60)
-    assert collect(store, RUN, clock).aborted == ()
-    assert undecided_attempts(store, RUN) == [attempt]
+    assert collect(Run(store, RUN, clock)).aborted == ()
+    assert undecided_attempts(Run(store, RUN)) == [attempt]
     clock.advance(120)
-    collected = collect(store, RUN, clock)
+    collected = collect(Run(store, RUN, clock))
     assert (collected.aborted, collected.rolled_forward, collected.freed_bytes) == ((attempt,), (), size)
-    assert undecided_attempts(store, RUN) == []
-    assert keys(store, names.attempt_prefix(RUN, attempt)) == []
+    assert undecided_attempts(Run(store, RUN)) == []
+    assert keys(store, RunKeys(RUN).attempt(attempt)) == []
     assert steps(store) == [1]
     assert intact(store, good)
 
@@ -103,29 +107,32 @@ def test_orphans_are_collected_after_the_grace_only(store: Store) -> None:
 def test_an_attempt_that_still_grows_is_no_orphan(store: Store) -> None:
     attempt = orphan(store, 2)
     clock = MovableClock(ORPHAN_GRACE_S - 60)
+    run = Run(store, RUN, clock)
     write_rank(store, RUN, attempt, {}, 1, 3)
-    assert collect(store, RUN, clock).aborted == ()
-    with store.open_writer(names.shard_key(RUN, Attempt(9, new_ulid(system_clock())), "shard-00000.ckpt")) as writer:
-        assert collect(store, RUN, system_clock).aborted == (), "its first shard has only begun"
+    assert collect(run).aborted == ()
+    with store.open_writer(run.keys.shard(Attempt(9, new_ulid(system_clock())), "shard-00000.ckpt")) as writer:
+        assert collect(Run(store, RUN)).aborted == (), "its first shard has only begun"
         writer.write(b"x")
 
 
 def test_finished_attempts_are_rolled_forward_at_any_age(store: Store) -> None:
+    run = Run(store, RUN)
     attempt = orphan(store, 2, (0, 1))
-    assert collect(store, RUN, system_clock).rolled_forward == (attempt,)
+    assert collect(run).rolled_forward == (attempt,)
     assert steps(store) == [2]
-    assert intact(store, latest(store, RUN))
+    assert intact(store, latest(run))
 
 
 def test_what_comes_late_to_an_aborted_attempt_is_collected_too(store: Store) -> None:
     attempt = orphan(store, 2)
     clock = MovableClock(ORPHAN_GRACE_S + 60)
-    collect(store, RUN, clock)
+    run = Run(store, RUN, clock)
+    collect(run)
     write_rank(store, RUN, attempt, {}, 0, 2)
     write_rank(store, RUN, attempt, {}, 1, 2)
     assert steps(store) == [], "complete now, and still aborted"
-    assert collect(store, RUN, clock).aborted == (attempt,)
-    assert keys(store, names.attempts_prefix(RUN)) == []
+    assert collect(run).aborted == (attempt,)
+    assert keys(store, run.keys.attempts) == []
     assert steps(store) == []
 
 
@@ -134,42 +141,43 @@ def test_aborted_outcomes_and_tombstones_are_forgotten_in_the_end(store: Store) 
     prune(store, 1)
     aborted = orphan(store, 3)
     clock = MovableClock(ORPHAN_GRACE_S + 60)
-    collect(store, RUN, clock)
-    assert len(hidden_attempts(store, RUN)) == 1
-    assert aborted in decided_attempts(store, RUN)
+    run = Run(store, RUN, clock)
+    collect(run)
+    assert len(hidden_attempts(run)) == 1
+    assert aborted in decided_attempts(run)
     clock.ahead_s = TOMBSTONE_KEPT_S - 60
-    collect(store, RUN, clock)
-    assert len(hidden_attempts(store, RUN)) == 1
-    assert aborted in decided_attempts(store, RUN)
+    collect(run)
+    assert len(hidden_attempts(run)) == 1
+    assert aborted in decided_attempts(run)
     clock.advance(120)
-    collect(store, RUN, clock)
-    assert hidden_attempts(store, RUN) == []
-    assert decided_attempts(store, RUN) == [latest(store, RUN).attempt]
+    collect(run)
+    assert hidden_attempts(run) == []
+    assert decided_attempts(run) == [latest(run).attempt]
     assert steps(store) == [2]
-    assert intact(store, latest(store, RUN))
+    assert intact(store, latest(run))
 
 
 def test_half_a_deletion_is_finished(store: Store) -> None:
     write(store, 1, 2)
-    old = list_checkpoints(store, RUN)[1]
+    old = list_checkpoints(Run(store, RUN))[1]
     faulty = FaultyStore(store, Faults())
-    calls = count_calls(store, partial(delete_checkpoint, checkpoint=old, reason="prune", clock=system_clock))
+    calls = count_calls(store, lambda s: delete_checkpoint(Run(s, RUN), old.attempt, "prune"))
     assert calls >= 6
     clear(store)
     for k in range(calls):
         write(store, 1, 2)
-        old = list_checkpoints(store, RUN)[1]
+        old = list_checkpoints(Run(store, RUN))[1]
         faulty = FaultyStore(store, Faults(k))
         try:
-            delete_checkpoint(faulty, old, "prune", system_clock)
+            delete_checkpoint(Run(faulty, RUN), old.attempt, "prune")
         except StoreUnavailable:
             pass
-        hidden = old.attempt in hidden_attempts(store, RUN)
+        hidden = old.attempt in hidden_attempts(Run(store, RUN))
         assert steps(store) == ([2] if hidden else [2, 1]), "gone from the listing at once, or not at all"
         clock = MovableClock(1.0)  # file systems round up what a deletion without grace compares
-        collect(store, RUN, clock)
-        assert bool(keys(store, names.attempt_prefix(RUN, old.attempt))) == (not hidden)
-        assert intact(store, latest(store, RUN))
+        collect(Run(store, RUN, clock))
+        assert bool(keys(store, RunKeys(RUN).attempt(old.attempt))) == (not hidden)
+        assert intact(store, latest(Run(store, RUN)))
         clear(store)
 
 
@@ -177,7 +185,7 @@ def test_an_outcome_goes_before_receipts_and_receipts_before_shards(store: Store
     """So that no half of a deletion looks like an attempt that only lacks its commit."""
     (checkpoint,) = write(store, 1)
     faults = Faults()
-    delete_checkpoint(FaultyStore(store, faults), checkpoint, "prune", system_clock)
+    delete_checkpoint(Run(FaultyStore(store, faults), RUN), checkpoint.attempt, "prune")
     deleted = [call.rsplit("/", 1)[-1] for call in faults.calls if call.startswith("delete ")]
     assert deleted[-4:] == [f"{checkpoint.attempt}.json", "shard-00000.json", "manifest.json.zst", "shard-00000.ckpt"]
 
@@ -191,19 +199,21 @@ def _everything(store: Store) -> tuple[Checkpoint, Attempt, MovableClock]:
     finished = orphan(store, 3, (0, 1))
     orphan(store, 5)
     with pytest.raises(StoreUnavailable):  # dies after its tombstone
-        delete_checkpoint(FaultyStore(store, Faults(3)), doomed, "prune", system_clock)
-    take_lease(store, RUN, newest.attempt, "reader", 1.0, system_clock)
+        delete_checkpoint(Run(FaultyStore(store, Faults(3)), RUN), doomed.attempt, "prune")
+    take_lease(Run(store, RUN), newest.attempt, "reader", 1.0)
     return newest, finished, MovableClock(ORPHAN_GRACE_S + 60)
 
 
 def _clean(store: Store, clock: MovableClock) -> None:
-    apply_prune(store, plan_prune(store, RUN, Policy(1), clock), clock)
-    collect(store, RUN, clock)
+    run = Run(store, RUN, clock)
+    apply_prune(run, plan_prune(run, Policy(1)))
+    collect(run)
 
 
 @in_memory
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_cleaning_that_fails_at_any_call(store: Store, mode: Literal["before", "after"]) -> None:
+    run = Run(store, RUN)
     _, _, clock = _everything(store)
     calls = count_calls(store, partial(_clean, clock=clock))
     assert calls > 50
@@ -214,30 +224,31 @@ def test_cleaning_that_fails_at_any_call(store: Store, mode: Literal["before", "
             _clean(FaultyStore(store, Faults(k, mode)), clock)
         except StoreUnavailable:
             pass
-        for checkpoint in list_checkpoints(store, RUN):
+        for checkpoint in list_checkpoints(run):
             assert intact(store, checkpoint), f"call {k} left {checkpoint.id} listed and broken"
-        assert latest(store, RUN) == newest
+        assert latest(run) == newest
         _clean(store, clock)
         _clean(store, clock)
         assert steps(store) == [4]
-        left = {Attempt.parse(name) for name in store.list_folders(names.attempts_prefix(RUN))}
+        left = {Attempt.parse(name) for name in store.list_folders(run.keys.attempts)}
         assert left == {newest.attempt}
         assert finished not in left
-        assert keys(store, names.leases_prefix(RUN)) == []
+        assert keys(store, run.keys.leases) == []
 
 
 def test_a_damaged_outcome_is_not_collected(store: Store) -> None:
     (checkpoint,) = write(store, 1)
-    store.put(names.outcome_key(RUN, checkpoint.attempt), b"noise")
+    store.put(RunKeys(RUN).outcome(checkpoint.attempt), b"noise")
     clock = MovableClock(2 * TOMBSTONE_KEPT_S)
-    assert collect(store, RUN, clock).aborted == ()
-    assert keys(store, names.attempt_prefix(RUN, checkpoint.attempt)), "what cannot be read may be worth repairing"
+    assert collect(Run(store, RUN, clock)).aborted == ()
+    assert keys(store, RunKeys(RUN).attempt(checkpoint.attempt)), "what cannot be read may be worth repairing"
 
 
 def test_an_aborted_attempt_is_not_listed(store: Store) -> None:
+    run = Run(store, RUN)
     attempt = orphan(store, 1, (0, 1))
-    decide(store, RUN, attempt, None, system_clock)
-    assert list_checkpoints(store, RUN) == []
-    outcome = read_outcome(store, RUN, attempt)
+    decide(run, attempt, None)
+    assert list_checkpoints(run) == []
+    outcome = read_outcome(run, attempt)
     assert outcome is not None
     assert outcome.committed is None

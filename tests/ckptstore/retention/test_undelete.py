@@ -9,22 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from ckptstore import names
-from ckptstore.clock import system_clock
 from ckptstore.commits.audit import read_log
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, CorruptObject, NoCheckpoint, StoreUnavailable, SweepBegun
-from ckptstore.names import new_ulid
+from ckptstore.names import RunKeys, new_ulid
 from ckptstore.retention.deletion import apply_prune, collect, delete_checkpoint, list_deleted, plan_prune
 from ckptstore.retention.policy import Policy
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, list_hidden, sweep, undelete
+from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
@@ -39,57 +39,57 @@ LATER = MovableClock(SWEEP_GRACE_S + 60)
 
 def hidden_checkpoint(store: Store) -> Checkpoint:
     (checkpoint,) = write(store, 1)
-    assert hide(store, RUN, [checkpoint.attempt], "test", "me", system_clock) == {}
+    assert hide(Run(store, RUN, by="me"), [checkpoint.attempt], "test") == {}
     assert steps(store) == []
     return checkpoint
 
 
 def take_back(store: Store, checkpoint: Checkpoint) -> bool:
     try:
-        undelete(store, RUN, checkpoint.attempt, "me", system_clock)
+        undelete(Run(store, RUN, by="me"), checkpoint.attempt)
     except (SweepBegun, NoCheckpoint):
         return False
     return True
 
 
 def sweep_all(store: Store) -> object:
-    return sweep(store, RUN, LATER, "sweeper")
+    return sweep(Run(store, RUN, LATER, "sweeper"))
 
 
 def exactly_one_won(store: Store, checkpoint: Checkpoint, undeleted: bool) -> None:
     """Back and whole, or gone without a byte."""
+    run = Run(store, RUN)
     sweep_all(store)
-    assert list_checkpoints(store, RUN) == ([checkpoint] if undeleted else [])
+    assert list_checkpoints(run) == ([checkpoint] if undeleted else [])
     if undeleted:
         assert intact(store, checkpoint)
     else:
-        assert keys(store, names.attempts_prefix(RUN)) == keys(store, names.commits_prefix(RUN)) == []
+        assert keys(store, run.keys.attempts) == keys(store, run.keys.commits) == []
 
 
 def test_a_deletion_can_be_taken_back_and_done_again(store: Store) -> None:
+    run = Run(store, RUN, by="me")
     checkpoint = hidden_checkpoint(store)
     for _ in range(3):
-        undelete(store, RUN, checkpoint.attempt, "me", system_clock, "a mistake")
-        assert list_checkpoints(store, RUN) == [checkpoint]
+        undelete(run, checkpoint.attempt, "a mistake")
+        assert list_checkpoints(run) == [checkpoint]
         assert sweep_all(store) is not None
         assert intact(store, checkpoint)
-        delete_checkpoint(store, checkpoint, "again", system_clock, SWEEP_GRACE_S, "me")
-        assert [(body.id, body.reason, body.by) for body in list_deleted(store, RUN)] == [
-            (checkpoint.id, "again", "me")
-        ]
-    assert sweep(store, RUN, system_clock, "me").attempts == (), "the grace is not over"
-    assert sweep(store, RUN, LATER, "me").attempts == (checkpoint.attempt,)
+        delete_checkpoint(run, checkpoint.attempt, "again", SWEEP_GRACE_S)
+        assert [(body.id, body.reason, body.by) for body in list_deleted(run)] == [(checkpoint.id, "again", "me")]
+    assert sweep(run).attempts == (), "the grace is not over"
+    assert sweep(replace(run, clock=LATER)).attempts == (checkpoint.attempt,)
     with pytest.raises(SweepBegun):
-        undelete(store, RUN, checkpoint.attempt, "me", system_clock)
-    assert list_deleted(store, RUN) == []
-    actions = [record.action for record in read_log(store, RUN)]
+        undelete(run, checkpoint.attempt)
+    assert list_deleted(run) == []
+    actions = [record.action for record in read_log(run)]
     assert sorted(actions) == ["delete"] * 4 + ["sweep"] + ["undelete"] * 4
 
 
 def test_what_was_never_deleted_cannot_be_taken_back(store: Store) -> None:
     (checkpoint,) = write(store, 1)
     with pytest.raises(NoCheckpoint, match="not being deleted"):
-        undelete(store, RUN, checkpoint.attempt, "me", system_clock)
+        undelete(Run(store, RUN, by="me"), checkpoint.attempt)
 
 
 @in_memory
@@ -127,6 +127,7 @@ def test_a_sweep_at_every_moment_of_an_undelete(store: Store) -> None:
 @in_memory
 def test_an_old_undelete_does_not_undo_the_next_deletion(store: Store) -> None:
     """It stalls before it removes the tombstone; meanwhile others take it back, delete anew, and sweep."""
+    run = Run(store, RUN, by="me")
     checkpoint = hidden_checkpoint(store)
     calls = count_calls(store, partial(take_back, checkpoint=checkpoint))
     for k in range(calls):
@@ -135,30 +136,31 @@ def test_an_old_undelete_does_not_undo_the_next_deletion(store: Store) -> None:
 
         def act(checkpoint: Checkpoint = checkpoint) -> None:
             take_back(store, checkpoint)
-            hide(store, RUN, [checkpoint.attempt], "anew", "me", system_clock)
+            hide(run, [checkpoint.attempt], "anew")
             sweep_all(store)
 
         take_back(FaultyStore(store, Interleaving(k, act)), checkpoint)
-        assert list_checkpoints(store, RUN) == []
+        assert list_checkpoints(run) == []
         exactly_one_won(store, checkpoint, False)
 
 
 @here_and_in_memory
 def test_undeletes_sweeps_deleters_and_readers_in_threads(store: Store) -> None:
+    run = Run(store, RUN)
     for _ in range(25):
         checkpoint = hidden_checkpoint(store)
 
         def read(checkpoint: Checkpoint = checkpoint) -> None:
             try:
-                lease = take_lease(store, RUN, checkpoint.attempt, "reader", 10 * SWEEP_GRACE_S, system_clock)
+                lease = take_lease(run, checkpoint.attempt, "reader", 10 * SWEEP_GRACE_S)
             except NoCheckpoint:
                 return
             assert intact(store, checkpoint), "deleted under a lease"
-            release_lease(store, RUN, lease)
+            release_lease(run, lease)
 
         def delete(checkpoint: Checkpoint = checkpoint) -> None:
             try:
-                delete_checkpoint(store, checkpoint, "again", system_clock, SWEEP_GRACE_S)
+                delete_checkpoint(run, checkpoint.attempt, "again", SWEEP_GRACE_S)
             except CheckpointHeld:
                 pass
 
@@ -167,19 +169,19 @@ def test_undeletes_sweeps_deleters_and_readers_in_threads(store: Store) -> None:
             partial(take_back, store, checkpoint), partial(sweep_all, store), read,
         )  # fmt: skip
         assert not [r for r in results if isinstance(r, BaseException)], results
-        for found in list_checkpoints(store, RUN):
+        for found in list_checkpoints(run):
             assert intact(store, found)
         sweep_all(store)
-        left = [found.attempt for found in list_checkpoints(store, RUN)]
-        assert bool(keys(store, names.attempts_prefix(RUN))) == bool(left)
+        left = [found.attempt for found in list_checkpoints(run)]
+        assert bool(keys(store, run.keys.attempts)) == bool(left)
         clear(store)
 
 
 def _scene(store: Store) -> tuple[Checkpoint, ...]:
     """Three hidden, one of which is half swept and one half taken back; one to be pruned; the newest."""
     written = write(store, 1, 2, 3, 4, 5)
-    hide(store, RUN, [c.attempt for c in written[:3]], "test", "me", system_clock)
-    for action, fail_at in ((lambda s: sweep(s, RUN, system_clock, "me", [written[0].attempt]), 8),
+    hide(Run(store, RUN, by="me"), [c.attempt for c in written[:3]], "test")
+    for action, fail_at in ((lambda s: sweep(Run(s, RUN, by="me"), [written[0].attempt]), 8),
                             (lambda s: take_back(s, written[1]), 3)):  # fmt: skip
         try:
             action(FaultyStore(store, Faults(fail_at)))
@@ -227,27 +229,28 @@ def test_sigkill_at_every_call_of_prune_undelete_and_sweep(store: Store, mode: s
 
 
 def _is_legal_and_can_be_finished(store: Store, written: tuple[Checkpoint, ...], cause: str) -> None:
-    listed = list_checkpoints(store, RUN)
+    listed = list_checkpoints(Run(store, RUN))
     assert listed[0] == written[-1], "the newest is never touched"
     for checkpoint in listed:
         assert intact(store, checkpoint), f"{cause} left {checkpoint.id} listed and broken"
-    for waiting in list_deleted(store, RUN):
+    for waiting in list_deleted(Run(store, RUN)):
         (hidden,) = (c for c in written if c.id == waiting.id)
         assert intact(store, hidden), f"{cause} broke {hidden.id}, which can be taken back"
     end = MovableClock(3 * SWEEP_GRACE_S)
     for _ in range(2):  # the first helps whoever died in taking a deletion back
-        collect(store, RUN, end)
-        apply_prune(store, plan_prune(store, RUN, Policy(1), end), end)
+        collect(Run(store, RUN, end))
+        apply_prune(Run(store, RUN, end), plan_prune(Run(store, RUN, end), Policy(1)))
     assert steps(store) == [5]
-    assert list(store.list_folders(names.attempts_prefix(RUN))) == [str(written[-1].attempt)]
+    assert list(store.list_folders(RunKeys(RUN).attempts)) == [str(written[-1].attempt)]
 
 
 def test_a_damaged_fate_deletes_nothing_and_is_reported(store: Store) -> None:
+    run = Run(store, RUN)
     checkpoint = hidden_checkpoint(store)
-    (hidden,) = list_hidden(store, RUN)
-    store.put(names.fate_key(RUN, checkpoint.attempt, hidden.id), b"noise")
-    for action in (sweep_all, partial(undelete, run=RUN, attempt=checkpoint.attempt, by="me", clock=system_clock)):
-        call: Callable[[Store], object] = action
+    (hidden,) = list_hidden(run)
+    store.put(run.keys.fate(checkpoint.attempt, hidden.id), b"noise")
+    actions: list[Callable[[Store], object]] = [sweep_all, lambda s: undelete(Run(s, RUN), checkpoint.attempt)]
+    for call in actions:
         with pytest.raises(CorruptObject):
             call(store)
     assert intact(store, checkpoint)
@@ -255,11 +258,11 @@ def test_a_damaged_fate_deletes_nothing_and_is_reported(store: Store) -> None:
 
 def test_a_damaged_tombstone_hides_and_waits_for_the_usual_grace(store: Store) -> None:
     (checkpoint,) = write(store, 1)
-    store.put(names.tombstone_key(RUN, checkpoint.attempt, new_ulid(0)), b"noise")
+    store.put(RunKeys(RUN).tombstone(checkpoint.attempt, new_ulid(0)), b"noise")
     assert steps(store) == []
-    assert sweep(store, RUN, MovableClock(SWEEP_GRACE_S - 60), "me").attempts == ()
+    assert sweep(Run(store, RUN, MovableClock(SWEEP_GRACE_S - 60), "me")).attempts == ()
     assert sweep_all(store) is not None
-    assert keys(store, names.attempts_prefix(RUN)) == []
+    assert keys(store, RunKeys(RUN).attempts) == []
 
 
 _KILLED = """
@@ -267,16 +270,18 @@ import sys
 from ckptstore.clock import system_clock
 from ckptstore.retention.deletion import apply_prune, collect, plan_prune
 from ckptstore.retention.policy import Policy
-from ckptstore.stores import open_store
 from ckptstore.retention.tombstones import list_hidden, undelete
+from ckptstore.run import Run
+from ckptstore.stores import open_store
 
 store = open_store(sys.argv[1])
+run = Run(store, "gpt")
 print("ready", flush=True)
 sys.stdin.readline()
-apply_prune(store, plan_prune(store, "gpt", Policy(4), system_clock), system_clock, grace_s=0.01)
-for hidden in list_hidden(store, "gpt")[:2]:
-    undelete(store, "gpt", hidden.attempt, "me", system_clock)
-collect(store, "gpt", lambda: system_clock() + 5)
+apply_prune(run, plan_prune(run, Policy(4)), grace_s=0.01)
+for hidden in list_hidden(run)[:2]:
+    undelete(run, hidden.attempt)
+collect(Run(store, "gpt", lambda: system_clock() + 5))
 """
 
 
@@ -294,13 +299,13 @@ def test_sigkill_at_any_moment_leaves_what_can_be_finished(store: Store) -> None
             process.stdin.flush()
             time.sleep(dice.random() * 0.3)  # where it is killed, not what is waited for
             process.send_signal(signal.SIGKILL)
-        for checkpoint in list_checkpoints(store, RUN):
+        for checkpoint in list_checkpoints(Run(store, RUN)):
             assert intact(store, checkpoint)
         assert steps(store)[:4] == [12, 11, 10, 9]
         end = MovableClock(3 * SWEEP_GRACE_S)
         for _ in range(2):
-            collect(store, RUN, end)
-            apply_prune(store, plan_prune(store, RUN, Policy(4), end), end)
+            collect(Run(store, RUN, end))
+            apply_prune(Run(store, RUN, end), plan_prune(Run(store, RUN, end), Policy(4)))
         assert steps(store) == [12, 11, 10, 9]
-        assert len(list(store.list_folders(names.attempts_prefix(RUN)))) == 4
+        assert len(list(store.list_folders(RunKeys(RUN).attempts))) == 4
         clear(store)

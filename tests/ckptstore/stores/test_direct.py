@@ -19,6 +19,7 @@ import pytest
 
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import StoreFull, StoreUnavailable
+from ckptstore.run import Run
 from ckptstore.stores import Store, direct, open_store
 from tests.support.disks import small_file_system
 from tests.support.stores import race
@@ -214,7 +215,7 @@ from ckptstore.names import Attempt, new_ulid
 from ckptstore.clock import system_clock
 from ckptstore.stores import open_store, direct
 direct.PACK_BYTES = 65536
-key = names.shard_key("gpt", Attempt(1, new_ulid(system_clock())), names.shard_name(0))
+key = names.RunKeys("gpt").shard(Attempt(1, new_ulid(system_clock())), names.shard_name(0))
 writer = open_store(sys.argv[1]).open_writer(key, 1 << 20)
 while True:
     for _ in range(16):
@@ -230,5 +231,5 @@ def test_a_killed_writer_leaves_no_checkpoint(store: Store) -> None:
     ) as process:
         assert Lines(process.stdout).next() == "written\n"
         process.send_signal(signal.SIGKILL)
-    assert list_checkpoints(store, "gpt") == []
+    assert list_checkpoints(Run(store, "gpt")) == []
     assert len(list(store.list("gpt/"))) == 1, "an orphan, for the collector"

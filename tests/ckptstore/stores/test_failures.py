@@ -15,6 +15,7 @@ from ckptstore.commits.catalog import latest
 from ckptstore.errors import CkptError, NoCheckpoint, StoreFull, StoreReadOnly, StoreUnavailable, UnknownScheme
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
+from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disks import small_file_system
@@ -32,7 +33,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(tmp_path: Path) -> N
         with pytest.raises(StoreFull, match="no space left") as caught:
             write_many(store, range(2, 10))
         assert "prune" in caught.value.hint
-        for checkpoint in (first, latest(store, "gpt")):
+        for checkpoint in (first, latest(Run(store, "gpt"))):
             assert verify(StoreSource(store), checkpoint).ok
         with pytest.raises(StoreFull):
             store.put("gpt/leases/x", bytes(8 << 20))
@@ -71,13 +72,13 @@ def test_an_unreachable_s3_service_is_unavailable_within_seconds() -> None:
         store = open_store("s3://bucket/root", {"endpoint_url": endpoint, "key": "a", "secret": "b"})
         begin = time.monotonic()
         with pytest.raises(StoreUnavailable, match="s3://bucket/root/gpt"):
-            latest(store, "gpt")
+            latest(Run(store, "gpt"))
         assert time.monotonic() - begin < 30
 
 
 def test_an_empty_store_has_no_checkpoint_which_is_another_thing(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpoint, match="gpt"):
-        latest(open_store(str(tmp_path / "never-written")), "gpt")
+        latest(Run(open_store(str(tmp_path / "never-written")), "gpt"))
 
 
 def test_a_file_in_the_place_of_the_root(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.stores import Store, open_store
 from tests.conftest import S3Location
 from tests.support.runs import RUN
@@ -18,10 +17,10 @@ def test_old_uploads_are_aborted_and_young_ones_are_not(s3_store: S3Location) ->
     store = open_store(s3_store.url, s3_store.options)
     s3: Any = store._fs  # type: ignore[attr-defined]
     bucket, _, folder = s3_store.url.removeprefix("s3://").partition("/")
-    key = f"{folder}/{names.shard_key(RUN, Attempt(1, new_ulid(0)), 'shard-00000.ckpt')}"
+    key = f"{folder}/{RunKeys(RUN).shard(Attempt(1, new_ulid(0)), 'shard-00000.ckpt')}"
     begun = s3.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
     s3.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=begun["UploadId"], PartNumber=1, Body=b"x" * 100)
-    prefix = names.attempts_prefix(RUN)
+    prefix = RunKeys(RUN).attempts
     assert store.abort_uploads(prefix, system_clock() - 60) == 0
     assert store.abort_uploads("other/attempts/", system_clock() + 60) == 0
     assert store.abort_uploads(prefix, system_clock() + 60) == 1
