@@ -1,0 +1,114 @@
+"""A store that an earlier version wrote is read as it was meant: restored bit for bit, with all that operators added.
+
+tests/data/format-1-training is never written again (frozen_state.py says what is in it).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import Checkpointer
+from ckptstore.format.planning import derived_bytes
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.stores import open_store
+from tests.ckpt.frozen_state import OTHER_RUN, RUN, state
+from tests.support.command_line import invoke
+
+DATA = Path(__file__).parents[1] / "data" / "format-1-training"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy: readers write leases."""
+    return Path(shutil.copytree(DATA, tmp_path / "store"))
+
+
+def query(folder: Path, *command: object) -> Any:
+    """The JSON that a command of ckptctl prints."""
+    done = invoke(*command, "--store", folder, "-o", "json")
+    assert done.code == 0, done.stderr
+    return done.json
+
+
+def restored(folder: Path, run: str, step: int) -> tuple[Any, ...]:
+    """Model, optimizer and extras from a checkpoint."""
+    net, optim, extras = state(0)
+    with torch.random.fork_rng(), Checkpointer(str(folder), run=run, writer="thread") as checkpointer:
+        found = checkpointer.restore(net, optim if run == RUN else None, checkpoint=step, **extras)
+    assert found is not None
+    assert found.step == step
+    return net, optim, extras
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Equal, and tensors in type and bits too."""
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert left.detach().numpy(force=True).tobytes() == right.detach().numpy(force=True).tobytes()
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for name in left:
+            assert_same(left[name], right[name])
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize(("run", "step"), [(RUN, 1), (RUN, 2), (OTHER_RUN, 7)])
+def test_every_checkpoint_is_restored_bit_for_bit(folder: Path, run: str, step: int) -> None:
+    net, optim, extras = restored(folder, run, step)
+    saved_net, saved_optim, saved_extras = state(step)
+    assert net.tied is net.trained
+    assert_same(_bits(net.state_dict()), _bits(saved_net.state_dict()))
+    assert extras["data"].value == saved_extras["data"].value
+    if run == RUN:
+        found, saved = optim.state_dict(), saved_optim.state_dict()
+        assert_same(found["state"], saved["state"])
+        assert found["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
+
+
+def _bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """NumPy has no bfloat16."""
+    return {name: t.view(torch.int16) if t.dtype is torch.bfloat16 else t for name, t in tensors.items()}
+
+
+def test_the_second_checkpoint_references_the_first_and_stores_no_cast(folder: Path) -> None:
+    newest, oldest = query(folder, "ls", "--run", RUN)
+    assert (oldest["referenced_bytes"], newest["referenced_bytes"] > 0) == (0, True)
+    assert newest["stored_bytes"] < oldest["stored_bytes"] < oldest["raw_bytes"]
+    assert query(folder, "verify", "--all")
+    source = StoreSource(open_store(str(folder)))
+    assert derived_bytes(read_manifest(source, source.latest(RUN)).content) == {"model/cast": 2 * 16 * 32}
+    assert invoke("rm", f"{RUN}@1", "--yes", "--store", folder).code == 6, "referenced"
+
+
+def test_labels_pins_policies_and_the_audit_log_are_listed(folder: Path) -> None:
+    ls = {item["step"]: item for item in query(folder, "ls", "--run", RUN)}
+    assert ls.keys() == {1, 2}
+    assert (ls[1]["metrics"], ls[1]["tags"]) == ({"loss": 1.0}, {})
+    assert (ls[2]["metrics"], ls[2]["tags"]) == ({"loss": 0.25, "accuracy": 0.5}, {"kind": "best"})
+    assert query(folder, "pins", "--run", RUN) == [{"id": ls[2]["id"], "name": "paper"}]
+    found = query(folder, "policy", "show")
+    assert (found["version"], found["by"], found["reason"]) == (2, "operator@example", "second")
+    policies = found["policies"]
+    assert (policies["default"]["keep_last"], policies["default"]["keep_best"]) == (2, ["loss:min:1"])
+    assert [(item["runs"], item["rules"] is None) for item in policies["overrides"]] == [
+        ("other*", True),
+        ("train*", False),
+    ]
+    assert (policies["overrides"][1]["rules"]["keep_every"], policies["grace_s"]) == (100, 3600.0)
+    assert [record["action"] for record in query(folder, "audit", "--run", RUN)] == ["delete", "pin", "label", "label"]
+
+
+def test_a_deletion_is_listed_and_taken_back(folder: Path) -> None:
+    (deleted,) = query(folder, "deleted", "--run", RUN)
+    assert (deleted["id"].partition(".")[0], deleted["by"]) == (f"{RUN}@3", "operator@example")
+    assert deleted["reason"] == "diverged"
+    assert invoke("show", f"{RUN}@3", "--store", folder).code == 4
+    assert invoke("undelete", f"{RUN}@3", "--store", folder).code == 0
+    assert_same(_bits(restored(folder, RUN, 3)[0].state_dict()), _bits(state(3)[0].state_dict()))
