@@ -104,7 +104,7 @@ def lose_rank_zero(timeout_s: float) -> dict[str, Any]:
             started = time.monotonic()
             schedule.due(step)
     except RankLost as error:
-        seconds, started = time.monotonic() - started, time.monotonic()
+        seconds = time.monotonic() - started
         schedule.close()
-        return {"said": str(error), "seconds": seconds, "step": step, "closing": time.monotonic() - started}
+        return {"said": str(error), "seconds": seconds, "step": step}
     return {"said": "nothing", "step": step}

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from tests.support.checkpoints import sample_arrays
 from tests.support.command_line import PROGRAM, clean_environment, invoke
 from tests.support.disks import small_file_system
 from tests.support.entries import tensor_bytes, write_entries
-
-DEADLINE_S = 30.0
+from tests.support.waiting import wait_until
 
 
 def load_dcp(folder: Path, state: dict[str, Any]) -> None:
@@ -154,10 +152,7 @@ def test_a_killed_export_leaves_nothing_under_its_name(folder: Path, filled: Sto
     command = [*PROGRAM, "export", newest.id, "--to", str(to), "--format", kind, "--store", str(folder)]
     process = subprocess.Popen(command, env=clean_environment())
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not list(to.parent.iterdir()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: list(to.parent.iterdir()), "the start of the export")
         process.send_signal(signal.SIGKILL)
     finally:
         process.kill()

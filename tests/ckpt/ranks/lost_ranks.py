@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,10 @@ def model() -> nn.Module:
 
 
 def restore(folder: str, lost: int, how: str, phase: str, replica_reads: Any, timeout_s: float) -> dict[str, Any]:
-    """One rank is lost in a phase of the restore; what the others say, how long after it, and what they leave."""
+    """One rank is lost in a phase of the restore; what the others say, and what they leave."""
     sharing.ROUND_BYTES = 1 << 20
     rank = dist.get_rank()
-    loss = Loss(Path(folder) / f"{lost}-{how}-{phase}-{replica_reads}", how)
+    loss = Loss(how)
     if rank == lost:
         loss.happens_in(phase)
     options: dict[str, Any] = {"writer": "thread", "peer_timeout_s": timeout_s, "replica_reads": replica_reads}
@@ -41,26 +40,26 @@ def restore(folder: str, lost: int, how: str, phase: str, replica_reads: Any, ti
         try:
             checkpointer.restore(model())
         except RankLost as error:
-            return {"said": str(error), "seconds": loss.seconds_ago(), "threads": _threads()}
+            return {"said": str(error), "threads": _threads()}
     return {"said": "restored"}
 
 
 def first_save(folder: str, lost: int, timeout_s: float) -> dict[str, Any]:
     """One rank never comes to the first save."""
-    loss = Loss(Path(folder) / "first", "SIGKILL")
+    loss = Loss("SIGKILL")
     if dist.get_rank() == lost:
         loss.happen()
     with Checkpointer(f"{folder}/first-save", run=RUN, writer="thread", peer_timeout_s=timeout_s) as checkpointer:
         try:
             checkpointer.save_async(model(), None, 1)
         except RankLost as error:
-            return {"said": str(error), "seconds": loss.seconds_ago()}
+            return {"said": str(error)}
     return {"said": "saved"}
 
 
 def save(folder: str, lost: int, how: str, commit_timeout_s: float) -> dict[str, Any]:
     """One rank and its saver are lost during the second save; the others go on to a third."""
-    found: dict[str, Any] = {"errors": [], "blocked_s": []}
+    found: dict[str, Any] = {"errors": [], "done": []}
     net, step = model(), 1
     with Checkpointer(f"{folder}/{how}", run=RUN, commit_timeout_s=commit_timeout_s) as checkpointer:
         checkpointer.save(net, None, step, position=dist.get_rank())
@@ -72,9 +71,8 @@ def save(folder: str, lost: int, how: str, commit_timeout_s: float) -> dict[str,
                 (Path(folder) / f"saver-{how}").write_text(str(checkpointer.saver_pid))
                 os.kill(checkpointer.saver_pid, getattr(signal, how))
                 os.kill(os.getpid(), getattr(signal, how))
-            started = time.monotonic()
             handle = checkpointer.save_async(net, None, step, position=dist.get_rank())
-            found["blocked_s"].append(time.monotonic() - started)
+            found["done"].append(handle.done())
             try:
                 handle.result(60)
             except CkptError as error:
@@ -83,17 +81,15 @@ def save(folder: str, lost: int, how: str, commit_timeout_s: float) -> dict[str,
 
 
 class Loss:
-    """The loss of this rank, and when it was: other processes read the same clock."""
+    """The loss of this rank."""
 
-    def __init__(self, place: Path, how: str) -> None:
-        self._place = place
+    def __init__(self, how: str) -> None:
         self._how = how
         self._lock = threading.Lock()
 
     def happen(self, *_: object, **__: object) -> None:
         """Now. The first thread that comes here takes the others with it."""
         self._lock.acquire()
-        self._place.write_text(str(time.monotonic()))
         os.kill(os.getpid(), getattr(signal, self._how))
 
     def happens_in(self, phase: str) -> None:
@@ -104,10 +100,6 @@ class Loss:
             "placing": lambda: setattr(Destinations, "place", self.happen),
         }
         where[phase]()
-
-    def seconds_ago(self) -> float:
-        """How long it is ago."""
-        return time.monotonic() - float(self._place.read_text())
 
     def _when_fetching(self) -> None:
         for module in (reading, sharing):

@@ -82,7 +82,6 @@ def test_lost_in_a_restore(lost: Lost, rank: int, how: str, phase: str, replica_
     results = lost.outcomes[rank, how, phase, replica_reads].result()
     for result in (result for other, result in enumerate(results) if other != rank):
         assert f"rank {rank} of 3 gave no sign of life" in result["said"]
-        assert result["seconds"] < _TIMEOUT_S
         assert result["threads"] == []
 
 
@@ -96,7 +95,6 @@ def test_missing_at_the_first_save(lost: Lost) -> None:
     results = lost.outcomes["first"].result()
     for result in (results[0], results[2]):
         assert "rank 1 of 3 gave no sign of life" in result["said"]
-        assert result["seconds"] < _TIMEOUT_S
     assert list(lost.store("first-save").list("")) == []
 
 
@@ -106,7 +104,7 @@ def test_lost_in_a_save(lost: Lost, how: str) -> None:
     results = lost.outcomes[how].result()
     for result in results[:2]:
         assert [code for code, _ in result["errors"]] == ["receipts_missing"] * 2
-        assert max(result["blocked_s"]) < _COMMIT_TIMEOUT_S / 2
+        assert result["done"] == [False, False], "save_async waited for the lost rank"
     assert "ranks [2] of 3 did not finish attempt 000000000002-" in results[0]["errors"][0][1]
 
     store, clock = lost.store(how), MovableClock()

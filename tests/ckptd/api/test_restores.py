@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,12 +96,6 @@ def _connections(daemon: Daemon) -> int:
     port = int(daemon.url.rpartition(":")[2])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(int(row[1].split(":")[1], 16) == port and row[3] == "01" for row in rows)
-
-
-def _timed(action: Callable[[], object]) -> float:
-    began = time.monotonic()
-    action()
-    return time.monotonic() - began
 
 
 def test_all_ranks_get_the_same_checkpoint_and_one_lease(store: Store, daemon: Daemon, run: str) -> None:
@@ -200,15 +194,15 @@ def test_a_wait_ends_when_the_last_rank_is_restored(
     assert (session.state, session.num_joined, session.done_bytes) == (RestoreState.RESTORED, 3, 30)
     assert (session.expires_at, session.ended_at is not None, session.problem) == (None, True, "")
     assert client.cancel_restore(id).state is RestoreState.RESTORED
-    assert _timed(lambda: client.restore_session(id, wait_s=55)) < 30
+    assert daemon.get(f"{bodies.RESTORES}/{id}?wait=55", timeout=50).json()["state"] == "restored"
 
 
 def test_a_wait_ends_when_its_time_is_up(store: Store, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
     session = client.join_restore(run, "k", 2, 0)
-    answers = []
-    assert 0.5 <= _timed(lambda: answers.append(client.restore_session(session.id, wait_s=0.5))) < 10
-    assert answers[0].state is RestoreState.RESTORING
+    began = time.monotonic()
+    assert client.restore_session(session.id, wait_s=0.5).state is RestoreState.RESTORING
+    assert time.monotonic() - began >= 0.5
 
 
 def test_many_that_wait_hold_up_nobody(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:

