@@ -1,5 +1,5 @@
-"""The dashboard: pages for people, drawn by the daemon. They show, and change nothing.
+"""The dashboard: read-only HTML pages that the daemon renders.
 
-`routes` answers requests, with what the services say; the views (runs, checkpoints, restores, treemap, charts) are pure
-functions from that to what the templates show.
+`routes` answers requests with data from the services; the views (runs, contents, restores, treemap, charts) are pure
+functions from that data to the values that the templates show.
 """

@@ -1,4 +1,4 @@
-"""Geometry of the charts: from numbers to points, bars and ticks, in units of the drawing. Pure; templates draw it."""
+"""Chart geometry: numbers to points, bars and ticks, in SVG units. Pure; the templates draw them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _FARTHEST = 1e300
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value to be drawn."""
+    """One value of a chart."""
 
     x: float
     y: float
     title: str
     kind: str = ""
-    """Chooses its colour."""
+    """Selects the color."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A mark on an axis."""
+    """A tick of an axis."""
 
     at: float
     label: str
@@ -52,9 +52,9 @@ class Plot:
     right: int
     top: int
     bottom: int
-    """The last four: edges of the plane."""
+    """The last four: edges of the plot area."""
     line: str
-    """For the points of a polyline."""
+    """The points of the polyline."""
     marks: tuple[ChartMark, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
@@ -62,19 +62,19 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The values of some neighbours: their mean, and the largest one."""
+    """The mean and the maximum of adjacent values."""
 
     x: float
     width: float
     mean: float
-    """Height; bars stand on the bottom."""
+    """Height from the bottom."""
     largest: float
     title: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Many values side by side, neighbours joined where there is no room for each."""
+    """A bar chart; adjacent values share a bar if there are too many."""
 
     width: int
     height: int
@@ -88,7 +88,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One square of a grid; stands for one thing or for some neighbours."""
+    """One square of a grid, for one item or several adjacent ones."""
 
     x: float
     y: float
@@ -123,9 +123,9 @@ def sparkline(values: Iterable[float], width: int = 120, height: int = 24) -> st
 
 
 def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width: int = 860, height: int = 260) -> Plot:
-    """The finite ones of the points, by rising x; of very many, an even choice that has the first and the last.
+    """A plot of the finite points, by ascending x. Very many points are thinned out evenly; the first and last stay.
 
-    write: from a y to the text beside its axis.
+    write: formats a y value for its axis.
     """
     finite = (p for p in points if isfinite(p.x) and isfinite(p.y))
     known = sorted((replace(p, x=_drawable(p.x), y=_drawable(p.y)) for p in finite), key=lambda p: p.x)
@@ -156,14 +156,14 @@ def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width
 
 
 def _drawable(value: float) -> float:
-    """Near enough to zero for differences to be finite."""
+    """The value, clamped so that differences stay finite."""
     return max(-_FARTHEST, min(_FARTHEST, value))
 
 
 def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: int = 860, height: int = 180) -> Bars:
-    """A bar for each value, or for so many neighbours that there are at most 128 bars.
+    """A bar for each value, or for groups of adjacent values, so that there are at most 128 bars.
 
-    name: of what a value belongs to; the first is number 0. write: from a value to its text.
+    name: of the item that a value belongs to; items are numbered from 0. write: formats a value.
     """
     left, bottom, top = 74, height - 26, 10
     group = -(-len(values) // 128) or 1
@@ -201,13 +201,13 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Where a value lies between two others, from 0 to 1; halved, because a difference can overflow."""
+    """Position of a value between two others, from 0 to 1. Operands are halved, because a difference can overflow."""
     span = high / 2 - low / 2
     return (value / 2 - low / 2) / span if span > 0 else 0.5
 
 
 def _ticks(values: Sequence[float], count: int) -> list[float]:
-    """What to write at an axis of these values."""
+    """The ticks for an axis of these values."""
     if not values or min(values) == max(values):
         return list(values[:1])
     found = _round_numbers(min(values), max(values), count)
@@ -216,7 +216,7 @@ def _ticks(values: Sequence[float], count: int) -> list[float]:
 
 
 def _round_numbers(low: float, high: float, count: int) -> list[float]:
-    """About so many round numbers between two others."""
+    """About `count` round numbers between two others."""
     rough = (high / 2 - low / 2) / count * 2
     if not isfinite(rough) or rough < 1e-300 or rough > 1e300:
         return [low, high]

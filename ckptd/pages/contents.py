@@ -1,4 +1,4 @@
-"""Views of what is inside a checkpoint: who wrote how much, and which entries take the room. Pure."""
+"""Views of the contents of a checkpoint: bytes by rank, and sizes of entries. Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ItemRow:
     num_entries: int
     raw_bytes: int
     kind: int | None
-    """Its colour in the treemap."""
+    """Its color in the treemap."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentsView:
-    """What the manifest of a checkpoint tells."""
+    """The contents of a checkpoint, from its manifest."""
 
     map: Bars
     """Stored bytes by rank."""
@@ -39,12 +39,12 @@ class ContentsView:
     boxes: tuple[Rect, ...]
     items: tuple[ItemRow, ...]
     entries: tuple[EntryBody, ...]
-    """The largest."""
+    """The largest entries."""
     num_entries: int
 
 
 def contents_view(world_size: int, shards: Sequence[ShardBody], entries: Sequence[EntryBody]) -> ContentsView:
-    """What is drawn of a checkpoint. entries: all of them."""
+    """The view of a checkpoint. entries: all of them."""
     written = [0] * world_size
     for shard in shards:
         if shard.rank < world_size:

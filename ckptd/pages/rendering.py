@@ -1,4 +1,4 @@
-"""Templates to pages. Whatever is put into a template is escaped."""
+"""Renders templates as pages. All values are escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEVER_KEPT = {"Cache-Control": "no-store"}
 def _moment(epoch: float) -> str:
     try:
         return human.moment(epoch)
-    except (OverflowError, ValueError, OSError):  # a store can claim any moment
+    except (OverflowError, ValueError, OSError):  # times from a store are arbitrary
         return "unknown time"
 
 
@@ -44,5 +44,5 @@ _TEMPLATES = _environment()
 
 
 def page(template: str, status: int = 200, /, **values: Any) -> HTMLResponse:
-    """A page; no browser and no proxy keeps it."""
+    """A page; browsers and proxies do not cache it."""
     return HTMLResponse(_TEMPLATES.get_template(template).render(values), status, _NEVER_KEPT)

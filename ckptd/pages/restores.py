@@ -1,4 +1,4 @@
-"""Views of restore sessions: how far they are, who is behind. Pure."""
+"""Views of restore sessions: progress and stragglers. Pure."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class SessionView:
     done: float
     """From 0 to 1."""
     took_s: float
-    """So far, or until it ended."""
+    """Until now, or until it ended."""
     width: float
     height: float
     cells: tuple[Cell, ...]
     joined_cells: int
-    """How many ranks a cell stands for."""
+    """Number of ranks per cell."""
     phases: tuple[tuple[str, int], ...]
     rows: tuple[RankRow, ...]
-    """Those behind and the least advanced first."""
+    """Stragglers and the least advanced ranks first."""
     num_hidden: int
 
 
@@ -82,7 +82,7 @@ def session_view(view: RestoreView, now: float) -> SessionView:
 
 
 def _cell(at: int, span: range, known: dict[int, RankProgress]) -> Cell:
-    """A cell is of the kind of its least advanced rank."""
+    """A cell, of the kind of its least advanced rank."""
     ranks = [known.get(rank) for rank in span]
     done = sum(fraction(progress) for progress in ranks if progress is not None) / len(span)
     joined = [progress for progress in ranks if progress is not None]

@@ -1,4 +1,4 @@
-"""The pages: each asks the services, makes a view, and fills a template. None of them changes anything."""
+"""The pages: each queries the services, builds a view, and renders a template. All of them are read-only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckptstore.errors import CkptError, Damaged, InvalidRequest, NoCheckpoint, U
 from ckptstore.names import MAX_STEP, Reference, check_run
 
 MOST_CHECKPOINTS = 5_000
-"""Of one run, on its page."""
+"""Maximum number of checkpoints on the page of a run."""
 _RUNS_A_PAGE = 50
 _RECENT = 40
 _RESTORES = 100
@@ -44,23 +44,23 @@ router = APIRouter(include_in_schema=False)
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """Who looks."""
+    """The user who views a page."""
 
     caller: Caller
     now: float
     csrf: str
-    """What its forms must carry."""
+    """The CSRF token for the forms."""
     logged_in: bool
-    """By a form, and not by a header."""
+    """Logged in by the form instead of by a header."""
 
     @property
     def name(self) -> str:
-        """Of the token."""
+        """The name of the token."""
         return self.caller.name
 
     @property
     def pages(self) -> tuple[str, ...]:
-        """Those that concern all runs are not for callers bound to some."""
+        """Pages in the navigation. Pages about all runs are hidden from callers that are bound to some."""
         everybody = ("/", "/attempts", "/restores")
         return everybody if self.caller.bound else (*everybody, "/jobs", "/store")
 
@@ -116,7 +116,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     asked = _asked(request)
     checkpoints = await ctx.threads.index(_newest, ctx, run, MOST_CHECKPOINTS)
     if not checkpoints:
-        raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be under way: see the uploads")
+        raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
     kept: Kept | None = await _soon(ctx, ctx.services.keeping.of_run, run)
     previewed = asked.policy
     view = run_view(
@@ -142,7 +142,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
 
 @router.get("/checkpoints/{id}")
 async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
-    """One checkpoint and what is inside it."""
+    """One checkpoint and its contents."""
     found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
     kept: Kept | None = await _soon(ctx, ctx.services.keeping.of_run, found.run)
     contents, unread = await _contents(ctx, found)
@@ -207,13 +207,13 @@ async def job(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Respons
 
 @router.get("/store")
 async def store(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
-    """The store, as the daemon sees it."""
+    """The state of the store."""
     return _store_page(request, ctx, visitor, None)
 
 
 @router.post("/store")
 async def probe(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
-    """Examine the store with a few small objects; they are gone when the page comes."""
+    """Check the store with a few small objects, which are deleted before the page is returned."""
     await read_form(request)
     async with ctx.locks.of("probe"):
         return _store_page(request, ctx, visitor, await ctx.threads.store(ctx.services.probe))
@@ -231,7 +231,7 @@ def _store_page(request: Request, ctx: Context, visitor: Visitor, probe: StoreRe
 
 
 def _frame(request: Request, visitor: Visitor, live_s: int = 0) -> dict[str, Any]:
-    """What every page shows. live_s: how often it looks for news; 0: never."""
+    """The values that every page shows. live_s: refresh interval in seconds; 0: no refresh."""
     return {"visitor": visitor, "now": visitor.now, "here": request.url.path, "live_s": live_s}
 
 
@@ -241,7 +241,7 @@ def _health(ctx: Context) -> dict[str, Any]:
 
 
 async def _soon(ctx: Context, work: Callable[..., _T], *args: Any) -> _T | None:
-    """What a store says that answers soon; None from one that does not, so that the rest of the page is shown."""
+    """The result of a call to the store; None if the store is slow, so that the rest of the page is shown."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
             return await ctx.threads.store(work, *args)
@@ -256,14 +256,14 @@ async def _uploads(ctx: Context) -> list[str] | None:
 
 
 async def _restoring(ctx: Context, caller: Caller) -> list[str]:
-    """The run of each restore under way."""
+    """The run of each restore in progress."""
     found = await ctx.threads.index(ctx.services.restores.newest, None, _RESTORES)
     live = (view.restore for view in found if view.restore.state is RestoreState.RESTORING)
     return [restore.run for restore in live if caller.sees(restore.run)]
 
 
 async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | None, str]:
-    """What the manifest tells, or why it tells nothing."""
+    """The contents of a checkpoint, or the reason why they are not shown."""
     if found.num_entries > _MAX_ENTRIES:
         return None, f"{found.num_entries:,} entries are too many to draw: ckptctl show {found.id}"
     exact = Reference(found.run, found.step, found.attempt.ulid)
@@ -276,18 +276,18 @@ async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | Non
     try:
         return await ctx.threads.store(look), ""
     except CkptError as error:
-        return None, f"What is inside cannot be shown: {error.message}"
+        return None, f"The contents cannot be shown: {error.message}"
 
 
 def _newest(ctx: Context, run: str, limit: int) -> list[Checkpoint]:
-    """Of a run, by falling step. Raises InvalidName or NoCheckpoint."""
+    """The checkpoints of a run, newest step first. Raises InvalidName or NoCheckpoint."""
     return ctx.services.catalog.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
 
 
 def _asked(request: Request) -> Asked:
     state = request.query_params.get("state", "")
     if state and state not in tuple(State):
-        raise InvalidRequest(f"{state[:40]!r} is no state of a checkpoint", f"Use one of {', '.join(State)}")
+        raise InvalidRequest(f"{state[:40]!r} is not a state of a checkpoint", f"Use one of {', '.join(State)}")
     return Asked(
         metric=request.query_params.get("metric", "")[:400],
         state=State(state) if state else None,

@@ -1,4 +1,4 @@
-"""Views of runs: all of them, and one with its checkpoints. Pure."""
+"""Views of the list of runs, and of one run with its checkpoints. Pure."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _METRICS_IN_A_ROW = 2
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run in the list of all."""
+    """A run in the list."""
 
     summary: RunSummary
     age_s: float | None
-    """Since its newest checkpoint was committed; None: it has none."""
+    """Age of its newest checkpoint; None if it has none."""
     trend: str
     """Points of a polyline."""
     trend_of: str
     num_uploads: int | None
-    """None: not known."""
+    """None if unknown."""
     num_restores: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a visitor of a run's page chose."""
+    """The query of a run's page."""
 
     metric: str = ""
     state: State | None = None
@@ -51,22 +51,22 @@ class Asked:
     max_step: int | None = None
     page: int = 1
     keep: int | None = None
-    """Preview of a prune: keep so many."""
+    """Preview of a prune: number of newest checkpoints to keep."""
     every: int | None = None
-    """And every so many steps."""
+    """Step interval of checkpoints to keep."""
     best: str = ""
-    """And the best by a metric: METRIC:min:N."""
+    """The best by a metric: METRIC:min:N or METRIC:max:N."""
 
     @property
     def policy(self) -> Policy | None:
-        """What the preview is of; None: there is none. Raises InvalidPolicy."""
+        """The policy to preview; None without a preview. Raises InvalidPolicy."""
         if not (self.keep or self.every or self.best):
             return None
         best = (Best.parse(self.best),) if self.best else ()
         return Policy(keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best)
 
     def link(self, **changed: object) -> str:
-        """The query that asks for the same, but for some of it."""
+        """A query string like this one, with some values changed."""
         asked = replace(self, **changed)  # type: ignore[arg-type]
         chosen = {
             "metric": asked.metric,
@@ -88,17 +88,17 @@ class CheckpointRow:
     checkpoint: Checkpoint
     age_s: float
     reasons: tuple[str, ...] | None
-    """Why it stays; none: the policy lets it go; None: not known."""
+    """The reasons to keep it; empty if the policy does not keep it; None if unknown."""
     goes: bool
-    """The preview removes it."""
+    """Whether the preview removes it."""
     metrics: tuple[tuple[str, float], ...]
-    """Some of them, without the one that is plotted."""
+    """Some of its metrics, without the plotted one."""
     num_more: int
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a prune would do."""
+    """The effect of a prune."""
 
     rules: str
     """As options of ckptctl prune."""
@@ -114,7 +114,7 @@ class RunView:
     run: str
     asked: Asked
     total: int
-    """Checkpoints that were looked at."""
+    """Number of checkpoints read."""
     stored_bytes: int
     num_matching: int
     num_pages: int
@@ -123,7 +123,7 @@ class RunView:
     states: tuple[tuple[State, int], ...]
     metrics: tuple[str, ...]
     plots_metric: bool
-    """And not one of our own figures."""
+    """Whether the plot shows a metric, not a size or duration."""
     chart: Plot | None
     rows: tuple[CheckpointRow, ...]
     preview: Preview | None
@@ -132,7 +132,7 @@ class RunView:
 def run_row(
     summary: RunSummary, recent: Sequence[Checkpoint], num_uploads: int | None, num_restores: int, now: float
 ) -> RunRow:
-    """A run with what its newest checkpoints tell. recent: by falling step."""
+    """A run with data of its newest checkpoints. recent: newest step first."""
     known = [c for c in reversed(recent) if c.state is State.COMMITTED]
     metric = _main_metric(known)
     values = [_value(c, metric) for c in known]
@@ -148,7 +148,7 @@ def run_view(
     asked: Asked,
     now: float,
 ) -> RunView:
-    """One run. checkpoints: by falling step. pruned: what the previewed prune says of them."""
+    """One run. checkpoints: newest step first. pruned: the decisions of the previewed prune."""
     metrics = _metrics(checkpoints)
     if asked.metric not in metrics:
         asked = replace(asked, metric=_main_metric(checkpoints))
@@ -209,14 +209,14 @@ def _matches(checkpoint: Checkpoint, asked: Asked) -> bool:
 
 
 def _metrics(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
-    """What can be plotted: the metrics that occur, the most frequent first if there are many, and our own figures."""
+    """The choices of the plot: metrics, most frequent first if there are many, then sizes and durations."""
     counts = Counter(name for c in checkpoints for name in c.metrics if name not in _WRITERS)
     names = sorted(name for name, _ in counts.most_common(_METRICS_SHOWN))
     return (*names, SAVE_SECONDS, SIZE)
 
 
 def _main_metric(checkpoints: Sequence[Checkpoint]) -> str:
-    """The metric that most checkpoints have; without any, how long saves took."""
+    """The metric that most checkpoints have; without metrics, the duration of saves."""
     counts = Counter(name for c in checkpoints for name in c.metrics)
     return min(counts, key=lambda name: (-counts[name], "loss" not in name, name), default=SAVE_SECONDS)
 

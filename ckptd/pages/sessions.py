@@ -1,7 +1,7 @@
-"""Around the pages: logins, forms, static files, and errors that people can read.
+"""Middleware of the pages: logins, forms, static files, and error pages.
 
-A session's cookie counts on pages only: there it becomes the token that it stands for, and everything behind, from the
-rules of access to the run globs of tokens, is as with any other client. The API never sees a cookie.
+Session cookies are valid on pages only. There the session's token is put into the request, so that access rules and run
+globs apply as for any other client. The API ignores cookies.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class PageSessions:
-    """Stands outside authentication."""
+    """Runs before the authentication middleware."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens | None, metrics: Metrics, clock: Clock) -> None:
-        """tokens: None where no token is asked for."""
+        """tokens: None if authentication is off."""
         self._app = app
         self._tokens = tokens
         self._failures = metrics.auth_failures
@@ -116,7 +116,7 @@ def _ours(path: str) -> bool:
 
 
 def _present(token: str, scope: Scope) -> None:
-    """Make the session's token the one that the request carries."""
+    """Replace the Authorization header by the session's token."""
     others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
     scope["headers"] = [*others, (b"authorization", f"Bearer {token}".encode("latin-1", "replace"))]
 
@@ -127,7 +127,7 @@ def _form_secret(request: Request) -> str:
 
 
 def _telling(request: Request, secret: str, send: Send) -> Send:
-    """Tell the browser what its forms must carry, if it does not know yet."""
+    """Set the CSRF cookie if the browser does not have it."""
     if request.cookies.get(_FORM) == secret:
         return send
 
@@ -141,7 +141,7 @@ def _telling(request: Request, secret: str, send: Send) -> Send:
 
 
 def _here(request: Request) -> str:
-    """Where to go on after the login: what was asked for, if it can be asked for again."""
+    """The page to show after the login: the requested one, if it can be requested again."""
     if request.method != "GET":
         return "/"
     query = f"?{request.url.query}" if request.url.query else ""
@@ -149,14 +149,14 @@ def _here(request: Request) -> str:
 
 
 def _local_path(wanted: str) -> str:
-    """A page of ours; anything else becomes the first page."""
+    """The path, if it is a page of this daemon; otherwise the start page."""
     path = wanted.partition("?")[0]
     safe = len(wanted) <= _MAX_NEXT and wanted.isascii() and wanted.isprintable() and "\\" not in wanted
     return wanted if safe and _PAGE.fullmatch(path) else "/"
 
 
 def _login_page(request: Request, following: str, problem: str = "", status: int = 200) -> Response:
-    # A link on another site comes without our cookie, although its visitor may be logged in.
+    # Links on other sites are followed without the SameSite cookie, even if the user is logged in.
     strange = Headers(scope=request.scope).get("sec-fetch-site") == "cross-site"
     return page(
         "login.html",
@@ -198,14 +198,14 @@ class _Session:
 
 
 class Sessions:
-    """For one event loop. The token itself is kept, so that one which is revoked ends its sessions at once."""
+    """Sessions in memory, for one event loop. They hold the token itself, so that revoking it ends them at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     def begin(self, secret: str) -> str:
-        """The id of a new session of somebody who has shown his token."""
+        """Start a session for a valid token; returns its id."""
         id = secrets.token_urlsafe(32)
         self._sessions[id] = _Session(secret, self._clock() + LIFETIME_S)
         while len(self._sessions) > _MAX_SESSIONS:
@@ -213,7 +213,7 @@ class Sessions:
         return id
 
     def secret_of(self, id: str) -> str | None:
-        """The token that a session stands for; None if there is no such session, or no longer."""
+        """The token of a session; None if the session is unknown or expired."""
         session = self._sessions.get(id)
         if session is None:
             return None
@@ -223,7 +223,7 @@ class Sessions:
         return session.secret
 
     def end(self, id: str) -> None:
-        """Forget a session; one that is gone already is fine."""
+        """End a session; unknown ids are ignored."""
         self._sessions.pop(id, None)
 
 
@@ -233,10 +233,10 @@ _FILES = {name: (files("ckptd.pages") / "static" / name).read_bytes() for name i
 
 
 def static_response(request: Request) -> Response:
-    """One of the files; browsers ask each time whether theirs is still the same."""
+    """A static file; browsers revalidate it on each use."""
     name = request.url.path.removeprefix(PREFIX)
     if name not in _FILES:
-        return PlainTextResponse("there is no such file\n", 404)
+        return PlainTextResponse("file not found\n", 404)
     headers = {"ETag": f'"{digest(_FILES[name])}"', "Cache-Control": "no-cache"}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)

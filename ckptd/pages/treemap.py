@@ -1,6 +1,6 @@
 """A treemap of the entries of a checkpoint: areas are bytes, grouped by item and by the path of the module. Pure.
 
-However many entries there are, few hundred boxes are drawn: what would be too small to see is folded into one box.
+At most a few hundred boxes are drawn: entries that are too small to see are folded into one box.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _DIGITS = re.compile(r"([0-9]+)")
 _MIN_AREA = 500.0
 """Smaller boxes are folded."""
 _GROUP_AREA = 9_000.0
-"""A box of at least this area shows what is in it."""
+"""A box of at least this area shows its children."""
 _HEADER = 17.0
 _GAP = 1.5
 _MAX_DEPTH = 4
@@ -23,13 +23,13 @@ _MAX_PARTS = 8
 _MAX_BOXES = 400
 _CHARACTER = 7.2
 _MIN_CHARACTERS = 6
-"""Of a name that is cut off."""
+"""Minimum length of a truncated name."""
 _NUM_KINDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Where a box lies."""
+    """Position and size of a box."""
 
     x: float
     y: float
@@ -39,18 +39,18 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """One box of the drawing. Those that hold others come before them."""
+    """One box of the drawing. Groups come before their children."""
 
     area: Area
     label: str
-    """What fits into it; may be empty."""
+    """The label that fits into it; may be empty."""
     path: str
     num_entries: int
     bytes: int
     kind: int
-    """Of the item that it belongs to: a colour."""
+    """The color of its item."""
     group: bool
-    """It holds others."""
+    """Whether it contains other boxes."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ def treemap(sizes: Mapping[str, int], width: float = 860, height: float = 420) -
 
 
 def squarified(sizes: Sequence[float], area: Area) -> list[Area]:
-    """Rectangles of these sizes that fill the area, each as square as it gets; sizes fall and are positive."""
+    """Rectangles that fill the area, as square as possible. sizes: positive, in descending order."""
     scale = area.width * area.height / (sum(sizes) or 1)
     scaled = [size * scale for size in sizes]
     found: list[Area] = []
@@ -89,7 +89,7 @@ def squarified(sizes: Sequence[float], area: Area) -> list[Area]:
 
 
 def _worst(row: Sequence[float], side: float) -> float:
-    """The aspect ratio of the least square rectangle of a row."""
+    """The worst aspect ratio in a row."""
     total = sum(row)
     if not total or not side:
         return float("inf")
@@ -97,7 +97,7 @@ def _worst(row: Sequence[float], side: float) -> float:
 
 
 def _row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
-    """A row along the shorter side, and the area that is left."""
+    """A row along the shorter side, and the remaining area."""
     total = sum(row)
     found = []
     if area.width >= area.height:
@@ -143,7 +143,7 @@ def _draw(node: _TreeNode, area: Area, kind: int, depth: int, boxes: list[Rect])
 
 
 def _without_single_children(node: _TreeNode) -> _TreeNode:
-    """A chain of modules that hold nothing but one another is one box."""
+    """Merge chains of modules that have a single child."""
     while len(node.children) == 1:
         (child,) = node.children.values()
         if not child.children:
@@ -153,7 +153,7 @@ def _without_single_children(node: _TreeNode) -> _TreeNode:
 
 
 def _folded(node: _TreeNode, room: float) -> list[_TreeNode]:
-    """The children by falling size; those that would be too small to see are one, which comes last."""
+    """The children, largest first; those that are too small to see are folded into one, which comes last."""
     children = sorted(node.children.values(), key=lambda child: (-child.bytes, _natural(child.name)))
     least = node.bytes * _MIN_AREA / room if room else 0
     large = [child for child in children if child.bytes >= least]
@@ -177,7 +177,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _fitting(name: str, area: Area) -> str:
-    """As much of a name as there is room for in a line."""
+    """The name, truncated to fit one line of the area."""
     most = int((area.width - 8) / _CHARACTER)
     if area.height < _HEADER or most < min(len(name), _MIN_CHARACTERS):
         return ""
