@@ -1,1 +1,1 @@
-"""What the daemon and its clients say to each other over HTTP. Needs neither torch nor a web framework."""
+"""The HTTP API of the daemon: bodies and client. Needs neither torch nor a web framework."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
 
 PATIENCE_S = 60.0
-"""How long requests to a daemon that does not answer are repeated: longer than its restart takes."""
+"""How long requests are retried if the daemon does not respond: longer than its restart takes."""
 ANSWER_S = 20.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
@@ -26,7 +26,7 @@ _LONGEST_PAUSE_S = 5.0
 class DaemonArbiter:
     """The database of the daemon at `url`, which must serve the same store.
 
-    Asked again, for as long as `patience_s`, when it does not answer; a proposal may be repeated.
+    Requests are retried for `patience_s` if the daemon does not respond; proposals are idempotent.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class DaemonArbiter:
         self._answer_s = answer_s
 
     def decide(self, key: str, proposal: bytes) -> bytes:
-        """Raises DaemonUnavailable, IndexUnavailable or StoreUnavailable when nothing could be learned; Denied."""
-        # Imported late: most stores need no arbiter, and then no HTTP client.
+        """Raises DaemonUnavailable, IndexUnavailable or StoreUnavailable if the decision is unknown; Denied."""
+        # Imported late: most stores need no arbiter, and so no HTTP client.
         import httpx
 
         from ckptapi.client import DaemonClient
@@ -50,8 +50,8 @@ class DaemonArbiter:
             decided = self._ask(client, key, proposal)
         if self._stored(key) != decided:
             raise StoreUnsafe(
-                f"ckptd at {self._url} decided about {key}, and {self._store.url} does not say so",
-                "Does it serve the same store? Otherwise the checkpoint was deleted just now",
+                f"ckptd at {self._url} decided about {key}, but {self._store.url} does not have the decision",
+                "Check that it serves the same store. If so, the checkpoint was deleted just now",
             )
         return decided
 
@@ -62,7 +62,7 @@ class DaemonArbiter:
             try:
                 return client.decide(run, attempt, proposal, tombstone)
             except Unavailable:
-                # What the daemon has written is decided, even if its answer was lost.
+                # A decision that is in the store counts, even if the response was lost.
                 if (stored := self._stored(key)) is not None:
                     return stored
                 raise
@@ -83,11 +83,12 @@ def arbitrated(store: Store, daemon: str | None, token: str | None) -> Arbitrate
 
 
 def _subject(key: str) -> tuple[str, Attempt, str | None]:
-    """Run, attempt and tombstone that a decision is about."""
+    """Run, attempt and tombstone of a decision."""
     try:
         attempt, tombstone = names.attempt_and_name(key)
     except InvalidName as error:
         raise StoreUnsafe(
-            f"{key} cannot be decided from here: the store overwrites on create", "Have the daemon do it"
+            f"a client cannot decide {key}: the store overwrites on create",
+            "Run the operation through the daemon",
         ) from error
     return names.check_run(key.partition("/")[0]), attempt, tombstone or None

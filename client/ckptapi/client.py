@@ -1,4 +1,4 @@
-"""The HTTP client of ckptd: a Source, plus what only a daemon can do. One method per endpoint."""
+"""The HTTP client of ckptd: a Source, plus the operations that only a daemon offers. One method per endpoint."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ANSWER_S = 60.0
 
 
 class DaemonClient(Operations):
-    """A client of one daemon; use it from any thread, close it when done.
+    """A client of one daemon. Use it from any thread, and close it when done.
 
-    Every method raises DaemonUnavailable when no answer comes, or the error the daemon names.
+    Every method raises DaemonUnavailable if the daemon does not respond, or the error that it returned.
     """
 
     # Source
@@ -35,11 +35,11 @@ class DaemonClient(Operations):
         return [item.run for item in self.run_summaries()]
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
-        """All checkpoints of a run, by falling step; reads every page."""
+        """All checkpoints of a run, newest step first; reads every page."""
         return list(self._pages(run))
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
-        """What a restore tries in turn, by falling step; corrupt ones only to be reported."""
+        """The checkpoints that a restore tries, newest step first. Corrupt ones are included for the report only."""
         return (c for c in self._pages(run) if c.state is not State.SUPERSEDED)
 
     def latest(self, run: str | None = None) -> Checkpoint:
@@ -62,7 +62,7 @@ class DaemonClient(Operations):
         return self._request("GET", self._path(checkpoint.id, "receipts", str(rank))).content
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
-        """Read stored bytes of a shard, unchecked: a request for each read."""
+        """Read stored bytes of a shard, unchecked, with one request per read."""
         path = self._path(checkpoint.id, "shards", shard)
         return RangeReader(lambda offset, buffer: self._patiently(partial(self._read_shard, path, offset, buffer)))
 
@@ -80,26 +80,26 @@ class DaemonClient(Operations):
         except httpx.HTTPError as error:
             raise self._unavailable(error) from error
         if done != len(buffer):
-            raise CorruptObject(f"{self.url}{path} gave {done} bytes, {len(buffer)} were asked for")
+            raise CorruptObject(f"{self.url}{path} returned {done} bytes instead of {len(buffer)}")
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Protect a checkpoint from deletion for `ttl_s` seconds."""
         request = bodies.LeaseRequest(id=checkpoint.id, holder=holder, ttl_s=ttl_s)
-        # Asked again after a lost reply, a second lease is left to expire.
+        # A retry after a lost response may create a second lease, which expires by itself.
         return self._patiently(partial(self._json, "POST", bodies.LEASES, bodies.LeaseBody, body=request)).lease
 
     def release_lease(self, run: str, lease: str) -> None:
         """End a lease."""
         self._request("DELETE", f"{bodies.LEASES}/{quote(run, safe='')}/{quote(lease, safe='')}")
 
-    # What only a daemon does
+    # Operations that only a daemon offers
 
     def run_summaries(self) -> list[bodies.RunBody]:
         """All runs with their sizes and newest checkpoints."""
         return self._json("GET", bodies.RUNS, bodies.RunsBody).items
 
     def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> bodies.Page:
-        """One page of a listing, by run and falling step."""
+        """One page of a listing, by run, newest step first."""
         query: dict[str, str | int] = {"limit": limit}
         if run is not None:
             query["run"] = run
@@ -108,7 +108,7 @@ class DaemonClient(Operations):
         return self._json("GET", bodies.CHECKPOINTS, bodies.Page, params=query)
 
     def notify(self, run: str, attempt: Attempt) -> None:
-        """Tell the daemon that an attempt was committed; it checks for itself."""
+        """Notify the daemon of a committed attempt; it reads the outcome from the store."""
         self._request("POST", bodies.NOTIFY, body=bodies.NotifyRequest(run, str(attempt)))
 
     def prune(
@@ -120,9 +120,9 @@ class DaemonClient(Operations):
         grace_s: float | None = None,
         force: bool = False,
     ) -> bodies.PruneBody:
-        """Plan, and without dry_run execute, a prune of the runs that a glob names, or of all.
+        """Plan, and without dry_run execute, a prune of the runs that match a glob, or of all runs.
 
-        Without keep_last and rules, the policies in force say what stays. grace_s: for so long it can be taken back.
+        Without keep_last and rules, the policies in force apply. grace_s: time during which it can be undeleted.
         """
         request = bodies.PruneRequest(
             keep_last=keep_last, rules=rules, run=run, grace_s=grace_s, force=force, dry_run=dry_run
@@ -130,9 +130,9 @@ class DaemonClient(Operations):
         return self._json("POST", bodies.PRUNE, bodies.PruneBody, body=request, timeout=3600)
 
     def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
-        """Propose an outcome of an attempt, or the fate of a tombstone; returns what was proposed first, by anybody.
+        """Propose an outcome of an attempt, or the fate of a tombstone; returns the first proposal of any client.
 
-        For stores that overwrite on create (arbitration.py). What was decided is in the daemon's store on return.
+        For stores that overwrite on create. The decision is in the daemon's store on return.
         """
         request = bodies.DecisionRequest(run=run, attempt=str(attempt), tombstone=tombstone, proposal=proposal.decode())
         return self._json("POST", bodies.DECISIONS, bodies.DecisionBody, body=request).document.encode()
@@ -148,7 +148,7 @@ class DaemonClient(Operations):
         return self._json("GET", bodies.TOKENS, bodies.TokensBody).items
 
     def create_token(self, request: bodies.TokenRequest) -> bodies.NewTokenBody:
-        """Make a token; in force on return, and its secret is told this once."""
+        """Create a token; valid on return. The secret is returned this once."""
         return self._json("POST", bodies.TOKENS, bodies.NewTokenBody, body=request)
 
     def rotate_token(self, name: str, request: bodies.RotateRequest) -> bodies.NewTokenBody:
@@ -159,8 +159,8 @@ class DaemonClient(Operations):
         """Remove a token; the daemon refuses it on return."""
         self._request("DELETE", f"{bodies.TOKENS}/{quote(name, safe='')}")
 
-    # Restore sessions. Every call may be repeated: after a lost reply the second answer is as good as the first.
-    # An id that is none raises InvalidName.
+    # Restore sessions. Every call is idempotent and may be repeated after a lost response.
+    # A malformed id raises InvalidName.
 
     def join_restore(
         self,
@@ -171,11 +171,11 @@ class DaemonClient(Operations):
         checkpoint: str | None = None,
         ttl_s: float = bodies.SILENCE_S,
     ) -> bodies.RestoreBody:
-        """Join the restore that a job calls `key`; all ranks get the same checkpoint, held by a lease until the end.
+        """Join the restore that a job names `key`; all ranks get the same checkpoint, held by a lease until the end.
 
-        Who needs the checkpoint for longer takes a lease of its own before it reports that it is restored.
-        checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for so long ends the session.
-        Raises NoCheckpoint, RestoreEnded, or RestoreMismatch if the ranks do not ask for the same.
+        A rank that needs the checkpoint for longer takes its own lease before it reports that it is restored.
+        checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for this time ends the session.
+        Raises NoCheckpoint, RestoreEnded, or RestoreMismatch if the requests of the ranks differ.
         """
         request = bodies.RestoreRequest(
             run=run, key=key, world_size=world_size, rank=rank, checkpoint=checkpoint, ttl_s=ttl_s
@@ -185,26 +185,26 @@ class DaemonClient(Operations):
     def report_restore(
         self, id: str, rank: int, phase: bodies.Phase, done_bytes: int = 0, total_bytes: int = 0, problem: str = ""
     ) -> bodies.RestoreStatus:
-        """Say how far a rank is; the answer tells if the session has ended, and why. Raises NoRestore."""
+        """Report the progress of a rank; returns the state of the session, and why it ended. Raises NoRestore."""
         report = bodies.RankReport(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, problem=problem)
         return self._json("PUT", f"{_restore_path(id)}/ranks/{rank}", bodies.RestoreStatus, body=report)
 
     def restore_session(self, id: str, wait_s: float = 0, ranks: bool = True) -> bodies.RestoreBody:
-        """One session, when it has ended or `wait_s` (bodies.MAX_WAIT_S at most) is over. Raises NoRestore.
+        """One session. Returns when it has ended, or after `wait_s` (bodies.MAX_WAIT_S at most). Raises NoRestore.
 
-        ranks: list them and look for stragglers; for one or a few callers, not for each of thousands of ranks.
+        ranks: list them and detect stragglers; for a few callers, not for each of thousands of ranks.
         """
         query: dict[str, str | int] = {"wait": str(wait_s), "ranks": str(ranks).lower()}
         timeout = wait_s + _ANSWER_S
         return self._json("GET", _restore_path(id), bodies.RestoreBody, params=query, timeout=timeout)
 
     def restore_sessions(self, run: str | None = None, limit: int = 100) -> list[bodies.RestoreBody]:
-        """Sessions of one run or all, newest first, without their ranks."""
+        """Sessions of one run or all runs, newest first, without their ranks."""
         query: dict[str, str | int] = {"limit": limit} if run is None else {"limit": limit, "run": run}
         return self._json("GET", bodies.RESTORES, bodies.RestoresBody, params=query).items
 
     def cancel_restore(self, id: str) -> bodies.RestoreBody:
-        """End a session and release its lease; one that has ended stays as it is. Raises NoRestore."""
+        """End a session and release its lease. A session that has ended is not changed. Raises NoRestore."""
         return self._json("DELETE", _restore_path(id), bodies.RestoreBody)
 
     def _pages(self, run: str) -> Iterator[Checkpoint]:

@@ -1,4 +1,4 @@
-"""One daemon over HTTP: requests, answers, and errors that became one of ours."""
+"""The HTTP connection to a daemon: requests, responses, and errors as CkptError."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _T = TypeVar("_T")
 
 
 class Connection:
-    """Connections to one daemon; use it from any thread, close it when done.
+    """Connections to one daemon. Use it from any thread, and close it when done.
 
-    Every method raises DaemonUnavailable when no answer comes, or the error the daemon names.
+    Every method raises DaemonUnavailable if the daemon does not respond, or the error that it returned.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Connection:
         retries: int = _RETRIES,
         patience_s: float = 0.0,
     ) -> None:
-        """patience_s: for so long a read is asked again while no answer comes; a restarted daemon goes unnoticed."""
+        """patience_s: reads are retried for this time if the daemon does not respond, which hides its restart."""
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._patience_s = patience_s
@@ -54,7 +54,7 @@ class Connection:
         self._http.close()
 
     def read_past_caches(self) -> None:
-        """From now on be answered by the store itself, past the cache of the daemon and of any proxy."""
+        """Bypass the caches of the daemon and of proxies from now on."""
         self._http.headers["Cache-Control"] = "no-cache"
 
     def _json(self, method: str, path: str, kind: type[_B], **options: Any) -> _B:
@@ -63,7 +63,7 @@ class Connection:
             return decode_json(response.content, kind)
         except msgspec.DecodeError as error:
             raise DaemonUnavailable(
-                f"{self.url}{path} gave an answer that is not ckptd's: {error}", "Is this the daemon's URL?"
+                f"{self.url}{path} returned a response that is not from ckptd: {error}", "Is this the daemon's URL?"
             ) from error
 
     def _request(
@@ -78,7 +78,7 @@ class Connection:
         return self._patiently(once) if method == "GET" else once()
 
     def _patiently(self, ask: Callable[[], _T]) -> _T:
-        """The result of `ask`, retried with growing pauses while it is Unavailable, for at most `patience_s`."""
+        """The result of `ask`, retried with growing pauses on Unavailable, for at most `patience_s`."""
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self._patience_s)
         return retry(ask, Unavailable, waits, log_level=logging.WARNING)
 
@@ -112,12 +112,12 @@ class Connection:
         except msgspec.DecodeError:
             where = f"{response.request.method} {response.request.url}"
             return DaemonUnavailable(
-                f"{where} answered {response.status_code}", "Is this the daemon's URL, and is it healthy?"
+                f"{where} returned {response.status_code}", "Is this the daemon's URL, and is it healthy?"
             )
         return error_from_code(problem.code, problem.detail, problem.hint)
 
     def _unavailable(self, error: httpx.HTTPError) -> DaemonUnavailable:
         return DaemonUnavailable(
-            f"ckptd at {self.url} did not answer: {type(error).__name__}: {error}",
-            "Check that it runs and that the URL is right; saves and restores also work straight from the store",
+            f"ckptd at {self.url} did not respond: {type(error).__name__}: {error}",
+            "Check that it runs and that the URL is right. Saves and restores also work without it",
         )

@@ -1,4 +1,4 @@
-"""Where checkpoints are read from, by URL: a store, or a daemon that serves one."""
+"""Opens a source of checkpoints by URL: a store, or a daemon that serves one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def open_source(
 ) -> Source:
     """The daemon at an http(s):// URL, or the store at any other one.
 
-    patience_s: for so long a daemon that does not answer is asked again.
+    patience_s: requests are retried for this time if the daemon does not respond.
     """
     if url.startswith(("http://", "https://")):
-        # Trainers that read the store itself need no HTTP client.
+        # Imported late: trainers that read from the store do not need the HTTP client.
         from ckptapi.client import DaemonClient
 
         return DaemonClient(url, token, patience_s=patience_s)

@@ -1,4 +1,4 @@
-"""What operators ask a daemon: retention, events, jobs, live uploads, the probe."""
+"""Operator endpoints of a daemon: retention, events, jobs, live uploads, the probe."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ckptstore.names import Reference, check_pin, check_ulid
 from ckptstore.retention.deletion import Deleted
 
 _SILENCE_S = 60.0
-"""A stream of events says something every quarter of it."""
+"""Read timeout of an event stream; the daemon sends a comment every quarter of it."""
 
 
 class Operations(Connection):
     """A part of DaemonClient. One method per endpoint."""
 
-    # Retention. Who asks is named in the audit log by his token.
+    # Retention. The audit log records the name of the caller's token.
 
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
-        """Hide a checkpoint, for good after the grace; durable on return. Raises NoCheckpoint or CheckpointHeld."""
+        """Hide a checkpoint, delete it after the grace; durable on return. Raises NoCheckpoint or CheckpointHeld."""
         self._request("DELETE", _path(checkpoint), params={"grace_s": str(grace_s), "reason": reason})
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
-        """Take a deletion back; listed, and pinned as `undeleted`, on return. Raises NoCheckpoint or SweepBegun."""
+        """Undo a deletion; listed, and pinned as `undeleted`, on return. Raises NoCheckpoint or SweepBegun."""
         path = f"{bodies.CHECKPOINTS}/{quote(str(reference), safe='@')}/undelete"
         return self._json("POST", path, bodies.CheckpointBody, body=bodies.UndeleteRequest(reason)).checkpoint()
 
     def deleted(self, run: str) -> list[Deleted]:
-        """Checkpoints of a run that are hidden and can be taken back, by falling step."""
+        """Deleted checkpoints of a run that can be undeleted, newest step first."""
         return self._json("GET", bodies.DELETED, bodies.DeletedListBody, params={"run": run}).items
 
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
@@ -47,7 +47,7 @@ class Operations(Connection):
         self._request("PUT", f"{_path(checkpoint)}/pins/{check_pin(name)}", params={"reason": reason})
 
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
-        """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
+        """Remove a pin; a missing pin is ignored. Raises InvalidName or NoCheckpoint."""
         self._request("DELETE", f"{_path(checkpoint)}/pins/{check_pin(name)}")
 
     def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
@@ -56,27 +56,27 @@ class Operations(Connection):
         return self._json("PATCH", _path(checkpoint), bodies.CheckpointBody, body=body).checkpoint()
 
     def pins(self, run: str) -> list[bodies.PinBody]:
-        """All pins of a run, by falling step."""
+        """All pins of a run, newest step first."""
         return self._json("GET", bodies.PINS, bodies.PinsBody, params={"run": run}).items
 
     def audit(self, run: str, limit: int = 100) -> list[bodies.AuditBody]:
-        """Who set out to do what to checkpoints of a run, the newest first; bodies.MAX_PAGE at most."""
+        """The audit log of a run, newest first; bodies.MAX_PAGE records at most."""
         query: dict[str, str | int] = {"run": run, "limit": limit}
         return self._json("GET", bodies.AUDIT, bodies.AuditListBody, params=query).items
 
     def policies(self) -> bodies.PoliciesBody:
-        """The policies in force; version 0: none were ever set."""
+        """The policies in force; version 0 if they were never set."""
         return self._json("GET", bodies.POLICIES, bodies.PoliciesBody)
 
     def policies_history(self, limit: int = 100) -> list[bodies.PoliciesBody]:
-        """The newest versions of the policies, the newest first; bodies.MAX_PAGE at most."""
+        """The versions of the policies, newest first; bodies.MAX_PAGE at most."""
         return self._json("GET", f"{bodies.POLICIES}/history", bodies.PoliciesListBody, params={"limit": limit}).items
 
     def change_policies(self, request: bodies.PoliciesRequest) -> bodies.PoliciesBody:
         """Put policies in force; durable on return. Raises InvalidPolicy or PoliciesChanged."""
         return self._json("PUT", bodies.POLICIES, bodies.PoliciesBody, body=request)
 
-    # What happens, and what is done for long
+    # Events and jobs
 
     def events(self, after: int = 0, run: str | None = None, limit: int = 100) -> bodies.EventsBody:
         """Events after an id, oldest first."""
@@ -84,10 +84,10 @@ class Operations(Connection):
         return self._json("GET", bodies.EVENTS, bodies.EventsBody, params=query)
 
     def event_stream(self, after: int | None = None, run: str | None = None) -> Iterator[bodies.EventBody]:
-        """Events as they happen, after an id or from now on; ends when the daemon leaves.
+        """Events as they happen, after an id or from now on; ends when the daemon shuts down.
 
-        The first one is of kind bodies.OPEN: its id is where the stream begins. One of kind bodies.GAP says that events
-        before the next one are not kept any more.
+        The first one is of kind bodies.OPEN: its id is the start of the stream. One of kind bodies.GAP means that
+        events before the next one were deleted.
         """
         headers = {"Accept": bodies.EVENT_STREAM} | ({"Last-Event-ID": str(after)} if after is not None else {})
         timeout = httpx.Timeout(_SILENCE_S, connect=5.0)
@@ -99,10 +99,10 @@ class Operations(Connection):
         except httpx.HTTPError as error:
             raise self._unavailable(error) from error
         except (msgspec.DecodeError, ValueError) as error:
-            raise DaemonUnavailable(f"{self.url} sent an event that is not ckptd's: {error}") from error
+            raise DaemonUnavailable(f"{self.url} sent an invalid event: {error}") from error
 
     def start_job(self, request: bodies.JobRequest) -> bodies.JobBody:
-        """Start a job; it is written down on return."""
+        """Start a job; recorded on return."""
         return self._json("POST", bodies.JOBS, bodies.JobBody, body=request)
 
     def jobs(self, limit: int = 100) -> list[bodies.JobBody]:
@@ -110,20 +110,20 @@ class Operations(Connection):
         return self._json("GET", bodies.JOBS, bodies.JobsBody, params={"limit": limit}).items
 
     def job(self, id: str) -> bodies.JobBody:
-        """One job, with the newest lines of its log. Raises InvalidName or NoJob."""
+        """One job, with the last lines of its log. Raises InvalidName or NoJob."""
         return self._json("GET", f"{bodies.JOBS}/{check_ulid(id)}", bodies.JobBody)
 
     def cancel_job(self, id: str) -> bodies.JobBody:
-        """Ask a job to end. Raises InvalidName or NoJob."""
+        """Cancel a job. Raises InvalidName or NoJob."""
         return self._json("DELETE", f"{bodies.JOBS}/{check_ulid(id)}", bodies.JobBody)
 
     def attempts(self, run: str | None = None) -> list[bodies.AttemptBody]:
-        """Live uploads of one run or all, oldest first."""
+        """Live uploads of one run or all runs, oldest first."""
         query = {"run": run} if run is not None else {}
         return self._json("GET", bodies.ATTEMPTS, bodies.AttemptsBody, params=query).items
 
     def probe(self) -> StoreReport:
-        """Let the daemon examine its store."""
+        """Run the daemon's check of its store."""
         return self._json("POST", bodies.PROBE, StoreReport, timeout=300)
 
     def shards(self, checkpoint: Checkpoint) -> list[bodies.ShardBody]:
@@ -131,7 +131,7 @@ class Operations(Connection):
         return self._json("GET", f"{_path(checkpoint)}/shards", bodies.ShardsBody).items
 
     def readiness(self) -> bodies.ReadinessBody:
-        """What the daemon needs, and whether it has it; also if it says that it is not ready."""
+        """The readiness of the daemon, also if it is not ready."""
         try:
             response = self._http.get("/readyz")
             return decode_json(response.content, bodies.ReadinessBody)
@@ -141,7 +141,7 @@ class Operations(Connection):
             raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
 
     def about(self) -> bodies.AboutBody:
-        """The daemon's version, and the moment by its clock as the answer left it."""
+        """The daemon's version, and its clock when it sent the response."""
         response = self._request("GET", "/openapi.json")
         try:
             document = msgspec.json.decode(response.content)
@@ -156,7 +156,7 @@ def _path(checkpoint: Checkpoint) -> str:
 
 
 def _parse(lines: Iterator[str]) -> Iterator[bodies.EventBody]:
-    """Server-sent events, as far as ckptd uses them."""
+    """Parse the subset of server-sent events that ckptd uses."""
     fields: dict[str, Any] = {}
     for line in lines:
         if line:

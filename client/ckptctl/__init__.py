@@ -1,1 +1,1 @@
-"""The command line: what operators ask of a store or of a daemon. Never loads torch or a web framework by itself."""
+"""The command line for operators of a store or a daemon. Loads neither torch nor a web framework by itself."""

@@ -1,4 +1,4 @@
-"""The program `ckptctl`: its global options, its commands, and how errors become exit codes."""
+"""The program `ckptctl`: global options, commands, and exit codes for errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Command(TyperCommand):
 app = typer.Typer(
     cls=_Program,
     name="ckptctl",
-    help="Look at, check, export and prune checkpoints: through a daemon (--url) or straight on a store (--store).\n\n"
+    help="List, verify, export and prune checkpoints, through a daemon (--url) or directly on a store (--store).\n\n"
     "A checkpoint ID is RUN@STEP, RUN@STEP.ULID or RUN@latest. Global options may stand before or after the command.",
     epilog=_EPILOG,
     no_args_is_help=True,
@@ -126,11 +126,11 @@ def _globals(
     ] = None,
     token: Annotated[str | None, typer.Option(envvar="CKPT_TOKEN", metavar="TEXT", help="The daemon's token.")] = None,
     profile: Annotated[
-        str | None, typer.Option(envvar="CKPTCTL_PROFILE", metavar="NAME", help="Of the configuration file.")
+        str | None, typer.Option(envvar="CKPTCTL_PROFILE", metavar="NAME", help="Profile in the configuration file.")
     ] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Form of the results.")] = Output.TABLE,
-    no_color: Annotated[bool, typer.Option("--no-color", help="No colours (also NO_COLOR).")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Results and errors only.")] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Disable colors (also NO_COLOR).")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
     ] = False,
@@ -149,7 +149,7 @@ def _exit_code(program: Callable[[], Any], arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has closed it; the interpreter must not fail at flushing the rest.
+        # The reader closed the pipe; the interpreter must not fail when it flushes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

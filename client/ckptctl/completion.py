@@ -1,4 +1,4 @@
-"""What the shell offers for names of runs and checkpoints. Whatever goes wrong, it offers nothing."""
+"""Shell completion for names of runs and checkpoints. On errors it offers nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ckptstore.reading.source import Source
 
 
 def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Runs that begin so."""
+    """Runs with this prefix."""
     return _offer(ctx, incomplete, lambda source: source.runs())
 
 
 def checkpoint_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """RUN@latest of each run that begins so; of a single one also its checkpoints."""
+    """RUN@latest of each run with this prefix; for a single run also its checkpoints."""
 
     def find(source: Source) -> list[str]:
         run, at, _ = incomplete.partition("@")

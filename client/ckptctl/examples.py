@@ -1,4 +1,4 @@
-"""Examples at the end of every command's --help, in one place, so that a test can try them all."""
+"""Examples at the end of every command's --help. They are in one place, so that a test can run them all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "prune": (
         "ckptctl prune --keep 5 --dry-run",
         "ckptctl prune --keep 5 --keep-every 1000 --keep-best val_loss:min:3 --run 'exp-*'",
-        "ckptctl prune --keep 1 --grace 0s --yes      # frees the space at once",
+        "ckptctl prune --keep 1 --grace 0s --yes      # free the space at once",
         "ckptctl prune                                # by the policies in force",
     ),
     "rm": ("ckptctl rm gpt-small@1000 --reason diverged",),
@@ -33,7 +33,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "ckptctl policy set --keep 5 --keep-every 1000",
         "ckptctl policy set --run 'exp-*' --keep 2 --max-bytes 500GB",
     ),
-    "policy clear": ("ckptctl policy clear --reason 'nothing is to be deleted for now'",),
+    "policy clear": ("ckptctl policy clear --reason 'pause deletions'",),
     "policy history": ("ckptctl policy history --limit 5",),
     "audit": ("ckptctl audit --run gpt-small --limit 10",),
     "export": (

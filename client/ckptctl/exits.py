@@ -14,33 +14,33 @@ MEANINGS: dict[int, str] = {
     3: "done in part",
     4: "no such checkpoint",
     5: "damaged: verification failed",
-    6: "refused: held by a reader, or decided otherwise",
+    6: "refused: held by a reader, or in conflict with a decision",
     7: "store or daemon unreachable",
-    8: "not allowed: no token, a wrong one, or one that is not for this",
+    8: "not allowed: token missing, invalid, or without the required scope",
     INTERRUPTED: "interrupted",
 }
 
 
 class ConfirmationMissing(BadInput):
-    """Something would be deleted and nobody has agreed to it; nothing was done."""
+    """A deletion was not confirmed; nothing was deleted."""
 
     code = "confirmation_missing"
 
 
 class NotWritten(CkptError):
-    """A file of the caller's could not be written; nothing was left behind."""
+    """An output file could not be written; nothing was left behind."""
 
     code = "not_written"
 
 
 class PartlyDone(CkptError):
-    """Some of what was asked for was done, and some was not."""
+    """Only a part of the operation was done."""
 
     code = "partly_done"
     exit_code = 3
 
 
 class Unhealthy(CkptError):
-    """A check of a store or a daemon failed; what was found is printed."""
+    """A check of a store or a daemon failed; the findings are printed."""
 
     code = "unhealthy"

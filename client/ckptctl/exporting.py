@@ -1,7 +1,7 @@
-"""Exporting: choosing entries, fetching and checking their bytes, and writing what is whole or not there.
+"""Exporting: selecting entries, fetching and verifying their bytes, and writing files atomically.
 
-Entries are fetched into mapped files, so that memory does not grow with the checkpoint: the kernel writes their
-pages out when it needs room.
+Entries are fetched into mapped files, so that memory does not grow with the checkpoint: the kernel can write their
+pages to disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THREADS = min(4, DEFAULT_THREADS)  # each holds some 40 MB
 
 
 class FileFormat(StrEnum):
-    """What a checkpoint can be exported to."""
+    """Export formats."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -46,7 +46,7 @@ class FileFormat(StrEnum):
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is more than one file."""
+        """Whether the format has more than one file."""
         return self in (FileFormat.HUGGINGFACE, FileFormat.DCP)
 
 
@@ -55,17 +55,17 @@ _SUFFIXES = {".safetensors": FileFormat.SAFETENSORS, ".pt": FileFormat.TORCH}
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What of a checkpoint is exported."""
+    """The exported part of a checkpoint."""
 
     entries: tuple[str, ...]
     items: tuple[str, ...]
-    """The trees (model, optim, ...) that something of is exported."""
+    """The trees (model, optim, ...) of the exported entries."""
     raw_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A part of a checkpoint, and where its bytes come from."""
+    """A part of a checkpoint, and the source of its bytes."""
 
     source: Source
     checkpoint: Checkpoint
@@ -74,7 +74,7 @@ class Export:
     progress: Progress
 
     def entries(self) -> Iterator[Entry]:
-        """The selected ones, in order."""
+        """The selected entries, in order."""
         table, chosen = self.content.entries, set(self.selection.entries)
         for name, dtype, shape in zip(table.name, table.dtype, table.shape, strict=True):
             if name in chosen:
@@ -86,12 +86,12 @@ class Export:
         return {alias: name for alias, name in self.content.aliases.items() if name in chosen}
 
     def fetch(self, wants: Iterable[Want], buffers: Mapping[str, memoryview]) -> None:
-        """Bring entries into buffers, every chunk checked. Raises Damaged, ObjectMissing or Unavailable."""
+        """Read entries into buffers and verify every chunk. Raises Damaged, ObjectMissing or Unavailable."""
         fetch(self.source, self.checkpoint, plan_reads(self.content, wants), buffers, self.progress, _THREADS)
 
     @contextmanager
     def scratch(self, folder: Path) -> Iterator[dict[str, memoryview]]:
-        """The bytes of each selected entry, in a file in `folder` that has no name and is gone afterwards."""
+        """The bytes of each selected entry, in an unnamed file in `folder` that is deleted afterwards."""
         sizes = entry_bytes(self.content)
         starts, at = {}, 0
         for name in self.selection.entries:
@@ -104,9 +104,9 @@ class Export:
 
 
 def mapped(descriptor: int, size: int) -> memoryview:
-    """A file, made `size` bytes long, as memory. Raises OSError if there is no room for it.
+    """Map a file, extended to `size` bytes. Raises OSError if the disk is full.
 
-    Room is reserved first: a full disk met in the middle of a mapping would kill the process.
+    Space is reserved first, because a write to a mapping on a full disk would kill the process.
     """
     if not size:
         return memoryview(bytearray())
@@ -115,10 +115,12 @@ def mapped(descriptor: int, size: int) -> memoryview:
 
 
 def choose_format(path: Path, given: FileFormat | None) -> FileFormat:
-    """The format given, or else the one of the suffix. Raises InvalidRequest."""
+    """The requested format, or the one of the suffix. Raises InvalidRequest."""
     found = given or _SUFFIXES.get(path.suffix)
     if found is None:
-        raise InvalidRequest(f"the suffix of {path} tells no format", "Use .safetensors or .pt, or pass --format")
+        raise InvalidRequest(
+            f"the suffix of {path} is not that of an export format", "Use .safetensors or .pt, or pass --format"
+        )
     return found
 
 
@@ -144,10 +146,10 @@ def select(checkpoint: Checkpoint, content: Content, pattern: str | None) -> Sel
 
 
 def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a temporary file or folder beside `path` and give it that name; durable on return.
+    """Let `fill` write a temporary file or folder next to `path`, then rename it; durable on return.
 
-    Raises InvalidRequest if `path` exists and `force` is not set, NotWritten if the file system refuses. Whatever
-    goes wrong leaves `path` as it was; a killed process leaves the temporary one behind.
+    Raises InvalidRequest if `path` exists and `force` is not set, NotWritten on errors of the file system. On errors
+    `path` is unchanged; a killed process leaves the temporary file or folder behind.
     """
     _check_free(path, kind, force)
     temporary = path.parent / f".{path.name}.{uuid4().hex[:8]}.tmp"
@@ -171,7 +173,7 @@ def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path]
 
 
 def size_on_disk(path: Path) -> int:
-    """Of a file, or of the files in a folder."""
+    """Size of a file, or of all files in a folder."""
     files = path.iterdir() if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files)
 
@@ -186,9 +188,9 @@ def _sync(path: Path) -> None:
 
 def _check_free(path: Path, kind: FileFormat, force: bool) -> None:
     if not path.parent.is_dir():
-        raise InvalidRequest(f"the folder {path.parent} does not exist", "Make it first")
+        raise InvalidRequest(f"the folder {path.parent} does not exist", "Create it first")
     if kind.is_folder and path.exists():
-        # A folder cannot be replaced at once: for a moment there would be neither the old nor the new one.
+        # A folder cannot be replaced atomically: for a moment neither the old nor the new one would exist.
         raise InvalidRequest(f"{path} exists", "Choose another name, or move it away first")
     if path.is_dir():
         raise InvalidRequest(f"{path} is a folder", "Name a file")

@@ -1,4 +1,4 @@
-"""What is written for each format. Torch is loaded for its own formats only."""
+"""Writers of the export formats. Torch is loaded for its own formats only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Want
 
 Writer = Callable[[Export, Path], None]
-"""Writes to a path: a file that is there and empty, or a folder. Not yet durable on return."""
+"""Writes to a path: an existing empty file, or a folder. Not yet durable on return."""
 
 INDEX = "model.safetensors.index.json"
 ONLY = "model.safetensors"
 
 
 def writer_of(kind: FileFormat, max_shard_bytes: int) -> Writer:
-    """The writer of a format. Raises InvalidRequest if what it needs is not installed."""
+    """The writer of a format. Raises InvalidRequest if a package that it needs is not installed."""
     if kind is FileFormat.SAFETENSORS:
         return write_safetensors
     if kind is FileFormat.HUGGINGFACE:
@@ -43,7 +43,7 @@ def writer_of(kind: FileFormat, max_shard_bytes: int) -> Writer:
 
 
 def missing_torch(error: ModuleNotFoundError) -> InvalidRequest:
-    """The error for a format that needs torch where torch is not installed."""
+    """The error for a format that needs torch if torch is not installed."""
     if error.name is None or error.name.partition(".")[0] != "torch":
         raise error
     return InvalidRequest(
@@ -53,7 +53,7 @@ def missing_torch(error: ModuleNotFoundError) -> InvalidRequest:
 
 
 def write_safetensors(export: Export, path: Path) -> None:
-    """All selected entries in one file, by their full names; its metadata maps further names to them.
+    """Write all selected entries to one file, by their full names; its metadata maps aliases to them.
 
     Raises UnsupportedObject for an element type that safetensors does not have, and OSError.
     """
@@ -62,10 +62,10 @@ def write_safetensors(export: Export, path: Path) -> None:
 
 
 def write_huggingface(export: Export, folder: Path, max_shard_bytes: int) -> None:
-    """One item's tensors by the names its module knows, in files of at most `max_shard_bytes`, and their index.
+    """Write one item's tensors by their module's names, in files of at most `max_shard_bytes`, and an index.
 
-    As transformers writes it: one file without an index if all fit, and tied weights once. The metadata of each
-    file maps further names to the tensors in it. Raises InvalidRequest if more than one item is selected,
+    The layout is that of transformers: one file without an index if all tensors fit, and tied weights once. The
+    metadata of each file maps aliases to the tensors in it. Raises InvalidRequest if more than one item is selected,
     UnsupportedObject and OSError.
     """
     item = _only_item(export)
@@ -102,8 +102,8 @@ def _only_item(export: Export) -> str:
     items = {name.partition("/")[0] for name in names}
     if len(items) != 1:
         raise InvalidRequest(
-            f"a Hugging Face folder holds one model, and {', '.join(sorted(items)) or 'nothing'} is selected",
-            "Choose with --names, like --names 'model/*'",
+            f"a Hugging Face folder holds one model, but {', '.join(sorted(items)) or 'nothing'} is selected",
+            "Select it with --names, for example --names 'model/*'",
         )
     return items.pop()
 
@@ -113,7 +113,7 @@ def _below(item: str, name: str) -> str:
 
 
 def _groups(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """The entries in order, in groups of at most `max_bytes`; a larger entry is alone."""
+    """The entries in order, in groups of at most `max_bytes`; a larger entry has its own group."""
     group: list[Entry] = []
     held = 0
     for entry in entries:

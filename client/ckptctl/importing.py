@@ -1,4 +1,4 @@
-"""Importing: the state in a file becomes one committed checkpoint, a chunk at a time."""
+"""Importing: stores the state in a file as one committed checkpoint, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -36,26 +36,28 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _THREADS = min(4, max(1, os.cpu_count() or 1))
-_AHEAD = 2  # chunks encoded and waiting, beyond one per thread
+_AHEAD = 2  # encoded chunks that wait, in addition to one per thread
 
 
 def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attempt]:
-    """The run and a fresh attempt of the step in RUN@STEP. Raises InvalidRequest if the step has a checkpoint."""
+    """The run and a new attempt of the step in RUN@STEP. Raises InvalidRequest if the step has a checkpoint."""
     wanted = Reference.parse(reference)
     if wanted.step is None or wanted.ulid is not None:
-        raise InvalidRequest(f"{reference!r} does not name a new checkpoint", "Write RUN@STEP")
+        raise InvalidRequest(f"{reference!r} does not name a new checkpoint", "Use RUN@STEP")
     try:
         found = find(store, wanted)
     except NoCheckpoint:
         return wanted.run, Attempt(wanted.step, new_ulid(clock()))
-    raise InvalidRequest(f"{found.id} exists", "Choose another run or step; nothing committed is overwritten")
+    raise InvalidRequest(
+        f"{found.id} exists", "Choose another run or step; committed checkpoints are never overwritten"
+    )
 
 
 def write_checkpoint(run: Run, attempt: Attempt, foreign: ForeignState, progress: Progress) -> Checkpoint:
     """Store the state as the checkpoint of a single process; it exists on return.
 
-    Memory does not grow with the state. Raises CorruptObject if the file turns out to be damaged: then nothing is
-    committed. Raises Unavailable if the store does not take it.
+    Memory does not grow with the state. Raises CorruptObject if the file is damaged; then nothing is committed.
+    Raises Unavailable if the store fails.
     """
     created_at = run.clock()
     placed = place_slices(part.slice for part in foreign.parts)
@@ -100,7 +102,7 @@ def _upload(
 
 
 def _encode(placed: Sequence[Placed], reads: Mapping[tuple[str, Box], Read]) -> Iterator[EncodedChunk]:
-    """The chunks in order; a few of them are in memory at a time."""
+    """The encoded chunks in order, with only a few of them in memory."""
     starts = [place.at for place in placed]
 
     def encode(span: ChunkSpan) -> EncodedChunk:

@@ -1,4 +1,4 @@
-"""What can be imported: how a file's format is told, and who reads it. Torch is loaded for its own formats only."""
+"""Import formats: their detection and readers. Torch is loaded for its own formats only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptstore.format.trees import TAG
 
 
 class ForeignFormat(StrEnum):
-    """What a checkpoint can be imported from."""
+    """Import formats."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -41,20 +41,20 @@ class _Index(msgspec.Struct, frozen=True):
 
 _DCP_METADATA = ".metadata"
 _OWN = "checkpoint"
-"""The metadata of our own exports names the checkpoint."""
+"""The metadata key with which ckptctl exports name their checkpoint."""
 
 
 def choose_format(path: Path, given: ForeignFormat | None) -> ForeignFormat:
-    """The format given, or the one that the path tells. Raises InvalidRequest."""
+    """The requested format, or the one detected from the path. Raises InvalidRequest."""
     if not path.exists():
-        raise InvalidRequest(f"{path} does not exist", "Name a file or folder on this machine")
+        raise InvalidRequest(f"{path} does not exist", "Pass a file or folder on this machine")
     if given is not None:
         return given
     if (path / _DCP_METADATA).is_file():
         return ForeignFormat.DCP
     found = _SUFFIXES.get(_file(path).suffix) if _file(path).is_file() else None
     if found is None:
-        raise InvalidRequest(f"it cannot be told what {path} is", "Pass --format")
+        raise InvalidRequest(f"the format of {path} is unknown", "Pass --format")
     return found
 
 
@@ -77,14 +77,14 @@ def read_foreign(path: Path, kind: ForeignFormat, item: str) -> ForeignState:
 
 
 def _file(path: Path) -> Path:
-    """The file to begin with in a folder."""
+    """The file of a folder to read first."""
     if not path.is_dir():
         return path
     return path / INDEX if (path / INDEX).is_file() else path / ONLY
 
 
 def read_safetensors(path: Path, item: str) -> ForeignState:
-    """A file, or the files that an index names. A file that ckptctl exported falls into its items again."""
+    """Read a file, or the files of an index. A file that ckptctl exported is split into its items again."""
     index = _index(path)
     files = [path.parent / name for name in sorted(set(index.values()))] if index else [path]
     foreign = ForeignState()
@@ -94,13 +94,13 @@ def read_safetensors(path: Path, item: str) -> ForeignState:
         tensors, metadata = read_header(file)
         twice = found & {tensor.name for tensor in tensors}
         if twice:
-            raise CorruptObject(f"tensor {min(twice)!r} is in two files beside {path}")
+            raise CorruptObject(f"tensor {min(twice)!r} is in two files of {path}")
         found |= {tensor.name for tensor in tensors}
         _add(foreign, paths, file, tensors, metadata, item)
     if not index.keys() <= found:
-        raise CorruptObject(f"tensor {min(index.keys() - found)!r} is in {path} and in none of its files")
+        raise CorruptObject(f"tensor {min(index.keys() - found)!r} is in {path} but not in its files")
     if not found:
-        raise InvalidRequest(f"{path} holds no tensors", "Is it the right file?")
+        raise InvalidRequest(f"{path} holds no tensors", "Check that it is the right file")
     for keys, name in paths.items():
         _set(foreign.trees, keys, {TAG: "tensor", "name": name}, path)
     return foreign
@@ -128,7 +128,7 @@ def _add(
 
 
 def _index(path: Path) -> dict[str, str]:
-    """File by tensor; empty for a file that needs no index. Raises CorruptObject."""
+    """The file of each tensor; empty for a single file. Raises CorruptObject."""
     if path.suffix != ".json":
         return {}
     try:
@@ -137,9 +137,9 @@ def _index(path: Path) -> dict[str, str]:
         raise CorruptObject(f"{path} is not an index: {error}") from error
     for name in files.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CorruptObject(f"{path} names {name!r}, which is no .safetensors file beside it")
+            raise CorruptObject(f"{path} names {name!r}, which is not a .safetensors file in its folder")
         if not (path.parent / name).is_file():
-            raise CorruptObject(f"{path.parent / name} is missing", "Copy all files that the index names")
+            raise CorruptObject(f"{path.parent / name} is missing", "Copy all files of the index")
     return files
 
 
@@ -148,5 +148,5 @@ def _set(trees: dict[str, JSON], keys: tuple[str, ...], leaf: JSON, path: Path) 
     for key in above:
         trees = trees.setdefault(key, {})
     if TAG in trees or last in trees or last.startswith(TAG) or any(key.startswith(TAG) for key in above):
-        raise CorruptObject(f"the tensor {'/'.join(keys)!r} of {path} has a name that another one excludes")
+        raise CorruptObject(f"the name of tensor {'/'.join(keys)!r} of {path} conflicts with another one")
     trees[last] = leaf

@@ -1,4 +1,4 @@
-"""Retention policies as people write them: YAML with lengths of time and sizes in words."""
+"""The policy file: YAML, with durations and sizes such as 12h and 500GB."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
 
 
 def parse_policies(text: str) -> PolicySet:
-    """The policies in a file. Raises InvalidPolicy, or InvalidRequest for a time or size that is none."""
+    """The policies in a file. Raises InvalidPolicy, or InvalidRequest for a malformed duration or size."""
     try:
         policies = msgspec.convert(_in_numbers(yaml.safe_load(text)), PolicySet)
     except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as error:
         message = " ".join(str(error).split())
         raise InvalidPolicy(
-            f"the file holds no policies: {message}", "ckptctl policy apply --help shows one"
+            f"the file is not a policy file: {message}", "ckptctl policy apply --help has an example"
         ) from error
     check_policies(policies)
     return policies
 
 
 def write_policies(policies: PolicySet) -> str:
-    """The file that gives these policies again."""
+    """The file for these policies."""
     plain = msgspec.to_builtins(policies)
     for rules in (plain, plain["default"], *(override["rules"] for override in plain["overrides"])):
         for name in list(rules or ()):

@@ -1,4 +1,4 @@
-"""Named targets in the user's configuration file, so that nobody types URLs, and no token stands in a shell history.
+"""Profiles: named targets in the user's configuration file, with tokens that stay out of the shell history.
 
 profile = "lab"
 
@@ -37,14 +37,14 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Profiles:
-    """What the file says; without a file, nothing."""
+    """The contents of the file; empty without a file."""
 
     path: Path
     default: str | None = None
     profiles: tuple[Profile, ...] = ()
 
     def find(self, name: str | None) -> Profile | None:
-        """The profile of this name; without a name the default one, if there is one. Raises InvalidRequest."""
+        """The profile of this name; without a name, the default one or None. Raises InvalidRequest."""
         name = name or self.default
         if name is None:
             return None
@@ -52,7 +52,7 @@ class Profiles:
             if profile.name == name:
                 return profile
         known = ", ".join(profile.name for profile in self.profiles) or "none"
-        raise InvalidRequest(f"there is no profile {name!r} in {self.path}", f"There are: {known}")
+        raise InvalidRequest(f"there is no profile {name!r} in {self.path}", f"Profiles: {known}")
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +73,7 @@ def configuration_path() -> Path:
 
 
 def load_profiles() -> Profiles:
-    """Read the file. Raises InvalidRequest if it cannot be understood, or if others could read a token in it."""
+    """Read the file. Raises InvalidRequest if it is invalid, or if other users could read a token in it."""
     path = configuration_path()
     try:
         found: Any = tomllib.loads(path.read_text())
@@ -92,7 +92,7 @@ def _profile(path: Path, name: str, entry: _Entry) -> Profile:
     if bool(entry.url) == bool(entry.store):
         raise InvalidRequest(f"profile {name!r} in {path} needs a url or a store", "Give exactly one of them")
     if entry.token and entry.token_file:
-        raise InvalidRequest(f"profile {name!r} in {path} has a token and a token_file", "Drop one of them")
+        raise InvalidRequest(f"profile {name!r} in {path} has a token and a token_file", "Remove one of them")
     return Profile(name, entry.url, entry.store, entry.token or _read_token(entry.token_file))
 
 
@@ -109,4 +109,4 @@ def _read_token(name: str | None) -> str | None:
 
 def _check_private(path: Path) -> None:
     if path.stat().st_mode & _OTHERS:
-        raise InvalidRequest(f"{path} holds a token, and others can read it", f"chmod 600 {path}")
+        raise InvalidRequest(f"{path} holds a token, and other users can read it", f"chmod 600 {path}")

@@ -1,4 +1,4 @@
-"""What commands print: results to stdout as table, json, jsonl or id; notes, questions and progress to stderr."""
+"""Output of commands: results on stdout as table, json, jsonl or id; notes, questions and progress on stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNLIMITED = 10_000
 
 
 class Output(StrEnum):
-    """Forms of a result."""
+    """Output formats."""
 
     TABLE = "table"
     JSON = "json"
@@ -39,7 +39,7 @@ class TableColumn:
     header: str
     right: bool = False
     drop: int = 0
-    """Where the terminal is too narrow, columns go by falling `drop`; 0 stays."""
+    """If the terminal is too narrow, columns with the highest value are dropped first; 0 is never dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under headers. The last column is shortened before any other."""
+    """Rows under headers. The last column is truncated first."""
 
     columns: tuple[TableColumn, ...]
     rows: Sequence[Row]
@@ -63,7 +63,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and values, one pair a line."""
+    """Names and values, one pair per line."""
 
     pairs: Sequence[tuple[str, str]]
 
@@ -73,7 +73,7 @@ Block = Table | Facts | str
 
 
 class Screen:
-    """The terminal, or whatever stands in its place. Used by one thread; `progress` callbacks by any."""
+    """Output to stdout and stderr. For one thread; `progress` callbacks may be called from any thread."""
 
     def __init__(self, output: Output, color: bool, quiet: bool) -> None:
         self.output = output
@@ -82,7 +82,7 @@ class Screen:
         self._err = _console(sys.stderr, color)
 
     def emit(self, body: object, ids: Iterable[str], blocks: Iterable[Block]) -> None:
-        """Print one result in the form that was asked for; `blocks` is only consumed for tables."""
+        """Print one result in the output format; `blocks` is only consumed for tables."""
         if self.output is Output.TABLE:
             self.preview(blocks)
         elif self.output is Output.ID:
@@ -94,21 +94,22 @@ class Screen:
             self._lines([msgspec.json.format(msgspec.json.encode(body), indent=2).decode()])
 
     def preview(self, blocks: Iterable[Block]) -> None:
-        """Show people what they are about to be asked about."""
+        """Print blocks before a question, in table format only."""
         if self.output is Output.TABLE:
             for line in self._texts(blocks):
                 self._out.print(line, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Say something that is not the result."""
+        """Print a note on stderr, unless --quiet is set."""
         if not self._quiet:
             self._err.print(Text(printable(text)), soft_wrap=True)
 
     def confirm(self, question: str) -> None:
-        """Return if the person at the terminal says yes, raise ConfirmationMissing otherwise."""
+        """Ask for confirmation at the terminal. Raises ConfirmationMissing unless the answer is yes."""
         if self.output is not Output.TABLE or not sys.stdin.isatty():
             raise ConfirmationMissing(
-                "nothing was deleted: there is nobody to ask", "Add --yes to go ahead, or --dry-run to only look"
+                "nothing was deleted: there is no terminal to confirm at",
+                "Add --yes to delete, or --dry-run to preview",
             )
         self._err.print(Text(f"{printable(question)} [y/N] "), end="", soft_wrap=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -116,7 +117,7 @@ class Screen:
 
     @contextmanager
     def redrawing(self) -> Iterator[Callable[[Iterable[Block]], None] | None]:
-        """Shows blocks in the place of those before, for people who watch a terminal; None for anybody else."""
+        """A function that replaces the blocks on the terminal; None if stdout is not a terminal."""
         if self.output is not Output.TABLE or not self._out.is_terminal:
             yield None
             return
@@ -127,7 +128,7 @@ class Screen:
 
     @contextmanager
     def progress(self, label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-        """A bar while bytes are worked through; only for people who watch."""
+        """A progress bar, on terminals only."""
         if self._quiet or not self._err.is_terminal:
             yield lambda _: None
             return
@@ -159,7 +160,7 @@ class Screen:
 
 
 def report_error(error: CkptError, output: Output, color: bool = True) -> None:
-    """Print an error on stderr: a sentence for people, an object with its code for programs."""
+    """Print an error on stderr: as text, or as a JSON object with its code."""
     if output in (Output.JSON, Output.JSONL):
         body = {"code": error.code, "message": error.message, "hint": error.hint}
         sys.stderr.write(msgspec.json.encode(body).decode() + "\n")
@@ -169,14 +170,14 @@ def report_error(error: CkptError, output: Output, color: bool = True) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters spelled out: names come from the store and may try to steer the terminal."""
+    """Escape control characters: names come from the store and could contain terminal sequences."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def fitting(table: Table, width: int) -> list[tuple[int, int]]:
-    """(index, width) of the columns that are shown in `width` characters. Pure."""
+    """(index, width) of the columns that fit into `width` characters. Pure."""
     natural = [
         max(cell_len(text) for text in (column.header, *(row.cells[i] for row in table.rows)))
         for i, column in enumerate(table.columns)
@@ -202,7 +203,7 @@ def table_lines(table: Table, width: int) -> Iterator[Text]:
 
 
 def facts_lines(facts: Facts) -> Iterator[Text]:
-    """The pairs of facts, values under one another. Pure."""
+    """The pairs of facts, with aligned values. Pure."""
     indent = max(len(name) for name, _ in facts.pairs) + _GAP
     for name, value in facts.pairs:
         yield Text.assemble((name.ljust(indent), "bold"), printable(value))
@@ -222,6 +223,6 @@ def _line(cells: Sequence[tuple[TableColumn, str, int]], style: str) -> Text:
 
 
 def _console(file: Any, color: bool) -> Console:
-    # A pipe has no width: nothing is shortened for it unless COLUMNS asks for that.
+    # A pipe has no width: nothing is truncated unless COLUMNS is set.
     width = None if file.isatty() or "COLUMNS" in os.environ else _UNLIMITED
     return Console(file=file, width=width, no_color=True if not color else None, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""The safetensors format: a header of names, types and places, then the bytes of all tensors. No torch."""
+"""The safetensors format: a header with names, types and offsets, then the bytes of all tensors. No torch."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TYPES: dict[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Element types by our names; safetensors has no others of ours."""
+"""The element types that safetensors supports, by their names in ckpt."""
 _DTYPES = {there: here for here, there in TYPES.items()}
 
 METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the package's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 _ALIGNMENT = 8
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -48,17 +48,17 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, and where."""
+    """A tensor in a file, with its offset."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     at: int
-    """Byte of the file."""
+    """Offset in the file."""
 
     @property
     def bytes(self) -> int:
-        """Size of its elements."""
+        """Size in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -70,7 +70,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A file to be written: its first bytes, its tensors, its length."""
+    """The layout of a file to write: header, tensors, length."""
 
     header: bytes
     tensors: tuple[StoredTensor, ...]
@@ -78,15 +78,15 @@ class Layout:
 
 
 def plan_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Layout:
-    """Where each tensor (name, type, shape) goes. Pure. Raises UnsupportedObject for a type the format lacks."""
-    # Wide elements first: then each is aligned without padding, which the format forbids.
+    """The layout for tensors (name, type, shape). Pure. Raises UnsupportedObject for a type the format lacks."""
+    # Wide elements first, so that all are aligned without padding, which the format forbids.
     ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]])
     header: dict[str, object] = {METADATA: dict(metadata)}
     places, at = [], 0
     for name, dtype, shape in ordered:
         if dtype not in TYPES:
             raise UnsupportedObject(
-                f"entry {name!r} has type {dtype}, which safetensors does not have",
+                f"entry {name!r} has type {dtype}, which safetensors does not support",
                 "Export to .pt, or leave the entry out with --names",
             )
         places.append(StoredTensor(name, dtype, shape, at))
@@ -101,15 +101,15 @@ def plan_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Map
 
 
 def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
-    """The tensors of a file, in the order they lie there, and its metadata.
+    """The tensors of a file, in file order, and its metadata.
 
-    Raises CorruptObject unless the header's places cover the file exactly, UnsupportedObject for a type we lack.
+    Raises CorruptObject unless the header's offsets cover the file exactly, UnsupportedObject for an unknown type.
     """
     size = os.stat(path).st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            raise CorruptObject(f"{path} is not a safetensors file, or not whole", "Copy it again")
+            raise CorruptObject(f"{path} is not a safetensors file, or is truncated", "Copy it again")
         header = file.read(length)
     try:
         fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
@@ -127,9 +127,9 @@ def _check(path: Path, places: Mapping[str, _Place], begin: int, size: int) -> l
             raise UnsupportedObject(f"tensor {name!r} of {path} has type {place.dtype}", "Convert it to another type")
         tensor = StoredTensor(name, _DTYPES[place.dtype], tuple(place.shape), begin + at)
         if place.data_offsets != (at, at + tensor.bytes):
-            raise CorruptObject(f"tensor {name!r} of {path} does not lie where its size says")
+            raise CorruptObject(f"the offsets of tensor {name!r} of {path} do not match its size")
         at += tensor.bytes
         found.append(tensor)
     if begin + at != size:
-        raise CorruptObject(f"{path} holds {size - begin} bytes of tensors, its header says {at}", "Copy it again")
+        raise CorruptObject(f"{path} holds {size - begin} bytes of tensors, but its header lists {at}", "Copy it again")
     return found

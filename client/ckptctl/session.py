@@ -1,4 +1,4 @@
-"""What every command is given: the target it works on, the screen it prints to, the clock."""
+"""The context of every command: its target, screen and clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One call of the program. The target is chosen and opened when a command first asks for it."""
+    """One call of the program. The target is chosen and opened on first use."""
 
     def __init__(self, choose: Callable[[], Target], screen: Screen, clock: Clock = system_clock) -> None:
         self.screen = screen
@@ -29,7 +29,7 @@ class Session:
 
     @cached_property
     def target(self) -> Target:
-        """The daemon or store. Raises InvalidRequest if it is not clear which."""
+        """The daemon or store. Raises InvalidRequest if the options are ambiguous."""
         return self._choose()
 
     @cached_property
@@ -38,19 +38,19 @@ class Session:
         return open_target(self.target)
 
     def store(self, command: str) -> Store:
-        """The store, for a command that needs one."""
+        """The store. Raises InvalidRequest if the target is a daemon."""
         if self.target.is_daemon:
             raise InvalidRequest(f"{command} works on a store, not through a daemon", "Use --store instead of --url")
         return cast(StoreSource, self.source).store
 
     def daemon(self, command: str) -> DaemonClient:
-        """The daemon, for a command that needs one."""
+        """The daemon. Raises InvalidRequest if the target is a store."""
         if not self.target.is_daemon:
             raise InvalidRequest(f"{command} works through a daemon, not on a store", "Use --url instead of --store")
         return cast("DaemonClient", self.source)
 
     def checkpoints(self, run: str | None) -> dict[str, list[Checkpoint]]:
-        """The checkpoints of one run, or of all, by run and falling step. NoCheckpoint if the named run has none."""
+        """The checkpoints of one run or all runs, newest step first. Raises NoCheckpoint if the named run has none."""
         if run is None:
             return {name: self.source.checkpoints(name) for name in self.source.runs()}
         found = self.source.checkpoints(check_run(run))
@@ -59,7 +59,7 @@ class Session:
         return {run: found}
 
     def run_names(self, run: str | None) -> list[str]:
-        """The named run, or all."""
+        """The named run, or all runs."""
         return [run] if run is not None else self.source.runs()
 
     def close(self) -> None:
@@ -69,5 +69,5 @@ class Session:
 
 
 def no_checkpoints(run: str, url: str) -> NoCheckpoint:
-    """The error for a run that was named and has nothing."""
-    return NoCheckpoint(f"run {run!r} has no checkpoint in {url}", "ckptctl runs shows what there is")
+    """The error for a named run without checkpoints."""
+    return NoCheckpoint(f"run {run!r} has no checkpoint in {url}", "ckptctl runs lists the runs")

@@ -1,4 +1,4 @@
-"""What a command talks to: a daemon, or a store."""
+"""The target of a command: a daemon, or a store."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SLOWEST_BYTES_PER_S = 10 << 20
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where checkpoints are read from, as the caller chose it."""
+    """A daemon or store, and how it was chosen."""
 
     url: str
     is_daemon: bool
     token: str | None = field(default=None, repr=False)
     origin: str = field(default="", compare=False)
-    """Who chose it."""
+    """The option, variable or profile that chose it."""
 
 
 def choose_target(
@@ -42,18 +42,18 @@ def choose_target(
     explicit: Collection[str],
     find_profile: Callable[[], Profile | None] = lambda: None,
 ) -> Target:
-    """The daemon at `url`, the store at `store`, or what the profile names. Raises InvalidRequest if that is not clear.
+    """The daemon at `url`, the store at `store`, or the target of the profile. Raises InvalidRequest if ambiguous.
 
-    explicit: which of "url", "store", "token" and "profile" stand on the command line; they win over the environment,
-    and that over the configuration file.
+    explicit: which of "url", "store", "token" and "profile" are on the command line. The command line overrides the
+    environment, which overrides the configuration file.
     """
     on_line = {"url", "store"} & set(explicit)
     if on_line and "profile" in explicit:
-        raise InvalidRequest("a profile and another target are given", "Choose one with --profile, --url or --store")
+        raise InvalidRequest("a profile and another target are set", "Choose one with --profile, --url or --store")
     if "profile" in explicit or not (url or store):
         profile = find_profile()
         if profile is not None:
-            # Its token is for its daemon; one from the environment might be for another.
+            # A token from the environment may be for another daemon.
             token = token if "token" in explicit or profile.token is None else profile.token
             return _target(profile.url, profile.store, token, f"profile {profile.name}")
     if url and store and len(on_line) == 1:
@@ -67,24 +67,24 @@ def choose_target(
 
 @dataclass(frozen=True, slots=True)
 class GlobalOptions:
-    """Values of the global options by name, and which of them stand on the command line."""
+    """Values of the global options by name, and which of them are on the command line."""
 
     values: Mapping[str, Any]
     explicit: Collection[str]
 
     def target(self) -> Target:
-        """What they name. Raises InvalidRequest."""
+        """The target that they select. Raises InvalidRequest."""
         url, store, token, profile = (self.values.get(name) for name in ("url", "store", "token", "profile"))
         return choose_target(url, store, token, self.explicit, lambda: load_profiles().find(profile))
 
 
 def global_options(ctx: typer.Context) -> GlobalOptions:
-    """Those given to a command, and those given to the program before it."""
+    """The options before and after the command; those after it win."""
     program = ctx.find_root()
     values = {name: program.params.get(name) for name in GLOBAL_OPTIONS}
     explicit: set[str] = set()
     for context in (program, ctx):
-        # The enum of sources is in click or in Typer, by Typer's version.
+        # Depending on Typer's version, the enum of sources is in click or in Typer.
         here = {n for n in GLOBAL_OPTIONS if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
         values |= {name: context.params[name] for name in here}
         explicit |= here
@@ -94,43 +94,43 @@ def global_options(ctx: typer.Context) -> GlobalOptions:
 def _target(url: str | None, store: str | None, token: str | None, origin: str) -> Target:
     if url and store:
         raise InvalidRequest(
-            "both a daemon (--url, CKPTD_URL) and a store (--store, CKPT_STORE) are given",
+            "both a daemon (--url, CKPTD_URL) and a store (--store, CKPT_STORE) are set",
             "Choose one with --url or --store on the command line",
         )
     if url:
         if not url.startswith(_HTTP):
-            raise InvalidRequest(f"{origin} {url} is not a daemon's address", "Use http://..., or --store for a store")
+            raise InvalidRequest(f"{origin} {url} is not the URL of a daemon", "Use http://..., or --store for a store")
         return Target(url, is_daemon=True, token=token, origin=origin)
     if store:
         if store.startswith(_HTTP):
-            raise InvalidRequest(f"{origin} {store} is not a store", "Use --url for a daemon")
+            raise InvalidRequest(f"{origin} {store} is not the URL of a store", "Use --url for a daemon")
         return Target(store, is_daemon=False, origin=origin)
     raise InvalidRequest(
-        "neither a daemon nor a store is given",
-        "Pass --url http://HOST:PORT or --store URL, set CKPTD_URL or CKPT_STORE, or write a profile",
+        "neither a daemon nor a store is set",
+        "Pass --url http://HOST:PORT or --store URL, set CKPTD_URL or CKPT_STORE, or use a profile",
     )
 
 
 def open_target(target: Target) -> Source:
-    """The source at a target. A local store without its folder is StoreUnavailable, not empty."""
+    """Open the target. Raises StoreUnavailable for a local store whose folder does not exist."""
     source = open_source(target.url, target.token)
     if isinstance(source, StoreSource) and isinstance(source.store, LocalStore) and not source.store.root.is_dir():
         raise StoreUnavailable(
             f"there is no folder {source.store.root}",
-            "Check the path, and that it is mounted; the first save makes the folder",
+            "Check the path, and that it is mounted. The first save creates the folder",
         )
     return source
 
 
 @contextmanager
 def leased(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
-    """Keep a checkpoint from being deleted while it is read whole. Raises NoCheckpoint if that has begun."""
+    """Hold a lease on a checkpoint while it is read. Raises NoCheckpoint if its deletion has begun."""
     ttl_s = _LEASE_S + checkpoint.needed_bytes / _SLOWEST_BYTES_PER_S
     holder = f"ckptctl on {socket.gethostname()} (process {os.getpid()})"
     try:
         lease = source.take_lease(checkpoint, holder, ttl_s)
     except StoreReadOnly:
-        # Who may only read can still read; a deletion in between is noticed as a missing object.
+        # Read-only access is enough to read; a concurrent deletion shows as a missing object.
         yield
         return
     try:
@@ -139,4 +139,4 @@ def leased(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
         try:
             source.release_lease(checkpoint.run, lease)
         except CkptError:
-            pass  # it expires by itself, and what happened while it was held matters more
+            pass  # it expires by itself, and an error of the block must not be replaced

@@ -80,6 +80,6 @@ def test_the_server_extra_runs_the_daemon_without_torch(programs: Path, tmp_path
     with served(programs, tmp_path) as url:
         wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "readiness")
         assert httpx.get(f"{url}/checkpoints/latest").json()["code"] == "no_checkpoint"
-        assert "No run has a checkpoint yet" in httpx.get(url).text
+        assert "There are no checkpoints yet" in httpx.get(url).text
         assert httpx.get(f"{url}/static/ckptd.css").status_code == 200
     assert missing(programs, "fastapi", "torch") == ["torch"]

@@ -20,7 +20,7 @@ PAGES = {
     "overview": ("/", "60"),
     "run": ("/runs/gpt", "last-1"),
     "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
-    "empty": ("/runs/gpt?min_step=999999", "No checkpoint of this run is like that"),
+    "empty": ("/runs/gpt?min_step=999999", "No checkpoint of this run matches the filter"),
     "long": (f"/runs/{LONG}", LONG),
     "checkpoint": ("/checkpoints/fsdp@9000", "48 ranks of 48 wrote 48 shards"),
     "attempts": ("/attempts", "ranks 1, 3"),
@@ -138,7 +138,7 @@ def test_a_restore_is_shown_live(browser: Browser, open_to_all: Dashboard) -> No
 def test_an_upload_appears_and_goes_on_while_one_looks(browser: Browser, open_to_all: Dashboard) -> None:
     store, attempt = open_to_all.store, Attempt(77, new_ulid(0))
     browser.open(f"{open_to_all.daemon.url}/attempts?run=gpt")
-    assert "Nothing is being uploaded" in browser.text()
+    assert "There are no uploads in progress" in browser.text()
     write_rank(store, "gpt", attempt, SMALL, 0, 3)
     wait_until(lambda: "1 of 3" in browser.text(), "the upload")
     write_rank(store, "gpt", attempt, SMALL, 1, 3)

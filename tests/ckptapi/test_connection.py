@@ -71,7 +71,7 @@ def test_every_bad_answer_is_one_of_our_errors(given: Answer, error: type[CkptEr
 
 def test_no_daemon_at_all() -> None:
     with closing(DaemonClient(f"http://127.0.0.1:{free_port()}", retries=0)) as client:
-        with pytest.raises(DaemonUnavailable, match="did not answer"):
+        with pytest.raises(DaemonUnavailable, match="did not respond"):
             client.runs()
         with pytest.raises(DaemonUnavailable):
             client.readiness()

@@ -53,7 +53,7 @@ def test_an_event_that_is_cut_off_is_not_delivered(cut: bytes) -> None:
     ],
 )
 def test_an_event_that_is_not_ckptds(stream: bytes) -> None:
-    with pytest.raises(DaemonUnavailable, match="not ckptd's"):
+    with pytest.raises(DaemonUnavailable, match="invalid event"):
         received(stream)
 
 

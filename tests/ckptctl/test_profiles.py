@@ -48,7 +48,7 @@ def test_commands_go_to_the_profile(home: Path, folder: Path) -> None:
     assert invoke("latest", env={"CKPTCTL_PROFILE": "gone"}).code == 7
     assert invoke("latest", "--profile=disk", "-r", "gpt", env={"CKPTCTL_PROFILE": "gone"}).code == 0
     missing = invoke("ls", "--profile", "nope")
-    assert (missing.code, "There are: disk, gone" in missing.stderr) == (2, True)
+    assert (missing.code, "Profiles: disk, gone" in missing.stderr) == (2, True)
 
 
 def test_config_shows_what_is_in_force_without_tokens(home: Path) -> None:
@@ -67,14 +67,14 @@ def test_config_shows_what_is_in_force_without_tokens(home: Path) -> None:
 def test_without_a_file_config_says_so(home: Path) -> None:
     shown = invoke("config")
     assert shown.code == 0
-    assert "there is none" in shown.stdout
+    assert "not found" in shown.stdout
     assert "neither a daemon nor a store" in shown.stdout
 
 
 @pytest.mark.parametrize(
     ("text", "mode", "says"),
     [
-        ('[profiles.a]\nurl = "http://h"\ntoken = "t"', 0o644, "others can read it"),
+        ('[profiles.a]\nurl = "http://h"\ntoken = "t"', 0o644, "other users can read it"),
         ('[profiles.a]\nurl = "http://h"\nstore = "s"', 0o600, "needs a url or a store"),
         ("[profiles.a]\n", 0o600, "needs a url or a store"),
         ('[profiles.a]\nurl = "http://h"\ntoken = "t"\ntoken_file = "f"', 0o600, "a token and a token_file"),

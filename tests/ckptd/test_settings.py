@@ -83,7 +83,7 @@ def test_a_wrong_file_is_refused_with_its_name(text: str, says: str, tmp_path: P
         ({"auth": "maybe"}, {}, "auth is 'maybe'"),
         ({"auth": "off", "host": "0.0.0.0"}, {}, "with auth off"),
         ({"auth": "off", "host": "example.com"}, {}, "with auth off"),
-        ({"auth": "off"}, {"CKPTD_TOKEN": "x" * 16}, "auth is off, and yet"),
+        ({"auth": "off"}, {"CKPTD_TOKEN": "x" * 16}, "auth is off, but"),
         ({}, {"CKPTD_TOKEN": "x" * 15}, "15 characters"),
         ({"tls_cert": "c"}, {}, "only one"),
         ({"poll_seconds": "inf"}, {}, "poll_seconds is inf"),

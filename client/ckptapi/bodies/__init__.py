@@ -1,4 +1,4 @@
-"""What the daemon and its clients say to each other over HTTP: paths and JSON bodies, each written once."""
+"""Paths and JSON bodies of the HTTP API, shared by the daemon and its clients."""
 
 from ckptapi.bodies.changes import (
     LEASES,

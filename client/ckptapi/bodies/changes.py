@@ -1,4 +1,4 @@
-"""What changes something: notifications, leases, reindexing."""
+"""Notifications, leases, reindexing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEASES = "/v1/leases"
 
 
 class NotifyRequest(msgspec.Struct, frozen=True):
-    """A saver says that it committed an attempt."""
+    """A saver reports a committed attempt."""
 
     run: str
     attempt: str
@@ -32,7 +32,7 @@ class LeaseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReindexBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reindex found."""
+    """The result of a reindex."""
 
     runs: int
     checkpoints: int

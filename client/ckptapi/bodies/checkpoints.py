@@ -62,7 +62,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint this body describes. Raises InvalidName."""
+        """The checkpoint that this body describes. Raises InvalidName."""
         return Checkpoint(
             run=self.run,
             attempt=Attempt.parse(self.attempt),
@@ -84,7 +84,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """One page of a listing; an opaque cursor leads to the next."""
+    """One page of a listing, with an opaque cursor for the next one."""
 
     items: list[CheckpointBody]
     next_cursor: str | None = None

@@ -1,4 +1,4 @@
-"""Decisions that the daemon's database makes where the store cannot."""
+"""Decisions by the daemon's database, for stores that overwrite on create."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class DecisionRequest(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
     tombstone: str | None = None
     proposal: str
-    """The document as it would be stored: sealed, two lines."""
+    """The document as it would be stored: sealed, two lines of text."""
 
 
 class DecisionBody(msgspec.Struct, frozen=True):
-    """What was decided first, now or before; it is in the store."""
+    """The decision, which is the first proposal; it is in the store."""
 
     document: str

@@ -1,4 +1,4 @@
-"""Events: what happened to checkpoints, restores and jobs, in order."""
+"""Events of checkpoints, restores and jobs, in order."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ EVENTS = "/v1/events"
 EVENT_STREAM = "text/event-stream"
 MAX_EVENTS = 500
 OPEN = "open"
-"""The first message of a stream: its id is where the stream begins."""
+"""The first message of a stream; its id is the start of the stream."""
 GAP = "gap"
-"""A message of a stream: events between the id asked for and the next one are not kept any more."""
+"""A message of a stream: events between the requested id and the next one were deleted."""
 
 
 class EventKind(StrEnum):
-    """What happened. New kinds may be added."""
+    """Kinds of events. New kinds may be added."""
 
     COMMITTED = "committed"
     """A checkpoint exists from now on; after an undeletion, again."""
     CORRUPT = "corrupt"
     """A checkpoint was found damaged."""
     DELETED = "deleted"
-    """A checkpoint, or a whole run, is not listed any more."""
+    """A checkpoint, or a whole run, is no longer listed."""
     PRUNED = "pruned"
-    """A prune ended; a `deleted` stands for each checkpoint besides."""
+    """A prune ended. There is also a `deleted` event per checkpoint."""
     RESTORE_ENDED = "restore_ended"
     JOB_ENDED = "job_ended"
 
@@ -35,7 +35,7 @@ class EventBody(msgspec.Struct, frozen=True, kw_only=True):
     """One event as JSON."""
 
     id: int
-    """Rises from event to event, also over a restart; not by one."""
+    """Strictly increasing, also across restarts; not consecutive."""
     at: float
     kind: str
     run: str | None = None
@@ -49,6 +49,6 @@ class EventsBody(msgspec.Struct, frozen=True, kw_only=True):
 
     items: list[EventBody]
     last_id: int
-    """Ask for what comes after this one next."""
+    """The id to continue from."""
     gap: bool = False
-    """Events after the id that was asked for are not kept any more: list the checkpoints anew."""
+    """Events after the requested id were deleted: list the checkpoints again."""

@@ -1,4 +1,4 @@
-"""Jobs: work of the daemon that takes longer than a request should."""
+"""Jobs: work of the daemon that takes too long for a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Name = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class JobState(StrEnum):
-    """What became of a job. All but the first two are final."""
+    """The state of a job. All but the first two are final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -20,7 +20,7 @@ class JobState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     INTERRUPTED = "interrupted"
-    """The daemon that ran it ended; what it had done is done. Start it again if it is still wanted."""
+    """The daemon that ran it ended. Its effects so far remain; start it again for the rest."""
 
     @property
     def live(self) -> bool:
@@ -29,7 +29,7 @@ class JobState(StrEnum):
 
 
 class VerifyJob(msgspec.Struct, frozen=True, kw_only=True, tag="verify", tag_field="kind"):
-    """Check every byte of one checkpoint, or of all of a run, or of all runs; past the cache."""
+    """Verify every byte of one checkpoint, of a run, or of all runs; bypasses the cache."""
 
     run: Name | None = None
     checkpoint: Name | None = None
@@ -56,18 +56,18 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None = None
     done: float = 0
     total: float = 0
-    """0 until it is known."""
+    """0 if it is not known yet."""
     unit: str = ""
-    """Of the two above: bytes, runs, checkpoints."""
+    """Unit of `done` and `total`: bytes, runs, checkpoints."""
     cancelling: bool = False
-    """Somebody asked it to end, and it has not yet."""
+    """It was cancelled, but has not ended yet."""
     code: str = ""
-    """Of the error that ended it."""
+    """Code of the error that ended it."""
     problem: str = ""
     result: dict[str, Any] | None = None
-    """By kind: docs/api.md. Of a cancelled or failed one, None."""
+    """By kind: docs/api.md. None if it was cancelled or failed."""
     log: str | None = None
-    """Its newest lines; None in listings."""
+    """Its last lines; None in listings."""
 
 
 class JobsBody(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Live uploads, shards, and what a probe of the store found."""
+"""Live uploads, shards, entries, and the state of the daemon."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class AttemptBody(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
     begun_at: float
     written_at: float | None
-    """When an object of it last became visible, by the store's clock; None: none has."""
+    """When its last object became visible, by the store's clock; None without objects."""
     age_s: float
     num_receipts: int
     world_size: int | None
-    """None until the first receipt is there."""
+    """None before the first receipt."""
     missing_ranks: list[int]
-    """Those without a receipt: a hundred at most."""
+    """Ranks without a receipt, a hundred at most."""
     num_shards: int
     stored_bytes: int
-    """Of what is visible: object stores show a shard when it is complete."""
+    """Bytes of visible objects: object stores list a shard only after its upload is complete."""
 
 
 class AttemptsBody(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class EntriesBody(msgspec.Struct, frozen=True):
 
 
 class ReadinessBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon needs, each "ok" or what is wrong with it."""
+    """The dependencies of the daemon, each "ok" or its problem."""
 
     ready: bool
     database: str
@@ -80,8 +80,8 @@ class ReadinessBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AboutBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A daemon as its clients see it."""
+    """The version and the clock of a daemon."""
 
     version: str
     at: float | None
-    """Seconds since the epoch, by its clock; None if it does not tell."""
+    """Seconds since the epoch, by its clock; None if it is unknown."""

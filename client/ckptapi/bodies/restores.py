@@ -17,20 +17,20 @@ SILENCE_S = 300.0
 
 
 class RestoreState(StrEnum):
-    """What became of a restore session. All but the first are final."""
+    """The state of a restore session. All but the first are final."""
 
     RESTORING = "restoring"
     RESTORED = "restored"
-    """All ranks are."""
+    """All ranks are restored."""
     FAILED = "failed"
-    """One rank said so."""
+    """One rank reported a failure."""
     EXPIRED = "expired"
-    """A rank was silent for too long, or never came."""
+    """A rank was silent for too long, or never joined."""
     CANCELLED = "cancelled"
 
 
 class Phase(StrEnum):
-    """How far a rank is with its restore."""
+    """The phases of a rank's restore."""
 
     JOINED = "joined"
     PLANNING = "planning"
@@ -46,20 +46,20 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 
 
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank joins the restore of its job. The first of a run and key resolves the checkpoint for all."""
+    """One rank joins the restore of its job. The first request of a run and key resolves the checkpoint for all."""
 
     run: str
     key: str
     world_size: WorldSize
     rank: Rank
     checkpoint: str | None = None
-    """An id; None: the newest usable one."""
+    """An id; None for the newest usable one."""
     ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SILENCE_S)] = SILENCE_S
-    """A rank that is silent for so long ends the session; the first one's counts."""
+    """A rank that is silent for this time ends the session. The first request sets it."""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank says how far it is."""
+    """The progress report of a rank."""
 
     phase: Phase
     done_bytes: Bytes = 0
@@ -69,7 +69,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a report: how the session as a whole is doing."""
+    """The response to a report: the status of the whole session."""
 
     id: str
     state: RestoreState
@@ -80,7 +80,7 @@ class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one rank."""
+    """The last report of one rank."""
 
     rank: int
     phase: Phase
@@ -102,23 +102,23 @@ class RestoreBody(msgspec.Struct, frozen=True, kw_only=True):
     state: RestoreState
     created_at: float
     expires_at: float | None
-    """When it expires if nobody reports any more; None once it ended."""
+    """When it expires without further reports; None after it ended."""
     ended_at: float | None
     num_joined: int
     num_restored: int
     done_bytes: int
     total_bytes: int
-    """Of the ranks that know theirs."""
+    """Sum over the ranks that know their total."""
     problem: str
-    """Why it failed or expired, with the ranks to blame."""
+    """Why it failed or expired, with the ranks that caused it."""
     progress: float | None = None
-    """From 0 to 1, the mean over all ranks. As the next two, told only where ranks were looked at: not to a join."""
+    """From 0 to 1, the mean over all ranks. This and the next two are set only if ranks were read: not for a join."""
     stragglers: list[int] = []
-    """Behind the others: a hundred at most."""
+    """Ranks that are behind the others, a hundred at most."""
     slowest: RankBody | None = None
-    """Of those that joined and are not restored."""
+    """The slowest rank that joined and is not restored."""
     ranks: list[RankBody] | None = None
-    """Those that joined, by rank; None in listings and where they were not asked for."""
+    """The ranks that joined; None in listings and if they were not requested."""
 
 
 class RestoresBody(msgspec.Struct, frozen=True):

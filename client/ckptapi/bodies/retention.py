@@ -1,4 +1,4 @@
-"""What is kept and what is deleted: prunes, policies, pins, and what is known of past deletions."""
+"""Retention: prunes, policies, pins, labels, deletions and the audit log."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ class PruneRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prune one run, some or all."""
 
     keep_last: int | None = None
-    """Short for rules with nothing else."""
+    """Short for rules with only keep_last."""
     rules: Rules | None = None
-    """Neither these nor keep_last: the policies in force."""
+    """Without rules and keep_last, the policies in force apply."""
     run: str | None = None
     """A glob."""
     grace_s: Seconds | None = None
-    """Between hiding and deleting. None: as the policies in force say, or a day; 0: gone for good at once."""
+    """Time between hiding and deleting. None: that of the policies in force, or a day; 0: delete at once."""
     force: bool = False
-    """Whatever part of a run goes."""
+    """Ignore the limit on the fraction of a run that is deleted at once."""
     dry_run: bool = True
 
 
 class PruneItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint in a prune plan. No reasons: it goes."""
+    """One checkpoint in a prune plan. It is removed if there are no reasons to keep it."""
 
     checkpoint: CheckpointBody
     reasons: list[str]
 
 
 class PruneBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prune does or did."""
+    """The effect of a prune."""
 
     dry_run: bool
     items: list[PruneItem]
     freed_bytes: int
-    """Stored bytes of those that go; free when the grace is over."""
+    """Stored bytes of the removed checkpoints; freed after the grace."""
     held: list[str]
-    """Ids of checkpoints that were to go and were spared."""
+    """Ids of checkpoints that the policy does not keep, but something held."""
     grace_s: float = 0.0
-    """For so long it can be taken back."""
+    """Time during which it can be undeleted."""
 
 
 class PoliciesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of the policies; version 0: none were ever set."""
+    """One version of the policies; version 0 if they were never set."""
 
     version: int
     policies: PolicySet
@@ -76,23 +76,23 @@ class PoliciesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Put policies in force, in the place of the version they were made from."""
+    """Replace the policies."""
 
     expected: int
-    """That version; 0 for none."""
+    """The version to replace; 0 for none."""
     policies: PolicySet
     reason: Reason = ""
 
 
 class PinBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One named hold of a checkpoint."""
+    """One pin of a checkpoint."""
 
     id: str
     name: str
 
 
 class LabelsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to set, and with null what to remove. A metric that is removed is again as it was saved."""
+    """Values to set; null removes one. Removing a metric restores its value from the save."""
 
     tags: dict[str, str | None] = {}
     metrics: dict[str, float | None] = {}
@@ -100,7 +100,7 @@ class LabelsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Who set out to do what to which checkpoints, when and why."""
+    """An audit record: who started which action on which checkpoints, when and why."""
 
     run: str
     action: Action
@@ -117,7 +117,7 @@ class AuditBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UndeleteRequest(msgspec.Struct, frozen=True):
-    """Take a deletion back."""
+    """Undo a deletion."""
 
     reason: Reason = ""
 
@@ -129,18 +129,18 @@ class PinsBody(msgspec.Struct, frozen=True):
 
 
 class DeletedListBody(msgspec.Struct, frozen=True):
-    """Deletions of a run that can be taken back."""
+    """Deleted checkpoints of a run that can be undeleted."""
 
     items: list[Deleted]
 
 
 class AuditListBody(msgspec.Struct, frozen=True):
-    """Records of a run, the newest first."""
+    """Audit records of a run, newest first."""
 
     items: list[AuditBody]
 
 
 class PoliciesListBody(msgspec.Struct, frozen=True):
-    """Versions of the policies, the newest first."""
+    """Versions of the policies, newest first."""
 
     items: list[PoliciesBody]

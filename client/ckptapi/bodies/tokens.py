@@ -1,4 +1,4 @@
-"""Tokens over HTTP: what they may be used for, and what the daemon says of them."""
+"""Tokens and their scopes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ TOKENS = "/v1/tokens"
 
 
 class Scope(StrEnum):
-    """What a token may be used for. ADMIN includes the others; they do not include each other."""
+    """The permissions of a token. ADMIN includes the others; they do not include each other."""
 
     READ = "read"
-    """Look, download, restore, and hold a lease on what is read."""
+    """List, download, restore, and hold leases."""
     WRITE = "write"
-    """What trainers do: announce and decide commits."""
+    """Save: notify of commits, and decide them."""
     PRUNE = "prune"
-    """Delete, take deletions back, pin and unpin."""
+    """Delete, undelete, pin and unpin."""
     ADMIN = "admin"
-    """Everything, tokens included."""
+    """Everything, including tokens."""
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A token is wanted. runs: globs (* and ?); none: all runs."""
+    """The request for a token. runs: globs (* and ?); empty for all runs."""
 
     name: str
     scopes: list[Scope]
@@ -32,13 +32,13 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A new secret for a token; the old one works for `keep_old_s` more seconds."""
+    """The request for a new secret; the old one stays valid for `keep_old_s` seconds."""
 
     keep_old_s: float = 0.0
 
 
 class TokenBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A token without its secret, which nobody can tell any more. Times are in seconds since the epoch."""
+    """A token without its secret, which is not stored. Times are in seconds since the epoch."""
 
     name: str
     scopes: list[Scope]
@@ -50,7 +50,7 @@ class TokenBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewTokenBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A token and its secret, which is shown this once."""
+    """A token and its secret, which is returned this once."""
 
     token: TokenBody
     secret: str

@@ -1,1 +1,1 @@
-"""The commands, one file per group. Each reads its arguments, calls what does the work, and shows the result."""
+"""The commands, one file per group. Each parses its arguments, calls the implementation, and prints the result."""

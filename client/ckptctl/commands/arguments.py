@@ -10,7 +10,7 @@ from ckptctl.completion import checkpoint_names, run_names
 
 RunOption = Annotated[
     str | None,
-    typer.Option("--run", "-r", metavar="RUN", help="One run only.", show_default=False, autocompletion=run_names),
+    typer.Option("--run", "-r", metavar="RUN", help="Limit to one run.", show_default=False, autocompletion=run_names),
 ]
 CheckpointArgument = Annotated[
     str,

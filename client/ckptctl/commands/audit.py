@@ -22,18 +22,18 @@ def register(app: typer.Typer) -> None:
 def audit(
     ctx: typer.Context,
     run: RunOption = None,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N of each run.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N of each run.")] = 100,
 ) -> None:
-    """Show who deleted, took back, swept or pinned what, newest first.
+    """Show the audit log, newest first: who deleted, undeleted, swept or pinned which checkpoints.
 
-    A record is written before what it names is done. Records are kept for a year.
+    A record is written before its action. Records are kept for a year.
     """
     session: Session = ctx.obj
     retention = open_retention(session, "audit")
     found = [body for name in session.run_names(run) for body in retention.audit(name, limit)]
     found.sort(key=lambda body: body.at, reverse=True)
     if not found:
-        session.screen.note("nothing is recorded")
+        session.screen.note("the audit log is empty")
     columns = (
         TableColumn("WHEN, UTC"),
         TableColumn("WHO", drop=2),

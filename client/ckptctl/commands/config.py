@@ -1,4 +1,4 @@
-"""config: which daemon or store the commands go to, and why."""
+"""config: the daemon or store that commands use, and why."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def register(app: typer.Typer) -> None:
 
 
 def show_config(ctx: typer.Context) -> None:
-    """Show the configuration file's profiles, and the target in force.
+    """Show the profiles of the configuration file, and the target in force.
 
-    A target on the command line (--url, --store, --profile) goes before one in the environment (CKPTD_URL, CKPT_STORE,
-    CKPTCTL_PROFILE), and that before the file's own `profile`.
+    A target on the command line (--url, --store, --profile) overrides one in the environment (CKPTD_URL, CKPT_STORE,
+    CKPTCTL_PROFILE), which overrides the file's own `profile`.
     """
     session: Session = ctx.obj
     found = load_profiles()
@@ -50,7 +50,7 @@ def show_config(ctx: typer.Context) -> None:
     except InvalidRequest as error:
         body = ConfigBody(str(found.path), found.default, profiles, None, str(error), False)
     pairs = [
-        ("file", body.file if found.path.exists() else f"{body.file} (there is none)"),
+        ("file", body.file if found.path.exists() else f"{body.file} (not found)"),
         ("target", body.target or "none"),
         ("because of", body.origin),
         ("token", "yes" if body.has_token else "none"),

@@ -1,4 +1,4 @@
-"""probe and doctor: is the store what it should be, and is everything in its place?"""
+"""probe and doctor: checks of the store and of the installation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 
 class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check came to."""
+    """The result of one check."""
 
     check: str
     verdict: str
@@ -36,9 +36,9 @@ def register(app: typer.Typer) -> None:
 
 
 def probe(ctx: typer.Context) -> None:
-    """Examine a store with a few small objects: conditional writes, listings, its clock, its speed.
+    """Check a store with a few small objects: conditional writes, listings, its clock, its speed.
 
-    Through a daemon, the daemon examines the store. What is written is deleted again. Exit code 1 if a check fails.
+    With --url, the daemon checks its store. The objects are deleted afterwards. Exit code 1 if a check fails.
     """
     session: Session = ctx.obj
     found = _probe(session)
@@ -46,14 +46,14 @@ def probe(ctx: typer.Context) -> None:
     if not found.ok:
         raise Unhealthy(
             f"{found.store} fails {human.count(sum(not check.ok for check in found.checks), 'check')}",
-            "docs/decisions/0002 says what a store must do",
+            "docs/decisions/0002 lists the requirements on stores",
         )
 
 
 def doctor(ctx: typer.Context) -> None:
-    """Check configuration, daemon, store, clocks and versions, and say what to do.
+    """Check configuration, daemon, store, clocks and versions, with advice for each problem.
 
-    Exit code 1 if something is wrong. The store is examined as by ckptctl probe.
+    Exit code 1 if a check fails. The store is checked as by ckptctl probe.
     """
     session: Session = ctx.obj
     findings = list(_examine(session))
@@ -84,31 +84,31 @@ def _look_at_daemon(session: Session) -> Iterator[HealthFinding]:
     ready = session.daemon("doctor").readiness()
     for part, state in (("daemon's database", ready.database), ("daemon's view of the store", ready.store)):
         good = state == "ok"
-        advice = "" if good else "The daemon recovers by itself when the cause is gone; docs/operations.md lists them"
+        advice = "" if good else "The daemon recovers when the cause is fixed; docs/operations.md lists causes"
         yield HealthFinding(check=part, verdict="ok" if good else "wrong", found=state, advice=advice)
     if ready.leaving:
-        yield HealthFinding(check="daemon", verdict="warning", found="it is about to stop")
+        yield HealthFinding(check="daemon", verdict="warning", found="it is shutting down")
 
 
 def _compare(session: Session) -> Iterator[HealthFinding]:
     about = session.daemon("doctor").about()
     ours = version("ckptd")
     same = about.version == ours
-    advice = "" if same else "Both work together unless an error says otherwise; upgrade the older one"
+    advice = "" if same else "Different versions usually work together; if there are errors, upgrade the older one"
     verdict = "ok" if same else "warning"
     yield HealthFinding(check="versions", verdict=verdict, found=f"daemon {about.version}, here {ours}", advice=advice)
     if about.at is not None:
         skew = about.at - session.clock()
         good = abs(skew) < _SKEW_S
-        found = f"the daemon's is {skew:+.0f} s from here"
-        advice = "" if good else "Leases and retention go by the clock: run NTP on both"
+        found = f"the daemon's clock differs from this machine's by {skew:+.0f} s"
+        advice = "" if good else "Leases and retention depend on the clock: run NTP on both machines"
         yield HealthFinding(check="clocks", verdict="ok" if good else "wrong", found=found, advice=advice)
 
 
 def _look_at_store(session: Session) -> Iterator[HealthFinding]:
     found = _probe(session)
     for check in found.checks:
-        advice = "" if check.ok else "ckptctl probe; docs/decisions/0002 says what a store must do"
+        advice = "" if check.ok else "Run ckptctl probe; docs/decisions/0002 lists the requirements on stores"
         text = check.detail or human.duration(check.seconds)
         yield HealthFinding(
             check=f"store: {check.name}", verdict="ok" if check.ok else "wrong", found=text, advice=advice

@@ -39,27 +39,32 @@ def register(app: typer.Typer) -> None:
 def export(
     ctx: typer.Context,
     checkpoint: CheckpointArgument,
-    to: Annotated[Path, typer.Option("--to", metavar="PATH", help="Where to; .safetensors or .pt tells the format.")],
-    format: Annotated[FileFormat | None, typer.Option("--format", help="If the suffix does not tell.")] = None,
+    to: Annotated[
+        Path,
+        typer.Option("--to", metavar="PATH", help="Output path; the suffixes .safetensors and .pt set the format."),
+    ],
+    format: Annotated[
+        FileFormat | None, typer.Option("--format", help="Required if the suffix does not set it.")
+    ] = None,
     names: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Only entries with such a name, like 'model/*'.")
+        str | None, typer.Option(metavar="PATTERN", help="Only entries whose name matches, for example 'model/*'.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest file of a Hugging Face folder, like 5GB or 500MB.")
+        str, typer.Option(metavar="SIZE", help="Maximum file size in a Hugging Face folder, for example 5GB or 500MB.")
     ] = "5GB",
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a checkpoint to a .safetensors or .pt file, or to a folder for Hugging Face or torch's DCP.
 
     \b
-    safetensors  the tensors by their full names; tied weights once, further names in the metadata
+    safetensors  the tensors by their full names; tied weights once, with aliases in the metadata
     torch        the state as it was saved, as one nested dict, for torch.load(weights_only=True)
     huggingface  a folder: one item's tensors (--names, else the model's) without the item's name,
                  in several files with an index if they are large
     dcp          a folder: the state as it was saved, for torch.distributed.checkpoint.load
 
-    Every chunk is checked on the way, and memory does not grow with the checkpoint. PATH appears only when it is
-    whole and durable. torch and dcp need as much room again beside PATH while they write.
+    Every chunk is verified, and memory use does not grow with the checkpoint. PATH appears only when it is complete
+    and durable. torch and dcp need the same amount of disk space again next to PATH while they write.
     """
     session: Session = ctx.obj
     kind = choose_format(to, format)

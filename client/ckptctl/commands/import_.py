@@ -1,4 +1,4 @@
-"""import: the state in another program's file as a checkpoint."""
+"""import: stores the state in another program's file as a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptstore.run import Run
 
 
 class ImportBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What was imported, as JSON. `notes`: what restores less than it could."""
+    """What was imported, as JSON. `notes`: parts that cannot be restored completely."""
 
     id: str
     path: str
@@ -38,20 +38,20 @@ def register(app: typer.Typer) -> None:
 def import_checkpoint(
     ctx: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or folder on this machine.")],
-    to: Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint that it becomes.")],
-    format: Annotated[ForeignFormat | None, typer.Option("--format", help="If the path does not tell.")] = None,
+    to: Annotated[str, typer.Argument(metavar="RUN@STEP", help="The new checkpoint: RUN@STEP.")],
+    format: Annotated[ForeignFormat | None, typer.Option("--format", help="Required if it cannot be detected.")] = None,
     item: Annotated[
-        str, typer.Option(metavar="NAME", help="The item that a state becomes which is no dict of items.")
+        str, typer.Option(metavar="NAME", help="The name of the item if the state is not a dict of items.")
     ] = "model",
 ) -> None:
-    """Make a checkpoint of a torch.save file, a DCP folder or safetensors (a file, an index, or their folder).
+    """Import a torch.save file, a DCP folder or safetensors (a file, an index, or their folder) as a checkpoint.
 
-    Nothing in the file is executed. A dict without tensors at its top is taken as items: "model" (also state_dict),
-    "optim" (also optimizer), and others; anything else becomes the item NAME. The checkpoint exists only when
-    everything is in the store, and no checkpoint is replaced.
+    Nothing in the file is executed. A dict without tensors at its top level is split into items: "model" (also
+    state_dict), "optim" (also optimizer), and others; any other state becomes the item NAME. The checkpoint is
+    committed when all data is in the store. Existing checkpoints are never replaced.
     """
     session: Session = ctx.obj
-    # Where the store lets several committers win, the daemon decides.
+    # If the store's create-only writes overwrite, the daemon decides who commits.
     store = arbitrated(session.store("import"), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
     run, attempt = new_attempt(store, to, session.clock)
     kind = choose_format(path, format)

@@ -1,4 +1,4 @@
-"""reindex: the daemon's index, made anew from the store."""
+"""reindex: rebuilds the daemon's index from the store."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def register(app: typer.Typer) -> None:
 
 
 def reindex(ctx: typer.Context) -> None:
-    """Make a daemon rebuild its index from the store.
+    """Rebuild the index of a daemon from the store.
 
-    Loses nothing: the store is the truth.
+    No data is lost: the index is a cache of the store.
     """
     session: Session = ctx.obj
     found = session.daemon("reindex").reindex()

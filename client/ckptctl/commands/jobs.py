@@ -1,4 +1,4 @@
-"""jobs: long work of a daemon; watched, and ended."""
+"""jobs: lists, follows and cancels the jobs of a daemon."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ def register(app: typer.Typer) -> None:
 
 def jobs(
     ctx: typer.Context,
-    id: Annotated[str | None, typer.Argument(metavar="[JOB]", help="One, with its log.", show_default=False)] = None,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Ask it to end.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", "-w", help="Show it when it has ended.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N.")] = 20,
+    id: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Show this job with its log.", show_default=False)
+    ] = None,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the job.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job has ended.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
 ) -> None:
-    """Show jobs that a daemon does: verifications, prunes, collections, reindexing."""
+    """Show the jobs of a daemon: verifications and collections."""
     session: Session = ctx.obj
     daemon = session.daemon("jobs")
     if id is None:
         if cancel or wait:
-            raise InvalidRequest("--cancel and --wait need a job", "ckptctl jobs shows their names")
+            raise InvalidRequest("--cancel and --wait need a job", "ckptctl jobs lists them")
         found = daemon.jobs(limit)
         session.screen.emit(found, [job.id for job in found], _table(found, session.clock()))
         return
@@ -58,17 +60,19 @@ def jobs(
 
 
 def follow(session: Session, daemon: DaemonClient, request: JobRequest) -> JobBody:
-    """Start a job; returns it when it has succeeded. Raises what failed it, or PartlyDone if it was cut short.
+    """Start a job; returns when it has succeeded. Raises the job's error, or PartlyDone if it was cut short.
 
-    Whoever interrupts this leaves the job running.
+    Interrupting this function leaves the job running.
     """
     job = daemon.start_job(request)
-    session.screen.note(f"job {job.id} goes on if this is interrupted; ckptctl jobs {job.id} --cancel ends it")
+    session.screen.note(
+        f"job {job.id} continues if you interrupt this command; cancel it with ckptctl jobs {job.id} --cancel"
+    )
     job = _ended(daemon, job)
     if job.state is JobState.FAILED:
         raise error_from_code(job.code, job.problem)
     if job.state is not JobState.SUCCEEDED:
-        raise PartlyDone(f"job {job.id} was {job.state}", "What it did stays done; start it again for the rest")
+        raise PartlyDone(f"job {job.id} was {job.state}", "Its effects so far remain; start it again for the rest")
     return job
 
 
@@ -98,7 +102,7 @@ def _cells(job: JobBody, now: float) -> tuple[str, ...]:
 
 
 def job_blocks(job: JobBody, now: float) -> Iterator[Block]:
-    """One job with its log, for people."""
+    """One job with its log, for tables."""
     pairs = [("job", job.id), ("kind", job.kind), ("of", _subject(job)), ("state", _state(job))]
     pairs.append(("begun", f"{human.moment(job.created_at)}, {human.age(now - job.created_at)} ago"))
     if job.ended_at is not None:
@@ -115,7 +119,7 @@ def job_blocks(job: JobBody, now: float) -> Iterator[Block]:
 
 
 def _state(job: JobBody) -> str:
-    return f"{job.state}, to be cancelled" if job.cancelling and job.state.live else job.state
+    return f"{job.state}, being cancelled" if job.cancelling and job.state.live else job.state
 
 
 def _subject(job: JobBody) -> str:

@@ -1,4 +1,4 @@
-"""ls, latest, runs: what there is."""
+"""ls, latest, runs: lists checkpoints and runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def list_checkpoints(
     ctx: typer.Context,
     run: RunOption = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The newest N of each run.", show_default=False)
+        int | None, typer.Option(min=1, metavar="N", help="Show the newest N of each run.", show_default=False)
     ] = None,
     tag: Annotated[
-        str | None, typer.Option(metavar="NAME[=VALUE]", help="Only those with this tag.", show_default=False)
+        str | None, typer.Option(metavar="NAME[=VALUE]", help="Only checkpoints with this tag.", show_default=False)
     ] = None,
 ) -> None:
-    """List checkpoints, by run and falling step."""
+    """List checkpoints by run, newest step first."""
     session: Session = ctx.obj
     shown: list[Checkpoint] = []
     for name, listed in session.checkpoints(run).items():
@@ -51,7 +51,7 @@ def list_checkpoints(
 def show_latest(ctx: typer.Context, run: RunOption = None) -> None:
     """Show the newest checkpoint.
 
-    That is the highest step of --run, or without a run the checkpoint that was committed last.
+    With --run, the one with the highest step; otherwise the one that was committed last.
     """
     session: Session = ctx.obj
     found = session.source.latest(run)
@@ -59,7 +59,7 @@ def show_latest(ctx: typer.Context, run: RunOption = None) -> None:
 
 
 def list_runs(ctx: typer.Context) -> None:
-    """List runs, with what they hold."""
+    """List runs with their checkpoints and sizes."""
     session: Session = ctx.obj
     if session.target.is_daemon:
         runs = session.daemon("runs").run_summaries()
@@ -71,7 +71,7 @@ def list_runs(ctx: typer.Context) -> None:
 
 
 def summarize_run(run: str, checkpoints: Iterable[Checkpoint]) -> RunBody:
-    """What a run holds; its checkpoints come by falling step."""
+    """The summary of a run. checkpoints: newest step first."""
     found = list(checkpoints)
     latest = next((c for c in found if c.state is State.COMMITTED), None)
     return RunBody(
@@ -83,14 +83,14 @@ def summarize_run(run: str, checkpoints: Iterable[Checkpoint]) -> RunBody:
 
 
 def short_id(checkpoint: Checkpoint) -> str:
-    """The shortest id that names this checkpoint and no other."""
+    """The shortest unambiguous id of a checkpoint."""
     if checkpoint.state is State.COMMITTED:
         return f"{checkpoint.run}@{checkpoint.step}"
     return checkpoint.id
 
 
 def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
-    """Checkpoints, one a row."""
+    """A table of checkpoints."""
     columns = (
         TableColumn("CHECKPOINT"),
         TableColumn("STATE"),
@@ -103,13 +103,13 @@ def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
         TableColumn("TAGS", drop=1),
     )
     found = list(checkpoints)
-    # Where nothing is tagged there is no column for it.
+    # The column is left out if there are no tags.
     shown = len(columns) - (not any(c.tags for c in found))
     return Table(columns[:shown], [Row(_cells(c, now)[:shown], STATE_STYLES[c.state]) for c in found])
 
 
 def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
-    """All that a listing knows of one checkpoint."""
+    """All facts about one checkpoint from a listing."""
     c = checkpoint
     age = human.age(now - c.committed_at)
     stored = f"{human.size(c.stored_bytes)} stored ({human.ratio(c.needed_bytes, c.raw_bytes)})"

@@ -1,4 +1,4 @@
-"""pin, unpin, pins: named holds that never expire."""
+"""pin, unpin, pins: named holds without expiry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore.names import Reference
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The pin's name, for instance: paper.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def pin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument, reason: ReasonOption = "") -> None:
-    """Keep a checkpoint until it is unpinned, whatever policies say.
+    """Keep a checkpoint until it is unpinned, regardless of policies.
 
     A checkpoint may have several pins, and a name may pin several checkpoints.
     """
@@ -36,7 +36,7 @@ def pin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument, 
 
 
 def unpin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument) -> None:
-    """Remove a pin; one that is gone already is fine."""
+    """Remove a pin; a missing pin is ignored."""
     session: Session = ctx.obj
     found = session.source.find(Reference.parse(checkpoint))
     open_retention(session, "unpin").unpin(found, name)
@@ -49,6 +49,6 @@ def show_pins(ctx: typer.Context, run: RunOption = None) -> None:
     retention = open_retention(session, "pins")
     found = [body for name in session.run_names(run) for body in retention.pins(name)]
     if not found:
-        session.screen.note("nothing is pinned")
+        session.screen.note("no checkpoint is pinned")
     table = Table((TableColumn("CHECKPOINT"), TableColumn("PIN")), [Row((body.id, body.name)) for body in found])
     session.screen.emit(found, [body.id for body in found], [table] if found else [])

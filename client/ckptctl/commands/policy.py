@@ -1,4 +1,4 @@
-"""policy: what is kept of which runs, from now on."""
+"""policy: the retention policies of runs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ from ckptstore.retention.policy import policy_for, rules_of
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
 ExpectOption = Annotated[
     int | None,
-    typer.Option(metavar="VERSION", help="Only if this is the version in force.", show_default=False),
+    typer.Option(metavar="VERSION", help="Fail unless this version is in force.", show_default=False),
 ]
-ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the history.")]
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for the history.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change what is kept of which runs.")
+    group = typer.Typer(
+        no_args_is_help=True, rich_markup_mode=None, help="Show and change the retention policies of runs."
+    )
     group.command("show")(show)
     group.command("apply", epilog=_EPILOG)(apply)
     group.command("set")(change_rules)
@@ -52,10 +54,10 @@ def register(app: typer.Typer) -> None:
 def show(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Option("--run", "-r", metavar="RUN", help="What counts for this run.", show_default=False)
+        str | None, typer.Option("--run", "-r", metavar="RUN", help="Show the rules for this run.", show_default=False)
     ] = None,
 ) -> None:
-    """Show the policies in force, as a file that policy apply takes."""
+    """Show the policies in force, as a file for policy apply."""
     session: Session = ctx.obj
     body = open_retention(session, "policy show").policies()
     if run is not None:
@@ -65,7 +67,7 @@ def show(
         session.screen.emit(rules, [], text.splitlines())
         return
     if not body.version:
-        session.screen.note("no policies were ever set: nothing is pruned by itself")
+        session.screen.note("no policies were ever set: nothing is pruned automatically")
     text = f"# version {body.version}\n{write_policies(body.policies)}".strip()
     session.screen.emit(body, [str(body.version)], text.splitlines())
 
@@ -76,9 +78,9 @@ def apply(
     expect: ExpectOption = None,
     reason: ReasonOption = "",
 ) -> None:
-    """Put the policies of a file in force, in the place of all others.
+    """Replace all policies by those in a file.
 
-    A daemon applies them after each commit and once an hour; without one, ckptctl prune does when it is called.
+    A daemon applies them after each commit and once an hour. Without a daemon, ckptctl prune applies them.
     """
     session: Session = ctx.obj
     try:
@@ -92,7 +94,13 @@ def change_rules(
     ctx: typer.Context,
     run: Annotated[
         str | None,
-        typer.Option("--run", "-r", metavar="GLOB", help="For these runs, not the default.", show_default=False),
+        typer.Option(
+            "--run",
+            "-r",
+            metavar="GLOB",
+            help="Set the rules of these runs instead of the default.",
+            show_default=False,
+        ),
     ] = None,
     keep: KeepOption = None,
     keep_every: KeepEveryOption = 0,
@@ -104,15 +112,17 @@ def change_rules(
     max_bytes: MaxBytesOption = None,
     reason: ReasonOption = "",
 ) -> None:
-    """Put other rules in force for some runs, or as the default; all else stays as it is.
+    """Set the rules of some runs, or the default rules. Other policies are not changed.
 
-    The rules given are all there are for these runs from then on. Of several overrides that match a run, the one set
-    last counts. Refused if somebody else changes the policies in the same moment.
+    The options replace all rules of these runs. If several overrides match a run, the one that was set last applies.
+    Fails if the policies are changed concurrently.
     """
     session: Session = ctx.obj
     policy = policy_from(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
     if policy is None:
-        raise InvalidRequest("no rule is given", "ckptctl policy set --keep 5; ckptctl policy clear takes all away")
+        raise InvalidRequest(
+            "no rule is set", "Use for example ckptctl policy set --keep 5; ckptctl policy clear removes all policies"
+        )
     body = open_retention(session, "policy set").policies()
     rules, others = rules_of(policy), body.policies.overrides
     if run is None:
@@ -124,15 +134,15 @@ def change_rules(
 
 
 def clear(ctx: typer.Context, expect: ExpectOption = None, reason: ReasonOption = "") -> None:
-    """Take all policies out of force: nothing is pruned by itself any more."""
+    """Remove all policies: nothing is pruned automatically any more."""
     _change(ctx.obj, PolicySet(), expect, reason)
 
 
 def history(
     ctx: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
 ) -> None:
-    """List the versions of the policies, the newest first."""
+    """List the versions of the policies, newest first."""
     session: Session = ctx.obj
     found = open_retention(session, "policy history").policies_history(limit)
     columns = (

@@ -1,4 +1,4 @@
-"""version, completion: about this program itself."""
+"""version, completion: the version and the shell completion of this program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = "ckptctl"
 
 
 class Shell(StrEnum):
-    """Shells that can complete names."""
+    """Shells with completion."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -26,7 +26,7 @@ class Shell(StrEnum):
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """The versions of this program and of the daemon; None: there is none, or it does not answer."""
+    """The versions of this program and of the daemon; None without a daemon, or if it does not respond."""
 
     ckptctl: str
     daemon: str | None
@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
 
 def version(ctx: typer.Context) -> None:
-    """Show the version of this program, and of the daemon if one is named."""
+    """Show the version of this program, and of the daemon if --url is set."""
     session: Session = ctx.obj
     body = VersionBody(installed_version("ckptd"), _daemon_version(session))
     facts = [("ckptctl", body.ckptctl), *([("ckptd", body.daemon)] if body.daemon else [])]
@@ -47,7 +47,7 @@ def version(ctx: typer.Context) -> None:
 
 
 def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")]) -> None:
-    """Print the script that makes a shell complete commands, runs and checkpoints."""
+    """Print the completion script of a shell, for commands, runs and checkpoints."""
     print(get_completion_script(prog_name=PROGRAM, complete_var="_CKPTCTL_COMPLETE", shell=shell.value))
 
 
@@ -57,7 +57,7 @@ def _daemon_version(session: Session) -> str | None:
             return None
         return session.daemon("version").about().version
     except InvalidRequest:
-        return None  # no target is named
+        return None  # there is no target
     except CkptError as error:
-        session.screen.note(f"no daemon answers: {error}")
+        session.screen.note(f"the daemon does not respond: {error}")
         return None

@@ -1,4 +1,4 @@
-"""restores: the restore sessions of a daemon, as they are now or until they have ended."""
+"""restores: shows or follows the restore sessions of a daemon."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def register(app: typer.Typer) -> None:
 def show_restores(
     ctx: typer.Context,
     id: Annotated[
-        str | None, typer.Argument(metavar="[RESTORE]", help="One, with its ranks.", show_default=False)
+        str | None, typer.Argument(metavar="[RESTORE]", help="Show this session with its ranks.", show_default=False)
     ] = None,
     run: RunOption = None,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="The newest N.")] = 20,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until those shown have ended.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the sessions until they have ended.")] = False,
 ) -> None:
-    """Show restores that jobs do through a daemon: how far they are, and who is behind.
+    """Show restore sessions: their progress, and the ranks that are behind.
 
-    Off a terminal, --watch prints a line whenever something has changed.
+    If stdout is not a terminal, --watch prints a line for each change.
     """
     session: Session = ctx.obj
     daemon = session.daemon("restores")
     if id is not None and run is not None:
-        raise InvalidRequest("both a restore and a run are given", "Leave out --run")
+        raise InvalidRequest("both a restore and a run are set", "Leave out --run")
 
     def look() -> list[RestoreBody]:
         return [daemon.restore_session(id)] if id is not None else daemon.restore_sessions(run, limit)
@@ -61,7 +61,7 @@ def show_restores(
         return
     found = look()
     if not found:
-        session.screen.note(f"no restore at {session.source.url}")
+        session.screen.note(f"no restores at {session.source.url}")
     session.screen.emit(found if id is None else found[0], [restore.id for restore in found], blocks(found))
 
 
@@ -112,7 +112,7 @@ def _cells(restore: RestoreBody, now: float) -> tuple[str, ...]:
 
 
 def _line(restore: RestoreBody) -> str:
-    """One session in one line, without what changes by itself."""
+    """One session as one line, without values that change with time."""
     checkpoint = short_id(restore.checkpoint.checkpoint())
     ranks = f"{restore.num_restored}/{human.count(restore.world_size, 'rank')}"
     parts = (restore.id, checkpoint, restore.state, ranks, _done(restore), restore.problem or _slowest(restore))
@@ -178,7 +178,7 @@ def _done(restore: RestoreBody) -> str:
 
 
 def _slowest(restore: RestoreBody) -> str:
-    """What a session that is under way waits for."""
+    """The slowest ranks of a live session."""
     if restore.slowest is None:
         return ""
     absent = restore.world_size - restore.num_joined

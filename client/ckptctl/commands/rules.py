@@ -1,4 +1,4 @@
-"""The rules of retention as options, for the commands that take them."""
+"""Retention rules as options of several commands."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ KeepBestOption = Annotated[
     typer.Option(metavar="METRIC:min|max:N", help="Keep the N best by a metric. Repeatable.", show_default=False),
 ]
 KeepWithinOption = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Keep what is younger: 90s, 30m, 24h, 7d.", show_default=False)
+    str | None,
+    typer.Option(metavar="TIME", help="Keep checkpoints younger than this: 90s, 30m, 24h, 7d.", show_default=False),
 ]
 MaxBytesOption = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Keep no more than this: 500GB, 4GiB.", show_default=False)
+    str | None, typer.Option(metavar="SIZE", help="Maximum total size to keep: 500GB, 4GiB.", show_default=False)
 ]
 
 
@@ -41,7 +42,7 @@ def policy_from(
     within: str | None,
     max_bytes: str | None,
 ) -> Policy | None:
-    """The policy that options spell; None without any. Raises InvalidPolicy or InvalidRequest."""
+    """The policy of the options; None without options. Raises InvalidPolicy or InvalidRequest."""
     if keep is None and not any((every, hourly, daily, weekly, best, within, max_bytes)):
         return None
     return Policy(

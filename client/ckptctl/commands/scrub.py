@@ -1,4 +1,4 @@
-"""scrub: checkpoints are read at rest, those first that were not looked at for the longest time."""
+"""scrub: verifies checkpoints at rest, the longest unverified first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scrub_checkpoints(
         str | None,
         typer.Argument(
             metavar="[ID]",
-            help="This one only, also if it is corrupt.",
+            help="Only this checkpoint, even if it is known to be corrupt.",
             show_default=False,
             autocompletion=checkpoint_names,
         ),
@@ -46,24 +46,28 @@ def scrub_checkpoints(
     run: RunOption = None,
     older: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Only what was not verified for so long: 12h, 30d.", show_default=False),
+        typer.Option(metavar="TIME", help="Only checkpoints not verified for this time: 12h, 30d.", show_default=False),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N.", show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stop after N checkpoints.", show_default=False)
+    ] = None,
     rate: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes per second: 50MB, 1GiB.", show_default=False)
+        str | None, typer.Option(metavar="SIZE", help="Maximum bytes per second: 50MB, 1GiB.", show_default=False)
     ] = None,
 ) -> None:
-    """Read checkpoints whole, and remember what was found.
+    """Read checkpoints completely, verify them, and record the results.
 
-    Begins with those never verified, then the oldest findings; may be stopped at any time, and goes on from there.
-    A damaged checkpoint is listed as corrupt from then on, and no restore takes it. One that ckptctl scrub finds whole
-    is the last verified, which no policy deletes.
-    A daemon does it as a job: one checkpoint, a run or everything, as fast as it can.
+    Starts with checkpoints that were never verified, then the oldest results. It can be interrupted at any time and
+    continues from there. A damaged checkpoint is listed as corrupt from then on, and restores skip it. The last
+    checkpoint that was verified without errors is never deleted by a policy.
+    A daemon scrubs in a job: one checkpoint, a run or all checkpoints, at full speed.
     """
     session: Session = ctx.obj
     if session.target.is_daemon:
         if (older, limit, rate) != (None, None, None):
-            raise InvalidRequest("--older, --limit and --rate are for stores", "A daemon has ckptd --scrub-days")
+            raise InvalidRequest(
+                "--older, --limit and --rate work on stores only", "For a daemon, use ckptd --scrub-days"
+            )
         _through_daemon(session, VerifyJob(checkpoint=checkpoint, run=None if checkpoint else run))
         return
     store = session.store("scrub")
@@ -77,7 +81,7 @@ def scrub_checkpoints(
     results = list(_scrub(store, due, session.clock, session.screen, pace))
     damaged = [result for result in results if not result.ok]
     if not results:
-        session.screen.note("nothing is due")
+        session.screen.note("no checkpoint is due")
     bodies = [VerificationBody.of(result) for result in results]
     session.screen.emit(bodies, [r.checkpoint.id for r in damaged], verification_blocks(results))
     _raise_if_damaged(len(damaged), len(results))
@@ -94,7 +98,7 @@ def _raise_if_damaged(num_damaged: int, num_checked: int) -> None:
     if num_damaged:
         raise CorruptObject(
             f"{num_damaged} of {human.count(num_checked, 'checkpoint')} damaged",
-            "They are listed as corrupt now; restore the bytes from a copy and scrub that ID again, or ckptctl rm",
+            "They are now listed as corrupt. Restore the bytes from a copy and scrub again, or use ckptctl rm",
         )
 
 

@@ -1,4 +1,4 @@
-"""shards: who wrote how much of one checkpoint."""
+"""shards: the bytes that each rank wrote for a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def register(app: typer.Typer) -> None:
 
 
 def show_shards(ctx: typer.Context, checkpoint: CheckpointArgument) -> None:
-    """Show the shards of one checkpoint, by rank, and how evenly the ranks share the writing.
+    """Show the shards of one checkpoint by rank, and how evenly the bytes are distributed.
 
-    A rank that writes far more than the mean is the one that a save waits for.
+    A save waits for the rank that writes the most.
     """
     session: Session = ctx.obj
     found = find_readable(session.source, checkpoint)
     shares = shard_shares(read_manifest(session.source, found).content.shards)
     if not shares:
-        session.screen.note(f"{found.id} holds no tensors")
+        session.screen.note(f"{found.id} has no tensors")
     session.screen.emit(shares, [share.name for share in shares], [_table(shares)] if shares else [])
 
 
 def shard_shares(shards: Sequence[Shard]) -> list[ShardShareBody]:
-    """What each shard holds, by rank. Pure."""
+    """The share of each shard, by rank. Pure."""
     stored = [shard.stored_bytes for shard in shards]
     mean = sum(stored) / max(1, len(stored))
     shares = [

@@ -1,4 +1,4 @@
-"""show: what one checkpoint holds."""
+"""show: the contents of one checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ShownEntry(msgspec.Struct, frozen=True, kw_only=True):
     shape: list[int]
     bytes: int
     derived_bytes: int
-    """That are not stored: they are casts of another entry."""
+    """Bytes that are not stored, because they are casts of another entry."""
     aliases: list[str]
 
 
@@ -44,14 +44,14 @@ class ShownShard(msgspec.Struct, frozen=True, kw_only=True):
     num_chunks: int
     raw_bytes: int
     stored_bytes: int
-    """In its own file."""
+    """Bytes in its own file."""
     referenced_bytes: int
-    """In files of earlier checkpoints."""
+    """Bytes in files of earlier checkpoints."""
     codecs: list[str]
 
 
 class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint and what it holds, as JSON. `references`: the checkpoints that hold chunks for it."""
+    """One checkpoint and its contents, as JSON. `references`: earlier checkpoints that hold some of its chunks."""
 
     checkpoint: CheckpointBody
     entries: list[ShownEntry]
@@ -70,7 +70,9 @@ def show(
     checkpoint: CheckpointArgument,
     entries: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Only entries with such a name, like 'model/*'.", show_default=False),
+        typer.Option(
+            metavar="PATTERN", help="Only entries whose name matches, for example 'model/*'.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Show one checkpoint: its facts, entries and shards."""
@@ -79,7 +81,7 @@ def show(
     content = read_manifest(session.source, found).content
     chosen = [entry for entry in _entries(content) if entries is None or _matches(entry, entries)]
     if entries is not None and not chosen:
-        raise InvalidRequest(f"no entry of {found.id} matches {entries!r}", "Without --entries all are shown")
+        raise InvalidRequest(f"no entry of {found.id} matches {entries!r}", "Leave out --entries to show all")
     body = ContentBody(
         checkpoint=CheckpointBody.of(found),
         entries=chosen,
@@ -185,6 +187,6 @@ def _shard_table(shards: Sequence[ShownShard]) -> Table:
         )
         for s in shards
     ]
-    # Where nothing is referenced there is no column for it.
+    # The column is left out if there are no references.
     shown = len(columns) - (not any(s.referenced_bytes for s in shards))
     return Table(columns[:shown], [Row(cells[:shown]) for cells in rows])

@@ -1,4 +1,4 @@
-"""tag: what people want to know of a checkpoint, and metrics that were computed after its save."""
+"""tag: tags of a checkpoint, and metrics that were computed after its save."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from ckptstore.names import Reference
 LabelsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[NAME=VALUE|NAME|NAME-]...", help="Set a tag, or with a '-' remove it.", show_default=False
+        metavar="[NAME=VALUE|NAME|NAME-]...", help="Set a tag, or remove it with a trailing '-'.", show_default=False
     ),
 ]
 MetricOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--metric", "-m", metavar="NAME=NUMBER|NAME-", help="Set a metric, or remove what was set.", show_default=False
+        "--metric",
+        "-m",
+        metavar="NAME=NUMBER|NAME-",
+        help="Set a metric, or remove a value that was set here.",
+        show_default=False,
     ),
 ]
 
@@ -42,11 +46,11 @@ def tag(
     metric: MetricOption = None,
     reason: ReasonOption = "",
 ) -> None:
-    """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) goes by them."""
+    """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) uses them."""
     session: Session = ctx.obj
     change = LabelChange(dict(map(_tag, labels or ())), dict(map(_metric, metric or ())))
     if not change.tags and not change.metrics:
-        raise InvalidRequest("nothing to set or remove is given", "Name a tag, or --metric NAME=NUMBER")
+        raise InvalidRequest("there is nothing to set or remove", "Pass a tag, or --metric NAME=NUMBER")
     found = session.source.find(Reference.parse(checkpoint))
     after = open_retention(session, "tag").label(found, change, reason)
     session.screen.emit(CheckpointBody.of(after), [after.id], [checkpoint_facts(after, session.clock())])
@@ -66,4 +70,4 @@ def _metric(text: str) -> tuple[str, float | None]:
     try:
         return name, float(value)
     except ValueError:
-        raise InvalidRequest(f"{text!r} sets no metric", "Write NAME=NUMBER, or NAME- to remove it") from None
+        raise InvalidRequest(f"{text!r} is not a metric", "Use NAME=NUMBER, or NAME- to remove it") from None

@@ -1,4 +1,4 @@
-"""token: who may ask a daemon for what."""
+"""token: the access tokens of a daemon."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckptctl.render import Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 
-TokenNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Of the token: what it is for.")]
+TokenNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the token, for example its purpose.")]
 
-group = typer.Typer(help="Tokens of a daemon: who may do what.", no_args_is_help=True, rich_markup_mode=None)
+group = typer.Typer(help="Manage the access tokens of a daemon.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
@@ -31,11 +31,12 @@ def create(
     name: TokenNameArgument,
     scope: Annotated[list[Scope], typer.Option("--scope", help="read, write, prune or admin. May be repeated.")],
     run: Annotated[
-        list[str] | None, typer.Option("--run", "-r", metavar="GLOB", help="For these runs only. May be repeated.")
+        list[str] | None,
+        typer.Option("--run", "-r", metavar="GLOB", help="Limit the token to these runs. May be repeated."),
     ] = None,
-    expires: Annotated[str | None, typer.Option(metavar="TIME", help="90s, 24h, 30d: not valid after that.")] = None,
+    expires: Annotated[str | None, typer.Option(metavar="TIME", help="Expire after this time: 90s, 24h, 30d.")] = None,
 ) -> None:
-    """Make a token, and print its secret: it is never shown again."""
+    """Create a token and print its secret, which is never shown again."""
     session: Session = ctx.obj
     expires_in_s = human.parse_duration(expires) if expires else None
     request = TokenRequest(name=name, scopes=scope, runs=run or [], expires_in_s=expires_in_s)
@@ -47,23 +48,23 @@ def list_tokens(ctx: typer.Context) -> None:
     session: Session = ctx.obj
     found = session.daemon("token ls").tokens()
     if not found:
-        session.screen.note(f"no token at {session.source.url}")
+        session.screen.note(f"no tokens at {session.source.url}")
     session.screen.emit(found, [t.name for t in found], [_table(found, session.clock())] if found else [])
 
 
 def rotate(
     ctx: typer.Context,
     name: TokenNameArgument,
-    keep_old: Annotated[str, typer.Option(metavar="TIME", help="The old secret works for so much longer.")] = "0s",
+    keep_old: Annotated[str, typer.Option(metavar="TIME", help="Keep the old secret valid for this time.")] = "0s",
 ) -> None:
-    """Give a token a new secret, and print it."""
+    """Give a token a new secret and print it."""
     session: Session = ctx.obj
     request = RotateRequest(keep_old_s=human.parse_duration(keep_old))
     _show(session, session.daemon("token rotate").rotate_token(name, request))
 
 
 def revoke(ctx: typer.Context, name: TokenNameArgument) -> None:
-    """Remove a token. It is refused from now on."""
+    """Revoke a token. It is refused from now on."""
     session: Session = ctx.obj
     session.daemon("token revoke").revoke_token(name)
     session.screen.note(f"Token {name} is revoked")

@@ -1,4 +1,4 @@
-"""verify: whether every byte is as it was written."""
+"""verify: checks every byte against its checksum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptstore.reading.verify import verify as verify_checkpoint
 
 
 class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check of one checkpoint found, as JSON."""
+    """The result of verifying one checkpoint, as JSON."""
 
     id: str
     ok: bool
@@ -35,7 +35,7 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(result: Verification) -> VerificationBody:
-        """The body for a finding."""
+        """The body for a result."""
         return VerificationBody(
             id=result.checkpoint.id,
             ok=result.ok,
@@ -61,16 +61,16 @@ def verify(
             autocompletion=checkpoint_names,
         ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All checkpoints, or all of --run.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All checkpoints, or all checkpoints of --run.")] = False,
     run: RunOption = None,
 ) -> None:
-    """Read everything and check it against its checksums.
+    """Read checkpoints completely and verify all checksums.
 
-    Goes on after a problem and lists all of them. With -o id it prints the damaged checkpoints.
+    Continues after a problem and lists all of them. With -o id it prints the damaged checkpoints.
     """
     session: Session = ctx.obj
     if session.target.is_daemon:
-        session.daemon("verify").read_past_caches()  # what lies in a cache says nothing about the store
+        session.daemon("verify").read_past_caches()  # bytes from a cache prove nothing about the store
     chosen = _choose(session, checkpoint, everything, run)
     results = list(_verify_each(session, chosen))
     damaged = [result for result in results if not result.ok]
@@ -79,13 +79,13 @@ def verify(
     if damaged:
         raise CorruptObject(
             f"{len(damaged)} of {human.count(len(results), 'checkpoint')} damaged",
-            "A restore passes over them; restore the bytes from a copy, or prune",
+            "Restores skip them. Restore the bytes from a copy, or delete the checkpoints",
         )
 
 
 def _choose(session: Session, checkpoint: str | None, everything: bool, run: str | None) -> list[Checkpoint]:
     if (checkpoint is not None) == everything or (run is not None and not everything):
-        raise InvalidRequest("verify takes one checkpoint's ID, or --all and perhaps --run")
+        raise InvalidRequest("verify takes the ID of one checkpoint, or --all with an optional --run")
     if checkpoint is not None:
         return [session.source.find(Reference.parse(checkpoint))]
     return [c for found in session.checkpoints(run).values() for c in found]
@@ -99,19 +99,19 @@ def _verify_each(session: Session, checkpoints: Sequence[Checkpoint]) -> Iterato
             except NoCheckpoint:
                 if len(checkpoints) == 1:
                     raise
-                session.screen.note(f"{checkpoint.id} was deleted meanwhile")
+                session.screen.note(f"{checkpoint.id} was deleted in the meantime")
 
 
 def _verify_leased(source: Source, checkpoint: Checkpoint, progress: Progress) -> Verification:
     if checkpoint.state is State.CORRUPT:
         return verify_checkpoint(source, checkpoint)
-    # Without a lease, a prune in between would look like damage.
+    # Without a lease, a concurrent prune would look like damage.
     with leased(source, checkpoint):
         return verify_checkpoint(source, checkpoint, progress)
 
 
 def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
-    """What checks found, for people."""
+    """The results for tables."""
     columns = (
         TableColumn("CHECKPOINT"),
         TableColumn("CHUNKS", right=True),

@@ -1,4 +1,4 @@
-"""watch: what happens to checkpoints, as it happens."""
+"""watch: follows the events of checkpoints."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def register(app: typer.Typer) -> None:
 
 def watch(
     ctx: typer.Context,
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="One run only.", show_default=False)] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=0, metavar="N", help="End after N; 0: never.")] = 0,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Limit to one run.", show_default=False)] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=0, metavar="N", help="Exit after N events; 0: never.")] = 0,
 ) -> None:
-    """Follow commits, deletions and damage, until interrupted.
+    """Follow commits, deletions and damage until interrupted.
 
-    Through a daemon also prunes, restores and jobs, each within moments, and none is missed when the connection
-    breaks; on a store, which is looked at every two seconds.
+    With a daemon, events arrive within moments and include prunes, restores and jobs; no event is missed if the
+    connection is lost. A store is polled every two seconds.
     """
     session: Session = ctx.obj
     run = check_run(run) if run is not None else None
@@ -51,20 +51,20 @@ def watch(
 
 
 def _from_daemon(daemon: DaemonClient, run: str | None, note: Callable[[str], None]) -> Iterator[EventBody]:
-    """A stream; while there is none, a page from time to time. What cannot be asked at all, is raised at first only."""
+    """Read the event stream, or poll pages while it is not available. Only the first request raises errors."""
     after: int | None = None
     while True:
         try:
             for event in daemon.event_stream(after, run):
                 after = event.id
                 if event.kind == bodies.GAP:
-                    note("some events are not kept any more: ckptctl ls shows what there is")
+                    note("some events were deleted before they could be shown; ckptctl ls lists the checkpoints")
                 elif event.kind != bodies.OPEN:
                     yield event
         except Unavailable as error:
             if after is None:
                 raise
-            note(f"no stream, asking again: {error.message}")
+            note(f"no event stream, polling: {error.message}")
         time.sleep(_PAUSE_S)
         try:
             page = daemon.events(after or 0, run)

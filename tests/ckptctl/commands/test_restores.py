@@ -94,7 +94,7 @@ def test_programs_get_what_the_daemon_says(daemon: Daemon, client: DaemonClient,
 
 def test_none_is_said(daemon: Daemon, run: str) -> None:
     done = invoke("restores", "--run", run, "--url", daemon.url)
-    assert (done.code, done.stdout, done.stderr) == (0, "", f"no restore at {daemon.url}\n")
+    assert (done.code, done.stdout, done.stderr) == (0, "", f"no restores at {daemon.url}\n")
     assert invoke("restores", "--run", run, "--watch", "--url", daemon.url).code == 0
 
 

@@ -225,7 +225,7 @@ def test_a_daemon_of_another_store(overwriting: Store, honest: Honest) -> None:
     run = Run(store, RUN)
     with pytest.raises(InvalidRequest, match="Does the daemon serve the store"):
         commit_attempt(run, [write_rank(overwriting, RUN, attempt, {})])
-    with pytest.raises(StoreUnsafe, match="does not say so"):
+    with pytest.raises(StoreUnsafe, match="does not have the decision"):
         decide(run, attempt, None)
     assert read_outcome(Run(overwriting, RUN), attempt) is None
 

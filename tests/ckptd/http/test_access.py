@@ -200,7 +200,7 @@ def test_no_path_leaves_its_run(guarded: Guarded, path: str) -> None:
 
 
 def test_the_client_raises_what_the_daemon_says(guarded: Guarded) -> None:
-    with guarded.daemon.client() as client, pytest.raises(Unauthorized, match="asks for a token"):
+    with guarded.daemon.client() as client, pytest.raises(Unauthorized, match="requires a token"):
         client.latest()
     with guarded.daemon.client("wrong") as client, pytest.raises(Denied, match="unknown, revoked or expired"):
         client.latest()

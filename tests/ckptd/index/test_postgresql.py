@@ -96,7 +96,7 @@ def test_ranks_of_one_restore_may_ask_different_daemons(store: Store, database: 
 def test_daemons_of_two_stores_do_not_share_a_database(database: str) -> None:
     index = Database(database, 2)
     Index(index).adopt("file:///one", 0.0)
-    with pytest.raises(InvalidRequest, match="database of its own"):
+    with pytest.raises(InvalidRequest, match="one database per store"):
         Index(index).adopt("file:///another", 0.0)
     Index(index).adopt("file:///one", 0.0)
     index.close()
