@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ckptstore.stores import Store, open_store
-from tests.support import browser as browsers
-from tests.support import dashboard
-from tests.support.browser import Browser
+from tests.browser import dashboard
+from tests.browser import webdriver as browsers
+from tests.browser.dashboard import Shown
+from tests.browser.webdriver import Browser
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.dashboard import Shown
 
 # The daemon must not commit or collect what is to be seen as a live upload.
 _PATIENT = ("--commit-grace-seconds", "100000")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ckptapi import bodies
 from tests.browser.conftest import ADMIN, Dashboard
-from tests.support.browser import Browser
+from tests.browser.webdriver import Browser
 from tests.support.waiting import wait_until
 
 _ENTER = "\ue007"

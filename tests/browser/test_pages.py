@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from ckptstore.names import Attempt, new_ulid
+from tests.browser import dashboard
 from tests.browser.conftest import Dashboard
-from tests.support import dashboard
-from tests.support.browser import Browser
+from tests.browser.dashboard import LONG, SCRIPT, SMALL
+from tests.browser.webdriver import Browser
 from tests.support.checkpoints import write_rank
-from tests.support.dashboard import LONG, SCRIPT, SMALL
 from tests.support.waiting import wait_until
 
 _TAB, _ENTER = "\ue004", "\ue007"

@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DAEMON = ("ckptd.app", "ckptd.configuration", "ckptd.server", "psycopg", "typer")
-TRAINER = ("ckpt.checkpointer", "ckpt.restoring", "tests.support.training", "tests.support.ddp", "torch._dynamo")
+TRAINER = ("ckpt.checkpointer", "ckpt.restoring", "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")
 _REQUEST_BYTES = 1 << 20
 _END_S = 120.0
 

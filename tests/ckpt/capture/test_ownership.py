@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 from ckpt.capture.ownership import Ownership, Unit, agree
 from ckpt.capture.parts import Flat, Part, Piece, _mesh_cut, part_of
 from ckptstore.errors import LayoutChanged, UnsupportedObject
+from tests.ckpt.capture.meshes import Mesh, placements
 from tests.support.layouts import region
-from tests.support.meshes import Mesh, placements
 
 Rank = int
 Parts = dict[Rank, Part]

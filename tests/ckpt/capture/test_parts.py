@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ckpt.capture.parts import Flat, _mesh_cut, part_of
 from ckptstore.errors import UnsupportedObject
 from ckptstore.format import boxes
+from tests.ckpt.capture.meshes import Mesh, coordinates, held, placements
 from tests.support.layouts import region
-from tests.support.meshes import Mesh, coordinates, held, placements
 
 
 @st.composite

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ckpt import Checkpointer
 from ckpt.capture.repeated import Capturer
 from ckptstore.reading.source import read_manifest
-from tests.support.loops import OPTIMIZERS, Loop, open_run
+from tests.ckpt.loops import OPTIMIZERS, Loop, open_run
 from tests.support.training import same_state
 
 

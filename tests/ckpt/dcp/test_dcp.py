@@ -22,7 +22,7 @@ from ckptstore.names import Reference, RunKeys, shard_name
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save
+from tests.ckpt.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save
 from tests.support.stores import Faults, FaultyStore
 
 MODES: tuple[Literal["before", "after"], ...] = ("before", "after")

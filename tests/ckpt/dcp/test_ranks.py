@@ -15,10 +15,10 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import advance, undecided_attempts
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from tests.ckpt.dcp_state import dcp, flat_optimizer_state, make_model, make_optimizer, same
+from tests.ckpt.ddp import lines, run_ranks
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon
-from tests.support.dcp_state import dcp, flat_optimizer_state, make_model, make_optimizer, same
-from tests.support.ddp import lines, run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -35,7 +35,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = make_model(1)
     with Checkpointer(str(place / "store"), run="single", writer="thread") as checkpointer:
         checkpointer.save(model, make_optimizer(model), 7)
-    for output in run_ranks("dcp_ranks", 2, place / "meet", str(place / "store")):
+    for output in run_ranks("tests.ckpt.dcp.dcp_ranks", 2, place / "meet", str(place / "store")):
         held = [line for line in lines(output) if line.endswith(" held")]
         assert len(held) == 7, output
     return str(place / "store")
@@ -113,7 +113,7 @@ def test_what_failed_is_never_committed_by_anybody(ranks: str) -> None:
 def test_a_rank_that_is_killed_leaves_nothing_committed(tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
     with pytest.raises(AssertionError, match="heard of it"):
-        run_ranks("dcp_ranks", 2, tmp_path / "meet", str(tmp_path / "store"), "die")
+        run_ranks("tests.ckpt.dcp.dcp_ranks", 2, tmp_path / "meet", str(tmp_path / "store"), "die")
     store = open_store(str(tmp_path / "store"))
     run = Run(store, "killed")
     assert StoreSource(store).checkpoints("killed") == []

@@ -18,9 +18,9 @@ from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from tests.ckpt.dcp_state import make_model, make_optimizer, same
+from tests.ckpt.ddp import run_ranks
 from tests.support.command_line import Finished, invoke
-from tests.support.dcp_state import make_model, make_optimizer, same
-from tests.support.ddp import run_ranks
 
 dcp: Any = torch.distributed.checkpoint  # it exports without saying so
 
@@ -73,7 +73,7 @@ def change(folder: Path, how: Callable[[Metadata], object]) -> None:
 
 def test_what_ranks_saved_in_pieces_restores_into_one_process(store: Path, tmp_path: Path) -> None:
     (tmp_path / "dcp").mkdir()
-    run_ranks("foreign_ranks", 2, tmp_path / "dcp", str(tmp_path / "dcp"))
+    run_ranks("tests.ckpt.foreign.foreign_ranks", 2, tmp_path / "dcp", str(tmp_path / "dcp"))
     model = make_model(1)
     optim = make_optimizer(model)
     for form in ("tree", "flat"):

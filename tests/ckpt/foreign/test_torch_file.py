@@ -21,8 +21,8 @@ from ckptstore.errors import CorruptObject
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from tests.ckpt.dcp_state import make_model, make_optimizer, same
 from tests.support.command_line import Finished, invoke
-from tests.support.dcp_state import make_model, make_optimizer, same
 from tests.support.entries import tensor_bytes
 
 

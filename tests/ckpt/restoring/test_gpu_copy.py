@@ -18,7 +18,7 @@ from ckptstore.names import Reference
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
-from tests.support.lanes import lazy_lanes
+from tests.ckpt.restoring.lanes import lazy_lanes
 from tests.support.training import same_state
 
 

@@ -23,7 +23,7 @@ from ckptstore.retention.deletion import plan_prune
 from ckptstore.retention.policy import Policy
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from tests.support.ddp import ROOT
+from tests.ckpt.ddp import ROOT
 from tests.support.training import same_state
 
 

@@ -55,7 +55,7 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
     (folder / "save").mkdir()
     (folder / "restore").mkdir()
     store = open_store(str(folder / "store"))
-    saving = Scenario("tests.support.replicas:save", _REPLICAS, {"store": str(folder / "store"), "steps": [1]})
+    saving = Scenario("tests.ckpt.restoring.replicas:save", _REPLICAS, {"store": str(folder / "store"), "steps": [1]})
     digests = run_scenarios([saving], folder / "save")[0].result()
     stored = sum(info.bytes for info in store.list(""))
     counting = CountingStore(store)
@@ -66,7 +66,7 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
         before = counting.all_bytes
         scenarios = [
             Scenario(
-                "tests.support.replicas:restore",
+                "tests.ckpt.restoring.replicas:restore",
                 _REPLICAS,
                 {
                     "store": str(folder / "store"),
@@ -76,7 +76,7 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
             )
             for replica_reads in ("broadcast", "none", "daemon")
         ]
-        landing = Scenario("tests.support.replicas:land", 2, {"store": str(folder / "store")})
+        landing = Scenario("tests.ckpt.restoring.replicas:land", 2, {"store": str(folder / "store")})
         *outcomes, landed = run_scenarios([*scenarios, landing], folder / "restore")
         read = counting.all_bytes - before
     shares = [scenario.arguments["replica_reads"] for scenario in scenarios]

@@ -30,7 +30,7 @@ from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
-from tests.support.dcp_state import load as dcp_load
+from tests.ckpt.dcp_state import load as dcp_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

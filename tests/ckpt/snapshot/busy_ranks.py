@@ -18,9 +18,9 @@ from ckpt.snapshot.handle import SaveHandle
 from ckptstore import names
 from ckptstore.errors import CkptError, SaveSkipped
 from ckptstore.names import Attempt, RunKeys, derive_ulid
-from tests.support.gates import Gate, gated
-from tests.support.overlapping import held_copies
-from tests.support.saving_ranks import RUN
+from tests.ckpt.snapshot.gates import Gate, gated
+from tests.ckpt.snapshot.overlapping import held_copies
+from tests.ckpt.snapshot.saving_ranks import RUN
 from tests.support.waiting import wait_until
 
 _COMMIT_TIMEOUT_S = 300.0

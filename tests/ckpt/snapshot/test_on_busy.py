@@ -19,9 +19,9 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import collect
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from tests.support.gates import Gate, gated
+from tests.ckpt.snapshot.gates import Gate, gated
+from tests.ckpt.snapshot.saving_ranks import RUN
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
-from tests.support.saving_ranks import RUN
 from tests.support.stores import MovableClock
 from tests.support.waiting import wait_until
 

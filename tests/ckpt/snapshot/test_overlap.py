@@ -24,8 +24,8 @@ from ckpt import Checkpointer
 from ckpt.capture.leaves import Captured
 from ckpt.snapshot.transfer import Transfer
 from ckptstore.errors import SaveFailed, SnapshotTorn
-from tests.support.loops import OPTIMIZERS, Loop, open_run
-from tests.support.overlapping import held_copies
+from tests.ckpt.loops import OPTIMIZERS, Loop, open_run
+from tests.ckpt.snapshot.overlapping import held_copies
 from tests.support.training import same_state
 from tests.support.waiting import wait_until
 

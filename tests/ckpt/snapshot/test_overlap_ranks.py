@@ -13,10 +13,12 @@ _LAYOUTS = ("ddp", "fsdp2", "fsdp1")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     folder = tmp_path_factory.mktemp("overlap")
     scenarios = {
-        layout: Scenario("tests.support.overlapping:stored_alike", 2, {"store": str(folder / layout), "layout": layout})
+        layout: Scenario(
+            "tests.ckpt.snapshot.overlapping:stored_alike", 2, {"store": str(folder / layout), "layout": layout}
+        )
         for layout in _LAYOUTS
     }
-    scenarios["counters"] = Scenario("tests.support.overlapping:version_counters", 2, {"kind": "fsdp2"})
+    scenarios["counters"] = Scenario("tests.ckpt.snapshot.overlapping:version_counters", 2, {"kind": "fsdp2"})
     (folder / "ranks").mkdir()
     return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
 

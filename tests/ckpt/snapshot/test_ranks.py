@@ -9,9 +9,9 @@ import pytest
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
+from tests.ckpt.snapshot.saving_ranks import RUN
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
-from tests.support.saving_ranks import RUN
 
 _LAYOUTS = ("ddp", "fsdp2", "tp_fsdp2", "fsdp1", "zero", "pp")
 _SPREAD = [("ddp", "ddp"), ("ddp", "single"), ("hsdp", "fsdp2"), ("hsdp", "hsdp")]
@@ -26,14 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> dict[str, Outcome]:
     scenarios = {
         layout: Scenario(
-            "tests.support.saving_ranks:without_collectives",
+            "tests.ckpt.snapshot.saving_ranks:without_collectives",
             4 if layout == "tp_fsdp2" else 2,
             {"store": str(folder / layout), "layout": layout},
         )
         for layout in _LAYOUTS
     }
     for name in ("change_layout", "fail_to_describe", "derive_under_fsdp2"):
-        scenarios[name] = Scenario(f"tests.support.saving_ranks:{name}", 2, {"store": str(folder / name)})
+        scenarios[name] = Scenario(f"tests.ckpt.snapshot.saving_ranks:{name}", 2, {"store": str(folder / name)})
     (folder / "ranks").mkdir()
     return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
 
@@ -86,7 +86,7 @@ def test_state_of_a_shard_that_does_not_say_so_is_refused(outcomes: dict[str, Ou
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return run_matrix(_SPREAD, tmp_path_factory.mktemp("spread"), save="tests.support.saving_ranks:save_spread")
+    return run_matrix(_SPREAD, tmp_path_factory.mktemp("spread"), save="tests.ckpt.snapshot.saving_ranks:save_spread")
 
 
 @pytest.mark.parametrize(("saved", "restored"), _SPREAD)

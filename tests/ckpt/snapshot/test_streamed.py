@@ -24,7 +24,7 @@ from ckptstore.errors import InvalidRequest, SaveFailed, SaverDied, SnapshotTorn
 from ckptstore.format.shards import ChunkSpan
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
-from tests.support.ddp import ROOT
+from tests.ckpt.ddp import ROOT
 from tests.support.stores import Faults, FaultyStore
 from tests.support.trainers import is_alive
 from tests.support.training import same_state

@@ -34,10 +34,10 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.tombstones import hide, list_hidden, sweep, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store, multipart, open_store
+from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.daemons import running_daemon
 from tests.support.juicefs import running_gateway
-from tests.support.proxies import Fault, LossyProxy, lossy_proxy
 from tests.support.runs import keys
 from tests.support.seaweed import BUCKET, S3Service
 from tests.support.stores import race

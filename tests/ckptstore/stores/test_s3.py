@@ -19,9 +19,9 @@ from ckptstore.stores import Store, multipart, open_store
 from ckptstore.stores.multipart import part_bytes
 from ckptstore.stores.s3 import S3Store
 from ckptstore.stores.transfers import Transfers, UploadPart
+from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
 from tests.conftest import S3Location
 from tests.support import seaweed
-from tests.support.proxies import Fault, LossyProxy, lossy_proxy
 from tests.support.seaweed import BUCKET, SECRET_KEY, S3Service
 
 MIB = 1 << 20

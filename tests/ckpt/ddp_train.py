@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt import Checkpointer
 from ckptstore.errors import CkptError
-from tests.support.ddp import join
+from tests.ckpt.ddp import join
 from tests.support.training import seed_all
 
 

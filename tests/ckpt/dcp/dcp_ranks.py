@@ -40,8 +40,8 @@ from ckpt.dcp import StorageReader, StorageWriter
 from ckptstore.names import Reference
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
-from tests.support.dcp_state import dcp, flat_optimizer_state, full, make_model, make_optimizer, same
-from tests.support.ddp import join
+from tests.ckpt.dcp_state import dcp, flat_optimizer_state, full, make_model, make_optimizer, same
+from tests.ckpt.ddp import join
 from tests.support.stores import Faults, FaultyStore
 from tests.support.training import seed_all
 

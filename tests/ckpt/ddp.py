@@ -11,8 +11,8 @@ from tests.support.forking import TRAINER, fork
 ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(script: str, world_size: int, folder: Path, *arguments: str, timeout: float = 120) -> list[str]:
-    """Run tests.support.<script> in every rank; returns their output, or raises with it."""
+def run_ranks(module: str, world_size: int, folder: Path, *arguments: str, timeout: float = 120) -> list[str]:
+    """Run a module in every rank; returns their output, or raises with it."""
     number = len(list(folder.iterdir()))
     logs = [folder / f"output-{number}-{rank}" for rank in range(world_size)]
     ranks = []
@@ -22,7 +22,7 @@ def run_ranks(script: str, world_size: int, folder: Path, *arguments: str, timeo
             output = log.fileno()
             ranks.append(
                 fork(
-                    TRAINER, f"tests.support.{script}", arguments,
+                    TRAINER, module, arguments,
                     stdout=output, stderr=output, environment=environment, strict=True,
                 )
             )  # fmt: skip

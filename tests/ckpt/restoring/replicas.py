@@ -15,8 +15,8 @@ from torch import nn
 from ckpt import Checkpointer
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
+from tests.ckpt.restoring.lanes import lazy_lanes
 from tests.support.counting import CountingStore
-from tests.support.lanes import lazy_lanes
 
 RUN = "replicas"
 

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.dcp_state import flat_optimizer_state, make_model, make_optimizer
-from tests.support.ddp import join
+from tests.ckpt.dcp_state import flat_optimizer_state, make_model, make_optimizer
+from tests.ckpt.ddp import join
 
 dcp: Any = torch.distributed.checkpoint  # it exports without saying so
 
