@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def run(name: str, quick: bool, path: Path | None) -> None:
-    """Run one, print what it found, and keep the last line."""
+    """Run one, print its result, and keep the last line."""
     module = importlib.import_module("bench." + name.replace("-", "_"))
     report: Report = module.measure(quick)
     show(report)

@@ -27,7 +27,7 @@ CONCURRENCIES = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a call took."""
+    """Cost of a call."""
 
     wall_s: float
     client_core_s: float
@@ -53,7 +53,7 @@ class Service:
         return self.s3.options
 
     def url(self, folder: str) -> str:
-        """Of a folder in the bucket."""
+        """URL of a folder in the bucket."""
         return f"s3://{seaweed.BUCKET}/{folder}"
 
     def store(self, folder: str) -> Store:
@@ -113,7 +113,7 @@ def check_restored(state: State, restore: Callable[[], _T]) -> _T:
     state.forget()
     result = restore()
     if state.digest() != before:
-        raise RuntimeError("what was restored is not what was saved")
+        raise RuntimeError("the restored state differs from the saved one")
     return result
 
 
@@ -124,7 +124,7 @@ def fastest(request: Callable[[_T], object], ways: Sequence[_T], service: Servic
 
 
 def row(name: str, timed: Sequence[Timed], num_bytes: int, note: str = "") -> tuple[str, ...]:
-    """Of the table: seconds, MB/s, processor seconds of client and server per GB."""
+    """Columns of the table: seconds, MB/s, processor seconds of client and server per GB."""
     wall = Spread.of([one.wall_s for one in timed])
     client, server = (
         Spread.of([getattr(one, which) for one in timed]).median / num_bytes * 1e9

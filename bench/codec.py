@@ -1,7 +1,7 @@
-"""How fast one core encodes and decodes trained weights and moments, beside other libraries.
+"""How fast one core encodes and decodes trained weights and moments, compared with other libraries.
 
-Everybody gets the same chunks, as large as ours are, in turns, with one thread. Speed is per second of the processor,
-which is what a save takes from training. Decoded bytes are compared with the raw ones.
+All libraries get the same chunks, of our chunk size, in turns, with one thread. Speed is per second of processor
+time, which a save takes from training. Decoded bytes are compared with the raw ones.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Zstd:
     """Plain zstd."""
 
     def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes:
-        """At the level that `compress="fast"` uses for what is not floating point."""
+        """At the level that `compress="fast"` uses for types other than floating point."""
         return zstandard.ZstdCompressor(level=1).compress(raw)
 
     def decode(self, stored: bytes, dtype: str) -> bytes:
@@ -120,7 +120,7 @@ def measure(quick: bool) -> Report:
 
 
 def chunks_of(kind: Kind) -> list[memoryview]:
-    """Cut as large shards are; what is left at the end is left out."""
+    """Cut as large shards are; an incomplete last chunk is left out."""
     size = min(CHUNK_BYTES, len(kind.raw))
     return [kind.raw[at : at + size] for at in range(0, len(kind.raw) - size + 1, size)]
 

@@ -1,8 +1,8 @@
 """How fast parallel readers get a shard through the daemon's warm cache, against nginx serving the same file.
 
-Readers are processes of their own, the same program for both servers: they ask for ranges of 16 MiB over one
-connection each, and throw the bytes away. The cold pass before counts what the store gave for them. The two servers
-are measured in turns; each has the machine's cores, which the readers use too.
+Readers are separate processes, the same program for both servers: they request ranges of 16 MiB over one connection
+each, and discard the bytes. The cold pass before counts the bytes that the store served for them. The two servers are
+measured in turns; each has the machine's cores, which the readers use too.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _read(url: str, size: int) -> float:
 
 
 def _write_shard(folder: Path, num_bytes: int) -> tuple[str, str]:
-    """A checkpoint with one shard of about so many bytes: its path in the daemon, and its key in the store."""
+    """A checkpoint with one shard of about this size: its path in the daemon, and its key in the store."""
     weights = nn.Module()
     weights.weight = nn.Parameter(torch.randn(num_bytes // 4))
     with Checkpointer(str(folder), run="bench", compress="off", writer="thread") as checkpointer:

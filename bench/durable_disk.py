@@ -1,8 +1,9 @@
 """From the call that saves to a checkpoint that is committed on the local disk, against a bare write of its bytes.
 
-Everybody is equally durable: files and folders are fsynced. The bare write is preallocated and goes past the page
-cache, from memory that is there; the better of one and two writes at a time is the limit. The first save of each,
-which makes buffers and processes, is not counted. What was saved is loaded again once, and compared bit by bit.
+All contestants are equally durable: files and folders are fsynced. The bare write is preallocated and bypasses the
+page cache, from existing memory; the better of one and two concurrent writes is the limit. The first save of each
+contestant, which allocates buffers and processes, is not counted. Each save is loaded again once, and compared bit by
+bit.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _peaks(peers: Mapping[str, Peer], state: State, folder: Path) -> tuple[dict[
         except Exception as error:  # a peer may raise anything
             problems[name] = problem(error)
         if state.digest() != want:
-            raise ValueError(f"{name} did not bring back what it saved")
+            raise ValueError(f"{name} restored a state that differs from the saved one")
     return took, problems
 
 

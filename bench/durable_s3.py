@@ -1,8 +1,8 @@
 """How long until a state is committed on S3, against bare uploads of the bytes that are stored.
 
-The limit is obstore, a client in Rust, which uploads our shard from memory, in parts, with as many requests at a time
-as are fastest here: the shard as it is without codec, beside our saves without one, and as float-split makes it, beside
-saves that encode. The peers' objects are durable when their uploads are completed, as ours are.
+The limit is obstore, a client in Rust, which uploads our shard from memory, in parts, with the fastest number of
+concurrent requests: the raw shard next to our saves without codec, and the float-split shard next to saves that
+encode. The peers' objects are durable when their uploads are completed, as ours are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GOAL = 0.9
 PROBED_BYTES = 100_000_000
 PEERS = ("s3torchconnector", "s3torchconnector, DCP", "torch over s3fs")
 OURS = {"ckptd, off": "off", "ckptd, fast": "fast"}
-"""What they are called, and `compress`."""
+"""Their names, and `compress`."""
 RAW = {name: f"raw PUT of {name}" for name in OURS}
 FOLDER = "saved"
 
@@ -67,7 +67,7 @@ def measure(quick: bool) -> Report:
     return Report(
         bench="durable-s3",
         what=f"{state.num_bytes / 1e9:.2f} GB to SeaweedFS on the same cores, {sizes['ckptd, fast'] / 1e9:.2f} GB with "
-        f"float-split; raw: obstore, {concurrency} parts at a time; MB/s and core-s/GB of what each sends",
+        f"float-split; raw: obstore, {concurrency} parts at a time; MB/s and core-s/GB of the bytes that each sends",
         columns=COLUMNS,
         rows=[row(name, timed, sent.get(name, state.num_bytes)) for name, timed in found.items()],
         goals=[goal("raw PUT of the stored bytes", name, found[RAW[name]], found[name], GOAL) for name in OURS],
@@ -93,7 +93,7 @@ def measured(service: Service, save: Save) -> Callable[[], Timed]:
 
 def saver(service: Service, state: State, compress: str, stack: ExitStack) -> Save:
     """Ours. Process and memory are there from the first save on."""
-    # What has not changed would not be stored again.
+    # Unchanged chunks would not be stored again.
     options: Any = {"run": compress, "compress": compress, "options": service.options, "slots": 1, "incremental": False}
     checkpointer = stack.enter_context(Checkpointer(service.url(FOLDER), **options))
     steps = iter(range(1, 1000))

@@ -69,7 +69,7 @@ def _initialize(module: nn.Module) -> None:
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW for bfloat16 weights that are casts of float32 masters, which it keeps beside the moments."""
+    """AdamW for bfloat16 weights that are casts of float32 masters, which it keeps next to the moments."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})

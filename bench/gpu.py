@@ -1,7 +1,7 @@
 """python -m bench.gpu [--gigabytes N] [--batch N]: saves and restores against the GPU's link to host memory.
 
-Writes bench/results/gpu-NAME.json. The store is a folder in shared memory where there is room, so that no disk is
-measured; what is durable where is measured by the other benchmarks.
+Writes bench/results/gpu-NAME.json. The store is a folder in shared memory if there is enough, so no disk is measured;
+the other benchmarks measure durability.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Training:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Total bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
 
@@ -136,7 +136,7 @@ def _folder(num_bytes: int) -> str | None:
 
 
 def _bandwidth(num_bytes: int) -> tuple[float, float]:
-    """Seconds to copy so many bytes out of the GPU and into it, through one pinned buffer of a gigabyte."""
+    """Seconds to copy this number of bytes out of the GPU and into it, through one pinned buffer of a gigabyte."""
     size = min(num_bytes, 1 << 30)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -155,7 +155,7 @@ def _waited(call: Callable[[], object]) -> float:
 
 
 def _saves(training: Training, store: str, overlap: bool) -> dict[str, list[float]]:
-    """Stalls; and steps while a save is under way, each round beside as many without one."""
+    """Stalls; and steps while a save is under way, each round next to as many without one."""
     name = "overlap" if overlap else "eager"
     found: dict[str, list[float]] = {f"{name}, stall": [], f"{name}, step": [], f"{name}, step without": []}
     with Checkpointer(store, run="gpu", overlap=overlap, slots=1, compress="off", incremental=False) as checkpointer:

@@ -1,7 +1,8 @@
-"""What the daemon's index does with 100,000 checkpoints in 1,000 runs: answers, reindexes, and in how much memory.
+"""The daemon's index with 100,000 checkpoints in 1,000 runs: response times, reindexing and memory.
 
-The outcomes are made up and written straight into a folder. Questions are asked of the services in a process of their
-own, one after the other; then a real daemon answers GET /checkpoints/latest over eight connections that are kept open.
+The outcomes are synthetic and written directly into a folder. Requests are sent to the services in a separate
+process, one after the other; then a real daemon answers GET /checkpoints/latest over eight connections that are kept
+open.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def write_store(root: Path, runs: int) -> None:
 
 
 def run_name(number: int) -> str:
-    """Of one run."""
+    """Name of one run."""
     return f"run-{number:04d}"
 
 
@@ -113,7 +114,7 @@ def in_fresh_process(folder: str, runs: int) -> dict[str, float]:
 
 
 def ask(folder: str, runs: int) -> dict[str, float]:
-    """Index the store, then ask the services."""
+    """Index the store, then send requests to the services."""
     store = open_store(f"{folder}/store")
     database = Database(f"sqlite:///{folder}/index.db", 20)
     index = Index(database)
@@ -203,13 +204,13 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def peak_bytes(process: str) -> float:
-    """Most resident memory; getrusage would count what the parent had before the program was loaded."""
+    """Most resident memory; getrusage would count the parent's memory from before the program was loaded."""
     status = Path(f"/proc/{process}/status").read_text()
     return 1024.0 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def p99(taken: list[float]) -> float:
-    """What 99 of 100 do not exceed."""
+    """The 99th percentile."""
     return sorted(taken)[int(len(taken) * 0.99)]
 
 

@@ -1,4 +1,4 @@
-"""The kinds of tensors in a trained state, each as one long run of bytes: what codecs are measured on."""
+"""The kinds of tensors in a trained state, each as one long run of bytes, on which codecs are measured."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Kind:
     def bound(self) -> float:
         """The order-0 entropy bound, as a share of the raw size.
 
-        Of each number: the entropy of its exponent and that of its sign, both over all numbers of the kind, and its
-        mantissa as it is. A codec that adapts to the scale of each block may be below it.
+        For each number: the entropy of its exponent and that of its sign, both over all numbers of the kind, and all
+        bits of its mantissa. A codec that adapts to the scale of each block may be below it.
         """
         exponent, mantissa = FIELDS[self.dtype]
         bits = 1 + exponent + mantissa
@@ -41,7 +41,7 @@ class Kind:
 
 
 def kinds(state: State, most_bytes: int) -> list[Kind]:
-    """Of a float32 state: weights and moments; and the weights as 16-bit types. At most so many bytes of each."""
+    """Kinds of a float32 state: weights and moments; and the weights as 16-bit types. Each is cut at a maximum size."""
     found: dict[str, list[Tensor]] = {}
     for name, tensor in state.tensors().items():
         key = "weight" if name.startswith("model/") else name.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and against which versions."""
+"""The machine of a benchmark, and the versions of the peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the peers that are installed."""
+    """Versions of the installed peers."""
     found = {}
     for name in DISTRIBUTIONS:
         try:

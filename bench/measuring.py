@@ -1,4 +1,4 @@
-"""How things are measured here: in turns, with medians and spread, processor time and memory beside the clock."""
+"""How things are measured: in turns, with medians and spread; processor time and memory as well as wall time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_turns(
 ) -> tuple[dict[str, list[Result]], dict[str, str]]:
     """Call all of them so many times, in turns, another one first each time; and those that failed, with why.
 
-    What drifts on the machine hits all of them alike. One that raises is left out from then on.
+    Drift of the machine affects all of them equally. One that raises is left out from then on.
     """
     names, results, problems = list(contestants), {name: [] for name in contestants}, {}  # type: ignore[var-annotated]
     for repetition in range(repetitions):
@@ -69,7 +69,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Quartiles of at least one value."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
         low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -88,13 +88,13 @@ def seconds(call: Callable[[], object]) -> float:
 
 @dataclass(slots=True)
 class Usage:
-    """What a block took; filled at its end."""
+    """Cost of a block; filled at its end."""
 
     wall_s: float = 0.0
     core_s: float = 0.0
     """Processor seconds, user and system, of this process, its children and those they left."""
     extra_bytes: int = 0
-    """Peak of the proportional set sizes, less what there was before; filled by `memory` alone."""
+    """Peak of the proportional set sizes, less the sizes before; filled by `memory` alone."""
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def usage() -> Iterator[Usage]:
 
 
 def core_seconds() -> float:
-    """Of this process, its children that have ended, and its descendants that run. Monotonic while none is orphaned."""
+    """Processor time of this process, its ended children and its running descendants. Monotonic without orphans."""
     running = descendants()
     while True:
         own = os.times()
@@ -122,7 +122,7 @@ def core_seconds() -> float:
 
 
 def processor_seconds(process: int) -> float:
-    """Of a process and its children that have ended; 0 of one that is gone."""
+    """Processor time of a process and its ended children; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -142,7 +142,7 @@ def descendants(process: int | None = None) -> list[int]:
 
 
 def _children(process: int) -> list[int]:
-    """Of all its threads. What a thread that ends has started goes to another one, which may have been read by then."""
+    """Children of all its threads. Those of an ended thread move to another one, which may have been read already."""
     tasks = Path(f"/proc/{process}/task")
     while tasks.exists():
         try:
@@ -173,7 +173,7 @@ def memory() -> Iterator[Usage]:
 
 
 def _sample(process: int) -> None:
-    """Print what it has now, and the most that it had when the input ends."""
+    """Print the present size, and the peak when the input ends."""
     peak = memory_bytes(process)
     print(peak, flush=True)
     while not select.select([sys.stdin], [], [], SAMPLE_S)[0]:
@@ -182,7 +182,7 @@ def _sample(process: int) -> None:
 
 
 def memory_bytes(process: int) -> int:
-    """Proportional set sizes of a process and all below but this one: what they share counts once."""
+    """Proportional set sizes of a process and all its descendants except this one: shared memory counts once."""
     return sum(_memory_bytes(each) for each in [process, *descendants(process)] if each != os.getpid())
 
 
@@ -214,7 +214,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def raw_write_s(path: Path, num_bytes: int, source: mmap.mmap, threads: int = 1) -> float:
-    """Seconds to write so many bytes durably: preallocated, past the page cache, fsync of file and folder."""
+    """Seconds to write this number of bytes durably: preallocated, past the page cache, fsync of file and folder."""
     with memoryview(source) as view, ThreadPoolExecutor(threads) as pool:
         began = time.perf_counter()
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct(path.parent), 0o644)
@@ -284,7 +284,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def tree_bytes(folder: Path) -> int:
-    """Of all files below."""
+    """Total size of all files below."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -1,8 +1,8 @@
-"""How much more memory a save and a restore take at their peak, beside the state itself.
+"""Peak memory of a save and of a restore, in addition to the state itself.
 
-Each contestant has a process of its own, and another one samples the proportional set sizes of it and of everything it
-starts: what processes share counts once. A save counts from before the library makes anything, so arenas, staging
-buffers and processes are in. A restore goes into the live tensors of the same process, which has that memory already.
+Each contestant has its own process, and another one samples the proportional set sizes of it and of all its child
+processes: shared memory counts once. A save counts from before the library makes anything, so arenas, staging buffers
+and processes are included. A restore goes into the live tensors of the same process, which has that memory already.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from bench.report import Goal, Report
 from bench.state import trained, wanted_bytes
 
 SLOT_BYTES = 256 << 20
-"""Allowed beside one state."""
+"""Allowed in addition to one state."""
 STAGED_BYTES = 128 << 20
-"""Allowed beside what staging_bytes says."""
+"""Allowed in addition to staging_bytes."""
 RESTORE_GOAL = 0.1
 TIMEOUT_S = 120
 OURS, STAGED = "ckptd", "ckptd, staging_bytes"
@@ -46,7 +46,7 @@ def measure(quick: bool) -> Report:
 
 
 def _in_fresh_process(name: str, num_bytes: int) -> dict[str, int] | str:
-    """What it takes, or why it does not run."""
+    """Its memory, or why it does not run."""
     command = [sys.executable, "-m", "bench.memory", name, str(num_bytes)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=TIMEOUT_S, text=True)
     if not done.stdout:
@@ -64,7 +64,7 @@ def report(found: dict[str, dict[str, int]], problems: dict[str, str], num_bytes
     staged_ratio = staged["save"] / (_cap(num_bytes) + STAGED_BYTES)
     return Report(
         bench="memory",
-        what=f"peak beside a state of {state_bytes / 1e6:.0f} MB; staging_bytes is {_cap(num_bytes) / 1e6:.0f} MB",
+        what=f"peak on top of a state of {state_bytes / 1e6:.0f} MB; staging_bytes is {_cap(num_bytes) / 1e6:.0f} MB",
         columns=("", "save", "save / state", "restore", "restore / state"),
         rows=[_row(name, answer, state_bytes) for name, answer in found.items()],
         goals=[
@@ -108,7 +108,7 @@ def alone(name: str, num_bytes: int) -> dict[str, int]:
         with memory() as restoring:
             peer.load(second, state)
         if state.digest() != want:
-            raise ValueError("what was restored is not what was saved")
+            raise ValueError("the restored state differs from the saved one")
     return {"save": saving.extra_bytes, "restore": restoring.extra_bytes, "state_bytes": state.num_bytes}
 
 
@@ -123,7 +123,7 @@ def _open(name: str, num_bytes: int, folder: Path, stack: ExitStack) -> Peer:
 
 
 def main() -> None:
-    """Print what one contestant takes, or its problem."""
+    """Print the memory of one contestant, or its problem."""
     try:
         answer: dict[str, int] | str = alone(sys.argv[1], int(sys.argv[2]))
     except Exception as error:  # a peer may raise anything

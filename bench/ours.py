@@ -50,7 +50,7 @@ class Ours(Peer):
         self.checkpointer.restore(state.model, state.optim, checkpoint=self.saved[folder].id)
 
     def discard(self, folder: Path) -> None:
-        """Free the disk; what was just restored goes with the next one, for a run holds what it resumed from."""
+        """Free the disk. A run holds the checkpoint it resumed from, so the last one is deleted with the next."""
         self.discarded.append(self.saved.pop(folder))
         store = open_store(self.store)
         for checkpoint in list(self.discarded):
@@ -61,7 +61,7 @@ class Ours(Peer):
             self.discarded.remove(checkpoint)
 
     def stored_bytes(self, folder: Path) -> int:
-        """Of the shards."""
+        """Stored bytes of the shards."""
         return self.saved[folder].stored_bytes
 
     def close(self) -> None:

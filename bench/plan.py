@@ -1,8 +1,8 @@
 """How long one rank of 2048 takes to plan its restore from a manifest of a million slices, and in how much memory.
 
-The manifest is what 4096 ranks write that each hold an even part of 244 entries along the first dimension. Its digests
-are random, so that they do not compress. The functions of the product write and parse it, in processes of their own, so
-that the memory is theirs. Times are processor time of the one thread that works: on an idle core, time.
+The manifest is that of 4096 ranks which each hold an even part of 244 entries along the first dimension. Its digests
+are random, so they do not compress. The functions of the product write and parse it, in separate processes, so the
+measured memory is theirs. Times are processor time of the one working thread, which equals wall time on an idle core.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(quick: bool) -> Report:
 
 
 def in_fresh_process(part: str, path: Path, ranks: int) -> dict[str, float]:
-    """What one part of the benchmark found."""
+    """Result of one part of the benchmark."""
     command = [sys.executable, "-m", "bench.plan", part, str(path), str(ranks)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     found: dict[str, float] = json.loads(done.stdout)
@@ -86,7 +86,7 @@ def write(path: Path, ranks: int) -> dict[str, float]:
 
 
 def plan(path: Path, ranks: int) -> dict[str, float]:
-    """Parse the manifest and plan what one rank of half as many needs."""
+    """Parse the manifest and plan the reads of one rank of half as many."""
     data = path.read_bytes()
     began = time.process_time()
     content = parse_manifest(data, "manifest").content
@@ -149,7 +149,7 @@ Row = tuple[int, int, int, tuple[int, ...]]
 
 
 def slices_of(rank: int, ranks: int) -> list[Row]:
-    """What a rank holds, without what is empty."""
+    """Non-empty boxes of a rank."""
     rows: list[Row] = []
     at = 0
     for entry, shape in enumerate(SHAPES):

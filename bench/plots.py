@@ -1,7 +1,8 @@
-"""Stored size against time, for everyone who saves whole states: python -m bench.plots [--quick].
+"""Stored size against time, for all libraries that save whole states: python -m bench.plots [--quick].
 
-Each saves and restores the same state in turns: how long until a save is durable, and until everything is back in the
-live tensors, read from the page cache. Draws sizes-and-times.svg under bench/results, with the numbers beside it.
+Each saves and restores the same state in turns: the time until a save is durable, and until everything is back in the
+live tensors, read from the page cache. Draws sizes-and-times.svg under bench/results, and writes the numbers next to
+it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from bench.state import State, trained, wanted_bytes
 
 RESULTS = Path(__file__).parent / "results"
 OURS = ("off", "fast", "max")
-"""What compress= may be."""
+"""Values of compress=."""
 PANELS = {"durable": "save: seconds per GB until durable", "restore": "restore: seconds per GB, from the page cache"}
 OUR_COLOR, PEER_COLOR, LIMIT_COLOR, INK = "#1f6feb", "#8a8f98", "#c2410c", "#24292f"
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Of everyone: stored over raw bytes, seconds per GB to save and to restore; the limits; who did not run."""
+    """For each library: stored over raw bytes, seconds per GB to save and to restore; the limits; missing libraries."""
     state = trained("fp32", wanted_bytes(quick))
     gigabytes = state.num_bytes / 1e9
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""What is stored of saves between which little changes, over what changed; and what looking for it costs elsewhere.
+"""Stored bytes of saves with few changes, relative to the changed bytes; and the cost of comparing elsewhere.
 
-A frozen, trained GPT with low-rank adapters beside its linear layers: they and their AdamW state are trained for a step
-before each save. Stored is all that lies in the store's folder in the end, with documents and marks. Changed are the
-raw bytes of all tensors of the first save, and after it those of the tensors that are not as they were at the save
-before, compared bit by bit. Nothing is compressed, so that the two are of one kind. The cost is that of a state which
+A frozen, trained GPT with low-rank adapters next to its linear layers: they and their AdamW state are trained for a
+step before each save. Stored bytes are all bytes in the store's folder at the end, with documents and marks. Changed
+bytes are the raw bytes of all tensors of the first save, and after it those of the tensors that differ from the save
+before, compared bit by bit. Nothing is compressed, so the two are comparable. The cost is that of a state which
 changes throughout.
 """
 
@@ -109,7 +109,7 @@ def measure(quick: bool) -> Report:
 
 
 def _adapters(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[int, int, int, int]:
-    """Sizes of the state, of all that was stored, of what changed, and of what a save of the same adds."""
+    """Sizes of the state, of all stored bytes, of the changed tensors, and of a save without changes."""
     text, asked, changed = sources(), changes(model, optim), 0
     with tempfile.TemporaryDirectory() as folder:
         with Checkpointer(folder, run="bench", slots=1, compress="off") as checkpointer:
@@ -131,14 +131,14 @@ def _train(model: Any, optim: torch.optim.Optimizer, tokens: Tensor) -> None:
 
 
 def _check(checkpointer: Checkpointer, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    """What is restored is what was saved, bit by bit."""
+    """The restored state equals the saved one, bit by bit."""
     saved = {name: tensor.clone() for name, tensor in tensors(model, optim).items()}
     with torch.no_grad():
         for tensor in tensors(model, optim).values():
             tensor.fill_(3)
     checkpointer.restore(model, optim)
     if not all(torch.equal(tensor, saved[name]) for name, tensor in tensors(model, optim).items()):
-        raise AssertionError("what was restored is not what was saved")
+        raise AssertionError("the restored state differs from the saved one")
 
 
 def _size(folder: str) -> int:

@@ -71,12 +71,12 @@ class Rank:
 
 
 def main() -> None:
-    """Rank 0 prints what was found."""
+    """Rank 0 prints the result."""
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", init_method=f"file://{os.environ['MEETING']}", rank=int(os.environ["RANK"]), world_size=world
     )
-    # One rank saved it, and four restore it: what becomes of random state is said once per restore otherwise.
+    # One rank saved it, and four restore it: each restore would otherwise log the handling of random state.
     logging.getLogger("ckpt").setLevel(logging.ERROR)
     rank = Rank(json.loads(sys.argv[1]))
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}

@@ -1,7 +1,8 @@
-"""Four replicas restore the same state from S3: what leaves the store, and how long all of them take.
+"""Four replicas restore the same state from S3: bytes sent by the store, and the time until all are done.
 
 Broadcast: one rank reads each byte and passes it on through the process group (gloo). Daemon: all read through ckptd
-and its cache, which is empty at first. Alone: each reads everything. The service itself counts the bytes that it sends.
+and its cache, which is empty at first. Alone: each reads everything. The service itself counts the bytes that it
+sends.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measure(quick: bool) -> Report:
 
 
 def run_ranks(service: Service, task: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
-    """What rank 0 tells: by mode, seconds and sent bytes of each repetition."""
+    """Output of rank 0: by mode, seconds and sent bytes of each repetition."""
     task |= {"service": [service.s3.endpoint, service.s3.master, service.s3.metrics]}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(rank, Path(folder), task) for rank in range(RANKS)]

@@ -1,4 +1,4 @@
-"""What a benchmark found: a table for people, and a verdict for machines."""
+"""The result of a benchmark: a table for people, and a verdict for machines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Goal:
     """A ratio that was measured, and where it should be."""
 
     name: str
-    """What is measured, such as "overlap"."""
+    """The contestant, such as "overlap"."""
     vs: str
-    """What it is measured against, such as "memcpy"."""
+    """Its reference, such as "memcpy"."""
     ratio: float
     goal: float
     direction: Literal["at most", "at least"]
@@ -45,15 +45,15 @@ class Report:
 
     bench: str
     what: str
-    """Of what, how often, on what."""
+    """Subject, repetitions and machine."""
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     """Limit, peers, ours."""
     goals: Sequence[Goal]
     limit: float | None = None
-    """What the machine can do at best, in the unit of `peers`."""
+    """The machine's limit, in the unit of `peers`."""
     peers: Mapping[str, float] = field(default_factory=dict)
-    """What others need for the same."""
+    """Figures of the peers."""
     problems: Mapping[str, str] = field(default_factory=dict)
     """Peers that do not install or run, and why."""
     state_bytes: int = 0

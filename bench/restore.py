@@ -1,6 +1,6 @@
 """Restores into the live tensors of a trained state, from a local disk. Shared by restore-cold and restore-warm.
 
-Everybody saves once, and loads in turns; before each load the tensors lose their numbers, and after it they are
+Each contestant saves once, and loads in turns. Before each load the tensors are overwritten, and after it they are
 compared bit by bit, neither of them timed. Before a cold load the page cache drops the files; before the first warm
 one it has read them, in the same way for all.
 """
@@ -42,7 +42,7 @@ Limits = Callable[[Path], Mapping[str, Callable[[], float]]]
 
 @dataclass(slots=True)
 class Restores:
-    """What was measured."""
+    """The measurements."""
 
     num_bytes: int
     found: dict[str, list[Usage]]
@@ -155,7 +155,7 @@ class _Load:
 
     def _compare(self) -> None:
         if self.state.digest() != self.want:
-            raise ValueError("what was loaded is not what was saved")
+            raise ValueError("the loaded state differs from the saved one")
 
 
 def _bare(call: Callable[[], float]) -> Usage:

@@ -36,7 +36,7 @@ RANGES = [(concurrency, size) for concurrency in CONCURRENCIES for size in (16 <
 """Requests at a time, and bytes of each."""
 PEERS = ("s3torchconnector", "s3torchconnector, DCP", "torch over s3fs", "runai-model-streamer")
 OURS = {"ckptd, off": "off", "ckptd, fast": "fast"}
-"""What they are called, and `compress`."""
+"""Their names, and `compress`."""
 RAW = {name: f"raw GET of {name}" for name in OURS}
 FOLDER = "saved"
 

@@ -1,7 +1,7 @@
-"""How small a trained state gets: per kind of tensor beside other libraries and the entropy, and as checkpoints.
+"""How small a trained state gets: per kind of tensor, against other libraries and the entropy, and as checkpoints.
 
-A checkpoint's figure is what the store holds of it, documents included. Every chunk of a size is encoded and decoded,
-and checkpoints are restored and compared bit by bit.
+A checkpoint's figure is its total size on the store, documents included. Every chunk of a size is encoded and
+decoded, and checkpoints are restored and compared bit by bit.
 """
 
 from __future__ import annotations

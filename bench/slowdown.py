@@ -1,8 +1,8 @@
-"""What a save costs a training: the time in the call, and what the steps after it take longer until it is durable.
+"""Training time that a save costs: the time in the call, and the extra time of later steps until it is durable.
 
-One process trains with one thread on a model of the size of the state. Windows without a save and windows with one take
-turns, and so do the contestants: steps with a save in flight are compared with the steps right before and after.
-Everyone is durable in the same way, fsynced, and has saved once before, so that memory and processes are there.
+One process trains with one thread on a model of the size of the state. Windows without a save and windows with one
+take turns, and so do the contestants: steps with a save in flight are compared with the steps right before and after.
+All contestants are equally durable, fsynced, and have saved once before, so memory and processes exist.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ OURS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one save."""
+    """Cost of one save."""
 
     stall_s: float
     lost_s: float
-    """Stall, and the sum of what the steps took longer until the save was durable."""
+    """Stall, and the sum of the extra time of the steps until the save was durable."""
     step_ratio: float
     """Mean of those steps over the ones without a save."""
     durable_s: float
     core_s: float
-    """Processor time of all processes, less what as many steps take without a save."""
+    """Processor time of all processes, less that of as many steps without a save."""
 
 
 class Trainer:
@@ -82,7 +82,7 @@ class Trainer:
 
 
 class Saving:
-    """A save that is waited for in a thread, while training goes on."""
+    """A save for which a thread waits, while training continues."""
 
     def __init__(self, peer: Peer, state: State, folder: Path) -> None:
         self.error: BaseException | None = None
@@ -106,7 +106,7 @@ class Saving:
         return self.thread.is_alive()
 
     def end(self) -> None:
-        """Raise what it failed with."""
+        """Raise its error."""
         self.thread.join()
         if self.error is not None:
             raise self.error
@@ -142,7 +142,7 @@ def _next_cost(trainer: Trainer, peer: Peer, folders: Any) -> Cost:
 
 
 def cost(trainer: Trainer, peer: Peer, folder: Path) -> Cost:
-    """Of one save, with steps before, meanwhile and after."""
+    """Cost of one save, with steps before, during and after it."""
     at = core_seconds()
     usual = trainer.steps(STEPS_AROUND)
     usual_core_s = (core_seconds() - at) / STEPS_AROUND

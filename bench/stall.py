@@ -1,10 +1,10 @@
 """How long a save holds up training, against one memcpy of the same bytes into memory that was touched before.
 
-One thread trains, and every save comes right after a step, as in any training: it finds in the caches what a step has
-left there. Then training goes on, so that overlap has a forward and a backward to hide behind and an optimizer step
-that waits for it; what that wait costs is in the benchmark slowdown. All contestants save the same live state in turns,
-for the speed of memory drifts on shared machines. The first save of a new process is measured apart, after `prepare()`
-and two steps; all others have saved once before.
+One thread trains, and every save comes right after a step, as in any training: the step determines the contents of
+the caches. Then training continues, so overlap has a forward and a backward during which to copy, and an optimizer
+step that waits for it; the benchmark slowdown measures the cost of that wait. All contestants save the same live
+state in turns, because the speed of memory drifts on shared machines. The first save of a new process is measured
+separately, after `prepare()` and two steps; all others have saved once before.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def measure(quick: bool) -> Report:
 
 
 def _first(trainer: Trainer, ours: Ours, folders: Iterator[Path]) -> float:
-    """Seconds of the first save after `prepare()`, which makes memory while training goes on."""
+    """Seconds of the first save after `prepare()`, which allocates memory while training continues."""
     ours.checkpointer.prepare(trainer.state.model, trainer.optim)
     trainer.steps(2)
     return _stall(trainer, ours, folders)()

@@ -1,9 +1,9 @@
-"""A state that is really trained: a small GPT on the sources of the standard library, tiled to the size that is wanted.
+"""A state that is really trained: a small GPT on the sources of the standard library, tiled to the required size.
 
-Random numbers would not do: what a codec makes of a state depends on how training has left it. The training takes
-less than a minute of one core and is kept in the user's cache folder. A tiled model repeats the trained blocks, with
-their moments, each copy turned around a little so that no two tensors are equal; one period is larger than the window
-of any codec that is measured here.
+Random numbers would not do: the result of a codec depends on the trained values. The training takes less than a
+minute of one core and is kept in the user's cache folder. A tiled model repeats the trained blocks, with their
+moments, each copy slightly rotated so that no two tensors are equal; one period is larger than the window of any
+codec that is measured here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Kind = Literal["fp32", "bf16", "mixed"]
 are casts of float32 masters, masters and moments, 14 bytes."""
 BYTES_PER_PARAMETER: dict[Kind, int] = {"fp32": 12, "bf16": 2, "mixed": 14}
 VERSION = 1
-"""Of the training: another one is another file in the cache."""
+"""Version of the training: another one is another file in the cache."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is trained, and for how long."""
+    """Size of the model, and length of the training."""
 
     dim: int = 512
     blocks: int = 2
@@ -51,7 +51,7 @@ SMALL = "CKPT_BENCH_SMALL"
 
 
 def shape() -> Shape:
-    """What benchmarks train."""
+    """The state that benchmarks train."""
     return Shape(dim=64, steps=20) if os.environ.get(SMALL) else Shape()
 
 
@@ -85,11 +85,11 @@ class State:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Total bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def digest(self) -> str:
-        """Of every bit of it, to compare after a restore."""
+        """Digest of every bit of it, to compare after a restore."""
         digest = xxhash.xxh3_128()
         for name, tensor in sorted(self.tensors().items()):
             digest.update(name.encode())
@@ -98,13 +98,13 @@ class State:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Lose all numbers, so that a restore that does nothing is noticed."""
+        """Overwrite all numbers, so that a restore that does nothing is noticed."""
         for tensor in self.tensors().values():
             tensor.fill_(math.pi)
 
 
 def trained(kind: Kind, num_bytes: int) -> State:
-    """A state of about so many bytes; at least one block."""
+    """A state of about this size; at least one block."""
     period = _trained(shape())
     sizes = {name: tensor.numel() for name, tensor in period.items() if name.startswith("weight/")}
     in_block = sum(size for name, size in sizes.items() if "blocks.0." in name)
@@ -135,9 +135,9 @@ def _tiled(kind: Kind, blocks: int, period: dict[str, Tensor]) -> State:
 
 
 def _numbers_of(name: str, blocks: int, period: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weight and moments of one parameter: blocks.7.x of two blocks is blocks.1.x, turned around a little.
+    """Weight and moments of one parameter: blocks.7.x of two blocks is blocks.1.x, slightly rotated.
 
-    Turned, because what stores equal tensors once would else store almost nothing.
+    Rotated, because a library that stores equal tensors once would otherwise store almost nothing.
     """
     head, *rest = name.split(".")
     copy = 0

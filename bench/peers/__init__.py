@@ -1,4 +1,4 @@
-"""What others do: one file for each, behind the same few calls, with its best settings for a CPU, and equally durable.
+"""The peers: one file for each, behind the same few calls, with its best settings for a CPU, and equally durable.
 
 The libraries are imported when a peer is made, never before: one that is missing or broken is listed as such.
 """

@@ -83,7 +83,7 @@ class DcpThread(Dcp):
         return self._staged()
 
     def close(self) -> None:
-        """Free what was staged."""
+        """Free the staged copy."""
         self.stager.close()
 
 

@@ -1,4 +1,4 @@
-"""What every peer can be asked for."""
+"""The interface of every peer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bench.state import State
 
 
 class Peer(ABC):
-    """One library that saves and loads states. Made and used by one thread; what start_save returns may go anywhere."""
+    """One library that saves and loads states. For one thread; any thread may use the result of start_save."""
 
     distribution: ClassVar[str]
     """As the package index calls it."""
     restores_optimizer: ClassVar[bool] = True
-    """Whether its file says what belongs to an optimizer: else it knows tensors by name, and the rest is the user's."""
+    """Whether its file records optimizer state: otherwise it has only named tensors."""
     saves: ClassVar[bool] = True
     loads: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = False
@@ -31,7 +31,7 @@ class Peer(ABC):
 
     @property
     def version(self) -> str:
-        """Of the distribution."""
+        """Version of the distribution."""
         return importlib.metadata.version(self.distribution)
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Peer(ABC):
         """Into a folder that does not exist yet; durable on return: files and folders are fsynced."""
 
     def start_save(self, state: State, folder: Path) -> Callable[[], None]:
-        """As save, but return as soon as training may go on; call what is returned to wait until it is durable."""
+        """As save, but return as soon as training may continue; call the result to wait until it is durable."""
         raise NotImplementedError(f"{type(self).__name__} has no asynchronous save")
 
     def before_step(self) -> AbstractContextManager[object]:
@@ -51,11 +51,11 @@ class Peer(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not load")
 
     def discard(self, folder: Path) -> None:
-        """Delete what was saved there."""
+        """Delete the save there."""
         shutil.rmtree(folder)
 
     def stored_bytes(self, folder: Path) -> int:
-        """What a save takes on the disk."""
+        """Size of a save on the disk."""
         return tree_bytes(folder)
 
     def close(self) -> None:  # noqa: B027

@@ -1,4 +1,4 @@
-"""What others do with a bucket: torch and DCP over s3torchconnector, torch over s3fs; and obstore with bare bytes."""
+"""Peers on a bucket: torch and DCP over s3torchconnector, torch over s3fs; and obstore with bare bytes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class TorchOverS3fs:
 
 
 class RunaiS3:
-    """Run:ai's model streamer from a bucket. What it loads is saved as safetensors."""
+    """Run:ai's model streamer from a bucket. It loads states saved as safetensors."""
 
     def __init__(self, bucket: Bucket) -> None:
         from runai_model_streamer import SafetensorsStreamer
@@ -145,7 +145,7 @@ class RunaiS3:
 
 
 class RawObstore:
-    """Bare bytes, in parts and ranges, so many at a time: what a client of Rust can do at best."""
+    """Bare bytes, in concurrent parts and ranges: the limit for a client in Rust."""
 
     def __init__(self, bucket: Bucket) -> None:
         from obstore.store import S3Store

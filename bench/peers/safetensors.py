@@ -16,7 +16,7 @@ FILE = "state.safetensors"
 
 
 class Safetensors(Peer):
-    """A flat file of tensors; what else an optimizer keeps is not in it."""
+    """A flat file of tensors, without other state of an optimizer."""
 
     distribution = "safetensors"
     restores_optimizer = False

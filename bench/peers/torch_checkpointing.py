@@ -47,12 +47,12 @@ class TorchCheckpointing(Peer):
         return wait
 
     def before_step(self) -> AbstractContextManager[object]:
-        """Its lock lets no step change what is being staged."""
+        """Its lock prevents steps from changing tensors that are being staged."""
         lock: AbstractContextManager[object] = self.manager.lock()
         return lock
 
     def load(self, folder: Path, state: State) -> None:
-        """What it maps is copied into the live tensors."""
+        """Mapped tensors are copied into the live ones."""
         loaded = self.manager.load(str(folder), into=state.tree())
         state.model.load_state_dict(loaded["model"])
         if state.optim is not None:

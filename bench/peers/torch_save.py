@@ -33,7 +33,7 @@ class TorchSave(Peer):
 
 
 class TorchMmap(TorchSave):
-    """The same file, mapped and copied from the page cache: what only stays mapped is not loaded yet."""
+    """The same file, mapped and copied from the page cache: tensors that are only mapped are not loaded yet."""
 
     def load(self, folder: Path, state: State) -> None:
         """Copied once."""

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CHECKED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md", "docs/**/*.md")
+CHECKED = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/**/*.md",
+    "bench/**/*.md",
+    "bench/**/*.py",
+    "examples/*.py",
+)
 """Globs of the files that are checked. Python files are checked whole: docstrings, comments and messages."""
 
 _SENDS = "what happens: sends, reports, publishes, returns, records, shows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,12 @@ FUNCTIONS = [name for name in ckpt.__all__ if inspect.isfunction(getattr(ckpt, n
 def test_every_public_name_exists_and_is_documented(name: str) -> None:
     assert inspect.getdoc(getattr(ckpt, name))
     assert f"`{name}" in PAGES or f"ckpt.{name}" in PAGES
+
+
+@pytest.mark.parametrize("knob", [knob.name for knob in fields(Config)])
+def test_every_knob_is_documented(knob: str) -> None:
+    rows = [line for line in (ROOT / "docs" / "python.md").read_text().splitlines() if line.startswith("| `")]
+    assert [row for row in rows if f"`{knob}`" in row.split("|")[1]]
 
 
 def test_nothing_else_is_public() -> None:
