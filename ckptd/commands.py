@@ -72,15 +72,15 @@ def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], N
     """Register a function of a Configuration as a command that has an option for every setting."""
 
     def add(work: Callable[..., None]) -> None:
-        def run(**given: Any) -> None:
+        def run(**options: Any) -> None:
             redact = Redactor(secrets_of(os.environ))
             try:
-                configuration = load({name: given.pop(name) for name, _ in flags}, os.environ)
+                configuration = load({name: options.pop(name) for name, _ in flags}, os.environ)
                 settings = configuration.settings
                 own = [getattr(settings, knob.name) for knob in KNOBS if knob.metadata["secret"]]
                 redact = Redactor([*own, *secrets_of(os.environ)])
                 logs.configure(settings.log_level, settings.log_format, redact)
-                work(configuration, **given)
+                work(configuration, **options)
             except CkptError as error:
                 typer.echo(redact(f"ckptd: {error}"), err=True)
                 raise typer.Exit(error.exit_code) from error

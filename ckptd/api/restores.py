@@ -29,8 +29,8 @@ RestoreId = Annotated[str, Path(max_length=26)]
 )
 async def join(request: Request, ctx: Ctx) -> Response:
     """Join the restore of a job. The first rank resolves the checkpoint (201), the others get the same one (200)."""
-    asked = await read_body(request, bodies.RestoreRequest)
-    restore, created = await _join(ctx, asked)
+    body = await read_body(request, bodies.RestoreRequest)
+    restore, created = await _join(ctx, body)
     view = await ctx.threads.index(ctx.services.restores.view, restore.id, False)
     return json_response(_body(view), 201 if created else 200)
 
@@ -40,8 +40,8 @@ async def report(
     request: Request, ctx: Ctx, id: RestoreId, rank: Annotated[int, Path(ge=0, lt=bodies.MAX_WORLD_SIZE)]
 ) -> Response:
     """Report the progress of a rank. Returns the status of the session, also after it has ended."""
-    said = await read_body(request, bodies.RankReport)
-    restore = await ctx.threads.index(ctx.services.restores.report, id, rank, said)
+    body = await read_body(request, bodies.RankReport)
+    restore = await ctx.threads.index(ctx.services.restores.report, id, rank, body)
     return json_response(_status(restore))
 
 
@@ -79,15 +79,15 @@ async def cancel(ctx: Ctx, id: RestoreId) -> Response:
     return json_response(_body(await ctx.threads.index(ctx.services.restores.view, restore.id, True)))
 
 
-async def _join(ctx: Context, asked: bodies.RestoreRequest) -> tuple[Restore, bool]:
+async def _join(ctx: Context, body: bodies.RestoreRequest) -> tuple[Restore, bool]:
     restores = ctx.services.restores
-    if joined := await ctx.threads.index(restores.join, asked):
+    if joined := await ctx.threads.index(restores.join, body):
         return joined, False
     # A thousand ranks may join at once: one of them reads the store; the others wait here without using a thread.
-    async with ctx.locks.of(f"{asked.run}/{asked.key}"):
-        if joined := await ctx.threads.index(restores.join, asked):
+    async with ctx.locks.of(f"{body.run}/{body.key}"):
+        if joined := await ctx.threads.index(restores.join, body):
             return joined, False
-        return await ctx.threads.store(restores.open, asked)
+        return await ctx.threads.store(restores.open, body)
 
 
 def _status(restore: Restore) -> bodies.RestoreStatus:
@@ -133,6 +133,6 @@ def _rank(progress: RankProgress) -> bodies.RankBody:
         phase=progress.phase,
         done_bytes=progress.done_bytes,
         total_bytes=progress.total_bytes,
-        updated_at=progress.heard_at,
+        updated_at=progress.reported_at,
         problem=progress.problem,
     )

@@ -30,19 +30,17 @@ async def tokens(ctx: Ctx) -> Response:
 @router.post(bodies.TOKENS, **documented(bodies.NewTokenBody, 404, 409, status=201, body=bodies.TokenRequest))
 async def create(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Create a token. The secret is returned here only, and stored nowhere."""
-    asked = await read_body(request, bodies.TokenRequest)
-    made = await ctx.threads.index(ctx.services.tokens.create, asked, caller.name)
-    _LOG.info(
-        "token %r was created by %r, scopes %s, runs %s", asked.name, caller.name, asked.scopes, asked.runs or "all"
-    )
+    body = await read_body(request, bodies.TokenRequest)
+    made = await ctx.threads.index(ctx.services.tokens.create, body, caller.name)
+    _LOG.info("token %r was created by %r, scopes %s, runs %s", body.name, caller.name, body.scopes, body.runs or "all")
     return json_response(made, 201, _SECRET)
 
 
 @router.post(bodies.TOKENS + "/{name}/rotate", **documented(bodies.NewTokenBody, 404, body=bodies.RotateRequest))
 async def rotate(request: Request, ctx: Ctx, caller: CallerDep, name: TokenName) -> Response:
     """Give a token a new secret."""
-    asked = await read_body(request, bodies.RotateRequest)
-    made = await ctx.threads.index(ctx.services.tokens.rotate, name, asked)
+    body = await read_body(request, bodies.RotateRequest)
+    made = await ctx.threads.index(ctx.services.tokens.rotate, name, body)
     _LOG.info("token %r was rotated by %r", name, caller.name)
     return json_response(made, headers=_SECRET)
 

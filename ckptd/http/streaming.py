@@ -65,25 +65,25 @@ async def object_response(request: Request, context: Context, stored: StoredObje
     if request.method == "HEAD":
         return Response(headers={**headers, "Content-Length": str(stored.bytes)}, media_type=_MEDIA_TYPE)
     try:
-        asked = parse_range(request.headers.get("range"), stored.bytes) if _may_be_partial(request, etag) else None
+        requested = parse_range(request.headers.get("range"), stored.bytes) if _may_be_partial(request, etag) else None
     except Unsatisfiable:
         return unsatisfiable(stored.bytes, f"Range was {request.headers['range'][:80]!r}")
-    wanted = asked or ByteRange(0, stored.bytes)
+    wanted = requested or ByteRange(0, stored.bytes)
     headers["Content-Length"] = str(wanted.count)
-    if asked:
-        headers["Content-Range"] = f"bytes {asked.offset}-{asked.offset + asked.count - 1}/{stored.bytes}"
+    if requested:
+        headers["Content-Range"] = f"bytes {requested.offset}-{requested.offset + requested.count - 1}/{stored.bytes}"
     reader = Reader.of(request, context)
     # The first piece is read before the status is sent, so that a missing object is still a 404.
     pieces = reader.pieces(stored, wanted, await reader.read(stored, wanted))
-    return StreamingResponse(pieces, 206 if asked else 200, headers, media_type=_MEDIA_TYPE)
+    return StreamingResponse(pieces, 206 if requested else 200, headers, media_type=_MEDIA_TYPE)
 
 
-def unsatisfiable(size: int, asked: str) -> Response:
+def unsatisfiable(size: int, requested: str) -> Response:
     """The response to a range outside the object."""
     return problem_response(
         416,
         "range_not_satisfiable",
-        f"the object has {size} bytes, {asked}",
+        f"the object has {size} bytes, {requested}",
         "Ask for one range of bytes inside the object",
         headers={"Content-Range": f"bytes */{size}"},
     )

@@ -35,7 +35,7 @@ from ckptstore.names import Attempt, Reference
 _ORDER = (checkpoints.c.run, checkpoints.c.step.desc(), checkpoints.c.committed_at.desc(), checkpoints.c.ulid.desc())
 _STAMPED = ("step", "ulid", "outcome_bytes", "outcome_modified_at")
 _KNOWN = tuple(checkpoints.c[name] for name in (*_STAMPED, "labels_version", "state"))
-_GIVEN_UP = tuple(aborted.c[name] for name in _STAMPED)
+_ABORTED = tuple(aborted.c[name] for name in _STAMPED)
 
 
 class RunChanged(Exception):
@@ -67,7 +67,7 @@ class Reading:
     """The result of reading a run from the store."""
 
     found: Sequence[Checkpoint] = ()
-    given_up: Sequence[Attempt] = ()
+    aborted: Sequence[Attempt] = ()
     """Attempts whose outcome is aborted."""
     gone: Sequence[Attempt] = ()
     """Attempts whose outcome was deleted or hidden."""
@@ -135,12 +135,12 @@ class Index:
         with self._database.read() as connection:
             version = connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
             known = connection.execute(select(*_KNOWN).where(checkpoints.c.run == run)).all()
-            given_up = connection.execute(select(*_GIVEN_UP).where(aborted.c.run == run)).all()
+            aborted_rows = connection.execute(select(*_ABORTED).where(aborted.c.run == run)).all()
         return IndexedAttempts(
             version=version,
             checkpoints=_stamps(known),
             corrupt=frozenset(Attempt(row.step, row.ulid) for row in known if row.state == State.CORRUPT),
-            aborted=_stamps(given_up),
+            aborted=_stamps(aborted_rows),
         )
 
     @retried
@@ -256,7 +256,7 @@ def _next_generation(connection: Connection) -> int:
 
 
 def _touched(reading: Reading) -> list[Attempt]:
-    return [*reading.gone, *reading.given_up, *(checkpoint.attempt for checkpoint in reading.found)]
+    return [*reading.gone, *reading.aborted, *(checkpoint.attempt for checkpoint in reading.found)]
 
 
 def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> dict[Attempt, State]:
@@ -279,9 +279,9 @@ def _write(connection: Connection, run: str, reading: Reading) -> None:
             for checkpoint in reading.found
         ]
         connection.execute(insert(checkpoints), rows)
-    if reading.given_up:
-        given_up = [{"run": run, "step": a.step, "ulid": a.ulid} | _stamp(reading, a) for a in reading.given_up]
-        connection.execute(insert(aborted), given_up)
+    if reading.aborted:
+        aborted_rows = [{"run": run, "step": a.step, "ulid": a.ulid} | _stamp(reading, a) for a in reading.aborted]
+        connection.execute(insert(aborted), aborted_rows)
     _supersede(connection, run, {attempt.step for attempt in touched})
 
 

@@ -24,7 +24,7 @@ class Job:
     request: dict[str, Any]
     state: JobState
     created_at: float
-    heard_at: float
+    heartbeat_at: float
     """Time of the last heartbeat of its daemon."""
     started_at: float | None = None
     ended_at: float | None = None
@@ -80,7 +80,7 @@ class JobIndex:
     @retried
     def interrupt(self, before: float, now: float) -> list[str]:
         """End the jobs without a heartbeat since `before`; returns their ids."""
-        silent = (jobs.c.state.in_(_LIVE), jobs.c.heard_at < before)
+        silent = (jobs.c.state.in_(_LIVE), jobs.c.heartbeat_at < before)
         with self._database.write() as connection:
             found = list(connection.scalars(select(jobs.c.id).where(*silent)))
             ended = {"state": JobState.INTERRUPTED, "ended_at": now, "problem": "the daemon that ran it ended"}
@@ -106,7 +106,8 @@ class JobIndex:
 
 
 _PLAIN = (
-    "id", "kind", "created_at", "heard_at", "started_at", "ended_at", "done", "total", "unit", "code", "problem", "log",
+    "id", "kind", "created_at", "heartbeat_at", "started_at", "ended_at", "done", "total", "unit", "code", "problem",
+    "log",
 )  # fmt: skip
 
 

@@ -37,14 +37,14 @@ class LeaderIndex:
             row = connection.execute(select(leaders).where(self._same)).one_or_none()
             if row is not None:
                 return Tenure(row.holder, row.epoch, row.renewals)
-            nobody = Tenure("", 0, 0)
+            unclaimed = Tenure("", 0, 0)
             try:
                 with connection.begin_nested():
                     values = {"task": self._task, "holder": "", "epoch": 0, "renewals": 0}
                     connection.execute(insert(leaders).values(values))
             except IntegrityError:
                 pass  # another daemon was faster
-            return nobody
+            return unclaimed
 
     @retried
     def claim(self, holder: str, seen: Tenure) -> int | None:

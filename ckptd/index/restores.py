@@ -56,7 +56,7 @@ class RankProgress:
     phase: Phase
     done_bytes: int
     total_bytes: int
-    heard_at: float
+    reported_at: float
     problem: str = ""
 
 
@@ -110,10 +110,10 @@ class RestoreIndex:
             return [_progress(row) for row in connection.execute(query)]
 
     @retried
-    def oldest_word(self, id: str) -> float | None:
+    def oldest_report(self, id: str) -> float | None:
         """Time of the oldest last report among the ranks that joined and are not restored."""
-        said = restore_ranks.c.heard_at
-        query = select(func.min(said)).where(restore_ranks.c.restore_id == id)
+        reported = restore_ranks.c.reported_at
+        query = select(func.min(reported)).where(restore_ranks.c.restore_id == id)
         with self._database.read() as connection:
             found: float | None = connection.scalar(query.where(restore_ranks.c.phase != Phase.RESTORED))
         return found
@@ -150,12 +150,12 @@ class RestoreIndex:
             if before is None:
                 return None
             row = connection.execute(select(restore_ranks).where(*same_rank)).one_or_none()
-            said_before = _progress(row) if row is not None else None
-            after, said = rule(before, said_before)
-            if said is not None and said_before is None:
-                connection.execute(insert(restore_ranks).values(restore_id=id, **asdict(said)))
-            elif said is not None and said != said_before:
-                connection.execute(update(restore_ranks).where(*same_rank).values(asdict(said)))
+            rank_before = _progress(row) if row is not None else None
+            after, rank_after = rule(before, rank_before)
+            if rank_after is not None and rank_before is None:
+                connection.execute(insert(restore_ranks).values(restore_id=id, **asdict(rank_after)))
+            elif rank_after is not None and rank_after != rank_before:
+                connection.execute(update(restore_ranks).where(*same_rank).values(asdict(rank_after)))
             if after != before:
                 connection.execute(update(restores).where(restores.c.id == id).values(_values(after)))
             return after
@@ -223,4 +223,4 @@ def _restore(row: Row[Any]) -> Restore:
 
 
 def _progress(row: Row[Any]) -> RankProgress:
-    return RankProgress(row.rank, Phase(row.phase), row.done_bytes, row.total_bytes, row.heard_at, row.problem)
+    return RankProgress(row.rank, Phase(row.phase), row.done_bytes, row.total_bytes, row.reported_at, row.problem)

@@ -164,7 +164,7 @@ restore_ranks = Table(
     Column("phase", String(16), nullable=False),
     Column("done_bytes", BigInteger, nullable=False),
     Column("total_bytes", BigInteger, nullable=False),
-    Column("heard_at", Double, nullable=False),
+    Column("reported_at", Double, nullable=False),
     Column("problem", Text, nullable=False),
 )
 
@@ -189,7 +189,7 @@ jobs = Table(
     Column("request", Text, nullable=False, comment="JSON"),
     Column("state", String(16), nullable=False),
     Column("created_at", Double, nullable=False),
-    Column("heard_at", Double, nullable=False, comment="The last heartbeat of the daemon that runs it"),
+    Column("heartbeat_at", Double, nullable=False, comment="The last heartbeat of the daemon that runs it"),
     Column("started_at", Double),
     Column("ended_at", Double),
     Column("done", Double, nullable=False),

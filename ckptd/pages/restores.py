@@ -63,7 +63,7 @@ def session_view(view: RestoreView, now: float) -> SessionView:
     columns = min(_COLUMNS, len(cells))
     behind = set(view.stragglers)
     rows = [
-        RankRow(progress, fraction(progress), max(0.0, now - progress.heard_at), progress.rank in behind)
+        RankRow(progress, fraction(progress), max(0.0, now - progress.reported_at), progress.rank in behind)
         for progress in ranks
     ]
     rows.sort(key=lambda row: (row.progress.phase is not Phase.FAILED, not row.behind, row.done, row.progress.rank))

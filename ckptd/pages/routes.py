@@ -18,7 +18,7 @@ from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.forms import VISIT, Visit, read_form
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
-from ckptd.pages.runs import Asked, RunRow, run_row, run_view
+from ckptd.pages.runs import RunPageQuery, RunRow, run_row, run_view
 from ckptd.services.callers import Caller
 from ckptd.services.keeping import Kept
 from ckptstore import human
@@ -113,18 +113,18 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
 @router.get("/runs/{run}")
 async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """One run with its checkpoints."""
-    asked = _asked(request)
+    query = _page_query(request)
     checkpoints = await ctx.threads.index(_newest, ctx, run, MOST_CHECKPOINTS)
     if not checkpoints:
         raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
     kept: Kept | None = await _soon(ctx, ctx.services.keeping.of_run, run)
-    previewed = asked.policy
+    previewed = query.policy
     view = run_view(
         run,
         checkpoints,
         kept.reasons(checkpoints) if kept else None,
         kept.judge(checkpoints, previewed) if kept and previewed else None,
-        asked,
+        query,
         visitor.now,
     )
     states = ", ".join(f"{count:,} {state}" for state, count in view.states)
@@ -284,11 +284,11 @@ def _newest(ctx: Context, run: str, limit: int) -> list[Checkpoint]:
     return ctx.services.catalog.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
 
 
-def _asked(request: Request) -> Asked:
+def _page_query(request: Request) -> RunPageQuery:
     state = request.query_params.get("state", "")
     if state and state not in tuple(State):
         raise InvalidRequest(f"{state[:40]!r} is not a state of a checkpoint", f"Use one of {', '.join(State)}")
-    return Asked(
+    return RunPageQuery(
         metric=request.query_params.get("metric", "")[:400],
         state=State(state) if state else None,
         min_step=_number(request, "min_step"),

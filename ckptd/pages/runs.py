@@ -42,7 +42,7 @@ class RunRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RunPageQuery:
     """The query of a run's page."""
 
     metric: str = ""
@@ -67,16 +67,16 @@ class Asked:
 
     def link(self, **changed: object) -> str:
         """A query string like this one, with some values changed."""
-        asked = replace(self, **changed)  # type: ignore[arg-type]
+        query = replace(self, **changed)  # type: ignore[arg-type]
         chosen = {
-            "metric": asked.metric,
-            "state": asked.state,
-            "min_step": asked.min_step,
-            "max_step": asked.max_step,
-            "page": asked.page if asked.page > 1 else None,
-            "keep": asked.keep,
-            "every": asked.every,
-            "best": asked.best,
+            "metric": query.metric,
+            "state": query.state,
+            "min_step": query.min_step,
+            "max_step": query.max_step,
+            "page": query.page if query.page > 1 else None,
+            "keep": query.keep,
+            "every": query.every,
+            "best": query.best,
         }
         return "?" + urlencode({name: value for name, value in chosen.items() if value not in (None, "")})
 
@@ -89,7 +89,7 @@ class CheckpointRow:
     age_s: float
     reasons: tuple[str, ...] | None
     """The reasons to keep it; empty if the policy does not keep it; None if unknown."""
-    goes: bool
+    removed: bool
     """Whether the preview removes it."""
     metrics: tuple[tuple[str, float], ...]
     """Some of its metrics, without the plotted one."""
@@ -112,7 +112,7 @@ class RunView:
     """One run."""
 
     run: str
-    asked: Asked
+    query: RunPageQuery
     total: int
     """Number of checkpoints read."""
     stored_bytes: int
@@ -145,23 +145,23 @@ def run_view(
     checkpoints: Sequence[Checkpoint],
     reasons: Mapping[Attempt, tuple[str, ...]] | None,
     pruned: Sequence[Verdict] | None,
-    asked: Asked,
+    query: RunPageQuery,
     now: float,
 ) -> RunView:
     """One run. checkpoints: newest step first. pruned: the decisions of the previewed prune."""
     metrics = _metrics(checkpoints)
-    if asked.metric not in metrics:
-        asked = replace(asked, metric=_main_metric(checkpoints))
-    matching = [c for c in checkpoints if _matches(c, asked)]
+    if query.metric not in metrics:
+        query = replace(query, metric=_main_metric(checkpoints))
+    matching = [c for c in checkpoints if _matches(c, query)]
     num_pages = -(-len(matching) // PAGE_ROWS) or 1
-    asked = replace(asked, page=min(max(1, asked.page), num_pages))
-    shown = matching[(asked.page - 1) * PAGE_ROWS : asked.page * PAGE_ROWS]
+    query = replace(query, page=min(max(1, query.page), num_pages))
+    shown = matching[(query.page - 1) * PAGE_ROWS : query.page * PAGE_ROWS]
     removed = {v.checkpoint.attempt for v in pruned or () if not v.reasons}
     newest = next((c for c in checkpoints if c.state is State.COMMITTED), None)
     states = Counter(c.state for c in checkpoints)
     return RunView(
         run=run,
-        asked=asked,
+        query=query,
         total=len(checkpoints),
         stored_bytes=sum(c.stored_bytes for c in checkpoints),
         num_matching=len(matching),
@@ -170,41 +170,41 @@ def run_view(
         age_s=max(0.0, now - newest.committed_at) if newest else None,
         states=tuple((state, states[state]) for state in State if states[state]),
         metrics=metrics,
-        plots_metric=asked.metric not in _WRITERS,
-        chart=_chart(matching, asked.metric),
-        rows=tuple(_row(c, reasons, c.attempt in removed, asked.metric, now) for c in shown),
-        preview=_preview(pruned, asked),
+        plots_metric=query.metric not in _WRITERS,
+        chart=_chart(matching, query.metric),
+        rows=tuple(_row(c, reasons, c.attempt in removed, query.metric, now) for c in shown),
+        preview=_preview(pruned, query),
     )
 
 
 def _row(
-    checkpoint: Checkpoint, reasons: Mapping[Attempt, tuple[str, ...]] | None, goes: bool, plotted: str, now: float
+    checkpoint: Checkpoint, reasons: Mapping[Attempt, tuple[str, ...]] | None, removed: bool, plotted: str, now: float
 ) -> CheckpointRow:
     others = sorted(item for item in checkpoint.metrics.items() if item[0] != plotted)
     return CheckpointRow(
         checkpoint=checkpoint,
         age_s=max(0.0, now - checkpoint.committed_at),
         reasons=reasons.get(checkpoint.attempt, ()) if reasons is not None else None,
-        goes=goes,
+        removed=removed,
         metrics=tuple(others[:_METRICS_IN_A_ROW]),
         num_more=max(0, len(others) - _METRICS_IN_A_ROW),
     )
 
 
-def _preview(pruned: Sequence[Verdict] | None, asked: Asked) -> Preview | None:
+def _preview(pruned: Sequence[Verdict] | None, query: RunPageQuery) -> Preview | None:
     if pruned is None:
         return None
-    given = (("--keep", asked.keep), ("--keep-every", asked.every), ("--keep-best", asked.best))
+    given = (("--keep", query.keep), ("--keep-every", query.every), ("--keep-best", query.best))
     rules = " ".join(f"{option} {value}" for option, value in given if value)
     gone = [v.checkpoint for v in pruned if not v.reasons]
     return Preview(rules, len(pruned) - len(gone), len(gone), sum(c.stored_bytes for c in gone))
 
 
-def _matches(checkpoint: Checkpoint, asked: Asked) -> bool:
+def _matches(checkpoint: Checkpoint, query: RunPageQuery) -> bool:
     return (
-        asked.state in (None, checkpoint.state)
-        and (asked.min_step is None or checkpoint.step >= asked.min_step)
-        and (asked.max_step is None or checkpoint.step <= asked.max_step)
+        query.state in (None, checkpoint.state)
+        and (query.min_step is None or checkpoint.step >= query.min_step)
+        and (query.max_step is None or checkpoint.step <= query.max_step)
     )
 
 

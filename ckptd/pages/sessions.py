@@ -63,7 +63,7 @@ class PageSessions:
         token = self._sessions.secret_of(request.cookies.get(SESSION, ""))
         secret = _form_secret(request)
         scope[VISIT] = Visit(secret, token is not None, self._clock())
-        send = _telling(request, secret, send)
+        send = _with_form_cookie(request, secret, send)
         try:
             if scope["path"] in (_LOGIN, _LOGOUT):
                 await (await self._answer(request))(scope, receive, send)
@@ -126,18 +126,18 @@ def _form_secret(request: Request) -> str:
     return known if _FORM_SECRET.fullmatch(known) else secrets.token_urlsafe(32)
 
 
-def _telling(request: Request, secret: str, send: Send) -> Send:
+def _with_form_cookie(request: Request, secret: str, send: Send) -> Send:
     """Set the CSRF cookie if the browser does not have it."""
     if request.cookies.get(_FORM) == secret:
         return send
 
-    async def tell(message: Message) -> None:
+    async def send_cookie(message: Message) -> None:
         if message["type"] == "http.response.start":
             header = cookie(_FORM, secret, LIFETIME_S, request.url.scheme == "https")
             message = {**message, "headers": [*message["headers"], header]}
         await send(message)
 
-    return tell
+    return send_cookie
 
 
 def _here(request: Request) -> str:

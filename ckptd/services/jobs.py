@@ -90,7 +90,7 @@ class JobProgress:
                 raise JobCancelled
 
     def _write(self) -> None:
-        if not self._index.change(self._id, heard_at=self._clock(), **self.values()):
+        if not self._index.change(self._id, heartbeat_at=self._clock(), **self.values()):
             self._cancelled.set()
 
 
@@ -135,7 +135,7 @@ class Jobs:
         now = self._clock()
         body: dict[str, Any] = msgspec.to_builtins(request)
         kind = body.pop("kind")
-        job = Job(id=new_ulid(now), kind=kind, request=body, state=JobState.QUEUED, created_at=now, heard_at=now)
+        job = Job(id=new_ulid(now), kind=kind, request=body, state=JobState.QUEUED, created_at=now, heartbeat_at=now)
         with self._lock:
             self._waiting.add(job.id)
         self._index.add(job)
@@ -173,7 +173,7 @@ class Jobs:
         for progress in running:
             progress.live()
         for id in waiting:
-            self._index.change(id, heard_at=self._clock())
+            self._index.change(id, heartbeat_at=self._clock())
         now = self._clock()
         for id in self._index.interrupt(now - _SILENT_S, now):
             self._events.job_ended(self.find(id))
@@ -193,7 +193,7 @@ class Jobs:
             self._waiting.discard(id)
         try:
             now = self._clock()
-            if not self._index.change(id, state=JobState.RUNNING, started_at=now, heard_at=now):
+            if not self._index.change(id, state=JobState.RUNNING, started_at=now, heartbeat_at=now):
                 return  # it was cancelled while it waited
             result = self._works[type(request)](request, progress)
         except JobCancelled:
@@ -219,5 +219,5 @@ class Jobs:
 def job_values(job: Job) -> dict[str, Any]:
     """A job as the wire wants it."""
     values = asdict(job)
-    del values["heard_at"]
+    del values["heartbeat_at"]
     return values

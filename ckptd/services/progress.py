@@ -19,7 +19,7 @@ def join(restore: Restore, before: RankProgress | None, rank: int, now: float) -
     if not restore.live:
         return restore, before
     if before is not None:
-        return restore, replace(before, heard_at=now)
+        return restore, replace(before, reported_at=now)
     return replace(restore, num_joined=restore.num_joined + 1), RankProgress(rank, Phase.JOINED, 0, 0, now)
 
 
@@ -83,7 +83,7 @@ def stragglers(restore: Restore, ranks: Sequence[RankProgress], now: float) -> l
     behind = [
         progress.rank
         for progress in ranks
-        if progress.phase is not Phase.RESTORED and (fraction(progress) < half or progress.heard_at < late)
+        if progress.phase is not Phase.RESTORED and (fraction(progress) < half or progress.reported_at < late)
     ]
     if half > 0 or restore.created_at < late:
         behind += _absent(restore.world_size, ranks)
@@ -101,7 +101,7 @@ def silence(restore: Restore, ranks: Sequence[RankProgress], now: float, since: 
     silent = [
         f"rank {progress.rank} ({progress.phase})"
         for progress in ranks
-        if progress.phase is not Phase.RESTORED and progress.heard_at <= last_call
+        if progress.phase is not Phase.RESTORED and progress.reported_at <= last_call
     ]
     num_silent = len(silent)
     if restore.created_at <= last_call:

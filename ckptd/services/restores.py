@@ -223,7 +223,7 @@ class Restores:
 
     def _expires_at(self, restore: Restore) -> float:
         """When a live session expires if nobody reports any more."""
-        since = self._index.oldest_word(restore.id)
+        since = self._index.oldest_report(restore.id)
         if since is None or restore.num_joined < restore.world_size:
             since = restore.created_at if since is None else min(since, restore.created_at)
         # While no daemon was there, nobody could report.

@@ -244,7 +244,7 @@ class Synchronizing:
         for first in range(0, len(unread), _BATCH):
             reading = self._read_all(run, unread[first : first + _BATCH], gone, listing)
             news = reading if reread else _without(reading, known)
-            if news.found or news.given_up or news.gone:
+            if news.found or news.aborted or news.gone:
                 version = self._index.apply(run, news, version)
             done.update(unread[first : first + _BATCH])
             gone = []
@@ -265,7 +265,7 @@ class Synchronizing:
         vanished = [attempt for attempt, result in zip(attempts, results, strict=True) if result is None]
         return Reading(
             found=[result for result in results if isinstance(result, Checkpoint)],
-            given_up=[result for result in results if isinstance(result, Attempt)],
+            aborted=[result for result in results if isinstance(result, Attempt)],
             gone=[*gone, *vanished],
             stamps=listing.outcomes,
         )
@@ -307,4 +307,4 @@ def _without(reading: Reading, known: IndexedAttempts) -> Reading:
         return checkpoint.state is not State.CORRUPT or not seen
 
     found = [checkpoint for checkpoint in reading.found if is_news(checkpoint)]
-    return Reading(found, reading.given_up, reading.gone, reading.stamps)
+    return Reading(found, reading.aborted, reading.gone, reading.stamps)

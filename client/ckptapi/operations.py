@@ -145,8 +145,8 @@ class Operations(Connection):
         response = self._request("GET", "/openapi.json")
         try:
             document = msgspec.json.decode(response.content)
-            told = parsedate_to_datetime(response.headers["date"]).timestamp() if "date" in response.headers else None
-            return bodies.AboutBody(version=str(document["info"]["version"]), at=told)
+            at = parsedate_to_datetime(response.headers["date"]).timestamp() if "date" in response.headers else None
+            return bodies.AboutBody(version=str(document["info"]["version"]), at=at)
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
 

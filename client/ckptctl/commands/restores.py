@@ -151,7 +151,7 @@ def _rank_table(restore: RestoreBody, ranks: Iterable[RankBody], now: float) -> 
         TableColumn("DONE", right=True),
         TableColumn("BYTES", right=True, drop=2),
         TableColumn("OF", right=True, drop=2),
-        TableColumn("HEARD", right=True, drop=1),
+        TableColumn("REPORTED", right=True, drop=1),
         TableColumn("PROBLEM"),
     )
     behind = set(restore.stragglers)

@@ -74,7 +74,7 @@ def test_one_shows_its_ranks_the_slowest_first(daemon: Daemon, job: str, run: st
     assert "1 restored, 3 joined, of 4 ranks" in facts
     assert "behind      rank 1, 3" in facts
     rows = [line.split() for line in ranks.splitlines()]
-    assert rows[0] == ["RANK", "PHASE", "DONE", "BYTES", "OF", "HEARD", "PROBLEM"]
+    assert rows[0] == ["RANK", "PHASE", "DONE", "BYTES", "OF", "REPORTED", "PROBLEM"]
     assert [row[:3] for row in rows[1:]] == [
         ["1", "fetching", "10%"],
         ["2", "fetching", "80%"],

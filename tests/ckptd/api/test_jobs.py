@@ -228,7 +228,7 @@ def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
 def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
     made = bench(lambda _request, _progress: None)
     left = Job(
-        id=ULID, kind="gc", request={}, state=JobState.RUNNING, created_at=900.0, heard_at=990.0, started_at=901.0
+        id=ULID, kind="gc", request={}, state=JobState.RUNNING, created_at=900.0, heartbeat_at=990.0, started_at=901.0
     )
     made.index.add(left)
     made.jobs.watch()
@@ -284,9 +284,9 @@ def test_a_restart_interrupts_what_ran(tmp_path: Path) -> None:
     old = system_clock() - 60
     with running_daemon(store.url, db):
         JobIndex(database).add(
-            Job(id=ULID, kind="verify", request={}, state=JobState.RUNNING, created_at=old, heard_at=system_clock())
+            Job(id=ULID, kind="verify", request={}, state=JobState.RUNNING, created_at=old, heartbeat_at=system_clock())
         )
-    JobIndex(database).change(ULID, heard_at=old)
+    JobIndex(database).change(ULID, heartbeat_at=old)
     with running_daemon(store.url, db) as daemon, daemon.client() as client:
         wait_until(lambda: client.job(ULID).state is JobState.INTERRUPTED, "the end of a job without a daemon")
         assert "ended" in client.job(ULID).problem

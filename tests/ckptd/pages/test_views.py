@@ -13,7 +13,7 @@ from ckptd.index import RankProgress, Restore
 from ckptd.pages.charts import Point, bars, compact, plot, sparkline
 from ckptd.pages.contents import contents_view
 from ckptd.pages.restores import session_view
-from ckptd.pages.runs import PAGE_ROWS, SIZE, Asked, run_view
+from ckptd.pages.runs import PAGE_ROWS, SIZE, RunPageQuery, run_view
 from ckptd.pages.sessions import LIFETIME_S, Sessions
 from ckptd.pages.treemap import Area, squarified, treemap
 from ckptd.services.restores import RestoreView
@@ -121,22 +121,22 @@ def test_a_view_of_a_run_filters_pages_and_says_why() -> None:
     checkpoints[3] = _checkpoint(117, State.CORRUPT)
     kept = judge(Policy(keep_last=2), checkpoints, {}, 0.0)
     reasons = {verdict.checkpoint.attempt: verdict.reasons for verdict in kept}
-    view = run_view("gpt", checkpoints, reasons, kept, Asked(page=99, keep=2), 1000.0)
-    assert (view.num_pages, view.asked.page, len(view.rows)) == (3, 3, 120 - 2 * PAGE_ROWS)
-    assert view.asked.metric == "loss"
+    view = run_view("gpt", checkpoints, reasons, kept, RunPageQuery(page=99, keep=2), 1000.0)
+    assert (view.num_pages, view.query.page, len(view.rows)) == (3, 3, 120 - 2 * PAGE_ROWS)
+    assert view.query.metric == "loss"
     assert view.preview is not None
     assert (view.preview.num_kept, view.preview.num_removed, view.preview.removed_bytes) == (3, 117, 1170)
     assert view.preview.rules == "--keep 2"
-    asked = Asked(keep=5, every=100, best="loss:min:2")
-    assert asked.policy == Policy(keep_last=5, keep_every=100, keep_best=(Best("loss", False, 2),))
-    assert asked.link() == "?keep=5&every=100&best=loss%3Amin%3A2"
-    both = run_view("gpt", checkpoints, reasons, kept, asked, 1000.0).preview
+    query = RunPageQuery(keep=5, every=100, best="loss:min:2")
+    assert query.policy == Policy(keep_last=5, keep_every=100, keep_best=(Best("loss", False, 2),))
+    assert query.link() == "?keep=5&every=100&best=loss%3Amin%3A2"
+    both = run_view("gpt", checkpoints, reasons, kept, query, 1000.0).preview
     assert both is not None
     assert both.rules == "--keep 5 --keep-every 100 --keep-best loss:min:2"
-    only = run_view("gpt", checkpoints, reasons, None, Asked(state=State.CORRUPT, metric=SIZE), 1000.0)
+    only = run_view("gpt", checkpoints, reasons, None, RunPageQuery(state=State.CORRUPT, metric=SIZE), 1000.0)
     assert [(row.checkpoint.step, row.reasons) for row in only.rows] == [(117, ("corrupt",))]
-    assert only.asked.link(page=2) == "?metric=size&state=corrupt&page=2"
-    none = run_view("gpt", checkpoints, None, None, Asked(min_step=500), 1000.0)
+    assert only.query.link(page=2) == "?metric=size&state=corrupt&page=2"
+    none = run_view("gpt", checkpoints, None, None, RunPageQuery(min_step=500), 1000.0)
     assert (none.rows, none.chart) == ((), None)
 
 

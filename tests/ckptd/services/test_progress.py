@@ -33,12 +33,12 @@ def _restore(world_size: int = 4, ttl_s: float = 100) -> Restore:
     )
 
 
-def _fetching(rank: int, done: int, heard_at: float = _BEGAN) -> RankProgress:
-    return RankProgress(rank, Phase.FETCHING, done, 100, heard_at)
+def _fetching(rank: int, done: int, reported_at: float = _BEGAN) -> RankProgress:
+    return RankProgress(rank, Phase.FETCHING, done, 100, reported_at)
 
 
-def _restored(rank: int, heard_at: float = _BEGAN) -> RankProgress:
-    return RankProgress(rank, Phase.RESTORED, 100, 100, heard_at)
+def _restored(rank: int, reported_at: float = _BEGAN) -> RankProgress:
+    return RankProgress(rank, Phase.RESTORED, 100, 100, reported_at)
 
 
 def test_the_last_rank_to_be_restored_ends_the_session() -> None:
@@ -46,7 +46,7 @@ def test_the_last_rank_to_be_restored_ends_the_session() -> None:
     restore, first = progress.advance(restore, None, 0, RankReport(phase=Phase.RESTORED, done_bytes=7), 1001)
     assert (restore.state, restore.num_joined, restore.num_restored) == (RestoreState.RESTORING, 1, 1)
     again, same = progress.advance(restore, first, 0, RankReport(phase=Phase.RESTORED, done_bytes=7), 1002)
-    assert (again.num_restored, again.done_bytes, same) == (1, 7, replace(first, heard_at=1002) if first else None)
+    assert (again.num_restored, again.done_bytes, same) == (1, 7, replace(first, reported_at=1002) if first else None)
     restore, _ = progress.advance(again, None, 1, RankReport(phase=Phase.RESTORED), 1003)
     assert (restore.state, restore.ended_at, restore.problem) == (RestoreState.RESTORED, 1003, "")
 
@@ -55,7 +55,7 @@ def test_a_late_report_does_not_undo_that_a_rank_is_restored() -> None:
     restore, said = progress.advance(_restore(2), None, 0, RankReport(phase=Phase.RESTORED, done_bytes=9), 1001)
     restore, said = progress.advance(restore, said, 0, RankReport(phase=Phase.FETCHING, done_bytes=5), 1002)
     assert said is not None
-    assert (said.phase, said.done_bytes, said.heard_at, restore.num_restored) == (Phase.RESTORED, 9, 1002, 1)
+    assert (said.phase, said.done_bytes, said.reported_at, restore.num_restored) == (Phase.RESTORED, 9, 1002, 1)
 
 
 def test_a_restored_rank_can_still_fail() -> None:
@@ -121,7 +121,7 @@ def test_while_nobody_has_begun_nobody_is_behind() -> None:
 
 
 def test_a_rank_that_is_silent_for_a_quarter_of_the_time_is_behind() -> None:
-    ranks = [_fetching(0, 50, heard_at=_BEGAN + 30), _fetching(1, 50, heard_at=_BEGAN + 4)]
+    ranks = [_fetching(0, 50, reported_at=_BEGAN + 30), _fetching(1, 50, reported_at=_BEGAN + 4)]
     assert progress.stragglers(_restore(2), ranks, _BEGAN + 29) == []
     assert progress.stragglers(_restore(2), ranks, _BEGAN + 30) == [1]
     assert progress.stragglers(_restore(2), [_restored(0), ranks[1]], _BEGAN + 30) == [1]
@@ -142,7 +142,7 @@ def test_ended_sessions_have_no_stragglers() -> None:
 
 
 def test_silence_names_ranks_and_where_they_were() -> None:
-    ranks = [_restored(0), _fetching(1, 50, heard_at=_BEGAN + 1), _fetching(2, 60, heard_at=_BEGAN + 60)]
+    ranks = [_restored(0), _fetching(1, 50, reported_at=_BEGAN + 1), _fetching(2, 60, reported_at=_BEGAN + 60)]
     restore = _restore(4)
     assert progress.silence(restore, ranks, _BEGAN + 99, since=0) == ""
     said = progress.silence(restore, ranks, _BEGAN + 101, since=0)

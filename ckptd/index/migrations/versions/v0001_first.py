@@ -116,7 +116,7 @@ def _create_restores() -> None:
         sa.Column("phase", sa.String(16), nullable=False),
         sa.Column("done_bytes", sa.BigInteger, nullable=False),
         sa.Column("total_bytes", sa.BigInteger, nullable=False),
-        sa.Column("heard_at", sa.Double, nullable=False),
+        sa.Column("reported_at", sa.Double, nullable=False),
         sa.Column("problem", sa.Text, nullable=False),
     )
 
@@ -140,7 +140,7 @@ def _create_events_and_jobs() -> None:
         sa.Column("request", sa.Text, nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("created_at", sa.Double, nullable=False),
-        sa.Column("heard_at", sa.Double, nullable=False),
+        sa.Column("heartbeat_at", sa.Double, nullable=False),
         sa.Column("started_at", sa.Double),
         sa.Column("ended_at", sa.Double),
         sa.Column("done", sa.Double, nullable=False),
