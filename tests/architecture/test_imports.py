@@ -40,6 +40,10 @@ def test_the_daemon_loads_no_torch() -> None:
     assert loaded & {"torch", "ckpt"} == set()
 
 
+def test_serving_loads_no_torch() -> None:
+    assert "torch" not in loaded_by("import ckptd.commands")
+
+
 def test_importing_the_training_library_loads_nothing() -> None:
     loaded = loaded_by("import ckpt")
     assert loaded & {"torch", "numpy", "ckptstore", *WEB_AND_SQL} == set()

@@ -1,0 +1,99 @@
+"""Checkpoints in the index: pages of them, and which one of a step is current."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptd.index import Database, Filter, Index, Listing, Reading, Sort
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.names import Attempt, Reference, new_ulid
+from tests.conftest import DATABASE_KINDS
+
+on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+
+
+@pytest.fixture
+def database(db_url: str) -> Iterator[Database]:
+    database = Database(db_url, 20)
+    yield database
+    database.close()
+
+
+def _checkpoint(step: int, committed_at: float, run: str = "gpt", state: State = State.COMMITTED) -> Checkpoint:
+    return Checkpoint(run, Attempt(step, new_ulid(system_clock())), state, committed_at, manifest_digest="0" * 32)
+
+
+def _all(database: Database, run: str | None = None) -> list[Checkpoint]:
+    return Listing(database).page(Filter(run=run), Sort.RUN, None, 100).checkpoints
+
+
+@on_both
+def test_positions_lead_through_equal_steps_and_times(database: Database) -> None:
+    index = Index(database)
+    written = [_checkpoint(step, at, run) for run in "ab" for step in (1, 2) for at in (5.0, 5.0, 0.1 + 0.2)]
+    for run in "ab":
+        index.apply(run, Reading([checkpoint for checkpoint in written if checkpoint.run == run]))
+    whole = _all(database)
+    assert len(whole) == 12
+    found: list[Checkpoint] = []
+    after = None
+    for _ in range(len(whole)):
+        page = Listing(database).page(Filter(), Sort.RUN, after, 1)
+        found += page.checkpoints
+        after = page.next
+    assert found == whole
+    assert after is None
+    assert [(c.run, -c.step) for c in found] == sorted((c.run, -c.step) for c in found)
+
+
+@on_both
+def test_what_supersedes_what_follows_every_change(database: Database) -> None:
+    index = Index(database)
+    old, new = _checkpoint(1, 10.0), _checkpoint(1, 20.0)
+    broken = replace(_checkpoint(1, 0.0), state=State.CORRUPT)
+    index.apply("gpt", Reading([new]))
+    index.apply("gpt", Reading([old, broken]))
+    assert [c.state for c in _all(database, "gpt")] == [State.COMMITTED, State.SUPERSEDED, State.CORRUPT]
+    index.apply("gpt", Reading(gone=[new.attempt]))
+    assert index.find(Reference("gpt", 1)) == old
+    assert [c.state for c in _all(database, "gpt")] == [State.COMMITTED, State.CORRUPT]
+
+
+@on_both
+@given(drawn=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=12))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_order_of_changes_gives_the_same_states(database: Database, drawn: list[tuple[int, int, bool]]) -> None:
+    index = Index(database)
+    states = {False: State.COMMITTED, True: State.CORRUPT}
+    checkpoints = [_checkpoint(step, at, state=states[bad]) for step, at, bad in drawn]
+    answers = []
+    for order in (checkpoints, checkpoints[::-1]):
+        index.drop_runs(index.versions())
+        for checkpoint in order:
+            index.apply("gpt", Reading([checkpoint]))
+        answers.append(_all(database, "gpt"))
+    assert answers[0] == answers[1]
+
+
+@on_both
+def test_many_writers_wait_for_each_other(database: Database) -> None:
+    index = Index(database)
+
+    def write(number: int) -> None:
+        for step in range(5):
+            index.apply(f"run-{number % 3}", Reading([_checkpoint(step, number, f"run-{number % 3}")]))
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(write, range(12)))
+    assert [(s.num_checkpoints, s.latest and s.latest.committed_at) for s in index.summaries()] == [
+        (20, 9.0),
+        (20, 10.0),
+        (20, 11.0),
+    ]

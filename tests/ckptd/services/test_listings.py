@@ -1,0 +1,105 @@
+"""A listing that fails or changes midway removes nothing from the index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from ckptd.index import Database, Filter, Index, Listing, Sort
+from ckptd.metrics import Metrics
+from ckptd.services.freshness import Freshness
+from ckptd.services.synchronizing import Synchronizing
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.errors import StoreUnavailable
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
+from ckptstore.stores import Store
+from tests.conftest import DATABASE_KINDS
+from tests.support.checkpoints import write_checkpoint
+from tests.support.stores import Faults, FaultyStore
+
+_T = TypeVar("_T")
+on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+
+
+@pytest.fixture
+def database(db_url: str) -> Iterator[Database]:
+    database = Database(db_url, 20)
+    yield database
+    database.close()
+
+
+def _all(database: Database, run: str | None = None) -> list[Checkpoint]:
+    return Listing(database).page(Filter(run=run), Sort.RUN, None, 100).checkpoints
+
+
+def _synchronizing(store: Store, index: Index) -> tuple[Synchronizing, Freshness]:
+    freshness = Freshness(system_clock, 60)
+    return Synchronizing(store, index, freshness, Metrics(), system_clock), freshness
+
+
+@on_both
+def test_a_round_that_fails_at_any_call_removes_nothing(store: Store, database: Database) -> None:
+    for step in (1, 1, 2):
+        write_checkpoint(store, step=step, arrays={})
+    write_checkpoint(store, "bert", 1, arrays={})
+    index = Index(database)
+    counting = Faults()
+    _synchronizing(FaultyStore(store, counting), index)[0].round()
+    before = _all(database)
+    assert before == [*list_checkpoints(Run(store, "bert")), *list_checkpoints(Run(store, "gpt"))]
+    assert len(counting.calls) > 8
+    for call in range(len(counting.calls)):
+        for reread in (False, True):
+            synchronizing, freshness = _synchronizing(FaultyStore(store, Faults(fail_at=call)), index)
+            if reread:
+                try:
+                    synchronizing.reindex()
+                except StoreUnavailable:
+                    pass
+            else:
+                synchronizing.round()
+            assert _all(database) == before, call
+    synchronizing, freshness = _synchronizing(store, index)
+    synchronizing.round()
+    assert freshness.problem() == ""
+
+
+def test_a_volume_unmounted_between_two_listings_is_no_deletion(
+    store: Store, database: Database, tmp_path: Path
+) -> None:
+    write_checkpoint(store, arrays={})
+    index = Index(database)
+    _synchronizing(store, index)[0].round()
+    before = _all(database)
+
+    @dataclass
+    class Unmounting(Faults):
+        def around(self, what: str, call: Callable[[], _T]) -> _T:
+            if what == "list gpt/commits/" and (tmp_path / "store").exists():
+                (tmp_path / "store").rename(tmp_path / "away")
+            return super().around(what, call)
+
+    synchronizing, _ = _synchronizing(FaultyStore(store, Unmounting()), index)
+    with pytest.raises(StoreUnavailable, match="while it was listed"):
+        synchronizing.sync_run("gpt")
+    assert _all(database) == before
+
+
+@on_both
+def test_outcomes_are_read_once(store: Store, database: Database) -> None:
+    kept = [write_checkpoint(store, step=step, arrays={}) for step in range(5)]
+    counting = Faults()
+    synchronizing, _ = _synchronizing(FaultyStore(store, counting), Index(database))
+    synchronizing.round()
+    delete_checkpoint(Run(store, kept[0].run), kept[0].attempt, "test")
+    counting.calls.clear()
+    for _ in range(3):
+        synchronizing.round()
+    assert [call for call in counting.calls if call.startswith("get")] == []
+    assert len(_all(database, "gpt")) == 4
