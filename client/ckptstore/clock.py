@@ -1,4 +1,4 @@
-"""The only reader of the wall clock. Everything else is handed a Clock."""
+"""The only module that reads the wall clock. All others are passed a Clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since the epoch; tests pass a clock they can move."""
+    """Returns seconds since the epoch; tests pass a clock they control."""
 
     def __call__(self) -> float:
         """Now."""

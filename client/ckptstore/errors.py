@@ -1,16 +1,16 @@
-"""Every failure this project names, with a code that never changes once released.
+"""All errors that this project raises on purpose. A code never changes once it is released.
 
     CkptError
     ├── BadInput            the request is wrong; nothing was done
-    ├── NotFound            what was asked for does not exist
+    ├── NotFound            the requested object does not exist
     ├── Damaged             stored bytes are not what was written, or not readable by this version
-    ├── Conflict            somebody else decided otherwise, or still needs the object
-    ├── Denied              the daemon knows who asks, or does not, and says no; nothing was done
-    ├── Unavailable         the outside world failed; trying again may help
+    ├── Conflict            another process decided otherwise, or still needs the object
+    ├── Denied              the daemon does not allow this caller to do it; nothing was done
+    ├── Unavailable         a store, a daemon or another rank failed; retrying may help
     └── SaveFailed          a background save did not become durable
 
-The groups say what a handler would do; docs/errors.md, what people would. `http_status` and `exit_code` are the only
-translations, for all programs.
+An exception handler chooses by group; docs/errors.md lists what people can do. All programs take HTTP status and exit
+code from `http_status` and `exit_code`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class InvalidRequest(BadInput):
 
 
 class InvalidPolicy(BadInput):
-    """A retention policy that would keep nothing, or makes no sense."""
+    """A retention policy that would keep nothing, or is inconsistent."""
 
     code = "invalid_policy"
 
@@ -71,25 +71,25 @@ class UnknownScheme(BadInput):
 
 
 class LayoutChanged(BadInput):
-    """The state of a rank is not laid out as the ranks agreed."""
+    """The layout of a rank's state differs from the layout that the ranks agreed on."""
 
     code = "layout_changed"
 
 
 class UnsupportedObject(BadInput, TypeError):
-    """A leaf of the state is of a type that cannot be stored without pickle."""
+    """A leaf of the state has a type that cannot be stored without pickle."""
 
     code = "unsupported_object"
 
 
 class StateMismatch(BadInput):
-    """The checkpoint and the objects given to restore do not fit each other."""
+    """The checkpoint and the objects passed to restore do not match."""
 
     code = "state_mismatch"
 
 
 class NotFound(CkptError):
-    """What was asked for does not exist."""
+    """The requested object does not exist."""
 
     code = "not_found"
     http_status = 404
@@ -97,7 +97,7 @@ class NotFound(CkptError):
 
 
 class NoCheckpoint(NotFound):
-    """No committed checkpoint answers the question."""
+    """No committed checkpoint matches the request."""
 
     code = "no_checkpoint"
 
@@ -109,13 +109,13 @@ class ObjectMissing(NotFound):
 
 
 class NoRestore(NotFound):
-    """The daemon knows no such restore session, or no more."""
+    """The daemon has no such restore session, or has forgotten it."""
 
     code = "no_restore"
 
 
 class NoJob(NotFound):
-    """The daemon knows no such job, or no more."""
+    """The daemon has no such job, or has forgotten it."""
 
     code = "no_job"
 
@@ -127,7 +127,7 @@ class NoToken(NotFound):
 
 
 class Damaged(CkptError):
-    """Stored bytes cannot be trusted or cannot be understood."""
+    """Stored bytes cannot be trusted or understood."""
 
     code = "damaged"
     exit_code = 5
@@ -140,13 +140,13 @@ class CorruptObject(Damaged):
 
 
 class UnsupportedFormat(Damaged):
-    """Written by a newer version of the format than this one reads."""
+    """Written in a newer version of the format than this program reads."""
 
     code = "unsupported_format"
 
 
 class Conflict(CkptError):
-    """Somebody else decided otherwise, or still needs the object."""
+    """Another process decided otherwise, or still needs the object."""
 
     code = "conflict"
     http_status = 409
@@ -154,7 +154,7 @@ class Conflict(CkptError):
 
 
 class AttemptAborted(Conflict):
-    """The collector of orphans decided that this attempt never happened."""
+    """The orphan collector aborted this attempt."""
 
     code = "attempt_aborted"
     http_status = 410
@@ -173,26 +173,26 @@ class ReferenceLost(Conflict):
 
 
 class SweepBegun(Conflict):
-    """A deletion can no longer be taken back."""
+    """A deletion can no longer be undone."""
 
     code = "sweep_begun"
     http_status = 410
 
 
 class TooMuchToDelete(Conflict):
-    """A plan would delete a larger part of a run than is allowed without looking."""
+    """A plan would delete a larger part of a run than is allowed without confirmation."""
 
     code = "too_much_to_delete"
 
 
 class PoliciesChanged(Conflict):
-    """Somebody else changed the policies since they were read."""
+    """Another client changed the policies since they were read."""
 
     code = "policies_changed"
 
 
 class TokenExists(Conflict):
-    """There is a token of this name already."""
+    """A token of this name already exists."""
 
     code = "token_exists"
 
@@ -210,7 +210,7 @@ class RestoreMismatch(Conflict):
 
 
 class Denied(CkptError):
-    """The daemon does not do this for whoever asks; nothing was done."""
+    """The daemon does not do this for this caller; nothing was done."""
 
     code = "denied"
     http_status = 403
@@ -225,7 +225,7 @@ class Unauthorized(Denied):
 
 
 class Forbidden(Denied):
-    """The token is good, but not for this."""
+    """The token is valid, but does not permit this."""
 
     code = "forbidden"
 
@@ -238,7 +238,7 @@ class TooManyFailures(Denied):
 
 
 class Unavailable(CkptError):
-    """The outside world failed; trying again may help."""
+    """A store, a daemon or another rank failed; retrying may help."""
 
     code = "unavailable"
     http_status = 503
@@ -252,7 +252,7 @@ class StoreUnavailable(Unavailable):
 
 
 class StoreFull(Unavailable):
-    """No space or quota left in the store."""
+    """The store has no space or quota left."""
 
     code = "store_full"
     http_status = 507
@@ -265,13 +265,13 @@ class StoreReadOnly(Unavailable):
 
 
 class ClockSkew(Unavailable):
-    """The store's clock and ours are too far apart to judge how old anything is."""
+    """The store's clock and ours differ too much to determine the age of objects."""
 
     code = "clock_skew"
 
 
 class StoreUnsafe(Unavailable):
-    """The store breaks a promise that deleting rests on."""
+    """The store breaks a guarantee that commits and deletions depend on."""
 
     code = "store_unsafe"
 
@@ -283,13 +283,13 @@ class DaemonUnavailable(Unavailable):
 
 
 class RestoreFailed(CkptError):
-    """A rank failed in a way that no other code tells; nothing may be trained on."""
+    """A rank failed in a restore with an error that has no code; the restored state must not be used."""
 
     code = "restore_failed"
 
 
 class RankLost(Unavailable):
-    """Another rank of this job does not answer."""
+    """Another rank of this job does not respond."""
 
     code = "rank_lost"
 
@@ -301,20 +301,20 @@ class IndexUnavailable(Unavailable):
 
 
 class LeadershipLost(Unavailable):
-    """Another daemon leads, or may lead by now: whoever gets this must leave the store alone."""
+    """Another daemon is the leader, or may be by now. The process that gets this error must not change the store."""
 
     code = "leadership_lost"
 
 
 class TooManyRestores(Unavailable):
-    """The daemon watches over as many restore sessions as it can."""
+    """The daemon has reached its limit of restore sessions."""
 
     code = "too_many_restores"
     http_status = 429
 
 
 class TooManyRequests(Unavailable):
-    """The daemon does for this client, or for all together, as much at a time as it may."""
+    """This client, or all clients together, reached a limit on concurrent work."""
 
     code = "too_many_requests"
     http_status = 429
@@ -327,19 +327,19 @@ class SaveFailed(CkptError):
 
 
 class SaverDied(SaveFailed):
-    """The saver process ended while saves were under way."""
+    """The saver process ended while saves were in progress."""
 
     code = "saver_died"
 
 
 class SaveSkipped(SaveFailed):
-    """A save was given up as `on_busy` asks for, by this rank or another one; that is no failure."""
+    """A save was skipped by this rank or another one, as `on_busy` specifies. This is not a failure."""
 
     code = "save_skipped"
 
 
 class SnapshotTorn(SaveFailed):
-    """The state was changed while its snapshot was taken, and not by an optimizer."""
+    """Something other than an optimizer changed the state while its snapshot was taken."""
 
     code = "snapshot_torn"
 
@@ -363,6 +363,6 @@ def _tree(cls: type[CkptError]) -> Iterator[type[CkptError]]:
 
 
 def error_from_code(code: str, message: str, hint: str = "") -> CkptError:
-    """The error that crossed a process or HTTP boundary as its code; unknown codes give CkptError."""
+    """Rebuild an error that crossed a process or HTTP boundary; an unknown code gives CkptError."""
     by_code = {cls.code: cls for cls in _tree(CkptError)}
     return by_code.get(code, CkptError)(message, hint)

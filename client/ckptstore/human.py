@@ -1,4 +1,4 @@
-"""Numbers for people: sizes, ages, durations, moments; and from people. Pure."""
+"""Formats sizes, ages, durations and times for people, and parses what they type. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def size(count: int) -> str:
     value = float(count)
     for unit in _UNITS:
         value /= 1024
-        # 1023.6 would be rounded up to four digits.
+        # 1023.6 would round to four digits.
         if value < 999.5 or unit == _UNITS[-1]:
             break
     return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.1f} {unit}"
@@ -49,29 +49,29 @@ def duration(seconds: float) -> str:
 
 
 def moment(epoch: float) -> str:
-    """A point in time, in UTC."""
+    """A point in time since the epoch, in UTC."""
     return datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def ratio(part: int, whole: int) -> str:
-    """`part` of `whole` in per cent."""
+    """`part` as a percentage of `whole`."""
     return f"{part / whole:.0%}" if whole else "100%"
 
 
 def count(number: int, noun: str) -> str:
-    """`number` things."""
+    """The number with its noun, in the plural unless it is 1."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun[:-1]}ies" if noun.endswith("y") else f"{number:,} {noun}s"
 
 
 def metrics(values: Mapping[str, float]) -> str:
-    """name=value, four digits each."""
+    """name=value pairs sorted by name, with four significant digits."""
     return " ".join(f"{name}={value:.4g}" for name, value in sorted(values.items()))
 
 
 def tags(values: Mapping[str, str]) -> str:
-    """name=value, or the name alone where the value is empty."""
+    """name=value pairs sorted by name; the name alone if the value is empty."""
     return " ".join(f"{name}={value}" if value else name for name, value in sorted(values.items()))
 
 
@@ -79,7 +79,7 @@ def parse_duration(text: str) -> float:
     """Seconds in "90s", "30m", "24h" or "7d". Raises InvalidRequest."""
     number, unit = text[:-1], text[-1:]
     if unit not in _SECONDS or not (number.isascii() and number.isdigit()):
-        raise InvalidRequest(f"{text!r} is not a length of time", "Write it like 90s, 30m, 24h or 7d")
+        raise InvalidRequest(f"{text!r} is not a duration", "Write it like 90s, 30m, 24h or 7d")
     return float(int(number) * _SECONDS[unit])
 
 

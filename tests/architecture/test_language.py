@@ -18,6 +18,9 @@ CHECKED = (
     "bench/**/*.md",
     "bench/**/*.py",
     "examples/*.py",
+    "client/ckptstore/[cehr]*.py",
+    "client/ckptstore/format/*.py",
+    "client/ckptstore/stores/*.py",
 )
 """Globs of the files that are checked. Python files are checked whole: docstrings, comments and messages."""
 

@@ -1,6 +1,6 @@
-"""Boxes: parts of an entry with as many dimensions as the entry. Pure.
+"""Boxes: rectangular parts of an entry, with as many dimensions as the entry. Pure.
 
-A box is its offsets, then its sizes, in one tuple; all counts are elements and all orders row-major.
+A box is one tuple: its offsets, then its sizes. All counts are in elements, and all orders are row-major.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _PRIME = (1 << 31) - 1
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of an entry."""
+    """The box of a whole entry."""
     return (0,) * len(shape) + tuple(shape)
 
 
 def offsets(box: Box) -> Box:
-    """Where a box begins, in each dimension."""
+    """The begin of a box in each dimension."""
     return box[: len(box) // 2]
 
 
 def sizes(box: Box) -> Box:
-    """How far a box goes, in each dimension."""
+    """The size of a box in each dimension."""
     return box[len(box) // 2 :]
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next, in each dimension."""
+    """Number of elements from one index to the next, in each dimension."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def all_strides(shapes: Matrix) -> Matrix:
-    """The same for a shape in each row."""
+    """The strides of many shapes, one per row."""
     found = np.ones_like(shapes)
     found[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
     return found
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements [start, stop) of a row-major array as boxes, in order; at most two per dimension, less one."""
+    """The elements [start, stop) of a row-major array as boxes, in order: at most twice the dimensions, less one."""
     if start >= stop:
         return []
     if len(shape) < 2:
@@ -78,29 +78,29 @@ def _lift(row: int, boxes: list[Box]) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class BoxGroup:
-    """Slices whose entries have equally many dimensions."""
+    """Slices of entries with the same number of dimensions."""
 
     rows: Column
     """Number of each slice."""
     boxes: Matrix
     shapes: Matrix
-    """Of the entries."""
+    """Shape of each slice's entry."""
     bytes: Column
     """Raw bytes of each slice."""
 
     @property
     def offsets(self) -> Matrix:
-        """Where each box begins."""
+        """The offsets of each box."""
         return self.boxes[:, : self.shapes.shape[1]]
 
     @property
     def sizes(self) -> Matrix:
-        """How far each box goes."""
+        """The sizes of each box."""
         return self.boxes[:, self.shapes.shape[1] :]
 
 
 def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
-    """The chosen slices, in groups that fit into matrices."""
+    """The given slices, grouped by number of dimensions."""
     entries, slices = content.entries, content.slices
     of_entry = column(map(len, entries.shape))
     shape_ends = np.cumsum(of_entry)
@@ -117,20 +117,20 @@ def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
 
 
 def untiled(groups: Column, starts: Matrix, lengths: Matrix, shapes: Matrix) -> Column:
-    """The groups of boxes that do not tile their shape, every element once.
+    """The groups whose boxes do not tile their shape, i.e. do not cover every element exactly once.
 
-    groups: the row of `shapes` of each box. Boxes are within their shape, and none is empty.
+    groups: the row of `shapes` of each box. Every box must be within its shape and not empty.
 
-    Boxes tile a shape if their indicator functions add up to that of the shape, and so do, in each dimension, the
-    differences of these: +1 where a box begins, -1 where it ends. They are compared as polynomials at points that
-    nobody can foresee, modulo a prime, twice: linear in the boxes however they lie, and wrong once in 10**15 times.
+    Boxes tile a shape if their indicator functions add up to that of the shape. Then so do, in each dimension, the
+    differences of these functions: +1 where a box begins, -1 where it ends. They are compared as polynomials at two
+    unpredictable points, modulo a prime. The time is linear in the number of boxes; about one wrong result in 10**15.
     """
     bad = np.bincount(groups, minlength=len(shapes)) == 0
     for _ in range(2):
         keys = np.frombuffer(os.urandom(8 * shapes.shape[1]), np.uint64)
         terms = _difference(starts, starts + lengths, keys)
         sums = np.zeros(len(shapes), np.int64)
-        # A prime below 2**31 leaves room for as many boxes as fit into memory.
+        # With a prime below 2**31 the sum of as many boxes as fit into memory does not overflow.
         np.add.at(sums, groups, terms)
         bad |= sums % _PRIME != _difference(np.zeros_like(shapes), shapes, keys)
     return np.flatnonzero(bad)
@@ -145,7 +145,7 @@ def _difference(begin: Matrix, end: Matrix, keys: np.ndarray[Any, np.dtype[np.ui
 
 
 def _point(index: Column, key: np.uint64) -> Column:
-    """A number below the prime for each index, as good as random to those who do not know the key (SplitMix64)."""
+    """A number below the prime for each index, pseudorandom to anyone without the key (SplitMix64)."""
     mixed = index.astype(np.uint64) + key
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

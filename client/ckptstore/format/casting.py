@@ -1,7 +1,7 @@
-"""Casts from float32 to 16-bit types, bit for bit: what a derived slice is made of. Pure.
+"""Bit-exact casts from float32 to 16-bit types, from which derived slices are restored. Pure.
 
-Rounding is to nearest, ties to even. What becomes of a NaN differs between devices; here it is what torch does on CPUs,
-and a tensor that holds other NaNs than these is no cast of its source.
+Values round to nearest, ties to even. Devices cast NaNs differently; here they are cast as torch does on CPUs. A tensor
+with other NaNs does not count as a cast of its source.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 SOURCE = "float32"
-"""What derived slices are cast from."""
+"""The type from which derived slices are cast."""
 CAST_TYPES = ("bfloat16", "float16")
-"""What they are cast to."""
+"""The types to which they are cast."""
 
 _Words = npt.NDArray[Any]
-_BLOCK = 1 << 16  # elements: what is made on the way stays in the L2 cache
+_BLOCK = 1 << 16  # elements: temporary arrays stay in the L2 cache
 _INFINITY = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
@@ -34,7 +34,7 @@ def cast(bits: _Words, dtype: str) -> _Words:
 
 
 def cast_into(bits: _Words, dtype: str, target: _Words) -> None:
-    """The same, written to words of the same shape."""
+    """Cast into `target`, which has the same shape."""
     if bits.ndim != 1:
         target[...] = cast(bits, dtype)
         return
@@ -43,7 +43,7 @@ def cast_into(bits: _Words, dtype: str, target: _Words) -> None:
 
 
 def is_cast(bits: _Words, dtype: str, words: _Words) -> bool:
-    """Whether every one of `words` is the cast of its float32."""
+    """Whether each of `words` is the cast of the float32 at its place."""
     blocks = range(0, len(bits), _BLOCK)
     return all(np.array_equal(cast(bits[at : at + _BLOCK], dtype), words[at : at + _BLOCK]) for at in blocks)
 

@@ -1,4 +1,4 @@
-"""What must hold in a document beyond the types of its fields, so that nobody who uses one has to doubt it. Pure."""
+"""Validation of documents beyond the types of their fields, so that other code can rely on them. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_BYTES = 1 << 62
 
 
 class Invalid(Exception):
-    """A document breaks a rule; says which."""
+    """A document breaks a rule, which the message states."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -42,9 +42,9 @@ def _same_length(what: str, *columns: Sized) -> None:
 
 
 def check_receipts(manifest: Manifest) -> None:
-    """Every rank has one receipt, and no shard is of a rank outside the world. Raises Invalid or BadInput."""
+    """Every rank has one receipt, and every shard belongs to one of the ranks. Raises Invalid or BadInput."""
     receipts, size = manifest.receipts, manifest.world_size
-    # The length first: a range of a hostile size does not fit into memory.
+    # Compare lengths first: a range of a hostile size does not fit into memory.
     complete = len(receipts) == size and all(receipt.rank == rank for rank, receipt in enumerate(receipts))
     _require(complete, "it does not name one receipt per rank")
     _require(all(_is_digest(receipt.digest) for receipt in receipts), "a receipt's digest is not 32 digits")
@@ -52,7 +52,7 @@ def check_receipts(manifest: Manifest) -> None:
 
 
 def check_receipt(receipt: Receipt) -> None:
-    """A rank speaks for itself only. Raises Invalid or BadInput."""
+    """A receipt describes only its own rank. Raises Invalid or BadInput."""
     _require(0 <= receipt.rank < receipt.world_size, f"rank {receipt.rank} is outside the world")
     owners = {shard.rank for shard in receipt.content.shards}
     _require(owners <= {receipt.rank}, "a receipt names the shard of another rank")
@@ -61,7 +61,7 @@ def check_receipt(receipt: Receipt) -> None:
 
 
 def check_committed(committed: Committed) -> None:
-    """Counts that a listing may show. Raises Invalid or BadInput."""
+    """The counts that listings show are within bounds. Raises Invalid or BadInput."""
     summary = committed.summary
     sizes = (committed.bytes, summary.raw_bytes, summary.stored_bytes, summary.referenced_bytes)
     counts = (*sizes, summary.num_entries, summary.num_shards)
@@ -71,7 +71,7 @@ def check_committed(committed: Committed) -> None:
 
 
 def check_content(content: Content) -> None:
-    """Columns fit each other, and everything that is named exists. Raises Invalid or BadInput."""
+    """Columns match in length, and all names and indices refer to something. Raises Invalid or BadInput."""
     shards, entries = content.shards, content.entries
     _require(len({shard.name for shard in shards}) == len(shards), "two shards of one name")
     _check_chunks(shards)
@@ -81,7 +81,7 @@ def check_content(content: Content) -> None:
 
 
 def check_aliases(content: Content) -> None:
-    """Aliases of a whole checkpoint name entries, which another rank may have written. Raises Invalid."""
+    """All aliases of a checkpoint name entries, possibly of another rank. Raises Invalid."""
     known = set(content.entries.name)
     for alias, name in content.aliases.items():
         _require(alias not in known, f"alias {alias[:80]!r} is not allowed")
@@ -89,7 +89,7 @@ def check_aliases(content: Content) -> None:
 
 
 def check_references(attempt: str, content: Content) -> None:
-    """References are to chunks of other attempts, each chunk to one. Raises Invalid or BadInput."""
+    """References point to other attempts, at most one per chunk. Raises Invalid or BadInput."""
     for shard in content.shards:
         found = shard.references
         if found is None:
@@ -167,7 +167,7 @@ def _check_slices(content: Content) -> None:
 
 
 def _check_derived(content: Content, sizes: Column, stored: Column) -> None:
-    """Each is the cast of a stored slice of float32, which has as many elements, and no other one has that source."""
+    """Each derived slice has its own source: a stored float32 slice with the same number of elements."""
     slices, dtypes = content.slices, content.entries.dtype
     if slices.derived is None:
         return
@@ -187,7 +187,7 @@ def _check_derived(content: Content, sizes: Column, stored: Column) -> None:
 
 
 def _apart(shard: Column, at: Column, sizes: Column) -> bool:
-    """Whether no two slices share a byte. Else a small manifest could make a plan of any size."""
+    """Whether no two slices share a byte. Otherwise a small manifest could expand into a plan of any size."""
     if not bool((sizes > 0).all()):
         shard, at, sizes = shard[sizes > 0], at[sizes > 0], sizes[sizes > 0]
     if not bool((shard[1:] >= shard[:-1]).all() and ((at[1:] > at[:-1]) | (shard[1:] > shard[:-1])).all()):

@@ -1,8 +1,8 @@
-"""Chunk codecs: raw, zstd and float-split. Bytes in, bytes out; every call releases the GIL in its loops.
+"""Chunk codecs: raw, zstd and float-split. They map bytes to bytes, and release the GIL in their loops.
 
-float-split (float_split.py) stores the exponents of floating-point numbers, which are far from uniform, entropy-coded,
-and sign and mantissa, which are close to noise, as they are. The idea is ZipNN's (arXiv 2411.05239); the layout is ours
-and is specified in docs/format.md.
+float-split (float_split.py) entropy-codes the exponents of floating-point numbers, which are far from uniform. It
+stores sign and mantissa unchanged, because they are close to noise. The idea is ZipNN's (arXiv 2411.05239); the layout
+is ours and is specified in docs/format.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptstore.format.frames import Buffer, pack, unpack
 __all__ = ["CODECS", "FLOAT_SPLIT", "MAX_CHUNK_BYTES", "RAW", "ZSTD", "Buffer", "best_codec", "decode", "encode"]
 
 MAX_CHUNK_BYTES = 64 << 20
-"""No chunk, encoded or not, is larger; a reader refuses one that claims to be."""
+"""Largest size of a chunk, raw or encoded; a reader rejects larger ones."""
 
 RAW = "raw"
 ZSTD = "zstd"
@@ -24,20 +24,20 @@ FLOAT_SPLIT = {
     "float16": "float-split/float16",
 }
 CODECS = (RAW, ZSTD, *FLOAT_SPLIT.values())
-"""Every codec name that may stand in a document."""
+"""All codec names that are valid in a document."""
 _DTYPES = {codec: dtype for dtype, codec in FLOAT_SPLIT.items()}
 
 
 def best_codec(dtype: str) -> str:
-    """The codec that stores `dtype` smallest among those that are fast."""
+    """The fast codec with the smallest output for `dtype`."""
     return FLOAT_SPLIT.get(dtype, ZSTD)
 
 
 def encode(codec: str, raw: memoryview, level: int = 1) -> tuple[str, Buffer]:
     """Encode one chunk.
 
-    raw: contiguous bytes, whole elements. level: higher ones take longer and store less. Returns the codec really used
-    (`raw`, and `raw` itself, where the asked one would not save space) and the encoded bytes.
+    raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. Returns the codec that was used
+    and the encoded bytes: codec "raw" and `raw` itself if the requested codec would not save space.
     """
     if codec == RAW or not len(raw):
         return RAW, raw
@@ -46,9 +46,9 @@ def encode(codec: str, raw: memoryview, level: int = 1) -> tuple[str, Buffer]:
 
 
 def decode(codec: str, stored: memoryview, into: memoryview) -> None:
-    """Decode one chunk into `into`, which has exactly the raw size.
+    """Decode one chunk into `into`, which must have exactly the raw size.
 
-    Raises CorruptObject when the bytes are not what the codec writes. Never writes outside `into`.
+    Raises CorruptObject if the bytes are not valid output of the codec. Never writes outside `into`.
     """
     if codec == RAW:
         if len(stored) != len(into):

@@ -1,4 +1,4 @@
-"""Codings: which codec at which level encodes chunks of an element type, from the cheapest to the smallest."""
+"""Codings: the codec and level for chunks of an element type, from the fastest to the smallest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptstore.format.codecs import RAW, best_codec
 
 
 class Coding(NamedTuple):
-    """A codec and its level. The level is the writer's business: any level is read alike."""
+    """A codec and its level. Only writers need the level: readers decode all levels alike."""
 
     codec: str
     level: int = 1
@@ -20,24 +20,24 @@ CodingPolicy = Callable[[str], Coding]
 
 
 def off(dtype: str) -> Coding:
-    """Bytes as they are."""
+    """No encoding."""
     return Coding(RAW)
 
 
 def fast(dtype: str) -> Coding:
-    """The smallest among those that keep up with disks and networks."""
+    """The smallest coding that keeps up with disks and networks."""
     return Coding(best_codec(dtype))
 
 
 def smallest(dtype: str) -> Coding:
-    """The smallest, at any price."""
+    """The smallest coding, however slow."""
     return Coding(best_codec(dtype), 9)
 
 
 POLICIES: dict[str, CodingPolicy] = {"off": off, "fast": fast, "max": smallest}
-"""By the word that users say."""
+"""Policies by the value of the `compress` option."""
 
 
 def codings(dtype: str) -> tuple[Coding, ...]:
-    """All there are to choose from for an element type: each costs more and stores less than the one before."""
+    """All codings of an element type; each costs more and stores less than the one before."""
     return tuple(dict.fromkeys(policy(dtype) for policy in POLICIES.values()))

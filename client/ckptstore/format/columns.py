@@ -1,8 +1,8 @@
 """Columns of numbers: numpy arrays in memory, packed text in JSON. Pure.
 
 A column of non-negative integers is written as "u1:", "u2:", "u4:" or "u8:", the width of one number in bytes, then the
-little-endian numbers in base64. The smallest width that fits is used, so that equal columns are equal text.
-Numbers of a million slices decode in a tenth of the time of JSON's own lists (docs/decisions/0004).
+little-endian numbers in base64. The smallest width that fits is used, so equal columns have equal text. The numbers of
+a million slices decode in a tenth of the time of JSON lists (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def column(numbers: Iterable[int] = ()) -> Column:
 
 
 def concatenate(columns: Iterable[Column]) -> Column:
-    """One column after the other."""
+    """The columns joined in order."""
     return np.concatenate([column(), *columns])
 
 
@@ -38,7 +38,7 @@ def pack(numbers: Column) -> str:
 
 
 def unpack(text: object) -> Column:
-    """The column that `pack` was given. Raises ValueError for anything that is not a column."""
+    """The inverse of `pack`. Raises ValueError for anything that is not a column."""
     if not isinstance(text, str):
         raise ValueError("a column is not text")
     width, colon, data = text.partition(":")
@@ -57,14 +57,14 @@ def unpack(text: object) -> Column:
 
 
 def encode_hook(value: object) -> object:
-    """For msgspec: columns to text."""
+    """msgspec hook: columns to text."""
     if isinstance(value, np.ndarray):
         return pack(value)
     raise NotImplementedError(f"{type(value).__name__} is not part of a document")
 
 
 def decode_hook(kind: type, value: object) -> object:
-    """For msgspec: text to columns."""
+    """msgspec hook: text to columns."""
     if kind == Column:
         return unpack(value)
     raise NotImplementedError(f"{kind} is not part of a document")

@@ -1,7 +1,7 @@
-"""From JSON to typed values, from any thread. No I/O.
+"""Thread-safe decoding of JSON to typed values. No I/O.
 
-msgspec finds out about a type when it is first used, and crashes the process if two threads do so at once. So decoders
-are made here, one after the other; a decoder that is made can be used by many threads.
+msgspec inspects a type when the first decoder of it is created, and crashes the process if two threads do so at once.
+Decoders are therefore created here under a lock. Many threads can use the same decoder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _decoders: dict[tuple[Any, Hook | None], msgspec.json.Decoder[Any]] = {}
 
 
 def decode_json(data: Buffer | str, kind: type[_T], hook: Hook | None = None) -> _T:
-    """`data` as an instance of `kind`; hook: for types that msgspec does not know. Raises what msgspec raises."""
+    """Decode `data` as `kind`. hook: converts types that msgspec does not support. Raises msgspec's errors."""
     with _making:
         decoder = _decoders.get((kind, hook))
         if decoder is None:

@@ -15,10 +15,10 @@ from ckptstore.format.codecs import Buffer
 from ckptstore.format.columns import Column
 
 FORMAT = 1
-"""Version of everything on the store. A reader refuses newer ones and reads all older ones."""
+"""Format version of all documents. A reader rejects newer versions and reads all older ones."""
 
 DIGEST_BYTES = 16
-"""Length of a checksum."""
+"""Length of a checksum in bytes."""
 
 JSON = Any
 """A JSON value: None, bool, int, float, str, list or dict of them."""
@@ -30,12 +30,12 @@ def digest(data: Buffer) -> str:
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of everything that is stored as JSON."""
+    """Base of all documents that are stored as JSON."""
 
 
 class Chunks(Document, frozen=True, eq=False, omit_defaults=True):
-    """The chunks of one shard, as columns. Those that are not referenced lie back to back, in this order, from byte 0
-    to the end."""
+    """The chunks of one shard, as columns. Chunks without a reference fill the shard's file, back to back and in this
+    order."""
 
     raw: Column
     """Bytes before encoding."""
@@ -45,9 +45,9 @@ class Chunks(Document, frozen=True, eq=False, omit_defaults=True):
     """Index into codecs."""
     codecs: list[str]
     digest: bytes
-    """xxh3-128 of the stored bytes, 16 bytes for each chunk."""
+    """xxh3-128 of the stored bytes, 16 bytes per chunk."""
     raw_digest: bytes | None = None
-    """xxh3-128 of the bytes before encoding, for whoever saves next; 16 zeros for a chunk of which it is not known."""
+    """xxh3-128 of the bytes before encoding, 16 bytes per chunk, for the next incremental save; 16 zeros if unknown."""
 
     def codec_of(self, chunk: int) -> str:
         """Name of a chunk's codec."""
@@ -59,20 +59,20 @@ class Chunks(Document, frozen=True, eq=False, omit_defaults=True):
 
 
 class References(Document, frozen=True, eq=False):
-    """Chunks of a shard that lie in the shard of the same name of earlier checkpoints of the run, as columns."""
+    """Chunks of a shard that are stored in the shard of the same name of earlier checkpoints, as columns."""
 
     attempts: list[str]
-    """Who holds them. They hold them themselves: a reference is never to a reference."""
+    """The attempts that store the chunks themselves: a reference never points to another reference."""
     chunk: Column
-    """Index into the chunks of the shard, rising."""
+    """Index into the chunks of the shard, ascending."""
     attempt: Column
     """Index into attempts."""
     offset: Column
-    """Where the stored bytes begin, in the shard of that attempt."""
+    """Offset of the stored bytes in the shard of that attempt."""
 
 
 class Shard(Document, frozen=True, omit_defaults=True):
-    """What one rank stored: a file of chunks, and references to chunks of earlier ones."""
+    """The data of one rank: a file of chunks, and references to chunks of earlier checkpoints."""
 
     name: str
     rank: int
@@ -81,12 +81,12 @@ class Shard(Document, frozen=True, omit_defaults=True):
 
     @property
     def referenced_bytes(self) -> int:
-        """Stored bytes that lie in earlier checkpoints."""
+        """Stored bytes in earlier checkpoints."""
         return int(self.chunks.stored[self.references.chunk].sum()) if self.references is not None else 0
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the shard's own file; 0: there is none."""
+        """Size of the shard's own file; 0 if there is no file."""
         return int(self.chunks.stored.sum()) - self.referenced_bytes
 
 
@@ -99,7 +99,7 @@ class Entries(Document, frozen=True):
 
 
 class Slices(Document, frozen=True, eq=False, omit_defaults=True):
-    """Where the elements of entries lie, as columns.
+    """The locations of the elements of entries, as columns.
 
     A slice is a row-major box of an entry, at byte `at` of the raw (decoded) stream of a shard.
     """
@@ -110,31 +110,30 @@ class Slices(Document, frozen=True, eq=False, omit_defaults=True):
     """Index into the manifest's shards; always 0 in a receipt."""
     at: Column
     box: Column
-    """All boxes, one after the other: the offsets of one, then its sizes; twice as many numbers as its entry has
-    dimensions."""
+    """All boxes in order, each as its offsets, then its sizes: two numbers per dimension of its entry."""
     derived: Column | None = None
-    """The slices, rising, that are not stored: `at` is that of a slice of float32, whose elements they are casts of."""
+    """The slices that are not stored, ascending. Their `at` is that of the float32 slice from which they are cast."""
 
     @property
     def derived_rows(self) -> Column:
-        """The same, empty if there are none."""
+        """`derived`, as an empty column if there are none."""
         return self.derived if self.derived is not None else np.zeros(0, np.int64)
 
 
 class Content(Document, frozen=True, eq=False):
-    """What a writer, or all of them, stored."""
+    """The stored data of one rank, or of all ranks."""
 
     shards: list[Shard]
     entries: Entries
     slices: Slices
     aliases: dict[str, str]
-    """Further names of an entry (tied weights): alias to entry name."""
+    """Additional names of entries (tied weights): alias to entry name."""
     trees: dict[str, JSON]
-    """State that belongs to no single rank, by item (model, optim, ...), as tagged JSON (trees.py)."""
+    """State that does not belong to a single rank, by item (model, optim, ...), as tagged JSON (trees.py)."""
 
 
 class Receipt(Document, frozen=True):
-    """A rank's statement that everything it writes is durable."""
+    """A rank's statement that all its data is durable."""
 
     format: int
     kind: Literal["receipt"]
@@ -146,12 +145,12 @@ class Receipt(Document, frozen=True):
     created_at: float
     content: Content
     local: dict[str, JSON]
-    """State that belongs to this rank alone (RNG, data position), as tagged JSON."""
+    """State of this rank only (RNG, data position), as tagged JSON."""
     metrics: dict[str, float]
 
 
 class LocalState(msgspec.Struct, frozen=True):
-    """Of a receipt, what its manifest does not repeat."""
+    """The fields of a receipt that the manifest does not repeat."""
 
     format: int
     kind: Literal["receipt"]
@@ -159,7 +158,7 @@ class LocalState(msgspec.Struct, frozen=True):
 
 
 class ReceiptRef(Document, frozen=True):
-    """A receipt as the manifest names it."""
+    """The manifest's reference to a receipt."""
 
     rank: int
     digest: str
@@ -182,7 +181,7 @@ class Manifest(Document, frozen=True):
 
 
 class Summary(Document, frozen=True, omit_defaults=True):
-    """What listings show without opening a manifest."""
+    """The facts that listings show without reading a manifest."""
 
     world_size: int
     created_at: float
@@ -192,11 +191,11 @@ class Summary(Document, frozen=True, omit_defaults=True):
     num_shards: int
     metrics: dict[str, float]
     referenced_bytes: int = 0
-    """Stored bytes that lie in earlier checkpoints, in addition to stored_bytes."""
+    """Stored bytes in earlier checkpoints, in addition to stored_bytes."""
 
 
 class Committed(Document, frozen=True):
-    """The manifest that a committed attempt consists of."""
+    """The manifest of a committed attempt."""
 
     digest: str
     bytes: int
@@ -237,4 +236,4 @@ class Tombstone(Document, frozen=True):
     at: float
     reason: str
     grace_s: float
-    """Nothing is deleted before the tombstone, by the store's clock, is so old."""
+    """Nothing is deleted before the tombstone has this age, by the store's clock."""

@@ -1,4 +1,4 @@
-"""The element types a checkpoint can hold, by torch's names. No torch here."""
+"""The element types of checkpoints, by their names in torch. Does not import torch."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ NUMPY: dict[str, np.dtype[Any]] = {
         "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
     )
 }  # fmt: skip
-"""The types numpy has as well; arrays of any other type cannot be captured or given back."""
+"""The types that numpy supports too; arrays of other types can be neither captured nor restored."""

@@ -1,8 +1,8 @@
-"""The float-split codecs: exponents entropy-coded, signs and mantissas as they are. docs/format.md has the layout.
+"""The float-split codecs: exponents are entropy-coded, signs and mantissas are not. docs/format.md has the layout.
 
-Everything is a pass of numpy over planes that stay in the L2 cache, or a call of zstd; both release the GIL. The layout
-is made for few passes: a lane of a plane holds parts of two words, one from each half of a block, so that words are
-taken apart and put together by masks and shifts of whole lanes.
+All work is numpy passes over planes that stay in the L2 cache, and calls of zstd; both release the GIL. The layout
+needs few passes: a lane of a plane holds parts of two words, one from each half of a block, so masks and shifts of
+whole lanes split and join words.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ckptstore.format.frames import Buffer, pack, pack_huffman, unpack
 Plane = npt.NDArray[Any]
 
 BLOCK_BYTES = 1 << 19
-"""Of the numbers of a block, at most: its planes stay in the L2 cache."""
+"""Largest raw size of a block, so that its planes stay in the L2 cache."""
 SMALL_BLOCK = 1 << 15
-"""Words of a block at least, unless they are the last: follows changes of scale sooner, and takes longer."""
+"""Fewest words of a block, except the last. Small blocks follow changes of scale sooner, and take longer."""
 GROUP = 8
-"""A block holds a multiple of so many words; what a chunk has left stands at its end as it is."""
+"""The number of words of a block is a multiple of this; other words are stored unchanged at the end of a chunk."""
 
 _HEADER = struct.Struct("<IIIIHBBxxxx")  # words; sizes of low, rest, codes if compressed; escapes; base; mode
 _ALIGN = 8
 _LARGEST_POSITIVE = 0x7FFF
 _SWAPPED = np.dtype(">u2")
 _PAIRS, _TOP_BYTES = 1, 2  # bits of a block's mode
-_WINDOW = 16  # codes that half a byte can tell apart
+_WINDOW = 16  # codes that fit into half a byte
 _WORDS_OF_64_BITS = 4
 _WITHIN_64_BITS = np.arange(_WORDS_OF_64_BITS)
-_FEW_ESCAPES, _MOST_ESCAPES = 1024, 512  # one word of so many may lie outside of the last block's window, of its own
-_SAMPLE = 64  # one word of so many is looked at to find the window
-_REPEATS = 16  # a plane is searched for repetitions if one lane of so many equals the next
+_FEW_ESCAPES, _MOST_ESCAPES = 1024, 512  # one word in N may be outside the last block's window, or the block's own
+_SAMPLE = 64  # one word in N is sampled to find the window
+_REPEATS = 16  # a plane is searched for repetitions if one lane in N equals the next
 
 
 def _lane(value: int, kind: Any = np.uint16) -> Plane:
-    """An operand of passes: as an array without dimensions it costs half as much a call as a number does."""
+    """An operand of passes, as a zero-dimensional array: a call with a Python number costs twice as much."""
     return np.array(value, kind)
 
 
@@ -49,16 +49,16 @@ _LOWER_NIBBLE, _UPPER_NIBBLE, _UPPER_BYTE = _lane(0x0F), _lane(0xF0), _lane(0xFF
 
 
 class _Fields:
-    """How 16 bits are divided: a code of 8 bits that is compressed, and the rest, 8 bits that are not."""
+    """The division of 16 bits into a code of 8 bits, which is compressed, and the other 8 bits, which are not."""
 
     def __init__(self, shift: int, rest: int) -> None:
         self.shift = _lane(shift)
-        """Bits below the code."""
+        """Number of bits below the code."""
         self.rest = _lane(rest)
         self.unit = _lane(1 << shift)
         self.field = _lane(0xFF << shift)
         self.outside = _lane((0xFF - (_WINDOW - 1)) << shift)
-        # Of pairs, of which the second word's code is in the upper half of a byte.
+        # For pairs: the second word's code is in the upper half of a byte.
         self.pair_field = _lane((_WINDOW - 1) << shift)
         self.pair_shift = _lane(shift - 4)
         self.pair_unit = _lane(1 << (shift - 4))
@@ -70,7 +70,7 @@ _TOP_BYTE = _Fields(8, 0x00FF)
 
 
 class _Scratch(threading.local):
-    """Planes of one block, of each thread, used again and again."""
+    """Reusable planes of one block, per thread."""
 
     def __init__(self) -> None:
         most = BLOCK_BYTES // 2
@@ -84,9 +84,9 @@ _scratch = _Scratch()
 
 
 def encode(dtype: str, raw: memoryview, level: int) -> Buffer:
-    """One chunk of whole elements. The result may be longer than `raw` by a few bytes for each block.
+    """Encode one chunk of whole elements. The result may be a few bytes per block longer than `raw`.
 
-    level: 1 compresses exponents, and other planes only where they repeat themselves; above 1 everything is tried.
+    level: 1 compresses exponents, and other planes only if they contain repetitions; above 1 tries everything.
     """
     words: Plane = np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
     largest = BLOCK_BYTES // words.itemsize
@@ -109,7 +109,7 @@ def _encode(dtype: str, words: Plane, level: int, size: int) -> Buffer:
 
 
 class _Writer:
-    """Writes blocks one after the other."""
+    """Writes blocks in order."""
 
     def __init__(self, dtype: str, level: int, out: Plane) -> None:
         self._fields = _TOP_BYTE if dtype == "float16" else _EXPONENT
@@ -126,7 +126,7 @@ class _Writer:
         high, low_size = words, 0
         if words.itemsize == 4:
             high, low_size = self._split(words)
-        # Without signs the exponent's lowest bit takes their place: that is cheaper than to code seven bits of eight.
+        # Without signs, the exponent's lowest bit takes their place: cheaper than coding seven bits of eight.
         fields = self._fields if high.max() > _LARGEST_POSITIVE else _TOP_BYTE
         escapes = self._window(high, fields) if self._pairs else None
         lanes = high if escapes is None else _scratch.words[:count]
@@ -147,11 +147,11 @@ class _Writer:
         _HEADER.pack_into(self._out.data, begin, *header)
 
     def _room(self, num_bytes: int, kind: Any) -> Plane:
-        """Where the next plane goes."""
+        """The output for the next plane."""
         return self._out[self.at : self.at + num_bytes].view(kind)
 
     def _split(self, words: Plane) -> tuple[Plane, int]:
-        """Write the lower halves of words; returns the upper ones, and the compressed size."""
+        """Write the lower halves of words; returns the upper halves and the compressed size."""
         low = self._room(2 * len(words), np.uint32)
         high = _split_wide(words, low)
         repeats = _repeats(low, high.view(np.uint32))
@@ -166,7 +166,7 @@ class _Writer:
         return high, size
 
     def _finish(self, plane: Plane, repeats: bool) -> int:
-        """Compress a plane in its place where that is promising; returns the compressed size, 0: it is as it was."""
+        """Compress a plane in place if that is promising; returns the compressed size, 0 if it is unchanged."""
         if repeats or self._level > 1:
             frame = self._pack(plane, repeats)
             if len(frame) < plane.nbytes - _ALIGN:
@@ -188,7 +188,7 @@ class _Writer:
         self._out[end : self.at] = 0
 
     def _window(self, high: Plane, fields: _Fields) -> Plane | None:
-        """Make codes relative to a window, in the scratch memory; returns the escapes, None if they are too many."""
+        """Make codes relative to a window, in scratch memory; returns the escapes, or None if there are too many."""
         for limit in (_FEW_ESCAPES, _MOST_ESCAPES):
             lanes, outside = _relative(high, self._base, fields)
             groups = np.flatnonzero(outside.view(np.uint64) != 0)
@@ -204,7 +204,7 @@ class _Writer:
 
 
 def _repeats(plane: Plane, mixed: Plane | None = None) -> bool:
-    """Whether it is worth while to search a plane for repetitions, by a sample; mixed: what it is mixed with."""
+    """Whether a sample shows that a plane is worth searching for repetitions. mixed: the plane mixed into it."""
     differences: Plane = plane[:-1:_SAMPLE] ^ plane[1::_SAMPLE]
     if mixed is not None:
         differences = differences ^ (mixed[:-1:_SAMPLE] ^ mixed[1::_SAMPLE]) * _WORD16
@@ -213,9 +213,9 @@ def _repeats(plane: Plane, mixed: Plane | None = None) -> bool:
 
 
 def _split_wide(words: Plane, low: Plane) -> Plane:
-    """Upper halves of words; `low` gets the lower ones. Both alternate between the halves of the block.
+    """The upper halves of words; writes the lower halves to `low`. Both alternate between the halves of the block.
 
-    The lower halves of the second half come mixed with the upper ones of the first: so nothing needs a mask.
+    The lower halves of the second half are mixed with the upper halves of the first, so no mask is needed.
     """
     half = len(low)
     first, second, high = words[:half], words[half:], _scratch.high[: 2 * half]
@@ -228,7 +228,7 @@ def _split_wide(words: Plane, low: Plane) -> Plane:
 
 
 def _join_wide(low: Plane, is_mixed: bool, words: Plane) -> None:
-    """The second half of `words` holds the upper halves, and gets its words before the first half does."""
+    """Join words in place. The second half of `words` holds the upper halves, and is completed first."""
     half = len(low)
     first, second = words[:half], words[half:]
     if not is_mixed:
@@ -240,7 +240,7 @@ def _join_wide(low: Plane, is_mixed: bool, words: Plane) -> None:
 
 
 def _relative(high: Plane, base: int, fields: _Fields) -> tuple[Plane, Plane]:
-    """Words less the code that the window begins with; and for one of each half, bits if any of them is outside."""
+    """Words minus the first code of the window; and for each pair of words, nonzero bits if one is outside."""
     half = len(high) // 2
     lanes, outside = _scratch.words[: len(high)], _scratch.lanes[:half]
     np.subtract(high, _lane(base << int(fields.shift)), lanes)
@@ -250,7 +250,7 @@ def _relative(high: Plane, base: int, fields: _Fields) -> tuple[Plane, Plane]:
 
 
 def _densest(high: Plane, fields: _Fields) -> int:
-    """Where the window begins that most codes lie in, by a sample."""
+    """The begin of the window that contains most codes of a sample."""
     sample = (high[::_SAMPLE] & fields.field) >> fields.shift
     seen = np.concatenate(([0], np.cumsum(np.bincount(sample, minlength=256))))
     return int(np.argmax(seen[_WINDOW:] - seen[:-_WINDOW]))
@@ -290,7 +290,7 @@ def _join_pairs(codes: Plane, base: int, rest: Plane, fields: _Fields, high: Pla
     half = len(rest)
     first, second = high[:half], high[half:]
     np.copyto(first, codes)
-    np.add(first, _lane(base << 4), first)  # to the second code, which has nothing above it
+    np.add(first, _lane(base << 4), first)  # to the second code, which has no bits above it
     np.multiply(first, fields.pair_unit, second)
     np.bitwise_and(second, fields.field, second)
     np.multiply(first, fields.unit, first)
@@ -321,7 +321,7 @@ def _join_codes(codes: Plane, rest: Plane, fields: _Fields, high: Plane, spare: 
 
 
 def decode(dtype: str, stored: memoryview, into: memoryview) -> None:
-    """Decode one chunk. Raises CorruptObject; never writes outside `into`."""
+    """Decode one chunk into `into`. Raises CorruptObject; never writes outside `into`."""
     kind: Any = np.uint32 if dtype == "float32" else np.uint16
     if len(into) % np.dtype(kind).itemsize:
         raise CorruptObject(f"float-split chunk has a raw size of {len(into)} bytes, which is not whole elements")
@@ -337,20 +337,20 @@ def decode(dtype: str, stored: memoryview, into: memoryview) -> None:
 
 
 class _Reader:
-    """Reads blocks one after the other. Nothing that is stored is believed."""
+    """Reads blocks in order. The stored bytes are untrusted."""
 
     def __init__(self, stored: memoryview) -> None:
         plane: Plane = np.frombuffer(stored, np.uint8)
-        # Passes over lanes that are not aligned take several times as long as a copy.
+        # Passes over unaligned lanes take several times as long as a copy.
         self._stored = plane if plane.ctypes.data % _ALIGN == 0 else plane.copy()
         self._size = len(plane)
         self._at = 0
 
     def next(self, words: Plane) -> int:
-        """Decode one block to the begin of `words`; returns its length."""
+        """Decode one block to the beginning of `words`; returns its number of words."""
         header = _HEADER.unpack(self.take(_HEADER.size).data)
         count, low_size, rest_size, codes_size, num_escapes, base, mode = header
-        # Blocks must not be so small that decoding a chunk takes minutes.
+        # Tiny blocks would make decoding a chunk take minutes.
         if not min(SMALL_BLOCK, len(words)) <= count <= len(words) or count % GROUP:
             raise CorruptObject(f"float-split chunk has a block of {count} words")
         if mode & ~(_PAIRS | _TOP_BYTES):
@@ -362,7 +362,7 @@ class _Reader:
         rest = self._plane(count, rest_size, np.uint16)
         escapes, escaped = self._plane(4 * num_escapes, 0, np.uint32), self._plane(2 * num_escapes, 0, np.uint16)
         high, spare = words, _scratch.lanes
-        if wide:  # further planes would not fit into the cache
+        if wide:  # additional planes would not fit into the cache
             spare, high = words[: count // 2].view(np.uint16), words[count // 2 :].view(np.uint16)
         if pairs:
             codes = self._plane(count // 2, codes_size, np.uint8)
@@ -388,9 +388,9 @@ class _Reader:
         return self._stored[begin : self._at]
 
     def finish(self) -> None:
-        """Nothing may be left."""
+        """Raises CorruptObject if bytes are left."""
         if self._at != self._size:
-            raise CorruptObject(f"float-split chunk has {self._size - self._at} bytes too many")
+            raise CorruptObject(f"float-split chunk has {self._size - self._at} excess bytes")
 
     def _plane(self, num_bytes: int, packed: int, kind: Any) -> Plane:
         size = packed or num_bytes

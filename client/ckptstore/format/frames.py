@@ -18,7 +18,7 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
 
 
 class _Contexts(threading.local):
-    """One per thread: creating a context takes as long as decompressing some ten thousand bytes."""
+    """One per thread: creating a context takes as long as decompressing about 10,000 bytes."""
 
     def __init__(self) -> None:
         self.huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN)

@@ -1,4 +1,4 @@
-"""Where saved slices and wanted boxes meet, on whole columns. Pure."""
+"""Overlaps of saved slices and requested boxes, computed on whole columns. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ckptstore.format.documents import Content
 
 
 class Want(Struct, frozen=True, gc=False):
-    """A box of an entry that a reader asks for, and where its row-major bytes go."""
+    """A requested box of an entry, and the buffer for its row-major bytes."""
 
     entry: str
     box: Box | None
     """None: the whole entry."""
     buffer: str
     at: int = 0
-    """Byte of the buffer where the box begins."""
+    """Byte offset of the box in the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlaps:
-    """Pairs of a slice and a wanted box that meet; all of them have equally many dimensions."""
+    """Pairs of a slice and a requested box that overlap, all with the same number of dimensions."""
 
     want: Column
     """Number of the want."""
@@ -37,20 +37,20 @@ class Overlaps:
     slices: Matrix
     """The box of each slice."""
     wanted: Matrix
-    """The box that is wanted."""
+    """The requested box."""
     box: Matrix
-    """Where they meet."""
+    """Their intersection."""
 
 
 def overlaps(content: Content, wants: Sequence[Want]) -> Iterator[Overlaps]:
-    """All of them. Raises CorruptObject if the slices of a wanted box do not cover it exactly."""
+    """All overlaps. Raises CorruptObject unless the slices cover each requested box exactly."""
     index = {name: number for number, name in enumerate(content.entries.name)}
     for numbers in _layers(wants):
         yield from _layer(content, wants, numbers, [index[wants[number].entry] for number in numbers])
 
 
 def _layers(wants: Sequence[Want]) -> list[list[int]]:
-    """The numbers of the wants, so that each list names an entry once."""
+    """The numbers of the wants in lists, each of which has an entry at most once."""
     if len({want.entry for want in wants}) == len(wants):
         return [list(range(len(wants)))]
     layers: list[list[int]] = []
@@ -85,7 +85,7 @@ def _layer(
 
 
 def _meet(group: BoxGroup, numbers: Column, wanted: dict[int, Box]) -> Overlaps:
-    """Those of slices that are alike, in the order of the wants. numbers: the want of each slice's entry."""
+    """The overlaps of one group of slices, in the order of the wants. numbers: the want of each slice's entry."""
     dimensions = group.offsets.shape[1]
     used = np.flatnonzero(np.bincount(numbers))
     box = np.zeros((int(used.max(initial=-1)) + 1, 2 * dimensions), np.int64)
@@ -100,9 +100,9 @@ def _meet(group: BoxGroup, numbers: Column, wanted: dict[int, Box]) -> Overlaps:
 
 
 def _check_tiling(wants: Sequence[Want], found: Overlaps) -> None:
-    """CorruptObject unless what meets a wanted box covers it exactly."""
+    """Raises CorruptObject unless the overlaps cover each requested box exactly."""
     used, place, times = np.unique(found.want, return_inverse=True, return_counts=True)
-    # One slice that brings all of a box is as common as its proof is simple.
+    # A single slice that covers the whole box is the common case, and needs no further check.
     parts = np.flatnonzero((times[place] > 1) | (found.box != found.wanted).any(axis=1))
     if not len(parts):
         return

@@ -1,7 +1,7 @@
-"""Documents to bytes and back: strict, bounded, checked. No I/O.
+"""Encoding and strict, bounded parsing of documents. No I/O.
 
-Small documents are sealed: a line of JSON, then a line holding its checksum. A manifest is zstd-compressed JSON whose
-checksum stands in the outcome. Documents are hostile input: `parse_*` checks every field before it returns one.
+A small document is sealed: a line of JSON, then a line with its checksum. A manifest is zstd-compressed JSON whose
+checksum is in the outcome. Documents are untrusted input: `parse_*` checks every field before it returns one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptstore.format.documents import FORMAT, JSON, Document, LocalState, Manif
 
 MAX_SEALED_BYTES = 256 << 20
 MAX_MANIFEST_BYTES = 4 << 30
-# More is a bomb. Slices alike on a thousand ranks were seen to compress 120-fold.
+# More is a decompression bomb. Equal slices on a thousand ranks compressed 120-fold.
 _BOMB_FLOOR = 256 << 20
 _BOMB_RATIO = 1000
 
@@ -36,16 +36,16 @@ class _Version(msgspec.Struct):
 def seal(document: Document) -> bytes:
     """Two lines: the document as JSON, and the checksum of that line's bytes.
 
-    Raises InvalidRequest if a metric is not finite: JSON would turn it into null, which no reader takes.
+    Raises InvalidRequest if a metric is not finite: JSON would encode it as null, which readers reject.
     """
     if isinstance(document, Receipt) and not all(map(isfinite, document.metrics.values())):
-        raise InvalidRequest(f"metrics {document.metrics} are not all finite", "Leave out nan and inf")
+        raise InvalidRequest(f"metrics {document.metrics} are not all finite", "Omit nan and inf")
     body = msgspec.json.encode(document, enc_hook=encode_hook)
     return body + _trailer(body)
 
 
 def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
-    """The document in `data`, read from `key`, if every byte of it is as sealed and every field makes sense.
+    """Parse the document in `data`, read from `key`; verifies its checksum and all fields.
 
     Raises CorruptObject or UnsupportedFormat.
     """
@@ -65,15 +65,15 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
 
 
 def parse_local(data: bytes, key: str) -> dict[str, JSON]:
-    """What belongs to its rank alone in the receipt in `data`, whose bytes are known to be those of a sound one.
+    """The state of one rank in the receipt in `data`, whose bytes have been verified.
 
-    All else in it stands in the manifest, too: half the work. Raises CorruptObject or UnsupportedFormat.
+    Skips the other fields, which the manifest repeats: half the work. Raises CorruptObject or UnsupportedFormat.
     """
     return _decode(data[: data.find(b"\n")], LocalState, key).local
 
 
 def pack_manifest(manifest: Manifest) -> bytes:
-    """The manifest as it is stored."""
+    """The stored form of the manifest."""
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(manifest_bytes(manifest))
 
 
@@ -83,7 +83,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manifest:
-    """The manifest in `data`, read from `key`; `expected` is the checksum of `data` in the outcome.
+    """Parse the manifest in `data`, read from `key`; `expected` is the checksum of `data` in the outcome.
 
     Raises CorruptObject or UnsupportedFormat.
     """
@@ -92,7 +92,7 @@ def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manife
     try:
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 <= size <= min(MAX_MANIFEST_BYTES, _BOMB_FLOOR + _BOMB_RATIO * len(data)):
-            raise CorruptObject(f"{key} claims to unpack to {size} bytes")
+            raise CorruptObject(f"{key} claims to decompress to {size} bytes")
         body = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptObject(f"{key} cannot be decompressed: {error}") from error
@@ -102,7 +102,7 @@ def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manife
 
 
 def check_manifest(manifest: Manifest, key: str) -> None:
-    """CorruptObject unless every field of the manifest makes sense."""
+    """Raises CorruptObject unless every field of the manifest is valid."""
     _check_names(manifest, key)
     _checked(key, checks.check_receipts, manifest)
     _checked(key, checks.check_content, manifest.content)

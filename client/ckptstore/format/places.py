@@ -1,4 +1,4 @@
-"""Where the chunks of a shard lie: in its raw stream, and in its own file or those of earlier checkpoints. Pure."""
+"""Locations of the chunks of a shard: in its raw stream, and in its own file or files of earlier checkpoints. Pure."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from ckptstore.format.documents import Content, Shard
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places of all chunks of one shard."""
+    """The locations of all chunks of one shard."""
 
     raw: list[int]
-    """Where each begins in the raw stream; one more element marks the end."""
+    """Offset of each chunk in the raw stream; one additional element marks the end."""
     holder: list[int]
-    """Whose file its stored bytes lie in: 0 for the shard's own, else one more than an index into its references."""
+    """The file of its stored bytes: 0 for the shard's own, otherwise 1 + an index into its references' attempts."""
     offset: list[int]
-    """Where they begin in that file."""
+    """Offset of the stored bytes in that file."""
     stored: list[int]
-    """How many they are."""
+    """Number of stored bytes."""
 
     @staticmethod
     def of(shard: Shard) -> Places:
-        """What the document of a shard says."""
+        """The locations from the document of a shard."""
         raw = np.append(0, np.cumsum(shard.chunks.raw))
         holder, offset = _holder_and_offset(shard)
         return Places(raw.tolist(), holder.tolist(), offset.tolist(), shard.chunks.stored.tolist())
 
     def order(self, chunk: int) -> tuple[int, int]:
-        """By file, and by where it lies in it."""
+        """Sort key: file, then offset in it."""
         return self.holder[chunk], self.offset[chunk]
 
     def adjoins(self, chunk: int) -> bool:
-        """Whether it lies right behind the chunk before."""
+        """Whether it directly follows the previous chunk."""
         holder, offset = self.order(chunk - 1)
         return self.order(chunk) == (holder, offset + self.stored[chunk - 1])
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """The places of all chunks of several shards, as columns: one shard's rows after the other's."""
+    """The locations of all chunks of several shards, as columns; rows are grouped by shard."""
 
     shard: Column
     """Number of the shard."""
     index: Column
-    """Of the chunk in its shard."""
+    """Number of the chunk in its shard."""
     begin: Column
-    """Where it begins if all the raw streams were one, in this order."""
+    """Offset in the joined stream: the raw streams of all shards in this order."""
     raw: Column
     stored: Column
     holder: Column
     offset: Column
     """As in Places."""
     streams: Column
-    """By number of a shard: where its raw stream begins in that one."""
+    """By number of a shard: offset of its raw stream in the joined stream."""
 
     @staticmethod
     def of(content: Content, numbers: Sequence[int]) -> ChunkTable:
-        """Of the shards with these numbers."""
+        """The table of the shards with these numbers."""
         shards = [content.shards[number] for number in numbers]
         counts = column(len(shard.chunks.raw) for shard in shards)
         first = np.cumsum(counts) - counts
@@ -82,7 +82,7 @@ class ChunkTable:
         )
 
     def split(self, begin: Column, end: Column) -> tuple[Column, Column, Column, Column]:
-        """Stretches of the one raw stream by chunk: which stretch, row of the chunk, first byte, end."""
+        """Split ranges of the joined stream by chunk: number of the range, row of the chunk, first byte, end."""
         first = np.searchsorted(self.begin, begin, "right") - 1
         counts = np.searchsorted(self.begin, end, "left") - first
         which = np.repeat(np.arange(len(begin)), counts)
@@ -91,7 +91,7 @@ class ChunkTable:
         return which, row, low, np.minimum(end[which], self.begin[row] + self.raw[row])
 
     def sorted(self, rows: Column) -> Column:
-        """The rows by shard, by file, and by where they lie in it."""
+        """The rows sorted by shard, file, and offset in the file."""
         return rows[np.lexsort((self.offset[rows], self.holder[rows], self.shard[rows]))]
 
 

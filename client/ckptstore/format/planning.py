@@ -1,7 +1,7 @@
-"""What to read: a pure plan from a manifest, and the boxes that somebody wants, to reads of shards.
+"""Plans the reads of shards for requested boxes of a checkpoint. Pure.
 
-Any saved layout serves any wanted one: what counts is where the box of a slice and a wanted box overlap. What
-there are many of are msgspec's structs: quicker to make than data classes, and nothing for the garbage collector.
+Any saved layout serves any requested layout: only the overlaps of slices and requested boxes count. Types with many
+instances are msgspec structs: faster to create than data classes, and not tracked by the garbage collector.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ _Strided = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Shape, and strides in bytes on both sides."""
 
 READ_BYTES = 16 << 20
-"""Stored bytes of neighbouring chunks that are fetched at once, at most; a larger chunk is fetched alone."""
+"""Most stored bytes of neighbouring chunks in one read; a larger chunk is read alone."""
 _GAP_SHARE = 32
-"""Of what one read fetches, at most this fraction is bytes that nobody asked for."""
+"""At most 1/N of the bytes of a read are gaps: bytes that are not needed."""
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """Elements of a decoded chunk that go into one buffer: a copy between two strided arrays."""
+    """A copy of elements of a decoded chunk into one buffer, between two strided arrays."""
 
     buffer: str
     at: int
-    """Byte of the decoded chunk."""
+    """Byte offset in the decoded chunk."""
     to: int
-    """Byte of the buffer."""
+    """Byte offset in the buffer."""
     item: int
-    """Bytes of an element."""
+    """Bytes of an element in the chunk."""
     shape: tuple[int, ...]
     from_strides: tuple[int, ...]
     """In bytes."""
     to_strides: tuple[int, ...]
     cast: str | None = None
-    """The type that its float32 elements are cast to; None: they are copied."""
+    """The type to which float32 elements are cast; None: they are copied."""
 
     @property
     def bytes(self) -> int:
-        """How many it copies."""
+        """Number of bytes read from the chunk."""
         return prod(self.shape) * self.item
 
     @property
     def is_flat(self) -> bool:
-        """Whether the bytes lie together on both sides."""
+        """Whether the bytes are contiguous on both sides."""
         return len(self.shape) == 1 and self.from_strides == self.to_strides == (self.item,)
 
 
 class ChunkRead(Struct, frozen=True, gc=False):
-    """One chunk to fetch, and where its decoded bytes go."""
+    """One chunk to read, and the copies of its decoded bytes."""
 
     shard: str
     attempt: str | None
-    """Whose shard of that name it lies in; None: the checkpoint's own."""
+    """The attempt whose shard of that name stores the chunk; None: the checkpoint's own."""
     index: int
-    """In the checkpoint's own shard."""
+    """Number in the checkpoint's own shard."""
     offset: int
-    """Of the stored bytes in the shard."""
+    """Offset of the stored bytes in the shard."""
     stored: int
     raw: int
     codec: str
@@ -87,7 +87,7 @@ class ChunkRead(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """A stretch of a shard that is fetched at once: chunks, in order, and small gaps between them."""
+    """A range of a shard that is read at once: chunks in order, and small gaps between them."""
 
     chunks: tuple[ChunkRead, ...]
 
@@ -98,23 +98,23 @@ class ShardRead:
 
     @property
     def attempt(self) -> str | None:
-        """Whose shard it is; None: the checkpoint's own."""
+        """The attempt of the shard; None: the checkpoint's own."""
         return self.chunks[0].attempt
 
     @property
     def offset(self) -> int:
-        """First byte of the shard."""
+        """First byte of the range in the shard."""
         return self.chunks[0].offset
 
     @property
     def bytes(self) -> int:
-        """Length of the stretch."""
+        """Length of the range."""
         last = self.chunks[-1]
         return last.offset + last.stored - self.offset
 
 
 def whole_entries(names: Iterable[str]) -> list[Want]:
-    """Each entry whole, in a buffer of its name."""
+    """Requests for whole entries, each into a buffer of its name."""
     return [Want(name, None, name) for name in names]
 
 
@@ -128,7 +128,7 @@ def entry_bytes(content: Content) -> dict[str, int]:
 
 
 def derived_bytes(content: Content) -> dict[str, int]:
-    """Raw bytes of each entry that are not stored but derived; entries without any are left out."""
+    """Raw bytes of each entry that are derived, not stored; entries without derived bytes are omitted."""
     found: dict[str, int] = {}
     for group in boxes.same_dimensions(content, content.slices.derived_rows):
         for row, size in zip(group.rows.tolist(), group.bytes.tolist(), strict=True):
@@ -138,9 +138,9 @@ def derived_bytes(content: Content) -> dict[str, int]:
 
 
 def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
-    """The reads that bring all wanted boxes, every chunk once, by shard and by where it lies. Pure.
+    """The reads for all requested boxes: every chunk once, sorted by shard and offset. Pure.
 
-    Raises CorruptObject if the slices of a wanted box do not cover it exactly.
+    Raises CorruptObject unless the slices cover each requested box exactly.
     """
     wants = list(wants)
     found = list(overlaps(content, wants))
@@ -164,13 +164,13 @@ def plan_all(content: Content) -> list[ChunkRead]:
 
 
 def check_cover(content: Content) -> None:
-    """CorruptObject unless the slices of every entry cover it exactly."""
+    """Raises CorruptObject unless the slices of every entry cover it exactly."""
     for _ in overlaps(content, whole_entries(content.entries.name)):
         pass
 
 
 def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: Overlaps) -> tuple[Column, list[Piece]]:
-    """What chunks give to each overlap, and which: rows of the table."""
+    """The copies from chunks for each overlap, and the chunk of each copy: a row of the table."""
     slices, half = content.slices, found.box.shape[1] // 2
     dtypes = [content.entries.dtype[entry] for entry in slices.entry[found.row].tolist()]
     is_derived = np.isin(found.row, slices.derived_rows)
@@ -179,7 +179,7 @@ def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: O
     item = np.where(is_derived, ITEM_BYTES[SOURCE], to_item)
     shape, target, length = found.slices[:, half:], found.wanted[:, half:], found.box[:, half:]
     steps = boxes.all_strides(shape)
-    # Elements from the first of the slice, and of the wanted box, to the first and the last that they share.
+    # Element offsets of the first and last shared element in the slice, and of the first in the requested box.
     first = ((found.box[:, :half] - found.slices[:, :half]) * steps).sum(axis=1)
     last = first + ((length - 1) * steps).sum(axis=1)
     into = ((found.box[:, :half] - found.wanted[:, :half]) * boxes.all_strides(target)).sum(axis=1)
@@ -215,7 +215,7 @@ def _flat_pieces(
     begin: Column,
     end: Column,
 ) -> list[Piece]:
-    """Of what lies together on both sides, column by column: most of what is restored is of this kind."""
+    """The copies that are contiguous on both sides, column by column. Most restored bytes are of this kind."""
     numbers = which.tolist()
     places = to + column(goal.at for goal in goals)[which]
     alone = {size: (size,) for size in ITEM_BYTES.values()}
@@ -235,16 +235,16 @@ def _check_whole(
 
 
 class _Meeting(Struct, frozen=True, gc=False):
-    """A slice and a wanted box that share elements which lie together in neither of them."""
+    """A slice and a requested box whose shared elements are contiguous in neither of them."""
 
     slice: Box
     wanted: Box
     box: Box
 
     def strided(self, start: int, stop: int, items: tuple[int, int]) -> Iterator[tuple[int, int, _Strided]]:
-        """What the elements [start, stop) of the slice bring of the wanted box.
+        """The copies of the elements [start, stop) of the slice into the requested box.
 
-        As copies of strided arrays: their first elements in the slice and in the wanted box, and how they lie.
+        Each is the first element in the slice and in the requested box, then shape and strides of both arrays.
         """
         steps, to_steps = boxes.strides(boxes.sizes(self.slice)), boxes.strides(boxes.sizes(self.wanted))
         begin, length = _minus(self.box, self.slice), boxes.sizes(self.box)
@@ -262,7 +262,7 @@ class _Meeting(Struct, frozen=True, gc=False):
 
 
 def _merge(sizes: Sequence[int], strides: Sequence[int], to_strides: Sequence[int], items: tuple[int, int]) -> _Strided:
-    """Shape and strides, with dimensions joined that lie together on both sides. items: bytes of an element on each."""
+    """Shape and strides, after joining dimensions that are contiguous on both sides. items: element sizes."""
     merged: list[tuple[int, int, int]] = [(1, *items)]
     for size, stride, to_stride in reversed(list(zip(sizes, strides, to_strides, strict=True))):
         length, inner, to_inner = merged[-1]
@@ -289,7 +289,7 @@ def _dot(index: Sequence[int], steps: Sequence[int]) -> int:
 def _chunk_reads(
     content: Content, table: ChunkTable, rows: Column, pieces: Iterable[Sequence[Piece]]
 ) -> Iterator[ChunkRead]:
-    """The rows of the table, which lie together by shard, as reads."""
+    """Rows of the table, grouped by shard, as reads."""
     given = iter(pieces)
     for part in np.split(rows, np.flatnonzero(np.diff(table.shard[rows])) + 1) if len(rows) else ():
         shard = content.shards[int(table.shard[part[0]])]
@@ -310,7 +310,7 @@ def _chunk_reads(
 
 
 def join(reads: Iterable[ShardRead], longest: int) -> list[ShardRead]:
-    """Stretches that adjoin, made one of up to so many bytes; longer ones stay as they are. Pure."""
+    """Join adjacent reads up to `longest` bytes; longer reads stay unchanged. Pure."""
     joined: list[ShardRead] = []
     for read in reads:
         last = joined[-1] if joined else read
@@ -323,7 +323,7 @@ def join(reads: Iterable[ShardRead], longest: int) -> list[ShardRead]:
 
 
 def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
-    """Chunks in the order they lie in, neighbours joined. Pure."""
+    """Join neighbouring chunks, which are sorted by offset, into reads. Pure."""
     reads: list[ShardRead] = []
     current: list[ChunkRead] = []
     begin = useful = 0

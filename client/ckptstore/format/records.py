@@ -1,6 +1,6 @@
-"""Small documents beside the checkpoints: pins, fates of tombstones, findings of scrubs, the audit log, policies.
+"""Small documents next to the checkpoints: pins, fates of tombstones, scrub findings, the audit log, policies.
 
-Sealed and checked like all others (documents.py); docs/format.md specifies them. No I/O.
+They are sealed and checked like all other documents (documents.py); docs/format.md specifies them. No I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ckptstore.format.documents import Document
 
 
 class Pin(Document, frozen=True):
-    """A named hold of a checkpoint. What holds is the object's key: a damaged pin still does."""
+    """A named hold on a checkpoint. The object's key is the hold, so a damaged pin still protects."""
 
     format: int
     kind: Literal["pin"]
@@ -24,7 +24,7 @@ class Pin(Document, frozen=True):
 
 
 class Fate(Document, frozen=True):
-    """The create-only decision about one tombstone: its checkpoint is deleted, or the tombstone is taken back."""
+    """The create-only decision about one tombstone: its checkpoint is deleted, or the deletion is undone."""
 
     format: int
     kind: Literal["fate"]
@@ -36,7 +36,7 @@ class Fate(Document, frozen=True):
 
 
 class Labels(Document, frozen=True):
-    """One version of the tags of a checkpoint, and of metrics that were added or corrected after its commit."""
+    """One version of a checkpoint's tags, and of metrics that were added or corrected after its commit."""
 
     format: int
     kind: Literal["labels"]
@@ -49,7 +49,7 @@ class Labels(Document, frozen=True):
 
 
 class ReferenceMark(Document, frozen=True):
-    """That attempt `by` references chunks of `attempt`. What holds is the object's key."""
+    """States that attempt `by` references chunks of `attempt`. The object's key is the hold."""
 
     format: int
     kind: Literal["reference"]
@@ -59,7 +59,7 @@ class ReferenceMark(Document, frozen=True):
 
 
 class Finding(Document, frozen=True):
-    """What reading all of a checkpoint came to."""
+    """The result of a scrub, which reads a whole checkpoint."""
 
     format: int
     kind: Literal["finding"]
@@ -69,11 +69,11 @@ class Finding(Document, frozen=True):
     num_chunks: int
     stored_bytes: int
     problems: list[str]
-    """Empty: every byte is as it was written."""
+    """Empty if every byte is intact."""
 
 
 class Action(StrEnum):
-    """What the audit log records."""
+    """The actions in the audit log."""
 
     DELETE = "delete"
     UNDELETE = "undelete"
@@ -85,7 +85,7 @@ class Action(StrEnum):
 
 
 class AuditRecord(Document, frozen=True):
-    """Who set out to do what to which attempts, when and why. Written before it is done."""
+    """An action on attempts: who, when and why. Written before the action is carried out."""
 
     format: int
     kind: Literal["audit"]
@@ -122,12 +122,12 @@ class PolicySet(Document, frozen=True):
     """What to keep of which runs. The first override that matches a run counts."""
 
     default: Rules | None = None
-    """For runs that no override matches; None: they are never pruned."""
+    """Rules for runs that no override matches; None: they are never pruned."""
     overrides: tuple[Override, ...] = ()
     grace_s: float = 24 * 3600.0
-    """Between hiding and deleting."""
+    """Seconds between hiding and deleting."""
     max_delete_fraction: float = 0.5
-    """Of the checkpoints of a run, how many may go at once without anybody looking."""
+    """Largest fraction of a run's checkpoints that may be deleted at once without confirmation."""
 
 
 class PoliciesVersion(Document, frozen=True):

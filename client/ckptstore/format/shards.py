@@ -1,7 +1,7 @@
-"""The shard file: a raw stream of slices cut into chunks, each encoded on its own, back to back.
+"""The shard file: a raw stream of slices, cut into chunks that are encoded independently and stored back to back.
 
-Slices are ordered by falling element size, so that every one is aligned in the raw stream without
-padding, and a chunk never mixes element types. Planning is pure; `encode_chunk` does the work.
+Slices are in descending order of element size, so each is aligned in the raw stream without padding, and a chunk never
+mixes element types. Planning is pure; `encode_chunk` does the work.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ckptstore.format.documents import Chunks, Entries, Slices, digest
 from ckptstore.format.dtypes import ITEM_BYTES
 
 CHUNK_BYTES = 8 << 20
-"""Raw size of a chunk at most."""
+"""Largest raw size of a chunk."""
 EVEN_PARTS = (2, 4, 8)
-"""Chunks end where even splits of an entry's first dimension by these numbers do, so that ranks which hold
-such parts read whole chunks and nothing else."""
+"""Chunks end at even splits of an entry's first dimension into these numbers of parts, so that ranks which hold such
+parts read whole chunks and nothing else."""
 _OWN_CHUNK_BYTES = 64 << 10
-"""A slice of at least this size starts a chunk of its own. Parts smaller than this get no chunks of their own."""
+"""A slice of at least this size starts its own chunk. Smaller parts of a slice are not split off."""
 _SHARED_CHUNK_BYTES = 1 << 20
-"""Smaller slices share chunks of at most this size."""
+"""Largest chunk of several smaller slices."""
 _BLOCK_BYTES = 256 << 10
-"""A chunk that is cut for its size alone is a multiple of this."""
+"""The size of a chunk that ends only because of CHUNK_BYTES is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class Slice:
     entry: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the entry."""
+    """Shape of the entry."""
     box: Box
 
     @staticmethod
     def whole(entry: str, dtype: str, shape: tuple[int, ...]) -> Slice:
-        """All of an entry."""
+        """The slice of a whole entry."""
         return Slice(entry, dtype, shape, boxes.whole(shape))
 
     @property
     def bytes(self) -> int:
-        """Size of its elements."""
+        """Raw bytes of the slice."""
         return prod(boxes.sizes(self.box)) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A slice and where it begins in the raw stream of its shard."""
+    """A slice and its offset in the raw stream of its shard."""
 
     slice: Slice
     at: int
@@ -65,21 +65,21 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """A stretch of the raw stream that becomes one chunk."""
+    """A range of the raw stream that becomes one chunk."""
 
     at: int
     bytes: int
     dtype: str
     shared: bool = False
-    """It holds small slices, and may take more of them."""
+    """The chunk contains small slices, and more may be added."""
 
     def takes(self, at: int, dtype: str, size: int) -> bool:
-        """Whether a small slice that begins there may share it."""
+        """Whether a small slice at this offset may share the chunk."""
         adjoins = self.shared and self.dtype == dtype and self.at + self.bytes == at
         return adjoins and self.bytes + size <= _SHARED_CHUNK_BYTES
 
     def of(self, raw: memoryview) -> memoryview:
-        """Its bytes of the raw stream."""
+        """The chunk's bytes of the raw stream."""
         return raw[self.at : self.at + self.bytes]
 
 
@@ -95,7 +95,7 @@ class EncodedChunk:
 
 
 def place_slices(slices: Iterable[Slice]) -> list[Placed]:
-    """The order and offsets of slices in a raw stream. Pure; equal input gives equal output."""
+    """Order and offsets of slices in a raw stream. Pure and deterministic."""
     ordered = sorted(slices, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece.dtype))
     placed, at = [], 0
     for piece in ordered:
@@ -105,7 +105,7 @@ def place_slices(slices: Iterable[Slice]) -> list[Placed]:
 
 
 def plan_chunks(placed: Sequence[Placed]) -> list[ChunkSpan]:
-    """How to cut the raw stream: without gaps, one element type per chunk, whole elements. Pure."""
+    """Cut the raw stream into chunks: no gaps, one element type per chunk, whole elements. Pure."""
     spans: list[ChunkSpan] = []
     for place in placed:
         size, dtype = place.slice.bytes, place.slice.dtype
@@ -120,7 +120,7 @@ def plan_chunks(placed: Sequence[Placed]) -> list[ChunkSpan]:
 
 
 def _cuts(piece: Slice) -> Iterator[int]:
-    """Bytes of a large slice where chunks begin, and its end."""
+    """Byte offsets in a large slice where chunks begin, and its end."""
     yield 0
     start = 0
     for end in [*_even_cuts(piece), piece.bytes]:
@@ -132,7 +132,7 @@ def _cuts(piece: Slice) -> Iterator[int]:
 
 
 def _even_cuts(piece: Slice) -> list[int]:
-    """Bytes of a slice where even parts of the entry's first dimension end."""
+    """Byte offsets in a slice where even parts of the entry's first dimension end."""
     if not piece.shape:
         return []
     first, rows = boxes.offsets(piece.box)[0], boxes.sizes(piece.box)[0]
@@ -149,7 +149,7 @@ def encode_chunk(raw: memoryview, coding: Coding) -> EncodedChunk:
     """Encode and hash the bytes of one chunk. The result may alias them."""
     codec, data = encode(coding.codec, raw, coding.level)
     if codec != RAW:
-        data = memoryview(data).toreadonly()  # nobody else has it
+        data = memoryview(data).toreadonly()  # no other references exist
     return EncodedChunk(data, len(raw), len(data), codec, digest(data))
 
 
@@ -166,7 +166,7 @@ def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:
 
 
 def slice_tables(stored: Sequence[Placed], derived: Sequence[Placed] = ()) -> tuple[Entries, Slices]:
-    """The columns that describe the slices of one shard in its receipt. derived: each placed where its source is."""
+    """The columns that describe the slices of one shard in its receipt. derived: slices placed at their sources."""
     placed = [*stored, *derived]
     index: dict[str, int] = {}
     entries = Entries(name=[], dtype=[], shape=[])

@@ -1,15 +1,15 @@
-"""Plain Python values as tagged JSON, and back, exactly. No pickle, no torch, no I/O.
+"""Lossless conversion of plain Python values to tagged JSON and back. No pickle, no torch, no I/O.
 
-None, booleans, strings, integers below 2**53, finite floats, lists and dicts with plain string
-keys are themselves. Everything else is an object with the key "$" that names its type:
+None, booleans, strings, integers below 2**53, finite floats, lists and dicts with plain string keys map to the same
+JSON values. Everything else is an object whose key "$" names its type:
 
     {"$": "tuple", "v": [...]}        {"$": "set" | "frozenset", "v": [...]}
     {"$": "dict", "v": [[k, v]...]}   any other keys, or a key that begins with "$"
     {"$": "odict" | "counter", "v": [[k, v]...]}   OrderedDict, Counter
     {"$": "int", "v": "-0x1f..."}     {"$": "float", "v": "nan" | "inf" | "-inf"}
     {"$": "complex", "v": [re, im]}   {"$": "bytes", "v": "<base64>"}
-    {"$": "tensor" | "array", ...}    a leaf that lies in a shard ("name") or here ("dtype", "shape", "data")
-    {"$": <other>, ...}               a leaf of the caller's own
+    {"$": "tensor" | "array", ...}    a leaf stored in a shard ("name") or inline ("dtype", "shape", "data")
+    {"$": <other>, ...}               a leaf of the caller
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ckptstore.format.documents import JSON
 
 _SAFE_INT = 1 << 53
 _MAX_DEPTH = 100
-_MAX_JSON_DEPTH = 2 * _MAX_DEPTH + 2  # a mapping with odd keys is two levels of JSON
+_MAX_JSON_DEPTH = 2 * _MAX_DEPTH + 2  # a mapping with other keys is two levels of JSON
 TAG = "$"
 
 EncodeLeaf = Callable[[str, Any], JSON]
-"""(path, object) to JSON for types this module does not know, or raise UnsupportedObject."""
+"""Converts (path, object) to JSON, for types that this module does not handle; may raise UnsupportedObject."""
 Unleaf = Callable[[str, dict[str, Any]], Any]
-"""(path, tagged object) to a value for tags this module does not know."""
+"""Converts (path, tagged object) to a value, for tags that this module does not handle."""
 
 
 def unsupported(path: str, value: object) -> UnsupportedObject:
@@ -47,7 +47,7 @@ def unsupported(path: str, value: object) -> UnsupportedObject:
 
 
 def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON:
-    """`value` as tagged JSON. `leaf` handles tensors and whatever else; subclasses are not silently reduced."""
+    """`value` as tagged JSON. `leaf` converts all other types; subclasses are not converted to their base types."""
     if depth > _MAX_DEPTH:
         raise UnsupportedObject(f"state at {path!r} is nested more than {_MAX_DEPTH} deep", "Does it contain itself?")
     kind = type(value)
@@ -73,14 +73,14 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
 
 
 def mapping(items: dict[str, JSON]) -> JSON:
-    """A dict whose values are trees already, as a tree."""
+    """A tree of a dict whose values are trees."""
     if any(key.startswith(TAG) for key in items):
         return {TAG: "dict", "v": [[key, item] for key, item in items.items()]}
     return items
 
 
 def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
-    """The value that `encode_tree` was given. Raises CorruptObject where the JSON is not a tagged tree."""
+    """The inverse of `encode_tree`. Raises CorruptObject if the JSON is not a tagged tree."""
     _check_depth(depth, path)
 
     def child(key: object, item: JSON) -> Any:
@@ -104,9 +104,9 @@ def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
 
 
 def merge_trees(first: JSON, second: JSON, path: str, depth: int = 0) -> JSON:
-    """What two ranks say of one item: dicts are joined key by key, lists one after the other; all else must be equal.
+    """Merge the trees of two ranks: dicts are joined by key, lists are concatenated, all other values must be equal.
 
-    Raises CorruptObject where the ranks disagree, or a dict is malformed.
+    Raises CorruptObject if the ranks disagree or a dict is malformed.
     """
     _check_depth(depth, path)
     if isinstance(first, list) and isinstance(second, list):
@@ -125,7 +125,7 @@ def merge_trees(first: JSON, second: JSON, path: str, depth: int = 0) -> JSON:
 
 
 def _pairs(tree: JSON, path: str) -> dict[bytes, tuple[JSON, JSON]] | None:
-    """Keys and values of a dict by the text of the key, however its keys made it be written; None for anything else."""
+    """Keys and values of a dict by the JSON text of the key, for both encodings of dicts; None for other values."""
     if not isinstance(tree, dict):
         return None
     if TAG not in tree:
@@ -139,9 +139,9 @@ def _pairs(tree: JSON, path: str) -> dict[bytes, tuple[JSON, JSON]] | None:
 
 
 def _without_device(leaf: JSON) -> bytes:
-    """The text of a leaf: in Python, 1 equals True and 1.0."""
-    said = {key: value for key, value in leaf.items() if key != "device"} if isinstance(leaf, dict) else leaf
-    return msgspec.json.encode(said)
+    """The JSON text of a leaf, for comparison: in Python, 1 equals True and 1.0."""
+    kept = {key: value for key, value in leaf.items() if key != "device"} if isinstance(leaf, dict) else leaf
+    return msgspec.json.encode(kept)
 
 
 def leaves(tree: JSON, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -184,7 +184,7 @@ def encode_bytes(data: bytes | bytearray | memoryview) -> str:
 
 
 def decode_bytes(text: str) -> bytes:
-    """The bytes that `encode_bytes` was given, or ValueError."""
+    """The inverse of `encode_bytes`. Raises ValueError."""
     return base64.b64decode(text, validate=True)
 
 
@@ -199,12 +199,12 @@ def _text(value: str, path: str) -> str:
 
 
 def _int(value: int) -> JSON:
-    # Hexadecimal: Python limits the digits of decimal conversions.
+    # Hexadecimal, because Python limits the digits of decimal conversions.
     return value if -_SAFE_INT < value < _SAFE_INT else {TAG: "int", "v": hex(value)}
 
 
 def _float(value: float) -> JSON:
-    # JSON cannot say nan and inf. Payloads of NaN are kept in tensors and arrays only.
+    # JSON has no nan and inf. NaN payloads are only kept in tensors and arrays.
     return value if math.isfinite(value) else {TAG: "float", "v": str(value)}
 
 

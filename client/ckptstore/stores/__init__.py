@@ -19,18 +19,18 @@ __all__ = [
     "open_store",
 ]  # fmt: skip
 
-# Listings that lie about what was just committed are worse than slow ones.
+# A cached listing may lack a checkpoint that was just committed.
 _FRESH = {"use_listings_cache": False}
-# Version 4 is what services of today take, from URLs too.
+# Current services accept signature version 4, also in signed URLs.
 _S3_CONFIG = {"max_pool_connections": 64, "signature_version": "s3v4"}
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
     """The store at `url`: a path, file://, memory://, s3:// or any other fsspec scheme.
 
-    options: storage options of the fsspec file system (endpoint_url, key, ...). What fsspec and the
-    service's own library read from the environment (FSSPEC_S3_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...)
-    works as well. Raises UnknownScheme or StoreUnavailable; nothing is written.
+    options: storage options of the fsspec file system (endpoint_url, key, ...). Environment variables of fsspec and of
+    the service's library (FSSPEC_S3_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) apply too. Raises UnknownScheme or
+    StoreUnavailable; nothing is written.
     """
     scheme, separator, path = url.partition("://")
     if not separator:
@@ -52,7 +52,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
     with store_errors("open", url):
         if scheme in ("s3", "s3a"):
             options["config_kwargs"] = {**_S3_CONFIG, **(options.get("config_kwargs") or {})}
-            # What it needs comes with s3fs, which only users of S3 have.
+            # Its imports are installed with s3fs, which only S3 users have.
             from ckptstore.stores.s3 import S3Store
 
             fs = implementation(**options)

@@ -1,13 +1,13 @@
-"""The contract of a store. Nothing else in this project touches a file system or an object store.
+"""The interface of a store. All access to file systems and object stores goes through it.
 
-What a store must provide:
-- a key is visible either with all of its bytes or not at all, except for objects being written
-  through `open_writer`, whose names are unique to an attempt;
-- a read or a list that begins after a write returned sees that write;
-- `put_if_absent` has at most one winner per key, also between processes and machines.
+A store must guarantee:
+- a key is visible with all of its bytes or not at all, except for objects being written through `open_writer`, whose
+  names are unique to an attempt;
+- a read or list that begins after a write returned sees that write;
+- `put_if_absent` has at most one winner per key, across processes and machines.
 
-Keys are relative, separated by "/", and made by ckptstore.names only. All methods may be called
-from any thread. Errors are StoreUnavailable, StoreFull, StoreReadOnly and ObjectMissing.
+Keys are relative, separated by "/", and only made by ckptstore.names. All methods may be called from any thread. They
+raise StoreUnavailable, StoreFull, StoreReadOnly and ObjectMissing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ckptstore.errors import CorruptObject
 from ckptstore.format.codecs import Buffer
 
 PARALLEL_READS = min(8, max(2, os.cpu_count() or 2))
-"""Where a read keeps a core busy."""
+"""Concurrent reads of a store whose reads keep a core busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object, as a listing tells it."""
+    """One object of a listing."""
 
     key: str
     bytes: int
@@ -37,21 +37,21 @@ class ObjectInfo:
 
 
 class ObjectWriter(ABC):
-    """One object being written from front to back. Leaving the `with` block normally makes it durable.
+    """Writes one object sequentially. Leaving the `with` block normally makes it durable.
 
-    Leaving it by an exception removes what was written. Not for use by several threads at once.
+    Leaving it by an exception removes the written bytes. Not for use by several threads at once.
     """
 
     @property
     def busy_s(self) -> float:
-        """For how long bytes were on their way in the background; 0 if that happens in the calls themselves."""
+        """Seconds spent transferring bytes in the background; 0 if the calls themselves transfer them."""
         return 0.0
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
         """Append `data`; the caller may reuse the buffer afterwards.
 
-        Bytes and read-only views need not be copied: they must stay as they are until the block is left.
+        Bytes and read-only views may be kept without a copy: they must not change until the block is left.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Remove what was written; never raises."""
+        """Remove the written bytes; never raises."""
 
     def __enter__(self) -> ObjectWriter:
         return self
@@ -79,27 +79,27 @@ class ObjectWriter(ABC):
 
 
 class ObjectReader(ABC):
-    """One object being read by one thread, until the `with` block is left."""
+    """Reads one object, in one thread, until the `with` block is left."""
 
     small_reads = False
-    """Whether reads of some hundred KiB cost no more per byte than large ones."""
+    """Whether reads of a few hundred KiB cost no more per byte than large reads."""
 
     def expect(self, offset: int, num_bytes: int) -> None:  # noqa: B027 - most have nothing to prepare
-        """Say that the next reads lie within these bytes, in order; others may come all the same."""
+        """Announce that the next reads are in order within these bytes. Other reads stay allowed."""
 
     @abstractmethod
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
+        """Fill the whole buffer from `offset`. Raises CorruptObject if the object ends early."""
 
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill one buffer after the other with the bytes from `offset` on."""
+        """Fill the buffers in order with the bytes from `offset` on."""
         for buffer in buffers:
             self.read(offset, buffer)
             offset += len(buffer)
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what is held of the object."""
+        """Release the object."""
 
     def __enter__(self) -> ObjectReader:
         return self
@@ -109,7 +109,7 @@ class ObjectReader(ABC):
 
 
 class RangeReader(ObjectReader):
-    """Every read is a request of its own."""
+    """A reader that makes one request per read."""
 
     def __init__(self, get_range: Callable[[int, memoryview], None]) -> None:
         self._get_range = get_range
@@ -119,43 +119,43 @@ class RangeReader(ObjectReader):
         self._get_range(offset, buffer)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 class Store(ABC):
     """Bytes by key under one root."""
 
     url: str
-    """Where the root is, for people and error messages; never holds credentials."""
+    """URL of the root, for people and error messages; never contains credentials."""
     identity: str
-    """Equal for stores that hold the same objects: the URL, and which service answers for it."""
+    """Equal for stores with the same objects: the URL, and the service that serves it."""
     parallel_reads: int = PARALLEL_READS
-    """How many ranged reads at a time are fastest."""
+    """Number of concurrent ranged reads that is fastest."""
     longest_read: int = 0
-    """Bytes of an object that one open reader should be asked for at once, where that costs no memory; 0: no matter."""
+    """Largest range to read through one open reader, where a large range needs no memory; 0: no preference."""
     upload_bytes: int = 0
-    """What a writer holds of what is on its way, at most; may be set to less."""
+    """Most bytes that a writer buffers for upload; may be set to less."""
     shared_between_processes: bool = True
     creates_by_itself: bool = False
-    """`put_if_absent` is this program's own doing; a server's word is probed first (arbitration.py)."""
+    """This program implements `put_if_absent` itself; a server's implementation is probed first (remote_create.py)."""
     arbitrated: bool = False
-    """Decisions are made by somebody else, because the store itself cannot make them."""
+    """Create-only writes are decided elsewhere, because the store itself cannot decide them."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
-        """Write an object whole, replacing any other; durable on return."""
+        """Write a whole object, replacing any existing one; durable on return."""
 
     @abstractmethod
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        """Write an object whole unless it exists; durable on return.
+        """Write a whole object unless it exists; durable on return.
 
-        False means "exists", which after a lost reply may be this very call's doing: whoever needs
-        to know must read the object back (ckptstore.commits.commit does).
+        False means that the object exists. After a lost reply, this call itself may have created it: a caller to whom
+        that matters must read the object back, as ckptstore.commits.commit does.
         """
 
     @abstractmethod
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """Write a large object from front to back. size_hint: expected bytes, 0 for unknown."""
+        """Write a large object sequentially. size_hint: expected bytes, 0 if unknown."""
 
     @abstractmethod
     def get(self, key: str) -> bytes:
@@ -163,39 +163,39 @@ class Store(ABC):
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """Read bytes from `offset` into the caller's buffer; returns how many, short only at the object's end."""
+        """Read from `offset` into the buffer; returns the number of bytes, short only at the object's end."""
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Bytes of the object."""
+        """Size of the object in bytes."""
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix` (which ends with "/", or is empty), in key order."""
+        """All objects whose key starts with `prefix`, in key order. The prefix ends with "/" or is empty."""
 
     @abstractmethod
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """The names directly below `prefix` that hold objects, in order, without "/"."""
+        """Names of the folders directly below `prefix` that contain objects, in order, without "/"."""
 
     @abstractmethod
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Delete objects; one that does not exist counts as deleted."""
+        """Delete objects; an object that does not exist counts as deleted."""
 
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
-        """Free what uploads below `prefix` left that were never finished and began before then; returns how many.
+        """Abort unfinished uploads below `prefix` that began before that time; returns their number.
 
-        A store whose unfinished uploads are ordinary objects, or none, has nothing to do.
+        Does nothing on a store whose unfinished uploads are ordinary objects, or that has none.
         """
         return 0
 
     def get_range(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole buffer from `offset`; an object that ends early is a CorruptObject."""
+        """Fill the whole buffer from `offset`. Raises CorruptObject if the object ends early."""
         count = self.read_into(key, offset, buffer)
         if count != len(buffer):
             raise too_short(self.object_url(key), offset, count, len(buffer))
 
     def open_reader(self, key: str) -> ObjectReader:
-        """Read an object in several parts. Raises ObjectMissing here or at the first read."""
+        """Read an object in several ranges. Raises ObjectMissing here or at the first read."""
         return RangeReader(partial(self.get_range, key))
 
     def object_url(self, key: str) -> str:
@@ -204,5 +204,5 @@ class Store(ABC):
 
 
 def too_short(url: str, offset: int, count: int, expected: int) -> CorruptObject:
-    """What a reader says who got `count` of `expected` bytes."""
+    """The error of a reader that got `count` of `expected` bytes."""
     return CorruptObject(f"{url} ends after {offset + count} bytes, {offset + expected} were expected")

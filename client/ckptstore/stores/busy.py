@@ -1,4 +1,4 @@
-"""How long writing took, where it goes on in the background."""
+"""Measures the time of writes in background threads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 
 
 class BusyTime:
-    """Adds up the time in which at least one of the threads that use it as a context was inside."""
+    """The total time in which at least one thread was inside this context manager."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Of what has ended."""
+        """Total of the periods that have ended."""
         self._lock = threading.Lock()
         self._inside = 0
         self._since = 0.0

@@ -1,8 +1,8 @@
-"""A new local file, written from front to back past the page cache where the file system allows it.
+"""Sequential writes to a new local file, with direct I/O where the file system supports it.
 
-Through the page cache a gigabyte is copied with one fault per page, takes memory from the training, and reaches the
-disk as late as fsync. Direct I/O wants addresses, offsets and lengths aligned; so the bytes are packed into
-aligned memory, which a thread writes while more is packed.
+Writes through the page cache cost one fault per page, take memory from training, and reach the disk only at fsync.
+Direct I/O requires aligned addresses, offsets and lengths, so the bytes are copied into aligned buffers; a thread
+writes one buffer while the next is filled.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ckptstore.format.codecs import Buffer
 from ckptstore.stores.busy import BusyTime
 
 PACK_BYTES = 8 << 20
-"""Bytes that are packed before they are written."""
+"""Bytes collected before they are written."""
 _BLOCK = 4096
-"""No file system in use wants a coarser alignment; one that does is written through the page cache."""
+"""No common file system requires a coarser alignment; one that does is written through the page cache."""
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile:
-    """Takes over the descriptor of a new, empty file. Not for use by several threads at once.
+    """Owns the descriptor of a new, empty file. Not for use by several threads at once.
 
-    Methods raise OSError, also for an earlier write that failed in the background.
+    Methods raise OSError, including that of an earlier background write.
     """
 
     def __init__(self, fd: int, expected_bytes: int = 0) -> None:
         self._fd = fd
         self._at = 0
-        """How much is written, or being written."""
+        """Bytes written or being written."""
         self._pack = _aligned_memory(PACK_BYTES)
         self._filled = 0
         self._other = _aligned_memory(PACK_BYTES)
@@ -60,19 +60,19 @@ class DirectFile:
                 self._begin_to_write()
 
     def finish(self) -> None:
-        """Write the rest, give back what was preallocated too much, and make the bytes durable."""
+        """Write the remaining bytes, release excess preallocation, and make the file durable."""
         size = self._at + self._filled
         padded = -(-self._filled // _BLOCK) * _BLOCK
         self._pack[self._filled : padded] = 0
         self._write_at(self._pack.data[:padded], self._at)
-        self._settle()
+        self._wait()
         with self.busy:
             os.ftruncate(self._fd, size)
             os.fsync(self._fd)
         self.close()
 
     def close(self) -> None:
-        """Give up the descriptor once nothing is being written; more than once is fine."""
+        """Wait for the background write and close the descriptor; may be called more than once."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
@@ -81,14 +81,14 @@ class DirectFile:
             os.close(fd)
 
     def _begin_to_write(self) -> None:
-        self._settle()
+        self._wait()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-disk")
         self._writing = self._thread.submit(self._write_at, self._pack.data, self._at)
         self._at += PACK_BYTES
         self._pack, self._other, self._filled = self._other, self._pack, 0
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -100,7 +100,7 @@ class DirectFile:
                 with self.busy:
                     count = os.pwrite(self._fd, rest, offset)
             except OSError as error:
-                # Some file systems find out only now that they cannot; and a short write may end anywhere.
+                # Some file systems reject direct I/O only at the write, and a short write may end unaligned.
                 if error.errno != errno.EINVAL or not direct:
                     raise
                 self._direct = _set_direct(self._fd, False)
@@ -110,18 +110,18 @@ class DirectFile:
 
 
 def _set_direct(fd: int, on: bool) -> bool:
-    """Whether writes are direct afterwards."""
+    """Switch direct I/O on or off; returns whether it is on."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
     except OSError:
-        return False  # the file system cannot
+        return False  # not supported by the file system
     return on and _O_DIRECT != 0
 
 
 def _preallocate(fd: int, num_bytes: int) -> None:
-    """Have the file lie in few pieces. Writing goes on without, and tells what is wrong if that fails too."""
-    # posix_fallocate writes zeros where the file system cannot preallocate; the system call does not.
+    """Reserve space in few extents. A failure is ignored: writes work without it, and report errors themselves."""
+    # posix_fallocate writes zeros if the file system cannot preallocate; the system call does not.
     fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
     if fallocate is not None:
         fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -129,9 +129,9 @@ def _preallocate(fd: int, num_bytes: int) -> None:
 
 
 def _aligned_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory that begins with a page; private, so that the system may use large pages, which halve all costs."""
+    """Page-aligned memory; private, so that the kernel may use huge pages, which halve all costs."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without large pages
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

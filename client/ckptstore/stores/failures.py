@@ -1,4 +1,4 @@
-"""From the operating system's and fsspec's errors to ours."""
+"""Translation of the operating system's and fsspec's errors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _translate(error: Exception, what: str, url: str) -> CkptError:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(
             f"cannot {what} {url}: no space left",
-            "Free space, or prune old checkpoints at once (ckptctl prune --grace 0s); nothing committed is touched",
+            "Free space, or prune old checkpoints now (ckptctl prune --grace 0s); committed checkpoints are untouched",
         )
-    # s3fs' own have no number.
+    # Errors that s3fs raises itself have no number.
     if isinstance(error, PermissionError) or number == errno.EROFS:
         return StoreReadOnly(f"cannot {what} {url}: {error}", "Check the permissions or credentials of this process")
     return StoreUnavailable(

@@ -1,7 +1,7 @@
 """A folder on a local or network file system.
 
-Durable means: the file is fsynced, then its name (rename or link), then the folder that holds the name.
-fsspec's local file system does none of the three, hence this class.
+A write is durable after the file is fsynced, then renamed or linked, and its folder is fsynced. fsspec's local file
+system does none of these.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _TEMPORARY = ".tmp-"
 _STALE_TEMPORARY_S = 24 * 3600
 _CREATE_TRIES = 20
 _MAX_PARTS = 1024
-"""Of one read; Linux takes no more."""
+"""Most buffers of one preadv call (IOV_MAX on Linux)."""
 
 
 class LocalStore(Store):
-    """A store in a folder; the folder is made at the first write."""
+    """A store in a folder, which the first write creates."""
 
     creates_by_itself = True
 
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
-        # Not Path.as_uri, which quotes: open_store(store.url) must find the same folder.
+        # Not Path.as_uri, which quotes: open_store(store.url) must open the same folder.
         self.url = self.identity = f"file://{self.root}"
         self._skipped = len(os.path.join(self.root, ""))
-        """Characters of a path that are not of its key."""
+        """Length of the path before the key."""
 
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""
@@ -57,7 +57,7 @@ class LocalStore(Store):
             return True
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """Write in place: the name is unique to an attempt and means nothing before its receipt."""
+        """Write in place: the name is unique to an attempt and has no meaning before its receipt."""
         with store_errors("write", self.object_url(key)):
             return _LocalWriter(self._path(key), self.object_url(key), size_hint)
 
@@ -76,12 +76,12 @@ class LocalStore(Store):
                 os.close(fd)
 
     def open_reader(self, key: str) -> ObjectReader:
-        """Reads through the page cache. The kernel reads ahead of each reader that goes from front to back."""
+        """Read through the page cache. The kernel reads ahead of each sequential reader."""
         with store_errors("read", self.object_url(key)):
             return _LocalReader(os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC), self.object_url(key))
 
     def size(self, key: str) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         with store_errors("look at", self.object_url(key)):
             return self._path(key).stat().st_size
 
@@ -91,7 +91,7 @@ class LocalStore(Store):
             yield from sorted(self._walk(self._path(prefix)), key=lambda info: info.key)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """The folders directly below that hold more than what a killed process left of a write."""
+        """The folders directly below that contain more than the temporary files of a killed process."""
         with store_errors("list", self.object_url(prefix)):
             try:
                 folders = sorted(entry.name for entry in os.scandir(self._path(prefix)) if entry.is_dir())
@@ -102,11 +102,11 @@ class LocalStore(Store):
                     if next(self._walk(self._path(prefix + name)), None) is None:
                         continue
                 except PermissionError:
-                    pass  # lost+found, for one: let the caller, who knows names, decide
+                    pass  # e.g. lost+found; the caller checks names
                 yield name
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Unlink, then remove folders that became empty, so that a listing stays short."""
+        """Unlink the files, then remove folders that became empty, to keep listings short."""
         folders = set()
         for key in keys:
             path = self._path(key)
@@ -120,7 +120,7 @@ class LocalStore(Store):
         return self.root / key
 
     def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
-        """The objects below a folder, removing what killed processes left long ago."""
+        """The objects below a folder. Removes old temporary files of killed processes."""
         try:
             entries = list(os.scandir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -132,7 +132,7 @@ class LocalStore(Store):
                     continue
                 status = entry.stat()
             except FileNotFoundError:
-                continue  # deleted by somebody else meanwhile
+                continue  # deleted by another process meanwhile
             if entry.name.startswith(_TEMPORARY):
                 _remove_stale(Path(entry.path), status)
             elif stat.S_ISREG(status.st_mode):
@@ -147,11 +147,11 @@ class LocalStore(Store):
             if folder != self.root:
                 folder.rmdir()
         except OSError:
-            pass  # not empty, or gone already: both are fine
+            pass  # not empty, or removed already
 
 
 class _Temporary:
-    """A durable temporary file beside `path`; its name is gone on exit and the folder is fsynced."""
+    """A durable temporary file next to `path`. Exit removes its name and fsyncs the folder."""
 
     def __init__(self, path: Path, data: Buffer) -> None:
         self._path = path
@@ -175,7 +175,7 @@ class _Temporary:
         try:
             sync_folder(self._path.parent)
         except FileNotFoundError:
-            pass  # the object was deleted meanwhile, and its folder with it
+            pass  # the object and its folder were deleted meanwhile
 
 
 class _LocalReader(ObjectReader):
@@ -195,7 +195,7 @@ class _LocalReader(ObjectReader):
             raise too_short(self._url, offset, count, len(buffer))
 
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """By one system call for all of them, unless it is cut short."""
+        """One system call for all buffers, unless it returns less."""
         wanted = sum(map(len, buffers))
         try:
             whole = len(buffers) <= _MAX_PARTS and os.preadv(self._fd, buffers, offset) == wanted
@@ -216,7 +216,7 @@ class _LocalWriter(ObjectWriter):
 
     @property
     def busy_s(self) -> float:
-        """While the disk wrote."""
+        """Seconds of disk writes."""
         return self._file.busy.seconds
 
     def write(self, data: Buffer) -> None:
@@ -234,23 +234,23 @@ class _LocalWriter(ObjectWriter):
             self._path.unlink(missing_ok=True)
             self._path.parent.rmdir()
         except OSError:
-            pass  # other shards are there; or without a receipt the file is an orphan, collected later
+            pass  # the folder has other shards, or the file is left as an orphan without a receipt, to be collected
 
 
 def make_folders(folder: Path) -> None:
-    """Make `folder` and its parents, each durable before the next."""
+    """Create `folder` and its parents, each durable before the next."""
     if folder.is_dir():
         return
     make_folders(folder.parent)
     try:
         folder.mkdir()
     except FileExistsError:
-        pass  # made by somebody else meanwhile (exist_ok=True fails if it is gone again by now)
+        pass  # created by another process meanwhile (exist_ok=True fails if it has been removed again)
     sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the directory entries of a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -259,7 +259,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _create(path: Path) -> int:
-    """A descriptor of a new file, whose folder another process may be removing as empty at the same time."""
+    """The descriptor of a new file. Retries, because another process may remove the empty folder at the same time."""
     for _ in range(_CREATE_TRIES):
         try:
             make_folders(path.parent)
@@ -270,7 +270,7 @@ def _create(path: Path) -> int:
 
 
 def _read_at(fd: int, offset: int, buffer: memoryview) -> int:
-    """How many bytes there were, up to the end of the file."""
+    """Fill the buffer up to the end of the file; returns the number of bytes."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
@@ -288,10 +288,10 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 
 def _remove_stale(path: Path, status: os.stat_result) -> None:
-    # A killed process leaves its temporary file behind; one in use is seconds old.
+    # Left by a killed process: a temporary file in use is seconds old.
     if system_clock() - status.st_mtime > _STALE_TEMPORARY_S:
         path.unlink(missing_ok=True)
         try:
             path.parent.rmdir()
         except OSError:
-            pass  # it holds objects
+            pass  # it contains objects

@@ -1,4 +1,4 @@
-"""One large object to S3: parts of it go up side by side, from as much memory as is stated here."""
+"""Multipart uploads to S3: concurrent parts, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ckptstore.stores.failures import store_errors
 from ckptstore.stores.transfers import Transfers, UploadPart
 
 PART_BYTES = 8 << 20
-"""The least: S3 gives a single request some 90 MB/s whatever its size, and takes no parts below 5 MiB."""
+"""Smallest part. S3 transfers a single request at about 90 MB/s whatever its size, and rejects parts below 5 MiB."""
 BUFFERED_BYTES = 96 << 20
-"""Of one writer."""
-_MAX_PARTS = 9_000  # S3 takes 10,000; encoded bytes may be a little more than was expected
+"""Most bytes that one writer buffers."""
+_MAX_PARTS = 9_000  # S3 allows 10,000; encoded bytes may slightly exceed the size hint
 _PARTS_OF_ONE_SIZE = 1_000
 
 
 def part_bytes(number: int, size_hint: int) -> int:
-    """Bytes of the part with this number, from 1. Equal parts of an object of known size, which some services demand.
+    """Size of the part with this number, from 1. With a size hint all parts are equal, as some services require.
 
-    Without a hint they double every thousand parts: 8 GiB take the least memory, and 8 TiB are possible.
+    Without a hint, sizes double every thousand parts: 8 GiB need the least memory, and 8 TiB are possible.
     """
     if not size_hint:
         return PART_BYTES << (number - 1) // _PARTS_OF_ONE_SIZE
@@ -32,14 +32,14 @@ def part_bytes(number: int, size_hint: int) -> int:
 
 
 class MultipartWriter(ObjectWriter):
-    """A multipart upload, or a single PUT if all fits into one part. Only buffers that may change are copied."""
+    """A multipart upload, or a single PUT if all bytes fit into one part. Only writable buffers are copied."""
 
     def __init__(
         self, fs: Any, transfers: Transfers, path: str, url: str, size_hint: int, buffered_bytes: int = BUFFERED_BYTES
     ) -> None:
-        """Nothing is sent before the first part is full. path: in the file system `fs`; url: for messages.
+        """Sends nothing before the first part is full. path: in the file system `fs`; url: for messages.
 
-        buffered_bytes: in the part being filled and in those on their way; one part of each, if these are larger.
+        buffered_bytes: limit for the part being filled and the parts in flight; at least one of each is allowed.
         """
         self._fs = fs
         self._transfers = transfers
@@ -50,7 +50,7 @@ class MultipartWriter(ObjectWriter):
         self._bytes = 0
         self._part = UploadPart(1, part_bytes(1, size_hint))
         self._upload: str | None = None
-        self._on_their_way: dict[Future[dict[str, Any]], UploadPart] = {}
+        self._in_flight: dict[Future[dict[str, Any]], UploadPart] = {}
         self._sent: list[dict[str, Any]] = []
         self._committing = False
         self._stop = threading.Event()
@@ -60,11 +60,11 @@ class MultipartWriter(ObjectWriter):
 
     @property
     def busy_s(self) -> float:
-        """While parts were on their way."""
+        """Seconds in which parts were in flight."""
         return self._busy.seconds
 
     def write(self, data: Buffer) -> None:
-        """Add to parts, and send them; waits while as much as may be is on its way."""
+        """Fill parts and send them; waits while the buffer limit is reached."""
         rest = memoryview(data)
         if not rest.readonly:
             rest = memoryview(bytes(rest))
@@ -83,40 +83,40 @@ class MultipartWriter(ObjectWriter):
                 self._fs.pipe_file(self._path, b"".join(self._part.pieces))
             else:
                 self._send()
-                while self._on_their_way:
+                while self._in_flight:
                     self._reap()
                 self._complete(self._upload)
         self._threads.shutdown()
 
     def abort(self) -> None:
-        """Give all parts back."""
+        """Abort the upload and free its parts."""
         self._stop.set()
-        # What arrives after the abort would stay.
+        # A part that arrives after the abort would remain.
         self._threads.shutdown(cancel_futures=True)
         try:
             if self._upload is not None:
                 self._transfers.abort(self._path, self._upload)
         except Exception:
-            pass  # collected after a day, or by the service's life-cycle rule
+            pass  # collected after a day, or by the service's lifecycle rule
         try:
             if self._committing:
-                self._fs.rm_file(self._path)  # it was done, and the reply was lost
+                self._fs.rm_file(self._path)  # the commit succeeded and its reply was lost
         except Exception:
             pass  # an object without a receipt is collected with its attempt
 
     def _send(self) -> None:
-        """Send the part, once there is memory for the next one; begin that."""
+        """Send the current part and begin the next one; waits until its bytes fit into the buffer limit."""
         if self._upload is None:
             self._upload = self._transfers.begin(self._path)
         part, number = self._part, self._part.number + 1
         self._part = UploadPart(number, part_bytes(number, self._size_hint))
         sent = self._threads.submit(self._put, self._upload, part)
-        self._on_their_way[sent] = part
-        while self._on_their_way and self._held() + self._part.room > self._buffered_bytes:
+        self._in_flight[sent] = part
+        while self._in_flight and self._held() + self._part.room > self._buffered_bytes:
             self._reap()
 
     def _held(self) -> int:
-        return sum(map(len, self._on_their_way.values()))
+        return sum(map(len, self._in_flight.values()))
 
     def _put(self, upload: str, part: UploadPart) -> dict[str, Any]:
         with self._busy:
@@ -124,8 +124,8 @@ class MultipartWriter(ObjectWriter):
 
     def _reap(self) -> None:
         """Wait until one of the parts has arrived."""
-        for arrived in wait(self._on_their_way, return_when=FIRST_COMPLETED).done:
-            del self._on_their_way[arrived]
+        for arrived in wait(self._in_flight, return_when=FIRST_COMPLETED).done:
+            del self._in_flight[arrived]
             self._sent.append(arrived.result())
 
     def _complete(self, upload: str) -> None:
@@ -134,7 +134,7 @@ class MultipartWriter(ObjectWriter):
         try:
             self._transfers.complete(self._path, upload, parts)
         except Exception:
-            # The upload was completed and the reply lost: to complete it again is an error on some servers.
+            # The upload may be complete with its reply lost: completing it again fails on some servers.
             if not self._is_there():
                 raise
 

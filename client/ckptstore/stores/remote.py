@@ -1,6 +1,6 @@
-"""Any other fsspec file system: memory, GCS, Azure and the rest; S3 builds on it.
+"""Stores on any fsspec file system: memory, GCS, Azure and others. The S3 store extends this one.
 
-What is durable on return is what the service promises for a finished PUT or upload.
+Durability on return is what the service guarantees for a finished PUT or upload.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
 from ckptstore.stores.failures import store_errors
 
 _MIN_PART_BYTES = 32 << 20
-_MAX_PARTS = 9_000  # S3 takes 10,000
+_MAX_PARTS = 9_000  # S3 allows 10,000
 
-# fsspec's memory file system checks and then writes, and lists a dictionary that others change
-# meanwhile; one lock makes each a single step. Its objects are visible to this process only.
+# fsspec's memory file system checks and then writes, and lists a dictionary while other threads change it. A lock makes
+# each operation atomic. Its objects are visible to this process only.
 _MEMORY_LOCK = threading.RLock()
 _NO_LOCK = nullcontext()
 
@@ -28,16 +28,16 @@ _NO_LOCK = nullcontext()
 class FsspecStore(Store):
     """A store on an fsspec file system.
 
-    The file system should refuse `pipe_file(mode="create")` atomically when the object exists. AWS S3
-    and SeaweedFS do (docs/decisions/0002); services that accept the condition and overwrite
-    cannot decide between two committers: arbitration.py finds that out.
+    The file system should atomically refuse `pipe_file(mode="create")` if the object exists, as AWS S3 and SeaweedFS do
+    (docs/decisions/0002). A service that accepts the condition and overwrites cannot decide between two committers;
+    ckptstore.commits.remote_create detects such services.
     """
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         self._fs = fs
         self._root = root.rstrip("/")
         self.url = url.rstrip("/")
-        # One URL means another place at another endpoint. The token is a hash of all options.
+        # The same URL is another bucket at another endpoint. The token is a hash of all options.
         self.identity = f"{self.url} {fs._fs_token}"
         in_memory = "memory" in _protocols(fs)
         self._lock: AbstractContextManager[Any] = _MEMORY_LOCK if in_memory else _NO_LOCK
@@ -55,8 +55,7 @@ class FsspecStore(Store):
             try:
                 self._fs.pipe_file(self._path(key), bytes(data), mode="create")
             except OSError as error:
-                # 412 and 409 arrive as FileExistsError, EINVAL or EBUSY, depending on what the
-                # server's reply says beside its status.
+                # 412 and 409 arrive as FileExistsError, EINVAL or EBUSY, depending on the body of the reply.
                 refused = isinstance(error, FileExistsError) or error.errno in (errno.EINVAL, errno.EBUSY)
                 if refused and self._exists(key):
                     return False
@@ -64,7 +63,7 @@ class FsspecStore(Store):
             return True
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """A multipart upload where the service has them."""
+        """A multipart upload if the service supports them."""
         part_bytes = max(_MIN_PART_BYTES, -(-size_hint // _MAX_PARTS))
         with self._lock, store_errors("write", self.object_url(key)):
             file = self._fs.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
@@ -83,7 +82,7 @@ class FsspecStore(Store):
             try:
                 data = self._fs.cat_file(self._path(key), start=offset, end=offset + len(buffer))
             except OSError as error:
-                # 416, nothing at this offset, arrives as EINVAL, like any other bad request.
+                # 416 (the offset is past the end) arrives as EINVAL, like any other bad request.
                 if error.errno == errno.EINVAL and self.size(key) <= offset:
                     return 0
                 raise
@@ -96,7 +95,7 @@ class FsspecStore(Store):
             return int(self._fs.size(self._path(key)))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """A recursive listing, page by page underneath."""
+        """A recursive listing; fsspec reads it page by page."""
         with self._lock, store_errors("list", self.object_url(prefix)):
             try:
                 found = self._fs.find(self._path(prefix).rstrip("/"), detail=True)
@@ -104,7 +103,7 @@ class FsspecStore(Store):
                 return
         for path in sorted(found):
             key, info = self._key(path), found[path]
-            # SeaweedFS shows a folder for a moment after its last object is gone.
+            # SeaweedFS briefly lists a folder after its last object is deleted.
             if key.startswith(prefix):
                 yield ObjectInfo(key, int(info["size"]), _modified_at(info))
 
@@ -118,13 +117,13 @@ class FsspecStore(Store):
         yield from sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """One DELETE per object: bulk deletes hide which key failed, and some servers refuse them."""
+        """One DELETE per object: bulk deletes hide which key failed, and some servers reject them."""
         for key in keys:
             with self._lock, store_errors("delete", self.object_url(key)):
                 try:
                     self._fs.rm_file(self._path(key))
                 except FileNotFoundError:
-                    pass  # deleted is what was asked for
+                    pass  # deleted already
 
     def _exists(self, key: str) -> bool:
         return bool(self._fs.exists(self._path(key)))
@@ -154,7 +153,7 @@ class _FsspecWriter(ObjectWriter):
                 self._file.close()
                 self._file.commit()
             except Exception:
-                # The upload was finished and the reply lost: to finish it again is an error on some servers.
+                # The upload may be complete with its reply lost: completing it again fails on some servers.
                 if not self._is_there():
                     raise
 
@@ -167,12 +166,12 @@ class _FsspecWriter(ObjectWriter):
     def abort(self) -> None:
         try:
             self._file.discard()
-            # fsspec's close() would flush and upload what is left.
+            # fsspec's close() would upload the buffered bytes.
             self._file.closed = True
         except Exception:
-            pass  # the service's life-cycle rule for unfinished uploads has the last word
+            pass  # the service's lifecycle rule removes unfinished uploads
         try:
-            # The memory file system shows objects from the start; a commit whose reply was lost has happened.
+            # The memory file system shows objects from the start, and a commit may have succeeded with its reply lost.
             with self._lock:
                 self._file.fs.rm_file(self._file.path)
         except Exception:

@@ -1,7 +1,7 @@
 """S3 and services that speak its protocol.
 
-s3fs does what is small or must be exact: conditional writes, listings, deletes, and the first and last request of an
-upload. Bulk bytes take the direct way (transfers.py).
+s3fs makes the small requests: conditional writes, listings, deletes, and the first and last request of an upload.
+transfers.py moves bulk bytes directly.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.transfers import Transfers
 
 _LONGEST_READ = 64 << 20
-"""A request costs the service about as much as 3 MB do, and another 3 MB where it begins within what lies together."""
+"""A request costs the service as much as about 3 MB of data, and 3 MB more if it begins inside contiguous data."""
 _LONGEST_GAP = 1 << 20
-"""Bytes that are read and thrown away sooner than asked for anew."""
+"""Up to this gap, reading and discarding bytes is cheaper than a new request."""
 
 
 class S3Store(FsspecStore):
-    """A bucket, or a folder of one."""
+    """A bucket, or a folder in a bucket."""
 
     parallel_reads = 8
     upload_bytes = BUFFERED_BYTES
@@ -31,41 +31,41 @@ class S3Store(FsspecStore):
         """fs: an s3fs.S3FileSystem."""
         super().__init__(fs, root, url)
         self._transfers = Transfers(fs)
-        # What s3fs reads is in memory as a whole.
+        # s3fs holds a whole range in memory.
         self.longest_read = _LONGEST_READ if self._transfers.suitable else 0
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """A multipart upload; several parts at a time, within a fixed memory."""
+        """A multipart upload: concurrent parts in bounded memory."""
         path, url = self._path(key), self.object_url(key)
         return MultipartWriter(self._fs, self._transfers, path, url, size_hint, self.upload_bytes)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """One ranged GET, tried again and continued where it broke off."""
+        """One ranged GET, retried and resumed where it broke off."""
         if not len(buffer):
             return 0
         with store_errors("read", self.object_url(key)):
             return self._transfers.read_into(self._path(key), offset, buffer)
 
     def open_reader(self, key: str) -> ObjectReader:
-        """One ranged GET per expected range."""
+        """Read with one ranged GET per expected range."""
         return _S3Reader(self._transfers, self._path(key), self.object_url(key))
 
     def get(self, key: str) -> bytes:
-        """One GET; s3fs asks for the size first."""
+        """One GET; s3fs would request the size first."""
         with store_errors("read", self.object_url(key)):
             return self._transfers.read(self._path(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """One request for a thousand objects; s3fs asks thrice where there are none."""
+        """One request per thousand objects; s3fs makes three for an empty folder."""
         with store_errors("list", self.object_url(prefix)):
             found = [each for page in self._pages(prefix, "") for each in page.get("Contents", [])]
         for each in sorted(found, key=lambda each: str(each["Key"])):
-            # SeaweedFS shows a folder for a moment after its last object is gone.
+            # SeaweedFS briefly lists a folder after its last object is deleted.
             if not each["Key"].endswith("/"):
                 yield ObjectInfo(self._key_of(each["Key"]), each["Size"], each["LastModified"].timestamp())
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """The same, of one level."""
+        """The same for one level."""
         with store_errors("list", self.object_url(prefix)):
             found = [each["Prefix"] for page in self._pages(prefix, "/") for each in page.get("CommonPrefixes", [])]
         yield from sorted(folder.rstrip("/").rpartition("/")[2] for folder in found)
@@ -82,14 +82,14 @@ class S3Store(FsspecStore):
                     return
                 position = {"ContinuationToken": page["NextContinuationToken"]}
         except FileNotFoundError:
-            return  # no such bucket: nothing was written to it yet
+            return  # no such bucket: nothing has been written yet
 
     def _key_of(self, name: str) -> str:
-        """Of an object with this name in the bucket."""
+        """The key of the object with this name in the bucket."""
         return name.removeprefix(self._root.partition("/")[2]).lstrip("/")
 
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
-        """No listing of objects shows the parts of unfinished uploads."""
+        """Parts of unfinished uploads do not appear in object listings."""
         bucket, _, folder = self._path(prefix).partition("/")
         with store_errors("abort uploads in", self.object_url(prefix)):
             aborted = 0
@@ -106,7 +106,7 @@ class S3Store(FsspecStore):
 
 
 class _S3Reader(ObjectReader):
-    """Takes what is expected from one reply, chunk by chunk, as it comes."""
+    """Streams each expected range from one reply."""
 
     def __init__(self, transfers: Transfers, path: str, url: str) -> None:
         self.small_reads = transfers.suitable
@@ -116,12 +116,12 @@ class _S3Reader(ObjectReader):
         self._span = transfers.open(path, 0, 0)
 
     def expect(self, offset: int, num_bytes: int) -> None:
-        """Nothing is asked for before the first read."""
+        """Sends no request before the first read."""
         self._span.close()
         self._span = self._transfers.open(self._path, offset, num_bytes)
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """From what is on its way, if it is there."""
+        """Read from the open reply if the range is in it."""
         gap = offset - self._span.at
         if not 0 <= gap <= _LONGEST_GAP or offset + len(buffer) > self._span.end:
             self.expect(offset, len(buffer))
@@ -134,5 +134,5 @@ class _S3Reader(ObjectReader):
             raise too_short(self._url, offset, count, len(buffer))
 
     def close(self) -> None:
-        """The connection goes back."""
+        """Return the connection to the pool."""
         self._span.close()

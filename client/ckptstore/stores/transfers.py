@@ -1,8 +1,8 @@
-"""Bulk bytes to and from an S3 service, straight from memory and into memory.
+"""Zero-copy transfers of bulk bytes to and from an S3 service.
 
-s3fs signs a URL, and urllib3 moves the bytes over one of its connections: s3fs' own transfers copy and hash every
-byte in one event loop (docs/decisions/0020 has the measurement). What a signed URL cannot do, s3fs does itself:
-customer keys, proxies, buckets in another region.
+s3fs signs a URL and urllib3 moves the bytes, because s3fs copies and hashes every byte in one event loop
+(docs/decisions/0020 has the measurement). s3fs transfers the bytes itself where signed URLs do not work: customer keys,
+proxies, buckets in another region.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptstore.retry import pauses, retry
 
 try:
     from isal.isal_zlib import crc32
-except ImportError:  # the same, at a quarter of the speed
+except ImportError:  # the same result at a quarter of the speed
     from zlib import crc32
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _CHECKSUM = "x-amz-checksum-crc32"
 _MAX_REPLY_BYTES = 1 << 16
 _OK, _PARTIAL, _MISSING, _NOTHING_THERE, _FULL = 200, 206, 404, 416, 507
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
-# What arrived is not what was sent.
+# The service received other bytes than were sent.
 _TRANSIENT_CODES = ("BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentChecksumMismatch")
 _FULL_CODES = ("XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded")
 
@@ -50,34 +50,34 @@ _T = TypeVar("_T")
 
 
 class TransferFailed(OSError):
-    """The same request may well succeed if it is sent again."""
+    """A transient error: the same request may succeed if it is sent again."""
 
 
 class SignatureRefused(OSError):
-    """The service does not take a signed URL for this."""
+    """The service rejects a signed URL for this request."""
 
 
 class UploadPart:
-    """A part of an upload, which is filled, sent and forgotten. It refers to the bytes it is made of."""
+    """A part of an upload. It holds references to its bytes, not copies."""
 
     def __init__(self, number: int, room: int) -> None:
         self.number = number
         self.room = room
-        """Bytes it still takes."""
+        """Bytes that still fit."""
         self.pieces: list[memoryview] = []
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces))
 
     def take(self, data: memoryview) -> memoryview:
-        """Take what there is room for, and return the rest."""
+        """Add the bytes that fit; returns the rest."""
         piece = data[: self.room]
         self.pieces.append(piece)
         self.room -= len(piece)
         return data[len(piece) :]
 
     def crc32(self) -> str:
-        """As S3 spells it."""
+        """The checksum in S3's encoding, base64."""
         crc = 0
         for piece in self.pieces:
             crc = crc32(piece, crc)
@@ -85,9 +85,9 @@ class UploadPart:
 
 
 class Transfers:
-    """Ranged reads, and parts of uploads, which are sent with a checksum that the service compares, if it knows how.
+    """Ranged reads and upload parts. Parts are sent with a checksum, which the service verifies if it supports them.
 
-    All methods may be called from any thread. They try again, and then raise OSError or HTTPError.
+    All methods may be called from any thread. They retry transient errors, then raise OSError or HTTPError.
     """
 
     def __init__(self, fs: Any) -> None:
@@ -96,10 +96,10 @@ class Transfers:
         self._lock = threading.Lock()
         config = {"connect_timeout": fs.connect_timeout, "read_timeout": _READ_TIMEOUT_S, **fs.config_kwargs}
         verify = fs.client_kwargs.get("verify", True)
-        # Whether signed URLs are known to do, or not known not to.
+        # False once signed URLs are known not to work.
         self.suitable = verify is not False and not config.get("proxies") and not _proxied(fs.endpoint_url)
         if not self.suitable:
-            logger.info("s3fs does all transfers, which is slower: a proxy, or no certificates, are asked for")
+            logger.info("s3fs makes all transfers, which is slower: a proxy is set, or certificates are not verified")
         self._checksums = config.get("request_checksum_calculation") != "when_required"
         self._connections = urllib3.PoolManager(
             maxsize=_CONNECTIONS,
@@ -109,7 +109,7 @@ class Transfers:
         )
 
     def read(self, path: str) -> bytes:
-        """A whole object, which should be small."""
+        """A whole small object."""
 
         def request() -> bytes:
             reply = self._connections.request("GET", self._fs.url(path, expires=_SIGNED_FOR_S), decode_content=False)
@@ -120,21 +120,21 @@ class Transfers:
         return self.signed(request, lambda: bytes(self._fs.cat_file(path)))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Fill the buffer from `offset` of an object; returns how many bytes there were."""
+        """Fill the buffer from `offset` of an object; returns the number of bytes before its end."""
         with self.open(path, offset, len(buffer)) as stretch:
             return stretch.read(buffer)
 
     def open(self, path: str, offset: int, num_bytes: int) -> ByteSpan:
-        """So many bytes of an object, to be read from front to back by one thread. Nothing is asked for yet."""
+        """A range of an object, for sequential reads in one thread. Sends no request yet."""
         return ByteSpan(self, path, offset, num_bytes)
 
     def begin(self, path: str) -> str:
-        """The id of a new upload."""
+        """Start an upload; returns its id."""
         checksum = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
         return str(self._call("create_multipart_upload", path, **checksum)["UploadId"])
 
     def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event) -> dict[str, Any]:
-        """Upload a part; returns what `complete` needs to know of it. stop: try no more once it is set."""
+        """Upload a part; returns its entry for `complete`. stop: no more retries once it is set."""
         parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
         if self._checksums:
             parameters["ChecksumCRC32"] = part.crc32()
@@ -145,18 +145,18 @@ class Transfers:
         )
 
     def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
-        """Make one object of all parts."""
+        """Join all parts into one object."""
         self._call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def abort(self, path: str, upload: str) -> None:
-        """Free all parts of an upload; one that is over is fine."""
+        """Free all parts of an upload; one that has ended is ignored."""
         try:
             self._call("abort_multipart_upload", path, UploadId=upload)
         except FileNotFoundError:
             pass
 
     def get(self, path: str, offset: int, num_bytes: int) -> BaseHTTPResponse | None:
-        """The reply to one ranged request, its length told and its body still to be read; None if nothing is there."""
+        """The reply to one ranged request: its length is known, its body is unread. None if the range is empty."""
         url = self._fs.url(path, expires=_SIGNED_FOR_S)
         wanted = {"Range": f"bytes={offset}-{offset + num_bytes - 1}"}
         reply = self._connections.request("GET", url, headers=wanted, preload_content=False, decode_content=False)
@@ -165,7 +165,7 @@ class Transfers:
         body = reply.read(_MAX_REPLY_BYTES)
         reply.close()
         if reply.status == _PARTIAL:
-            raise SignatureRefused("the service does not tell how long a part of an object is")
+            raise SignatureRefused("the service does not send the length of a range")
         if reply.status == _NOTHING_THERE:
             return None
         raise _refusal(reply.status, body)
@@ -176,20 +176,20 @@ class Transfers:
         crc = parameters.get("ChecksumCRC32")
         if crc is not None:
             headers[_CHECKSUM] = crc
-        pieces: Any = part.pieces  # sent one by one, as they are; urllib3's annotation knows of bytes only
+        pieces: Any = part.pieces  # sent one by one without a copy; urllib3's annotation allows bytes only
         reply = self._connections.request("PUT", url, body=pieces, headers=headers)
         if reply.status != _OK:
             raise _refusal(reply.status, reply.data)
         done = {"PartNumber": parameters["PartNumber"], "ETag": reply.headers["ETag"]}
-        # A service that repeats the checksum has compared it, and wants to hear it again.
+        # A service that returns the checksum has verified it, and requires it again at completion.
         return {**done, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else done
 
     def read_by_s3fs(self, path: str, offset: int, buffer: memoryview) -> int:
-        """As read_into, without a signed URL."""
+        """Like read_into, without a signed URL."""
         try:
             data = self._fs.cat_file(path, start=offset, end=offset + len(buffer))
         except OSError as error:
-            # 416, nothing at this offset, arrives as EINVAL, like any other bad request.
+            # 416 (the offset is past the end) arrives as EINVAL, like any other bad request.
             if error.errno == errno.EINVAL and self._fs.size(path) <= offset:
                 return 0
             raise
@@ -198,11 +198,13 @@ class Transfers:
 
     def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
         reply = self._call("upload_part", path, Body=b"".join(part.pieces), **parameters)
-        told = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
-        return {"PartNumber": part.number, **told}
+        fields = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
+        return {"PartNumber": part.number, **fields}
 
     def signed(self, request: Callable[[], _T], by_s3fs: Callable[[], _T], stop: threading.Event | None = None) -> _T:
-        """What a request by a signed URL returns, tried again; or s3fs, which is asked from then on if it can do it."""
+        """The result of a request by signed URL, with retries. If signed URLs are rejected and s3fs succeeds, s3fs
+        makes all further requests.
+        """
         if not self.suitable:
             return by_s3fs()
         try:
@@ -211,7 +213,7 @@ class Transfers:
             result = by_s3fs()
             with self._lock:
                 if self.suitable:
-                    logger.warning("signed URLs are refused, so s3fs does all transfers, which is slower: %s", error)
+                    logger.warning("signed URLs are rejected, so s3fs makes all transfers, which is slower: %s", error)
                 self.suitable = False
             return result
 
@@ -221,11 +223,11 @@ class Transfers:
 
 
 class ByteSpan:
-    """Bytes of an object that come over one connection, straight on; another one if it breaks off."""
+    """A range of an object, streamed over one connection and resumed over another if it breaks off."""
 
     def __init__(self, transfers: Transfers, path: str, offset: int, num_bytes: int) -> None:
         self.at = offset
-        """Of the byte that is read next."""
+        """Offset of the next byte."""
         self.end = offset + num_bytes
         self._transfers = transfers
         self._path = path
@@ -238,7 +240,7 @@ class ByteSpan:
         self.close()
 
     def read(self, buffer: memoryview) -> int:
-        """Fill the buffer with what comes next; returns how many bytes there were before the object's end."""
+        """Fill the buffer with the next bytes; returns their number, short only at the object's end."""
         began = self.at
         self._transfers.signed(
             lambda: self._read_on(buffer[self.at - began :]), lambda: self._read_by_s3fs(buffer[self.at - began :])
@@ -246,7 +248,7 @@ class ByteSpan:
         return self.at - began
 
     def close(self) -> None:
-        """Give the connection back, unless more is coming over it."""
+        """Return the connection to the pool; close it if the reply has not been read completely."""
         reply, self._reply = self._reply, None
         if reply is not None:
             if self.at < self.end:
@@ -277,9 +279,9 @@ class ByteSpan:
 
 
 def _receive(reply: Any, buffer: memoryview) -> int:
-    """Take what comes next, from the socket into the buffer. Returns how many bytes, at least one."""
+    """Read from the socket into the buffer; returns the number of bytes, at least one."""
     try:
-        # urllib3's own readinto makes bytes of it first, which costs half as much again.
+        # urllib3's own readinto copies to bytes first, which costs half as much again.
         count = int(reply._fp.readinto(buffer))
     except (OSError, HTTPException) as error:
         raise TransferFailed(f"the reply broke off: {type(error).__name__}: {error}") from error
@@ -289,7 +291,7 @@ def _receive(reply: Any, buffer: memoryview) -> int:
 
 
 def _proxied(endpoint: str | None) -> bool:
-    """Whether the environment wants a proxy to be asked."""
+    """Whether the environment sets a proxy for this endpoint."""
     host = urlsplit(endpoint).netloc if endpoint else ""
     wanted = {"http", "https", "all"} & set(urllib.request.getproxies())
     return bool(wanted) and not (host and urllib.request.proxy_bypass(host))
@@ -302,16 +304,16 @@ def _try(request: Callable[[], _T], stop: threading.Event) -> _T:
 
 
 def _refusal(status: int, body: bytes) -> OSError:
-    """The error that a reply tells. Only its code and message are repeated: the rest may hold what was signed."""
+    """The error of a reply. Only its code and message are repeated: the rest may contain the signed request."""
     code, message = (_element(name, body) for name in ("Code", "Message"))
-    told = f"the service answered {status} {code}: {message}".rstrip(": ")
+    text = f"the service answered {status} {code}: {message}".rstrip(": ")
     if status in _TRANSIENT or code in _TRANSIENT_CODES:
-        return TransferFailed(told)
+        return TransferFailed(text)
     if status == _FULL or code in _FULL_CODES:
-        return OSError(errno.ENOSPC, told)
+        return OSError(errno.ENOSPC, text)
     if status == _MISSING:
-        return FileNotFoundError(errno.ENOENT, told)
-    return SignatureRefused(told)
+        return FileNotFoundError(errno.ENOENT, text)
+    return SignatureRefused(text)
 
 
 def _element(name: str, body: bytes) -> str:

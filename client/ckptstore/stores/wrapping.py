@@ -1,4 +1,4 @@
-"""A store that is another store, for those that do something else in one or two of its methods."""
+"""Base class for stores that change a few methods of another store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store
 
 
 class WrappedStore(Store):
-    """Everything as the other store does it."""
+    """Forwards every method to another store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -23,45 +23,34 @@ class WrappedStore(Store):
         self.arbitrated = store.arbitrated
 
     def put(self, key: str, data: Buffer) -> None:
-        """As the other store."""
         self._store.put(key, data)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        """As the other store."""
         return self._store.put_if_absent(key, data)
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """As the other store."""
         return self._store.open_writer(key, size_hint)
 
     def get(self, key: str) -> bytes:
-        """As the other store."""
         return self._store.get(key)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """As the other store."""
         return self._store.read_into(key, offset, buffer)
 
     def size(self, key: str) -> int:
-        """As the other store."""
         return self._store.size(key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As the other store."""
         return self._store.list(prefix)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """As the other store."""
         return self._store.list_folders(prefix)
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """As the other store."""
         self._store.delete_many(keys)
 
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
-        """As the other store."""
         return self._store.abort_uploads(prefix, begun_before)
 
     def open_reader(self, key: str) -> ObjectReader:
-        """As the other store."""
         return self._store.open_reader(key)

@@ -65,7 +65,7 @@ class WatchedTransfers:
         self._transfers = transfers
         self._before_part = before_part
         self._lock = threading.Lock()
-        self._on_their_way = 0
+        self._in_flight = 0
         self.most_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -73,14 +73,14 @@ class WatchedTransfers:
 
     def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event) -> dict[str, Any]:
         with self._lock:
-            self._on_their_way += len(part)
-            self.most_bytes = max(self.most_bytes, self._on_their_way)
+            self._in_flight += len(part)
+            self.most_bytes = max(self.most_bytes, self._in_flight)
         try:
             self._before_part(part)
             return self._transfers.put_part(path, upload, part, stop)
         finally:
             with self._lock:
-                self._on_their_way -= len(part)
+                self._in_flight -= len(part)
 
 
 def watch(store: Store, before_part: Callable[[UploadPart], None]) -> WatchedTransfers:
@@ -216,7 +216,7 @@ def test_a_reader_takes_what_it_expects_from_one_reply(proxied: tuple[Store, Los
     ("answer", "requests", "reason"),
     [
         ("refuses", SIGNED, "the service answered 403"),
-        ("chunks", "GET ", "the service does not tell how long a part of an object is"),
+        ("chunks", "GET ", "the service does not send the length of a range"),
     ],
     ids=["refused", "chunked"],
 )
@@ -232,7 +232,7 @@ def test_s3fs_does_what_signed_urls_cannot(
         store.get_range("run/a", 0, memoryview(buffer))
         assert store.get("run/a") == buffer == noise
     assert [record.message for record in caplog.records] == [
-        f"signed URLs are refused, so s3fs does all transfers, which is slower: {reason}"
+        f"signed URLs are rejected, so s3fs makes all transfers, which is slower: {reason}"
     ]
     proxy.arm(None)
     store.get_range("run/a", 0, memoryview(buffer))
