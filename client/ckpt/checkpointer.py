@@ -29,10 +29,11 @@ from ckpt.saver.budget import Budget
 from ckpt.schedule import Schedule
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.counters import Counters, LiveCounters
-from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckpt.snapshot.overlap import Overlap
+from ckpt.snapshot.request import SaveRequest
 from ckpt.snapshot.stage import SnapshotLayout
-from ckpt.snapshot.take import SaveRequest, take_snapshot
+from ckpt.snapshot.take import take_snapshot
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
@@ -147,18 +148,19 @@ class Checkpointer:
         agreement = self._agreement or self._agree(state)
         captured = self._capture(state, agreement, grads)
         attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
-        handle = SaveHandle(step, self._layout.num_bytes, started)
+        updates = HandleUpdates(step, self._layout.num_bytes, started)
+        handle = updates.handle
         overlap = self._gate(state)
         save = SaveRequest(attempt, captured, self._layout, _numbers(metrics), self._lease)
         try:
-            taken = take_snapshot(client, save, handle, overlap, on_busy)
+            taken = take_snapshot(client, save, updates, overlap, on_busy)
         except BaseException:
             self._saves_of_step[step] += handle.done()  # some of it may have been written
             raise
         self._saves_of_step[step] += 1
         self._lease = None if taken else self._lease
         self._newest = handle
-        handle._measure(blocked_s=time.perf_counter() - started)
+        updates.measure(blocked_s=time.perf_counter() - started)
         self._tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle
 

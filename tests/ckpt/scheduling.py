@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ckpt import Checkpointer
 from ckpt.schedule import Schedule
-from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckptstore.errors import RankLost, SaveFailed
 from tests.support.waiting import wait_until
 
@@ -81,9 +81,10 @@ def save_with_a_straggler() -> dict[str, Any]:
         now = 10.0 * step
         if schedule.due(step):
             due.append(step)
-            newest = SaveHandle(step, 0)
-            newest._measure(blocked_s=0.2, held_s=1.8 if rank == 1 else 0.0)
-            newest._fail(SaveFailed("it does not matter how it ends"))
+            updates = HandleUpdates(step, 0)
+            newest = updates.handle
+            updates.measure(blocked_s=0.2, held_s=1.8 if rank == 1 else 0.0)
+            updates.fail(SaveFailed("it does not matter how it ends"))
         dist.barrier()
         if rank == 0 and due and step > due[-1]:
             wait_until(lambda: schedule._bulletin is not None and schedule._bulletin.cost == (len(due), 2.0))

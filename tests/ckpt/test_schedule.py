@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.schedule import Schedule
-from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckptstore.errors import InvalidRequest, SaveFailed
 
 
@@ -38,9 +38,13 @@ class Training:
     """What all saves cost."""
 
     def __post_init__(self) -> None:
-        self._handle: SaveHandle | None = None
+        self._updates: HandleUpdates | None = None
         self.schedule = Schedule(
-            lambda: self._handle, self.seconds, self.overhead, peer_timeout_s=1.0, clock=lambda: self.now
+            lambda: self._updates.handle if self._updates else None,
+            self.seconds,
+            self.overhead,
+            peer_timeout_s=1.0,
+            clock=lambda: self.now,
         )
 
     def run(self, seconds: float) -> Training:
@@ -48,15 +52,15 @@ class Training:
         end = self.now + seconds
         while self.now < end:
             self.step += self.stride
-            if self._handle is not None and self.now >= self.saves[-1][1] + self.durable_s:
-                self._handle._fail(SaveFailed("it does not matter how it ends"))
-            under_way = self._handle is not None and not self._handle.done()
+            if self._updates is not None and self.now >= self.saves[-1][1] + self.durable_s:
+                self._updates.fail(SaveFailed("it does not matter how it ends"))
+            under_way = self._updates is not None and not self._updates.handle.done()
             saves = self.schedule.due(self.step)
             if saves:
                 self.saves.append((self.step, self.now))
-                self._handle = SaveHandle(self.step, 0)
-                self._handle._measure(blocked_s=self.blocked_s)
-                self._handle._measure(held_s=self.held_s)
+                self._updates = HandleUpdates(self.step, 0)
+                self._updates.measure(blocked_s=self.blocked_s)
+                self._updates.measure(held_s=self.held_s)
             slower = (self.slowdown - 1) * self.step_s if under_way or saves else 0.0
             waited = self.blocked_s + self.held_s if saves else 0.0
             self.lost_s += slower + waited
@@ -125,9 +129,9 @@ def test_saves_that_nobody_asked_for_count() -> None:
         now = float(step)
         due += [step] if schedule.due(step) else []
         if step == 5:
-            handle = SaveHandle(step, 0)
-            handle._fail(SaveFailed(""))
-            handles.append(handle)
+            updates = HandleUpdates(step, 0)
+            updates.fail(SaveFailed(""))
+            handles.append(updates.handle)
     assert due == [15, 25, 35]
 
 

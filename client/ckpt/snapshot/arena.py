@@ -1,4 +1,4 @@
-"""The arena: slots of shared memory, each holding one snapshot from staging until its shard is durable."""
+"""The arena: slots of shared memory. Each holds one snapshot from staging until its shard is durable."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from ckpt.snapshot.stage import Stager
 
 logger = logging.getLogger(__name__)
 
-_NOT_MADE = "no slot was made in advance, and the save that needs one will try again: %s"
+_NOT_MADE = "could not preallocate a snapshot buffer; the next save will retry: %s"
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
-    """One slot: memory, and the copier into it."""
+    """One slot: memory, and its stager."""
 
     number: int
     segment: Segment
     stager: Stager
 
 
-class Listener(Protocol):
-    """Who must know which slots there are."""
+class SlotListener(Protocol):
+    """Receives the changes of an arena's slots."""
 
     def add_slot(self, number: int, segment: Segment) -> None:
-        """A slot was made."""
+        """A slot was allocated."""
 
     def forget_slot(self, number: int) -> None:
-        """A slot is gone."""
+        """A slot was freed."""
 
 
 class Arena:
-    """At most `num_slots` slots, all pages provided, reused by every save.
+    """At most `num_slots` slots with all pages populated, reused by every save.
 
-    They are made in the background as soon as their size is known, or by the save that needs one. expect, acquire and
-    close belong to the training thread; release may be called from any thread.
+    They are allocated in the background once their size is known, or by the save that needs one. expect, limit,
+    acquire and close belong to the training thread; the others may be called from any thread.
     """
 
-    def __init__(self, num_slots: int, listener: Listener) -> None:
+    def __init__(self, num_slots: int, listener: SlotListener) -> None:
         self._num_slots = num_slots
         self._listener = listener
         self._changed = threading.Condition()
@@ -59,14 +59,15 @@ class Arena:
 
     @property
     def segments(self) -> dict[int, Segment]:
-        """All slots' memory, by number."""
+        """The memory of all slots, by number."""
         with self._changed:
             return {number: slot.segment for number, slot in self._slots.items()}
 
     def expect(self, num_bytes: int, gpu: torch.device | None, wait: bool) -> None:
-        """Snapshots will have this size: make all slots in the background, so that no save waits for that.
+        """Allocate all slots for snapshots of this size in the background, so that no save waits for it.
 
-        gpu: one that they come from; for it memory is pinned, too. wait: return when there is one, or can be none.
+        gpu: one that snapshots are copied from; then the memory is pinned as well. wait: return once there is one slot,
+        or its allocation has failed.
         """
         with self._changed:
             self._wanted_bytes = num_bytes
@@ -85,14 +86,14 @@ class Arena:
         self.prepare_rest()
 
     def limit(self, num_slots: int) -> None:
-        """Make no more slots than these."""
+        """Lower the maximum number of slots."""
         with self._changed:
             self._num_slots = min(self._num_slots, num_slots)
 
     def acquire(self, num_bytes: int, timeout_s: float) -> ArenaSlot | None:
-        """An idle slot of at least `num_bytes`, now in use. None if all are in use for so long.
+        """An idle slot of at least `num_bytes`, now in use. None if all are in use for `timeout_s` seconds.
 
-        A slot that is being made is waited for in any case; where none is and there may be more, this makes one.
+        Waits without limit for a slot that is being allocated. Allocates one if fewer than the maximum exist.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -112,7 +113,7 @@ class Arena:
         return self._make(num_bytes, idle=False)
 
     def prepare_rest(self) -> None:
-        """Make the slots that are missing in the background, if memory allows."""
+        """Allocate the missing slots in the background, if memory allows."""
         with self._changed:
             missing = len(self._slots) + self._making < self._num_slots
             making = self._background is not None and self._background.is_alive()
@@ -121,7 +122,7 @@ class Arena:
                 self._background.start()
 
     def release(self, number: int) -> None:
-        """The slot may be staged into again."""
+        """Make a slot idle again."""
         with self._changed:
             if number in self._slots:
                 self._idle.add(number)
@@ -129,7 +130,7 @@ class Arena:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Give up all slots."""
+        """Free all slots."""
         if self._background is not None:
             self._background.join()
         with self._changed:
@@ -146,7 +147,9 @@ class Arena:
                     return
                 available = available_bytes()
                 if self._slots and available is not None and available < 2 * num_bytes:
-                    logger.warning("memory for one snapshot only: a save waits until the one before is uploaded")
+                    logger.warning(
+                        "memory suffices for one snapshot only: each save waits until the previous one is uploaded"
+                    )
                     self._num_slots = 1
                     return
                 self._making += 1
@@ -180,12 +183,12 @@ class Arena:
         return slot
 
     def _pinning_for(self) -> torch.device | None:
-        """A GPU that snapshots come from, as far as is known."""
+        """A GPU that snapshots are copied from; None if none is known."""
         with self._changed:
             return self._gpu or next((gpu for slot in self._slots.values() if (gpu := slot.stager.gpu)), None)
 
     def _drop_small(self) -> None:
-        """Give up idle slots that the state has outgrown."""
+        """Free idle slots that are too small for the state."""
         for number in list(self._idle):
             if self._slots[number].segment.num_bytes < self._wanted_bytes:
                 self._idle.remove(number)
@@ -194,7 +197,7 @@ class Arena:
 
 
 def available_bytes() -> int | None:
-    """Memory that could be had without swapping; None where the system does not say."""
+    """Memory available without swapping; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,13 +1,15 @@
-"""The trainer's side of saving: slots, handles, and what became of earlier saves.
+"""The trainer's side of saving: slots, handles, and the outcome of earlier saves.
 
-All public methods belong to the training thread; reports arrive on the writer's threads.
+Threads: the training thread calls the public methods of SaveClient. The copier thread of Overlap calls `submit`,
+`staged` and `abandon` too, but the training thread joins it before its own next call, so that public calls never
+overlap (`before_step` does not call the client). Reports arrive on the writer's threads at any time.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,8 @@ from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.counters import LiveCounters
-from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.arbiter import arbitrated
 from ckptstore import human
@@ -33,70 +36,54 @@ from ckptstore.stores import open_store
 
 logger = logging.getLogger(__name__)
 
-
-"""What becomes of a save when all slots are in use."""
-
-_PATIENCE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class PendingJob:
-    """A job before its snapshot is copied. What failed is told by its number and attempt; the rest may be missing."""
-
-    number: int
-    attempt: Attempt
-    complete: Callable[[], SaveJob]
-
-    @staticmethod
-    def of(job: SaveJob) -> PendingJob:
-        """The draft of a job that is complete already."""
-        return PendingJob(job.number, job.attempt, lambda: job)
+_WARN_AFTER_S = 30.0
 
 
 @dataclass(slots=True)
 class _JobState:
-    """A job in the writer's hands."""
+    """A job that the writer has not finished."""
 
-    handle: SaveHandle
+    updates: HandleUpdates
     attempt: Attempt
     slot: int | None
-    """None: it uses none any more."""
+    """None: the job uses no slot, or no longer."""
     released: bool = False
-    """This rank has done its part."""
+    """This rank's shard and receipt are durable."""
 
 
 class SaveClient:
-    """An arena and handles around one writer, which is replaced when it has died."""
+    """An arena, the handles of unfinished saves, and one writer, which is replaced if it dies."""
 
     def __init__(
         self, setup: Setup, in_process: bool, num_slots: int, slot_bytes: int | None, counters: LiveCounters
     ) -> None:
+        """slot_bytes: the largest slot allowed; None: no limit. Larger snapshots are streamed through a slot."""
         self._setup = setup
-        self._most_bytes = slot_bytes
+        self._max_slot_bytes = slot_bytes
         self._counters = counters
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
         self._lock = threading.Lock()
         self._jobs: dict[int, _JobState] = {}
-        self._finished: list[SaveHandle] = []
+        self._finished: list[HandleUpdates] = []
         self._deaths: list[SaverDied] = []
         self._numbers = 0
         self._writer: SaveWriter | None = None
 
     @property
     def pending(self) -> list[SaveHandle]:
-        """Saves under way, oldest first."""
+        """Unfinished saves, oldest first. For any thread."""
         with self._lock:
-            return [one.handle for one in self._jobs.values()]
+            return [job.updates.handle for job in self._jobs.values()]
 
     @property
     def saver_pid(self) -> int | None:
-        """Process id of the saver, if there is one."""
+        """Process id of the saver, if there is one. For any thread."""
         writer = self._writer
         return writer.pid if isinstance(writer, ProcessWriter) else None
 
     def start(self) -> SaveWriter:
-        """The writer, started unless it runs."""
+        """The writer; starts one if none is running."""
         writer = self._writer
         if writer is None:
             if self._in_process:
@@ -109,29 +96,29 @@ class SaveClient:
         return writer
 
     def raise_failure(self) -> None:
-        """Raise the death of a saver or the error of an earlier save that nobody has seen yet; the rest is logged."""
+        """Raise the death of a saver, or the error of an earlier save that was not read yet. Logs all further ones."""
         with self._lock:
             finished, self._finished = self._finished, []
             errors: list[CkptError] = [*self._deaths]
             self._deaths = []
-        errors += [error for handle in finished if (error := handle._unseen_error) is not None]
+        errors += [error for updates in finished if (error := updates.unseen_error) is not None]
         for error in errors[1:]:
             logger.error("another background save failed: %s", error)
         if errors:
             raise errors[0]
 
     def expect(self, num_bytes: int, gpu: torch.device | None, wait: bool = False) -> None:
-        """Have slots for snapshots of this size made in the background, of what a GPU has if one is given.
+        """Allocate slots for snapshots of this size in the background.
 
-        wait: return when there is one.
+        gpu: one that snapshots are copied from. wait: return once there is one slot.
         """
         self._arena.expect(self._slot_bytes(num_bytes), gpu, wait)
 
     def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
-        """An idle slot for a save of `step`. If all are in use: None ("skip"), or one after waiting for it ("wait").
+        """An idle slot for a save of `step`. If all are in use: None ("skip"), or wait for one ("wait").
 
-        It is smaller than the snapshot if no slot may be so large: then the snapshot is to be streamed.
-        "supersede" takes the oldest save that only waits for its turn out of the queue, and waits if there is none.
+        The slot is smaller than the snapshot if the snapshot exceeds the largest slot allowed; then stream it.
+        "supersede" removes the oldest save whose upload has not begun from the queue, and waits if there is none.
         """
         num_bytes = self._slot_bytes(num_bytes)
         if on_busy != "wait":
@@ -139,73 +126,79 @@ class SaveClient:
             if slot is not None or on_busy == "skip":
                 return slot
             self.start().withdraw(step)
-        while (slot := self._arena.acquire(num_bytes, _PATIENCE_S)) is None:
+        while (slot := self._arena.acquire(num_bytes, _WARN_AFTER_S)) is None:
             logger.warning("training waits for an idle slot: saves take longer than the interval between them")
         return slot
 
     def release(self, slot: ArenaSlot) -> None:
-        """Give a slot back that no job was submitted for."""
+        """Return a slot for which no job was submitted. For any thread."""
         self._arena.release(slot.number)
 
-    def skip(self, attempt: Attempt, handle: SaveHandle) -> None:
-        """Finish a handle without a save; the other ranks hear of it."""
+    def skip(self, attempt: Attempt, updates: HandleUpdates) -> None:
+        """Finish a handle as skipped, and abort the attempt for the other ranks."""
         self.start().abort(attempt)
-        self._end_with(handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
+        self._fail_handle(updates, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
-    def abandon(self, pending_job: PendingJob, handle: SaveHandle, slot: ArenaSlot, error: CkptError) -> None:
-        """A save failed before its job was submitted, or at the end of its stream; the next call raises the error, and
-        the other ranks hear of it."""
-        if handle.done():
+    def abandon(self, snapshot: Snapshot, error: CkptError) -> None:
+        """Fail a save before its job was submitted, or at the end of its stream, and abort its attempt for the other
+        ranks. The next save raises the error. Also called by the copier thread."""
+        updates = snapshot.updates
+        if updates.handle.done():
             return  # the stream had failed already
         with self._lock:
-            self._finished.append(handle)
-            streamed = pending_job.number in self._jobs
-        self._end_with(handle, error)
-        self.start().abort(pending_job.attempt, describe(error))
+            self._finished.append(updates)
+            streamed = snapshot.number in self._jobs
+        self._fail_handle(updates, error)
+        self.start().abort(snapshot.attempt, describe(error))
         if streamed:
-            self.cut(pending_job.number)  # the saver says when it has let go of the slot
-        else:
-            self._arena.release(slot.number)
+            self.cut(snapshot.number)  # the saver reports when it no longer uses the slot
+        elif snapshot.slot is not None:
+            self._arena.release(snapshot.slot.number)
 
     def next_number(self) -> int:
-        """A number for a job."""
+        """A new job number."""
         self._numbers += 1
         return self._numbers
 
-    def submit(self, job: SaveJob, handle: SaveHandle) -> None:
-        """Hand a staged snapshot over, or the end of a streamed one; from now on its slot is the writer's."""
-        if handle._stream_writer is None:
-            self._send(job, handle)
+    def submit(self, snapshot: Snapshot) -> None:
+        """Submit a staged snapshot, or the end of a streamed one; from now on its slot belongs to the writer.
+
+        Also called by the copier thread.
+        """
+        updates = snapshot.updates
+        if updates.stream_writer is None:
+            self._send(snapshot.job(), updates)
         else:
-            self.staged(job.number, len(handle._stream_writer.spans))
-        handle._hand_over()
+            self.staged(snapshot.number, len(updates.stream_writer.spans))
+        updates.staged()
         self._arena.prepare_rest()
 
-    def stream(self, job: SaveJob, handle: SaveHandle, stream_writer: StreamWriter) -> None:
-        """Announce a snapshot that will pass through its slot; until all of it has, it is lost if this process dies."""
-        handle._stream_writer = stream_writer
-        self._send(job, handle)
+    def stream(self, snapshot: Snapshot, stream_writer: StreamWriter) -> None:
+        """Submit the job of a snapshot that will pass through its slot. The save is lost if this process dies before
+        the end of the stream is submitted."""
+        snapshot.updates.stream_writer = stream_writer
+        self._send(snapshot.job(), snapshot.updates)
 
     def staged(self, number: int, chunks: int) -> None:
-        """So many chunks of a streamed job were copied."""
+        """The first `chunks` chunks of a streamed job have been copied. Also called by the copier thread."""
         if (writer := self._writer) is not None:
             writer.staged(number, chunks)
 
     def cut(self, number: int) -> None:
-        """The rest of a streamed job will not be copied: the save fails, unless it has already."""
+        """End a stream before its last chunk: the save fails, unless it has already."""
         if (writer := self._writer) is not None:
             writer.cut(number)
 
-    def seen(self, handle: SaveHandle) -> None:
-        """The error of a save was raised already."""
-        error = handle.exception()
+    def seen(self, updates: HandleUpdates) -> None:
+        """The error of this save has been raised; do not raise it again."""
+        error = updates.handle.exception()
         with self._lock:
             self._deaths = [death for death in self._deaths if death is not error]
 
     def close(self, timeout_s: float | None) -> None:
-        """Wait until every save is durable or has failed, then end the writer and give the arena back.
+        """Wait until every save is durable or has failed, then stop the writer and free the arena.
 
-        Raises TimeoutError if that takes longer; a saver process then goes on by itself.
+        Raises TimeoutError if that takes longer; a saver process then continues on its own.
         """
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -213,49 +206,49 @@ class SaveClient:
         self._arena.close()
 
     def _slot_bytes(self, num_bytes: int) -> int:
-        limit = self._most_bytes
+        limit = self._max_slot_bytes
         if limit is None or num_bytes <= limit:
             return num_bytes
-        self._arena.limit(1)  # a snapshot that passes through one waits for the one before in any case
+        self._arena.limit(1)  # a streamed snapshot has to wait for the previous one anyway
         return limit
 
-    def _send(self, job: SaveJob, handle: SaveHandle) -> None:
+    def _send(self, job: SaveJob, updates: HandleUpdates) -> None:
         writer = self.start()
         with self._lock:
-            self._jobs[job.number] = _JobState(handle, job.attempt, job.slot)
+            self._jobs[job.number] = _JobState(updates, job.attempt, job.slot)
         writer.submit(job)
         if self._writer is not writer:
             self._on_missed_death(job.number)
 
-    # What the arena tells.
+    # Called by the arena, on the thread that allocates a slot or acquires one.
 
     def add_slot(self, number: int, segment: Segment) -> None:
-        """Make a new slot known to the writer."""
+        """Announce a new slot to the writer."""
         if self._writer is not None:
             self._writer.add_slot(number, segment)
 
     def forget_slot(self, number: int) -> None:
-        """Tell the writer of a slot that is gone."""
+        """Announce to the writer that a slot is gone."""
         if self._writer is not None:
             self._writer.forget_slot(number)
 
-    # What the writer tells.
+    # Called by the writer, on its own threads.
 
     def _on_report(self, report: Report) -> None:
         with self._lock:
             if report.number not in self._jobs:
-                return  # given up already
-            one = self._jobs[report.number]
-            slot = one.slot
+                return  # abandoned already
+            job = self._jobs[report.number]
+            slot = job.slot
             if isinstance(report, Released):
-                one.slot, one.released = None, True
+                job.slot, job.released = None, True
             elif isinstance(report, Done | Failed):
                 del self._jobs[report.number]
-                if not one.handle.done():
-                    self._finished.append(one.handle)
+                if not job.updates.handle.done():
+                    self._finished.append(job.updates)
         if slot is not None and isinstance(report, Released | Failed):
             self._arena.release(slot)
-        self._apply(one.handle, report)
+        self._apply(job.updates, report)
 
     def _on_death(self, error: SaverDied) -> None:
         with self._lock:
@@ -265,39 +258,39 @@ class SaveClient:
         self._fail_lost(lost, error)
 
     def _on_missed_death(self, number: int) -> None:
-        """The writer died, and its death was reported, just before this job was known to be under way."""
+        """The writer died, and its death was reported, just before this job was registered."""
         with self._lock:
-            one = self._jobs.pop(number, None)
-        if one is not None:
-            self._fail_lost([one], SaverDied("the saver process died", "The next save starts a new one"))
+            job = self._jobs.pop(number, None)
+        if job is not None:
+            self._fail_lost([job], SaverDied("the saver process died", "The next save starts a new one"))
 
     def _fail_lost(self, lost: Sequence[_JobState], error: SaverDied) -> None:
-        for one in lost:
-            if one.slot is not None:
-                self._arena.release(one.slot)
-            self._end_with(one.handle, error)
-        attempts = [one.attempt for one in lost if not one.released]
+        for job in lost:
+            if job.slot is not None:
+                self._arena.release(job.slot)
+            self._fail_handle(job.updates, error)
+        attempts = [job.attempt for job in lost if not job.released]
         if attempts and self._setup.world_size > 1:
-            threading.Thread(target=self._abort_attempts, args=(attempts, describe(error)), name="ckpt-decline").start()
+            threading.Thread(target=self._abort_attempts, args=(attempts, describe(error)), name="ckpt-abort").start()
 
     def _abort_attempts(self, attempts: Sequence[Attempt], failure: str) -> None:
-        """What a saver would do, for one that is dead."""
+        """Abort the attempts in place of the dead saver."""
         setup = self._setup
         store = arbitrated(open_store(setup.store, setup.options), setup.daemon, setup.token)
         abort_attempts(store, setup, attempts, failure, system_clock)
 
-    def _end_with(self, handle: SaveHandle, error: CkptError) -> None:
-        if handle.done():
+    def _fail_handle(self, updates: HandleUpdates, error: CkptError) -> None:
+        if updates.handle.done():
             return  # a stream that was cut
         self._counters.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
-        handle._fail(error)
+        updates.fail(error)
 
-    def _apply(self, handle: SaveHandle, report: Report) -> None:
+    def _apply(self, updates: HandleUpdates, report: Report) -> None:
         if isinstance(report, SaveProgress):
-            handle._advance(report.done_bytes)
+            updates.progress(report.done_bytes)
         elif isinstance(report, Released):
-            logger.debug("step %d: %s", handle.step, report.coding)
-            handle._measure(
+            logger.debug("step %d: %s", updates.handle.step, report.coding)
+            updates.measure(
                 queue_s=report.queue_s,
                 encode_s=report.encode_s,
                 upload_s=report.upload_s,
@@ -306,24 +299,24 @@ class SaveClient:
                 referenced_bytes=report.referenced_bytes,
             )
         elif isinstance(report, Done):
-            handle._measure(commit_s=report.commit_s)
+            updates.measure(commit_s=report.commit_s)
             checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
             assert checkpoint is not None
-            self._committed(handle, checkpoint)
+            self._committed(updates, checkpoint)
         else:
-            self._end_with(handle, error_from_code(report.code, report.message, report.hint))
+            self._fail_handle(updates, error_from_code(report.code, report.message, report.hint))
 
-    def _committed(self, handle: SaveHandle, checkpoint: Checkpoint) -> None:
-        timings = handle.timings
+    def _committed(self, updates: HandleUpdates, checkpoint: Checkpoint) -> None:
+        timings = updates.handle.timings
         self._counters.add(
             committed=1, raw_bytes=timings.raw_bytes, stored_bytes=timings.stored_bytes,
             referenced_bytes=timings.referenced_bytes, cpu_s=timings.cpu_s,
         )  # fmt: skip
-        self._counters.durable(handle.step)
+        self._counters.durable(updates.handle.step)
         if self._setup.rank == 0:
             logger.info(
                 "run %s step %d is committed as %s: %s, %s stored, %s referenced, %.2f s after save_async was called",
                 checkpoint.run, checkpoint.step, checkpoint.id, human.size(checkpoint.raw_bytes),
-                human.size(checkpoint.stored_bytes), human.size(checkpoint.referenced_bytes), handle._age_s,
+                human.size(checkpoint.stored_bytes), human.size(checkpoint.referenced_bytes), updates.age_s,
             )  # fmt: skip
-        handle._succeed(checkpoint)
+        updates.succeed(checkpoint)

@@ -1,4 +1,4 @@
-"""What the trainer knows of one save under way."""
+"""SaveHandle, the view of one save for the training loop, and HandleUpdates, through which ckpt updates it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckptstore.errors import CkptError, SaveSkipped
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of a save went, in seconds, and its size. Zero until known."""
+    """Where the time of a save went, in seconds, and its size. Fields are zero until they are known."""
 
     blocked_s: float = 0.0
     """The training thread was inside save_async."""
     wait_s: float = 0.0
-    """Of that, waiting for an idle slot."""
+    """Part of blocked_s: waiting for an idle slot."""
     stage_s: float = 0.0
-    """Of that, copying."""
+    """Part of blocked_s: copying. With overlap, the copy runs in the background instead."""
     held_s: float = 0.0
     """`optim.step()` waited for the rest of the copy."""
     queue_s: float = 0.0
@@ -33,21 +33,18 @@ class Timings:
     cpu_s: float = 0.0
     """CPU time of the saver process from the end of the queue until the shard was durable; 0 with writer="thread"."""
     raw_bytes: int = 0
-    """Of this rank's part, before it is encoded."""
+    """Size of this rank's part before encoding."""
     stored_bytes: int = 0
-    """What was uploaded."""
+    """Bytes uploaded."""
     referenced_bytes: int = 0
-    """Stored bytes of unchanged chunks, which lie in earlier checkpoints; in addition to stored_bytes."""
+    """Stored bytes of unchanged chunks, which lie in earlier checkpoints. Not included in stored_bytes."""
 
 
 class SaveHandle:
     """One save. All methods may be called from any thread."""
 
-    def __init__(self, step: int, raw_bytes: int, begun_at: float | None = None) -> None:
-        """begun_at: when save_async was called, by time.perf_counter()."""
+    def __init__(self, step: int, raw_bytes: int) -> None:
         self.step = step
-        self._begun_at = time.perf_counter() if begun_at is None else begun_at
-        self._lock = threading.Lock()
         self._staged = threading.Event()
         self._lost = False
         self._finished = threading.Event()
@@ -56,7 +53,6 @@ class SaveHandle:
         self._seen = False
         self._done_bytes = 0
         self._timings = Timings(raw_bytes=raw_bytes)
-        self._stream_writer: StreamWriter | None = None
 
     def __repr__(self) -> str:
         ended = "skipped" if self.skipped else "failed" if self._error else "committed"
@@ -64,19 +60,21 @@ class SaveHandle:
         return f"<SaveHandle step={self.step} {state}>"
 
     def staged(self, timeout: float | None = 0.0) -> bool:
-        """Whether the snapshot is taken and in the saver's hands: from then on it becomes durable even if this process
-        is killed. Waits at most `timeout` seconds for it, None: without limit; False if the save failed before."""
+        """Whether the saver has the whole snapshot: from then on it becomes durable even if this process is killed.
+
+        Waits at most `timeout` seconds, None: without limit. False if the save failed before.
+        """
         return self._staged.wait(timeout) and not self._lost
 
     def done(self) -> bool:
-        """Whether it is committed, has failed or was skipped."""
+        """Whether the save is committed, failed or skipped."""
         return self._finished.is_set()
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """The committed checkpoint: durable, and restorable by anybody.
+        """The committed checkpoint: durable, and visible to every reader of the store.
 
-        Waits at most `timeout` seconds, then raises TimeoutError; raises the save's own error if it failed, and
-        SaveSkipped if it was given up as `on_busy` asks for.
+        Waits at most `timeout` seconds, then raises TimeoutError. Raises the save's own error if it failed, and
+        SaveSkipped if it was skipped because of `on_busy`.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"save of step {self.step} is not durable after {timeout} s")
@@ -88,59 +86,79 @@ class SaveHandle:
     def exception(self) -> CkptError | None:
         """The error of a save that failed or was skipped; None while it is under way or committed.
 
-        An error that was seen here is not raised again by the next save.
+        After this call the next save does not raise the error.
         """
         self._seen = True
         return self._error
 
     @property
     def skipped(self) -> bool:
-        """Whether it was given up as `on_busy` asks for, by this rank or another one. That is no failure."""
+        """Whether the save was skipped because of `on_busy`, on this rank or another one. This is not a failure."""
         return isinstance(self._error, SaveSkipped)
 
     @property
     def timings(self) -> Timings:
-        """What is known so far."""
+        """The timings known so far."""
         return self._timings
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Raw bytes uploaded by this rank, and all of them."""
+        """Raw bytes uploaded by this rank, and their total."""
         return self._done_bytes, self._timings.raw_bytes
 
-    # For the client only.
+
+class HandleUpdates:
+    """Updates one SaveHandle. Internal to ckpt; user code only gets the handle. For any thread."""
+
+    def __init__(self, step: int, raw_bytes: int, started_at: float | None = None) -> None:
+        """started_at: when save_async was called, by time.perf_counter(); default: now."""
+        self.handle = SaveHandle(step, raw_bytes)
+        self.stream_writer: StreamWriter | None = None
+        """Set for a streamed save: it receives the progress of the upload and its failure."""
+        self._started_at = time.perf_counter() if started_at is None else started_at
+        self._lock = threading.Lock()
 
     @property
-    def _unseen_error(self) -> CkptError | None:
-        return None if self._seen or self.skipped else self._error
-
-    def _advance(self, done_bytes: int) -> None:
-        self._done_bytes = done_bytes
-        if self._stream_writer is not None:
-            self._stream_writer.written(done_bytes)
+    def age_s(self) -> float:
+        """Seconds since save_async was called."""
+        return time.perf_counter() - self._started_at
 
     @property
-    def _age_s(self) -> float:
-        return time.perf_counter() - self._begun_at
+    def unseen_error(self) -> CkptError | None:
+        """The error, unless user code has read it or the save was skipped."""
+        handle = self.handle
+        return None if handle._seen or handle.skipped else handle._error
 
-    def _measure(self, **known: float) -> None:
-        # The training thread and the writer's threads learn different parts.
+    def measure(self, **timings: float) -> None:
+        """Set fields of the handle's Timings."""
+        # The training thread and the writer's threads set different fields.
         with self._lock:
-            self._timings = replace(self._timings, **known)  # type: ignore[arg-type]
+            self.handle._timings = replace(self.handle._timings, **timings)  # type: ignore[arg-type]
 
-    def _hand_over(self) -> None:
-        self._staged.set()
+    def progress(self, done_bytes: int) -> None:
+        """This many raw bytes are uploaded."""
+        self.handle._done_bytes = done_bytes
+        if self.stream_writer is not None:
+            self.stream_writer.written(done_bytes)
 
-    def _succeed(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._done_bytes = self._timings.raw_bytes
-        self._finished.set()
+    def staged(self) -> None:
+        """The saver has the whole snapshot."""
+        self.handle._staged.set()
 
-    def _fail(self, error: CkptError) -> None:
-        self._error = error
-        self._seen = False
-        if self._stream_writer is not None:
-            self._stream_writer.fail(error)
-        self._lost = not self._staged.is_set()
-        self._staged.set()
-        self._finished.set()
+    def succeed(self, checkpoint: Checkpoint) -> None:
+        """The checkpoint is committed."""
+        handle = self.handle
+        handle._checkpoint = checkpoint
+        handle._done_bytes = handle._timings.raw_bytes
+        handle._finished.set()
+
+    def fail(self, error: CkptError) -> None:
+        """The save failed or was skipped."""
+        handle = self.handle
+        handle._error = error
+        handle._seen = False
+        if self.stream_writer is not None:
+            self.stream_writer.fail(error)
+        handle._lost = not handle._staged.is_set()
+        handle._staged.set()
+        handle._finished.set()

@@ -1,7 +1,7 @@
 """Stage: copy the captured leaves into a slot of the arena.
 
-What may change at any time is copied on the training thread, which waits for memory and for nothing else. What only
-changes in `optim.step()` may be left to another thread meanwhile (overlap.py).
+State that may change at any time is copied on the training thread, which waits for memory copies only. State that
+changes only in `optim.step()` may be copied later by another thread (overlap.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALL_GATHERED_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLayout:
-    """Where the leaves of a snapshot lie in its slot: the raw stream of the shard to be."""
+    """Where the leaves of a snapshot lie in its slot: the raw stream of the shard."""
 
     slices: list[Slice]
     """In the order of capture."""
@@ -38,7 +38,7 @@ class SnapshotLayout:
 
     @staticmethod
     def of(slices: Sequence[Slice]) -> SnapshotLayout:
-        """The layout that leaves of these slices have in every save."""
+        """The layout of leaves with these slices; equal in every save."""
         placed = place_slices(slices)
         index = {piece: i for i, piece in enumerate(slices)}
         order = [index[place.slice] for place in placed]
@@ -52,7 +52,7 @@ class SnapshotLayout:
 
 @dataclass(slots=True)
 class _DeferredLeaves:
-    """Leaves that are moved later: what is the same in every save."""
+    """Leaves whose copy is deferred: the part that is equal in every save."""
 
     indexes: list[int] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
@@ -60,14 +60,14 @@ class _DeferredLeaves:
     samples: list[RawMemory] = field(default_factory=list)
 
     def add(self, index: int, leaf: Leaf) -> None:
-        """One more."""
+        """Append a leaf."""
         self.indexes.append(index)
         self.slices.append(leaf.slice)
         self.changes.append(leaf.change)
         self.samples.append(sample(leaf.tensor))
 
     def among(self, leaves: Leaves) -> Leaves:
-        """As they are now."""
+        """These leaves with their current tensors."""
         tensors = [leaves.tensors[i] for i in self.indexes]
         origins = None if leaves.origins is leaves.tensors else [leaves.origins[i] for i in self.indexes]
         return Leaves(self.slices, tensors, origins, self.changes)
@@ -75,23 +75,23 @@ class _DeferredLeaves:
 
 @dataclass(slots=True)
 class _CopyPlan:
-    """How to copy leaves, as long as they are the same: addresses, and indexes of leaves."""
+    """How to copy leaves, valid while their sameness is equal: addresses, and indexes of leaves."""
 
     sameness: object | None
     now: list[Move] = field(default_factory=list)
     gathered: list[RawMemory] = field(default_factory=list)
-    """Small memory, which is copied to one place now, and from there to where it belongs later."""
+    """Small memory, which is copied into one buffer now, and from there to its places later."""
     runs: list[GatheredRun] = field(default_factory=list)
     later: list[Move] = field(default_factory=list)
     waiting: _DeferredLeaves = field(default_factory=_DeferredLeaves)
-    """The leaves of these."""
+    """The leaves of `later`."""
     frozen: list[Placed] = field(default_factory=list)
-    """Of large leaves that nobody should change."""
+    """The places of large leaves that are expected not to change."""
     others: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
-    """Leaves that are not plain host memory, where they go, and whether they may wait."""
+    """Leaves that are not plain host memory: their place, their index, and whether they are deferred."""
 
     def gather(self) -> None:
-        """Of what is to be copied now, gather what is small: in all no more than a little."""
+        """Move small copies from `now` to `gathered`, up to a total of _ALL_GATHERED_BYTES."""
         now, self.now, at = self.now, [], 0
         for to, source, size in now:
             if size > _GATHERED_BYTES or at + size > _ALL_GATHERED_BYTES:
@@ -107,9 +107,9 @@ class _CopyPlan:
 
 
 class Stager:
-    """Copies into one segment. The training thread begins a copy; the transfer that it gets may be finished by another.
+    """Copies into one segment. The training thread begins a copy; another thread may finish its transfer.
 
-    Nothing of the training loop is held between saves.
+    Keeps no tensor of the training loop between saves.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -117,27 +117,27 @@ class Stager:
         self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
         self._address = self._arena.data_ptr()
         self.gpu: torch.device | None = None
-        """For which the segment has been pinned."""
+        """The GPU for which the segment was pinned; None: not pinned."""
         self._plan: _CopyPlan | None = None
 
     def pin(self, gpu: torch.device) -> None:
-        """Have GPUs copy into the segment by themselves: this one, and all others."""
+        """Page-lock the segment, once for all GPUs."""
         if self.gpu is None:
             pin(self._segment, gpu)
             self.gpu = gpu
 
     def stage(self, leaves: Leaves, layout: SnapshotLayout, sameness: object | None = None) -> None:
-        """Copy all leaves. On return the slot holds them, also those from a GPU. sameness: see `Captured`."""
+        """Copy all leaves. On return the slot holds them, including those from a GPU. sameness: see `Captured`."""
         self.begin(leaves, layout, None, sameness).finish()
 
     @torch.no_grad()
     def begin(
         self, leaves: Leaves, layout: SnapshotLayout, later: Later | None, sameness: object | None = None
     ) -> Transfer:
-        """Copy the leaves that may change at any time, but for those that are on a GPU: they are on their way, in the
-        order of the current stream. What `later` says may wait goes with `Transfer.copy`.
+        """Copy the leaves that cannot be deferred; those on a GPU are enqueued on the current stream instead.
 
-        sameness: if it is not None and equals the one before, leaves and `later` are as they were then.
+        later: whether a leaf is deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None and equals
+        the last one, the slices, the memory and the answers of `later` are the same as then.
         """
         plan = self._plan
         if plan is None or sameness is None or plan.sameness != sameness:
@@ -191,5 +191,5 @@ class Stager:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes in memory are its elements, in order."""
+    """Whether the tensor's bytes in host memory are its elements, in order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

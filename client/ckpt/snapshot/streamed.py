@@ -1,4 +1,4 @@
-"""Stage a snapshot that is larger than its slot: chunk by chunk, each as soon as the saver has made room for it."""
+"""Stage a snapshot that is larger than its slot: chunk by chunk, each as soon as the saver has freed its place."""
 
 from __future__ import annotations
 
@@ -8,58 +8,48 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ckpt.capture.leaves import Leaf, Leaves
-from ckpt.saver.messages import SaveJob
+from ckpt.capture.leaves import Leaf
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
-from ckpt.snapshot.arena import ArenaSlot
-from ckpt.snapshot.client import PendingJob, SaveClient
+from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import ChangeGuard, sample
-from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.overlap import Overlap, PendingCopy
+from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.stage import SnapshotLayout, is_plain
-from ckpt.snapshot.transfer import Transfer
 from ckptstore.errors import SnapshotTorn
-from ckptstore.format.shards import ChunkSpan, plan_chunks
+from ckptstore.format.shards import ChunkSpan, Placed, plan_chunks
 
 _CLONED_BYTES = 32 << 20
-"""What cannot wait is cloned, so that the rest can be copied beside training, if it is not more than this."""
+"""Leaves that cannot overlap are cloned if they are not more than this, so that the rest can be copied in the
+background."""
 
 
-def stream_snapshot(
-    client: SaveClient,
-    slot: ArenaSlot,
-    leaves: Leaves,
-    layout: SnapshotLayout,
-    job: SaveJob,
-    handle: SaveHandle,
-    overlap: Overlap | None,
-) -> None:
-    """Copy the leaves through the slot, in step with the upload, and return when the saver has all of them; with
-    overlap, return at once: then `optim.step()` waits for it.
+def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | None) -> None:
+    """Copy the leaves through the slot, at the pace of the upload, and return when the saver has all of them. With
+    overlap, return at once; then `optim.step()` waits for the copy.
 
-    Raises the error of the save if it fails meanwhile, such as SaverDied; then nothing was taken.
+    Raises the error of the save if it fails meanwhile, such as SaverDied; then nothing was saved.
     """
-    stream_writer = StreamWriter(plan_chunks(layout.placed), slot.segment.num_bytes)
-    waits = [_can_overlap(leaf, overlap) for leaf in leaves]
-    if overlap is not None and _worthwhile(leaves, waits):
-        pairs = list(zip(leaves, waits, strict=True))
-        stream = _Stream(slot.segment, [leaf.tensor if wait else leaf.tensor.clone() for leaf, wait in pairs], layout)
-        client.stream(job, handle, stream_writer)
-        later = leaves.pick(i for i, wait in enumerate(waits) if wait)
-        transfer = StreamTransfer(stream, client, stream_writer, job, handle, later)
-        overlap.begin(
-            client, PendingCopy(transfer, ChangeGuard(later, transfer.samples), PendingJob.of(job), handle, slot)
-        )
+    assert snapshot.slot is not None
+    leaves, layout, segment = snapshot.request.captured.leaves, snapshot.request.layout, snapshot.slot.segment
+    writer = StreamWriter(plan_chunks(layout.placed), segment.num_bytes)
+    deferred = [_can_overlap(leaf, overlap) for leaf in leaves]
+    if overlap is not None and _worthwhile(leaves, deferred):
+        pairs = list(zip(leaves, deferred, strict=True))
+        stream = _Stream(segment, [leaf.tensor if later else leaf.tensor.clone() for leaf, later in pairs], layout)
+        client.stream(snapshot, writer)
+        later = leaves.pick(i for i, waits in enumerate(deferred) if waits)
+        guard = ChangeGuard(later, list(map(sample, later.tensors)))
+        overlap.begin(client, PendingCopy(StreamTransfer(stream, client, snapshot, writer), guard, snapshot))
         return
-    stream = _Stream(slot.segment, leaves.tensors, layout)
-    client.stream(job, handle, stream_writer)
+    stream = _Stream(segment, leaves.tensors, layout)
+    client.stream(snapshot, writer)
     try:
-        StreamTransfer(stream, client, stream_writer, job, handle, Leaves()).copy()
-        client.submit(job, handle)
+        StreamTransfer(stream, client, snapshot, writer).copy()
+        client.submit(snapshot)
     except BaseException:
-        client.cut(job.number)
-        client.seen(handle)  # it is raised here, and not once more by the next save
+        client.cut(snapshot.number)
+        client.seen(snapshot.updates)  # it is raised here, so the next save must not raise it again
         raise
 
 
@@ -67,60 +57,57 @@ def _can_overlap(leaf: Leaf, overlap: Overlap | None) -> bool:
     return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.can_overlap(leaf)
 
 
-def _worthwhile(leaves: Sequence[Leaf], waits: Sequence[bool]) -> bool:
-    rest = sum(leaf.slice.bytes for leaf, wait in zip(leaves, waits, strict=True) if not wait)
-    return any(waits) and rest <= _CLONED_BYTES
+def _worthwhile(leaves: Sequence[Leaf], deferred: Sequence[bool]) -> bool:
+    rest = sum(leaf.slice.bytes for leaf, later in zip(leaves, deferred, strict=True) if not later)
+    return any(deferred) and rest <= _CLONED_BYTES
 
 
-class StreamTransfer(Transfer):
-    """A snapshot on its way through a slot. The saver cannot end it before the job is submitted."""
+class StreamTransfer:
+    """The copy of a snapshot through its slot. The saver cannot finish the save before the snapshot is submitted."""
 
-    def __init__(
-        self,
-        stream: _Stream,
-        client: SaveClient,
-        stream_writer: StreamWriter,
-        job: SaveJob,
-        handle: SaveHandle,
-        later: Leaves,
-    ) -> None:
-        super().__init__()
-        self.later, self.samples = later, list(map(sample, later.tensors))
+    frozen: Sequence[Placed] = ()
+    """Frozen leaves are not tracked: most of the slot has been overwritten at the end of the copy."""
+
+    def __init__(self, stream: _Stream, client: SaveClient, snapshot: Snapshot, writer: StreamWriter) -> None:
         self._stream = stream
         self._client = client
-        self._stream_writer = stream_writer
-        self._job = job
-        self._handle = handle
+        self._snapshot = snapshot
+        self._writer = writer
         self._torn = False
 
     def copy(self) -> None:
-        """Copy everything, and tell the saver of all but the last chunk. Raises the error of a save that fails."""
-        stream_writer, waited_s, began = self._stream_writer, 0.0, time.perf_counter()
-        for number, (span, place) in enumerate(zip(stream_writer.spans, stream_writer.places, strict=True)):
-            asked = time.perf_counter()
-            stream_writer.wait(place)
-            waited_s += time.perf_counter() - asked
+        """Copy everything, and announce all but the last chunk to the saver. Raises the error of a failed save."""
+        writer, waited_s, started = self._writer, 0.0, time.perf_counter()
+        for number, (span, place) in enumerate(zip(writer.spans, writer.places, strict=True)):
+            wait_started = time.perf_counter()
+            writer.wait(place)
+            waited_s += time.perf_counter() - wait_started
             self._stream.copy(span, place.at)
-            self._client.staged(self._job.number, min(number + 1, len(stream_writer.spans) - 1))
-        stream_writer.check()
-        wait_s = self._handle.timings.wait_s + waited_s
-        self._handle._measure(wait_s=wait_s, stage_s=time.perf_counter() - began - waited_s)
+            self._client.staged(self._snapshot.number, min(number + 1, len(writer.spans) - 1))
+        writer.check()
+        updates = self._snapshot.updates
+        wait_s = updates.handle.timings.wait_s + waited_s
+        updates.measure(wait_s=wait_s, stage_s=time.perf_counter() - started - waited_s)
 
     def copy_again(self) -> None:
-        """Most of it has gone already."""
+        """Make `finish` fail: most of the stream has been uploaded already."""
         self._torn = True
 
     def make_streams_wait(self) -> None:
-        """Nothing is copied any more."""
+        """Nothing to order: `copy` returns when everything is copied."""
 
     def finish(self) -> None:
         """Raises SnapshotTorn if it would have to be copied again."""
         if self._torn:
             raise SnapshotTorn(
-                "the state changed while it passed through its slot, which cannot be done again",
+                "the state changed while it was streamed through its slot, and a stream cannot be copied again",
                 "Pass overlap=False to the Checkpointer if anything but optim.step() changes parameters between "
-                "save_async and the next step; this process now goes on as if you had",
+                "save_async and the next step. This process now behaves as with overlap=False",
             )
+
+    def release(self) -> None:
+        """Release the last tensor; the stream is copied."""
+        self._stream.release()
 
 
 class _Stream:
@@ -134,7 +121,7 @@ class _Stream:
 
     @torch.no_grad()
     def copy(self, span: ChunkSpan, at: int) -> None:
-        """Copy the next stretch to a place in the slot; it is there on return."""
+        """Copy the next chunk to byte `at` of the slot; the slot holds it on return."""
         to = self._arena[at : at + span.bytes]
         for source in self._next(span.at, span.at + span.bytes):
             if is_plain(source):
@@ -142,6 +129,10 @@ class _Stream:
             else:
                 to[: source.nbytes].view(source.dtype).copy_(source)
             to = to[source.nbytes :]
+
+    def release(self) -> None:
+        """Release tensor references."""
+        self._left, self._source = iter(()), torch.empty(0, dtype=torch.uint8)
 
     def _next(self, begin: int, end: int) -> Iterator[torch.Tensor]:
         """The elements from byte `begin` to `end` of the stream, tensor by tensor."""

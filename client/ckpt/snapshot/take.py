@@ -1,77 +1,57 @@
-"""Take a snapshot: a slot for it, a copy in the slot, and the job that makes it durable."""
+"""Take a snapshot: acquire a slot, copy the state into it, and submit the job that makes it durable."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 
-from ckpt.capture.leaves import Captured
 from ckpt.config import OnBusy
-from ckpt.saver.messages import SaveJob
-from ckpt.snapshot.client import PendingJob, SaveClient
-from ckpt.snapshot.handle import SaveHandle
-from ckpt.snapshot.overlap import Overlap, copy_snapshot
-from ckpt.snapshot.stage import SnapshotLayout
+from ckpt.snapshot.client import SaveClient
+from ckpt.snapshot.guard import ChangeGuard
+from ckpt.snapshot.handle import HandleUpdates
+from ckpt.snapshot.overlap import Overlap, PendingCopy
+from ckpt.snapshot.request import SaveRequest, Snapshot
 from ckpt.snapshot.streamed import stream_snapshot
 from ckptstore.clock import system_clock
-from ckptstore.names import Attempt
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """What one save is about."""
-
-    attempt: Attempt
-    captured: Captured
-    layout: SnapshotLayout
-    metrics: Mapping[str, float]
-    lease: str | None
-    """A lease that its commit makes needless."""
 
 
 def take_snapshot(
-    client: SaveClient, request: SaveRequest, handle: SaveHandle, overlap: Overlap | None, on_busy: OnBusy
+    client: SaveClient, request: SaveRequest, updates: HandleUpdates, overlap: Overlap | None, on_busy: OnBusy
 ) -> bool:
-    """Copy the state, now or beside training, and have it made durable. False if the save is skipped instead."""
-    layout, slot = request.layout, None
-    waiting = time.perf_counter()
+    """Copy the state, now or while training continues, and make it durable. False if the save is skipped instead."""
+    slot, started = None, time.perf_counter()
     if request.captured.leaves:
-        slot = client.acquire(layout.num_bytes, on_busy, request.attempt.step)
+        slot = client.acquire(request.layout.num_bytes, on_busy, request.attempt.step)
         if slot is None:
-            client.skip(request.attempt, handle)
+            client.skip(request.attempt, updates)
             return False
-    handle._measure(wait_s=time.perf_counter() - waiting)
-    streamed = slot is not None and slot.segment.num_bytes < layout.num_bytes
-    number = client.next_number()
-    complete = partial(_job, number, slot.number if slot is not None else None, system_clock(), request, streamed)
+    updates.measure(wait_s=time.perf_counter() - started)
+    snapshot = Snapshot(client.next_number(), request, slot, system_clock(), updates)
     if slot is None:
-        client.submit(complete(), handle)
-    elif streamed:
-        stream_snapshot(client, slot, request.captured.leaves, layout, complete(), handle, overlap)
+        client.submit(snapshot)
+    elif snapshot.streamed:
+        stream_snapshot(client, snapshot, overlap)
     else:
         try:
-            copy_snapshot(
-                client, slot, request.captured, layout, PendingJob(number, request.attempt, complete), handle, overlap
-            )
+            _copy_snapshot(client, snapshot, overlap)
         except BaseException:
             client.release(slot)
             raise
     return True
 
 
-def _job(number: int, slot: int | None, created_at: float, request: SaveRequest, streamed: bool) -> SaveJob:
-    return SaveJob(
-        number=number,
-        slot=slot,
-        attempt=request.attempt,
-        created_at=created_at,
-        slices=request.layout.rows,
-        aliases=request.captured.aliases,
-        trees=request.captured.trees,
-        local=request.captured.write(),
-        metrics=dict(request.metrics),
-        lease=request.lease,
-        streamed=streamed,
-    )
+def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | None) -> None:
+    """Copy the leaves into the slot and submit the job once all are copied: now, or in the background."""
+    assert snapshot.slot is not None
+    captured, layout, stager = snapshot.request.captured, snapshot.request.layout, snapshot.slot.stager
+    started = time.perf_counter()
+    if overlap is not None and overlap.on:
+        transfer = stager.begin(captured.leaves, layout, overlap.can_overlap, overlap.sameness(captured))
+        if transfer.under_way:
+            guard = ChangeGuard(transfer.later, transfer.samples)
+            overlap.begin(client, PendingCopy(transfer, guard, snapshot))
+            return
+        transfer.finish()
+    else:
+        stager.stage(captured.leaves, layout, captured.sameness)
+    snapshot.updates.measure(stage_s=time.perf_counter() - started)
+    client.submit(snapshot)

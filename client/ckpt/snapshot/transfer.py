@@ -1,7 +1,7 @@
-"""Transfers: what is on its way from the tensors of a training loop into a slot, from host memory and from GPUs.
+"""Transfers: copies from the tensors of a training loop into a slot, from host memory and from GPUs.
 
-Begun on the training thread, copied by another one. Host memory is copied by a thread that does not hold the GIL. A GPU
-copies by itself, on a stream of its own, which waits for what was asked of the current stream before the save.
+The training thread begins a transfer, and another thread may copy. Host memory is copied without holding the GIL. A GPU
+copies on a side stream, which waits for the work that was enqueued on the current stream before the save.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from ckptstore.format.shards import Placed
 logger = logging.getLogger(__name__)
 
 Move = tuple[int, int, int]
-"""Addresses to copy to and from, and bytes."""
+"""Address to copy to, address to copy from, and number of bytes."""
 
 GatheredRun = tuple[int, int, int]
-"""Address to copy to, where in gathered bytes to copy from, and bytes."""
+"""Address to copy to, offset in the gathered bytes to copy from, and number of bytes."""
 
 
 class Transfer:
-    """One snapshot on its way. `copy` once, then `finish`; `hold` and `again` belong to the training thread."""
+    """The copy of one snapshot: `copy` once, then `finish`.
+
+    `make_streams_wait` and `copy_again` belong to the training thread.
+    """
 
     def __init__(self, frozen: Sequence[Placed] = ()) -> None:
         self.frozen = frozen
-        """What is copied of large leaves that nobody should change."""
+        """The copies in the slot of large leaves that are expected not to change."""
         self.later = Leaves()
-        """What is left for `copy`."""
+        """The leaves deferred to `copy`."""
         self.samples: list[RawMemory] = []
-        """Of each of these."""
+        """The first bytes of each deferred leaf, for ChangeGuard."""
         self._moves: Sequence[Move] = ()
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept: list[object] = []
@@ -47,25 +50,25 @@ class Transfer:
         self._gathered: Sequence[Move] = ()
 
     def add_moves(self, moves: Sequence[Move], leaves: Leaves, samples: Sequence[RawMemory]) -> None:
-        """Copy memory later, before anything else is added. It lives until then, whatever becomes of the tensors."""
+        """Defer copies of host memory; call it before all other add methods. Keeps the memory alive until then."""
         self.later, self.samples = leaves, list(samples)
         self._moves = moves
         self._kept += map(torch.Tensor.untyped_storage, leaves.tensors)
 
     def add_gathered(self, data: bytes, runs: Sequence[GatheredRun]) -> None:
-        """Put later in its place what was copied already."""
+        """Defer copying the gathered bytes to their places in the slot."""
         kept = ctypes.c_char_p(data)
         self._kept.append(kept)
         begin = ctypes.cast(kept, ctypes.c_void_p).value or 0
         self._gathered = [(to, begin + at, size) for to, at, size in runs]
 
     def add_copy(self, view: torch.Tensor, leaf: Leaf) -> None:
-        """Copy a tensor of host memory later that is not plain memory."""
+        """Defer the copy of a tensor in host memory whose bytes are not its elements in order."""
         self._add_later(leaf)
         self._copies.append((view, leaf.tensor.detach()))
 
     def add_device_copy(self, view: torch.Tensor, leaf: Leaf, later: bool) -> None:
-        """Copy from a GPU, in the order of the current stream or later."""
+        """Copy from a GPU, in the order of the current stream or deferred."""
         device = leaf.tensor.device
         if device not in self._devices:
             self._devices[device] = DeviceCopies(device)
@@ -79,17 +82,17 @@ class Transfer:
 
     @property
     def under_way(self) -> bool:
-        """Whether something is still to be copied, or is being copied by a GPU."""
+        """Whether copies are deferred, or a GPU is copying."""
         return bool(self.later or self._devices)
 
     def begun(self) -> None:
-        """All that was asked of GPUs so far comes first."""
+        """Order deferred copies of GPUs after the work enqueued so far."""
         for copies in self._devices.values():
             copies.begun()
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy host memory, and have the GPUs begin."""
+        """Copy host memory, and start the copies of GPUs."""
         for copies in self._devices.values():
             copies.copy()
         move_all(self._gathered)
@@ -101,13 +104,13 @@ class Transfer:
             view.copy_(tensor)
 
     def make_streams_wait(self) -> None:
-        """What is asked of the current streams from now on comes after the copy. Does not wait. After `copy`."""
+        """Order later work of the current streams after the copy. Does not wait. Call it after `copy`."""
         for copies in self._devices.values():
-            copies.make_streams_wait()
+            copies.make_stream_wait()
 
     @torch.no_grad()
     def copy_again(self) -> None:
-        """Copy what was left for later once more, as it is now. After `copy`."""
+        """Copy the deferred leaves again, with their current values. Call it after `copy`."""
         for copies in self._devices.values():
             copies.copy_again()
         self._copy_memory()
@@ -118,7 +121,7 @@ class Transfer:
             copies.finish()
 
     def release(self) -> None:
-        """What was copied will not be copied again: its memory may go. After `finish`."""
+        """Release the tensors; nothing will be copied again. Call it after `finish`."""
         for copies in self._devices.values():
             copies.release()
         self.later, self.samples, self._moves, self._gathered = Leaves(), [], (), ()
@@ -128,7 +131,7 @@ class Transfer:
 def move_all(moves: Iterable[Move]) -> None:
     """Copy memory."""
     # torch copies with all of its threads and waits for the slowest: several times slower than one
-    # thread as soon as a core is busy, with the saver for instance. memmove releases the GIL.
+    # thread as soon as a core is busy, for example with the saver. memmove releases the GIL.
     for to, source, size in moves:
         ctypes.memmove(to, source, size)
 
@@ -144,66 +147,68 @@ class DeviceCopies:
         self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def add(self, view: torch.Tensor, tensor: torch.Tensor, later: bool) -> None:
-        """Copy a tensor, in the order of the current stream or later. It is kept until the copy is done: memory that is
-        used on another stream must not be given out again."""
+        """Copy a tensor, in the order of the current stream or deferred.
+
+        The tensor is kept until `release`: the allocator must not reuse memory that another stream reads.
+        """
         if later:
             self._later.append((view, tensor.detach()))
         else:
-            _ask(view, tensor)
+            _enqueue(view, tensor)
 
     def begun(self) -> None:
-        """The state is complete when the current stream has come this far."""
+        """Record the point of the current stream at which the state is complete."""
         stream = torch.cuda.current_stream(self._device)
         self._ready.record(stream)
         self._done.record(stream)
 
     def copy(self) -> None:
-        """Have the side stream copy, beside whatever the current stream does next."""
+        """Enqueue the copies on the side stream, concurrent with later work of the current stream."""
         if not self._later:
             return
         stream = side_stream(self._device)
         with on_stream(stream):
             stream.wait_event(self._ready)
-            self._enqueue()
+            self._enqueue_later()
         self._done.record(stream)
 
     def copy_again(self) -> None:
-        """Copy in the order of the current stream, after the side stream has done so."""
+        """Copy again in the order of the current stream, after the copy of the side stream."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._done)
         with torch.cuda.device(self._device):
-            self._enqueue()
+            self._enqueue_later()
         self._done.record(stream)
 
-    def make_streams_wait(self) -> None:
-        """The current stream waits for the copy; the CPU does not."""
+    def make_stream_wait(self) -> None:
+        """Make the current stream wait for the copy; the CPU does not wait."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def finish(self) -> None:
-        """The CPU waits for the copy, without the GIL."""
+        """Wait for the copy on the CPU, without holding the GIL."""
         self._done.synchronize()
 
     def release(self) -> None:
-        """Keep no tensor any more."""
+        """Release tensor references."""
         self._later = []
 
-    def _enqueue(self) -> None:
+    def _enqueue_later(self) -> None:
         for view, tensor in self._later:
-            _ask(view, tensor)
+            _enqueue(view, tensor)
 
 
-def _ask(view: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Have the GPU copy a tensor to host memory."""
-    # Left to itself, torch conjugates and negates in host memory, where the bytes have not arrived yet.
+def _enqueue(view: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Enqueue the copy of a GPU tensor to host memory."""
+    # By default torch conjugates and negates in host memory, where the bytes have not arrived yet.
     view.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
 
 
 def pin(segment: Segment, device: torch.device) -> None:
-    """Lock a segment's pages, so that GPUs copy into it by themselves. They are unlocked before it is unmapped.
+    """Page-lock a segment, so that GPUs copy into it asynchronously. It is unlocked before it is unmapped.
 
-    Where the system refuses, a warning says that copies will take longer.
+    If the system refuses, logs a warning that copies take longer.
     """
-    # In a thread of its own: CUDA keeps the last error of each thread, and torch takes it for that of its next kernel.
+    # In a separate thread: CUDA keeps the last error per thread, and torch attributes it to its next kernel.
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pin") as thread:
         code = thread.submit(_register, segment, device).result()
     if code:

@@ -1,6 +1,6 @@
-"""How snapshots reach the pipeline: through a saver process, or in threads of this process.
+"""SaveWriter: runs the save pipeline in a saver process, or in threads of this process.
 
-A writer takes jobs from the training thread and gives reports from threads of its own.
+A writer accepts jobs from the trainer's threads and delivers reports on its own threads.
 """
 
 from __future__ import annotations
@@ -47,68 +47,66 @@ class SaveWriter(Protocol):
     """Makes snapshots durable. Methods may be called from any thread."""
 
     def add_slot(self, number: int, segment: Segment) -> None:
-        """Make a slot of the arena known, before the first job that uses it."""
+        """Announce a slot of the arena, before the first job that uses it."""
 
     def forget_slot(self, number: int) -> None:
         """No further job uses this slot."""
 
     def submit(self, job: SaveJob) -> None:
-        """Take a snapshot over. After return it becomes durable even if this process is killed (saver process)."""
+        """Accept a snapshot. With a saver process, after return it becomes durable even if this process is killed."""
 
     def staged(self, number: int, chunks: int) -> None:
-        """So many chunks of a streamed job are in its slot, or were."""
+        """The first `chunks` chunks of a streamed job have been copied to its slot."""
 
     def cut(self, number: int) -> None:
-        """No more chunks of a streamed job will come."""
+        """No more chunks of a streamed job will be copied."""
 
     def withdraw(self, step: int) -> None:
-        """Give up the oldest job whose upload has not begun, if there is one, in favour of a save of `step`."""
+        """Skip the oldest job whose upload has not begun, if there is one, in favour of a save of `step`.
+
+        A saver process does so after return, and reports it.
+        """
 
     def abort(self, attempt: Attempt, failure: str | None = None) -> None:
-        """Tell other ranks that this one takes no part in an attempt. failure: because something went wrong."""
+        """Abort an attempt, so that other ranks do not wait for this one. It may be done after return.
+
+        failure: what went wrong; None if this rank skips the attempt.
+        """
 
     def close(self, timeout_s: float | None) -> None:
-        """Finish all jobs and end. Raises TimeoutError if that takes longer."""
+        """Finish all jobs and stop. Raises TimeoutError if that takes longer."""
 
 
 class ThreadWriter:
-    """The pipeline in threads of this process: for stores that live in it, and where no process may be started."""
+    """The pipeline in threads of this process: for in-process stores, and where no process can be started."""
 
     def __init__(self, setup: Setup, on_report: OnReport) -> None:
         self._pipeline = SavePipeline(open_store(setup.store, setup.options), setup, on_report)
         self._segments: dict[int, Segment] = {}
 
     def add_slot(self, number: int, segment: Segment) -> None:
-        """Remember it."""
         self._segments[number] = segment
 
     def forget_slot(self, number: int) -> None:
-        """Forget it."""
         del self._segments[number]
 
     def submit(self, job: SaveJob) -> None:
-        """Hand over to the pipeline's threads."""
         raw = self._segments[job.slot].view if job.slot is not None else memoryview(b"")
         self._pipeline.submit(job, raw)
 
     def staged(self, number: int, chunks: int) -> None:
-        """Tell the pipeline."""
         self._pipeline.staged(number, chunks)
 
     def cut(self, number: int) -> None:
-        """Tell the pipeline."""
         self._pipeline.cut(number)
 
     def withdraw(self, step: int) -> None:
-        """Done on return."""
         self._pipeline.withdraw(step)
 
     def abort(self, attempt: Attempt, failure: str | None = None) -> None:
-        """Leave it to a thread."""
         self._pipeline.abort(attempt, failure)
 
     def close(self, timeout_s: float | None) -> None:
-        """Wait for the threads."""
         closer = threading.Thread(target=self._pipeline.close, daemon=True)
         closer.start()
         closer.join(timeout_s)
@@ -117,7 +115,7 @@ class ThreadWriter:
 
 
 class ProcessWriter:
-    """A saver process, started by exec so that it shares nothing with the trainer but the arena and a socket."""
+    """A saver process, started by exec so that it shares only the arena and a socket with the trainer."""
 
     def __init__(self, setup: Setup, on_report: OnReport, on_death: OnDeath) -> None:
         self._on_report = on_report
@@ -143,35 +141,27 @@ class ProcessWriter:
         return self._process.pid
 
     def add_slot(self, number: int, segment: Segment) -> None:
-        """Send the descriptor."""
         self._send(Slot(number, segment.num_bytes), fds=[segment.fd])
 
     def forget_slot(self, number: int) -> None:
-        """Have the saver unmap it."""
         self._send(Forget(number))
 
     def submit(self, job: SaveJob) -> None:
-        """Send the job; it is in the kernel's hands on return."""
-        self._send(job)
+        self._send(job)  # on return the message is in the socket's buffer, which outlives this process
 
     def staged(self, number: int, chunks: int) -> None:
-        """Send it; the chunks are in the saver's hands on return."""
         self._send(Staged(number, chunks))
 
     def cut(self, number: int) -> None:
-        """Send it."""
         self._send(Cut(number))
 
     def withdraw(self, step: int) -> None:
-        """Ask for it; a report says so when it is done."""
         self._send(Withdraw(step))
 
     def abort(self, attempt: Attempt, failure: str | None = None) -> None:
-        """Ask for it."""
         self._send(Abort(attempt, failure))
 
     def close(self, timeout_s: float | None) -> None:
-        """Ask the saver to finish, and wait for it."""
         self._closing = True
         self._send(Stop())
         try:
@@ -185,7 +175,7 @@ class ProcessWriter:
             with self._sending:
                 self._channel.send(command, fds)
         except OSError:
-            # Not reading for a minute is as good as dead. The listener sees the end and reports it.
+            # A saver that has not read for a minute counts as dead. The listener sees it end and reports its death.
             self._process.kill()
 
     def _listen(self) -> None:
@@ -204,13 +194,14 @@ class ProcessWriter:
         self._stderr.seek(0)
         stderr_tail = self._stderr.read()[-_STDERR_TAIL_CHARACTERS:].decode(errors="replace").strip()
         return SaverDied(
-            f"the saver process {self._process.pid} {cause}" + (f", saying: {stderr_tail}" if stderr_tail else ""),
-            "Saves that were under way are lost, committed checkpoints are not; the next save starts a new saver",
+            f"the saver process {self._process.pid} {cause}"
+            + (f", with this output: {stderr_tail}" if stderr_tail else ""),
+            "Unfinished saves are lost, committed checkpoints are safe. The next save starts a new saver",
         )
 
 
 def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:
-    # The saver imports from where the trainer imports, never from whatever folder it is started in.
+    # The saver imports from the same paths as the trainer, never from its working directory.
     code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.saver.process import run; run({sock}, {lock})"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code],
@@ -224,5 +215,5 @@ def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:
 
 
 def _environment(inherited: Mapping[str, str]) -> dict[str, Any]:
-    # Threads of numerical libraries would only compete with the training step.
+    # Threads of numerical libraries would compete with the training step.
     return {**inherited, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -278,7 +278,10 @@ def test_frozen_parameters_overlap_once_they_were_seen_to_stay(tmp_path: Path) -
 def _later(checkpointer: Checkpointer) -> set[str]:
     assert checkpointer._overlap is not None
     pending = checkpointer._overlap._pending
-    return set() if pending is None else {leaf.slice.entry for leaf in pending.transfer.later}
+    if pending is None:
+        return set()
+    assert isinstance(pending.transfer, Transfer)
+    return {leaf.slice.entry for leaf in pending.transfer.later}
 
 
 def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""What to save, and its snapshot on the way from capture to the saver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt.capture.leaves import Captured
+from ckpt.saver.messages import SaveJob
+from ckpt.snapshot.arena import ArenaSlot
+from ckpt.snapshot.handle import HandleUpdates
+from ckpt.snapshot.stage import SnapshotLayout
+from ckptstore.names import Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What one save stores."""
+
+    attempt: Attempt
+    captured: Captured
+    layout: SnapshotLayout
+    metrics: Mapping[str, float]
+    lease: str | None
+    """A lease to release once this save is committed."""
+
+
+class Snapshot:
+    """One save and its slot, until the saver has all of it. Used by one thread at a time."""
+
+    def __init__(
+        self, number: int, request: SaveRequest, slot: ArenaSlot | None, created_at: float, updates: HandleUpdates
+    ) -> None:
+        """slot: None if this rank has no shard."""
+        self.number = number
+        self.attempt = request.attempt
+        self.slot = slot
+        self.updates = updates
+        self._created_at = created_at
+        self._request: SaveRequest | None = request
+
+    @property
+    def request(self) -> SaveRequest:
+        """The request; not available after `release`."""
+        assert self._request is not None
+        return self._request
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the snapshot is larger than its slot and has to pass through it."""
+        return self.slot is not None and self.slot.segment.num_bytes < self.request.layout.num_bytes
+
+    def job(self) -> SaveJob:
+        """The message to the saver. Encodes the state that is not in tensors, so call it off the training thread if
+        possible."""
+        request = self.request
+        return SaveJob(
+            number=self.number,
+            slot=self.slot.number if self.slot is not None else None,
+            attempt=self.attempt,
+            created_at=self._created_at,
+            slices=request.layout.rows,
+            aliases=request.captured.aliases,
+            trees=request.captured.trees,
+            local=request.captured.write(),
+            metrics=dict(request.metrics),
+            lease=request.lease,
+            streamed=self.streamed,
+        )
+
+    def release(self) -> None:
+        """Release the captured tensors; the copy is complete."""
+        self._request = None
