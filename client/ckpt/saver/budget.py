@@ -10,19 +10,19 @@ from ckpt.saver.streaming import LEAST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes that each stage may hold."""
+    """The bytes that each stage may hold."""
 
     slot: int | None
-    """Of a slot; None: as much as the snapshot."""
+    """The size of a slot; None: the size of the snapshot."""
     encoded: int
-    """Raw bytes of chunks that are encoded, or being encoded, and not yet written; but one chunk always may be."""
+    """Raw bytes of chunks that are being encoded, or encoded and not yet written. One chunk is always allowed."""
     upload: int
-    """Of parts of an object, being filled or on their way; but one part always may be."""
+    """Bytes of parts of an object that are being filled or uploaded. One part is always allowed."""
 
     @staticmethod
     def of(staging_bytes: int | None, upload_bytes: int) -> Budget:
-        """staging_bytes: of all stages together; None: no limit. upload_bytes: what a writer of the store holds if
-        nobody tells it to hold less."""
+        """staging_bytes: limit on all stages together; None: no limit. upload_bytes: what a writer of the store holds
+        by default."""
         if staging_bytes is None:
             return Budget(None, BUDGET_BYTES, upload_bytes)
         upload, encoded = min(upload_bytes, staging_bytes // 4), min(BUDGET_BYTES, staging_bytes // 8)

@@ -1,9 +1,9 @@
-"""Which coding each element type gets in one save: a pure function of what was measured. No torch.
+"""Chooses the coding of each element type for one save: a pure function of measured costs.
 
-A save is durable when its chunks are encoded and uploaded. The two go on side by side, so the slower one counts.
-From what is encoded soonest, codings are changed for smaller ones, in the order of what that saves per second of
-encoding. This makes one sequence of choices, ever slower to encode and ever smaller; which of them it is to be depends
-on the time there is.
+A save is durable when its chunks are encoded and uploaded. Both run concurrently, so the slower one counts. The choice
+begins with the fastest codings and replaces them by smaller ones, in the order of bytes saved per second of encoding.
+This gives one sequence of choices, each slower to encode and smaller than the last. The interval between saves decides
+which one is used.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import NamedTuple
 from ckptstore.format.codings import Coding
 
 INTERVAL_SHARE = 0.5
-"""A save is to be durable within this share of the interval between saves."""
+"""A save should be durable within this fraction of the interval between saves."""
 WORTH_SAVING = 0.01
-"""A coding that saves less than this share of the bytes is not worth its seconds."""
+"""A slower coding must save at least this fraction of the bytes."""
 
 
 class CodingCost(NamedTuple):
-    """What a byte of one element type costs in one coding."""
+    """The cost of one raw byte of an element type in one coding."""
 
     seconds: float
-    """Of one thread that encodes and hashes it."""
+    """Seconds for one thread to encode and hash it."""
     stored: float
-    """Bytes."""
+    """Stored bytes."""
 
 
 CostTable = Mapping[str, Mapping[Coding, CodingCost]]
-"""By element type; all that may be chosen is in it."""
+"""Costs by element type and coding; holds every coding that may be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The coding of each element type, and what is expected of the save."""
+    """The coding of each element type, and the expected duration and size of the save."""
 
     codings: Mapping[str, Coding]
     encode_s: float
@@ -47,15 +47,15 @@ class Choice:
 
     @property
     def durable_s(self) -> float:
-        """Until everything is encoded and uploaded."""
+        """Seconds until everything is encoded and uploaded."""
         return max(self.encode_s, self.upload_s)
 
 
 class _Step(NamedTuple):
-    """From one coding to a smaller one, for all bytes of an element type."""
+    """The change from one coding to a smaller one, for all bytes of an element type."""
 
     gain: float
-    """Bytes saved per second."""
+    """Bytes saved per second of encoding."""
     dtype: str
     coding: Coding
     seconds: float
@@ -65,11 +65,11 @@ class _Step(NamedTuple):
 def choose(
     raw_bytes: Mapping[str, float], costs: CostTable, upload_s: float, threads: float, interval_s: float | None
 ) -> Choice:
-    """The smallest choice that is durable well inside the interval, or without one, that which is durable soonest.
+    """The smallest choice that is durable within INTERVAL_SHARE of the interval; otherwise the soonest durable one.
 
-    raw_bytes: of each element type. upload_s: seconds per stored byte. threads: how many encode at a time. interval_s:
-    from save to save; None if nothing is known of it. Then soonest counts too: it may be the only save, at the end
-    of a run, which somebody waits for.
+    raw_bytes: by element type. upload_s: seconds per stored byte. threads: the number of encoding threads. interval_s:
+    from save to save; None if it is unknown. Then the soonest durable choice is used too: it may be the only save, at
+    the end of a run, and the user may be waiting for it.
     """
     choices = list(_sequence(raw_bytes, costs, upload_s, threads))
     if interval_s is not None:
@@ -90,7 +90,7 @@ def _sequence(raw_bytes: Mapping[str, float], costs: CostTable, upload_s: float,
         stored += count * left
         steps.append([_step(dtype, count, before, after) for before, after in pairwise(points)])
     yield Choice(dict(codings), seconds / threads, stored * upload_s, stored)
-    # Merged rather than sorted: the steps of one element type stay in their order.
+    # Merged, not sorted, so that the steps of one element type stay in order.
     for step in heapq.merge(*steps, key=lambda step: -step.gain):
         codings[step.dtype] = step.coding
         seconds += step.seconds
@@ -99,7 +99,7 @@ def _sequence(raw_bytes: Mapping[str, float], costs: CostTable, upload_s: float,
 
 
 def _worthwhile(costs: Mapping[Coding, CodingCost]) -> list[tuple[Coding, CodingCost]]:
-    """From the soonest encoded to the smallest; those that cost more without saving much are left out."""
+    """The codings from the fastest to the smallest, without those that save less than WORTH_SAVING."""
     left: list[tuple[Coding, CodingCost]] = []
     for coding, cost in sorted(costs.items(), key=lambda item: item[1]):
         if not left or left[-1][1].stored - cost.stored >= WORTH_SAVING:

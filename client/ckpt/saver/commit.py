@@ -1,6 +1,6 @@
-"""Commit: the receipt of this rank, then the checkpoint of all ranks. No torch, no collective.
+"""Commit: the receipt of this rank, then the checkpoint of all ranks. Uses no collective.
 
-Rank 0 learns from receipts in the store that the others are done; the others learn from the outcome.
+Rank 0 polls the store for the receipts of the other ranks, which poll it for the outcome.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONGEST_WAIT_S = 2.0
 def write_receipt(
     store: Store, setup: Setup, job: SaveJob, placed: list[Placed], derived: list[Derived], shard: Shard | None
 ) -> StoredReceipt:
-    """State that everything this rank writes is durable; the receipt itself is durable on return."""
+    """Write the receipt, which states that this rank's shard is durable; the receipt is durable on return."""
     shards = [shard] if shard is not None else []
     entries, slices = slice_tables(*in_stream(placed, derived))
     receipt = Receipt(
@@ -62,10 +62,10 @@ def write_receipt(
 
 
 def commit(store: Store, setup: Setup, attempt: Attempt, own: StoredReceipt, clock: Clock) -> Outcome:
-    """The committed outcome of the attempt; the checkpoint exists on return.
+    """Commit the attempt, or on ranks other than 0 wait until it is committed; the checkpoint exists on return.
 
-    Raises ReceiptsMissing if ranks are not done within the time-out, SaveSkipped if one of them takes no part,
-    RankFailed if one of them says that it cannot, AttemptAborted if a collector was faster.
+    Raises ReceiptsMissing if ranks are not done within the timeout, SaveSkipped if a rank skipped the attempt,
+    RankFailed if a rank aborted it after an error, AttemptAborted if a collector aborted it.
     """
     run = Run(store, setup.run, clock)
     if setup.rank == 0:
@@ -76,7 +76,7 @@ def commit(store: Store, setup: Setup, attempt: Attempt, own: StoredReceipt, clo
     if outcome is None:
         raise ReceiptsMissing(
             f"attempt {attempt} of run {setup.run!r} was not committed within {setup.commit_timeout_s:.0f} s",
-            "Look at rank 0: its saver commits for all ranks",
+            "Check rank 0: its saver commits for all ranks",
         )
     if outcome.committed is None:
         raise _aborted(setup.run, attempt, outcome)
@@ -92,30 +92,30 @@ def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
         return SaveSkipped(f"{step} was skipped by rank {declined.rank}, which was busy with earlier saves")
     return RankFailed(
         f"rank {declined.rank} could not save {step}: {declined.failure}",
-        "Look at that rank; nothing was committed, and earlier checkpoints are untouched",
+        "Check that rank. Nothing was committed, and earlier checkpoints are unchanged",
     )
 
 
 def abort_attempts(store: Store, setup: Setup, attempts: Iterable[Attempt], failure: str | None, clock: Clock) -> None:
-    """Tell the other ranks that this one takes no part in attempts, so that they need not wait for it. Never raises.
+    """Abort attempts that this rank takes no part in, so that the other ranks do not wait for it. Never raises.
 
-    failure: what went wrong here; None if the attempts are skipped.
+    failure: what went wrong on this rank; None if it skips the attempts.
     """
     run = Run(store, setup.run, clock)
     try:
         for attempt in attempts:
             decline(run, attempt, setup.rank, failure)
     except CkptError as error:
-        logger.warning("other ranks will wait for this one in vain: %s", error)
+        logger.warning("could not abort the attempt; other ranks will wait until their timeout: %s", error)
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong, for other ranks."""
+    """The message about an error for other ranks."""
     return f"{error.code}: {error.message}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
 
 
 def _all_receipts(run: Run, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt] | None:
-    """Those of all ranks; None if the attempt is decided already."""
+    """The receipts of all ranks, in rank order; None if the attempt already has an outcome."""
     world = set(range(setup.world_size))
     if world == {0}:
         return [own]
@@ -133,7 +133,7 @@ def _all_receipts(run: Run, setup: Setup, own: StoredReceipt, attempt: Attempt) 
         raise ReceiptsMissing(
             f"ranks {missing[:8]} of {setup.world_size} did not finish attempt {attempt} of run {setup.run!r} "
             f"within {setup.commit_timeout_s:.0f} s",
-            "Look at those ranks; nothing was committed, and earlier checkpoints are untouched",
+            "Check those ranks. Nothing was committed, and earlier checkpoints are unchanged",
         )
     return [own, *(read_receipt(run, attempt, rank) for rank in sorted(world - {0}))]
 

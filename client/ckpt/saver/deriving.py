@@ -1,7 +1,7 @@
-"""Weights that are casts of float32 masters in the same snapshot are not stored but derived. No torch.
+"""Weights that are casts of float32 masters in the same snapshot are derived from them instead of stored.
 
-Training in mixed precision keeps float32 weights in the optimizer and trains with their casts. Candidates are slices of
-equal shape and box; a sample dismisses nearly all that are none, and every element of the rest is compared.
+Mixed-precision training keeps float32 weights in the optimizer and trains with their casts. Candidates are slices of
+equal shape and box; a sample rejects nearly all that differ, and all elements of the rest are compared.
 docs/decisions/0017 has the figures.
 """
 
@@ -17,22 +17,22 @@ from ckptstore.format.casting import CAST_TYPES, SOURCE, cast, is_cast
 from ckptstore.format.shards import Placed
 
 LEAST_BYTES = 64 << 10
-"""Smaller slices are stored: they share chunks, and are few bytes together."""
+"""Smaller slices are always stored: they share chunks, and their total size is small."""
 _SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A slice that is not stored, and the one that it is the cast of."""
+    """A slice that is not stored, and the slice that it is a cast of."""
 
     place: Placed
     source: Placed
 
 
 def divide(placed: Sequence[Placed], raw: memoryview) -> tuple[list[Placed], list[Derived]]:
-    """The slices of a snapshot that are to be stored, and those that follow from these. Pure.
+    """The slices of a snapshot to store, and those that are derived from these. Pure.
 
-    Each slice is the source of one other at most.
+    Each slice is the source of at most one other.
     """
     sources: dict[tuple[tuple[int, ...], Box], list[Placed]] = {}
     for place in placed:
@@ -63,7 +63,7 @@ def _follows(raw: memoryview, place: Placed, source: Placed) -> bool:
 
 
 def in_stream(stored: Sequence[Placed], derived: Sequence[Derived]) -> tuple[list[Placed], list[Placed]]:
-    """Where stored slices lie in the raw stream, which the others are left out of, and where their sources do. Pure."""
+    """Places in the raw stream of stored slices: of these slices, and of the sources of derived slices. Pure."""
     moved: dict[int, int] = {}
     end = 0
     for place in stored:

@@ -1,7 +1,7 @@
-"""Encode: chunks of snapshots, compressed and hashed by a few threads, in order, under a byte budget. No torch.
+"""Encode: a few threads compress and hash the chunks of snapshots, in order, within a byte budget.
 
-Encoding runs ahead of the upload, into the next snapshot if there is one, until as many bytes as the budget
-allows are encoded and not yet written. The work of a chunk is in C, without the GIL.
+Encoding runs ahead of the upload, into the next snapshot if there is one, until the budget is filled with encoded
+chunks that are not yet written. Encoding a chunk runs in C, without the GIL.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
 BUDGET_BYTES = 64 << 20
-"""Raw bytes at most of chunks that are encoded, or being encoded, and not yet written; but one chunk always may be."""
+"""Maximum raw bytes of chunks that are being encoded, or encoded and not yet written. One chunk is always allowed."""
 
 Encode = Callable[[memoryview, ChunkSpan], EncodedChunk]
-"""Encodes the bytes of one chunk, which is this stretch of the raw stream; called in several threads."""
+"""Encodes the bytes of one chunk, given its span of the raw stream; called in several threads."""
 ChunkStream = Iterable[tuple[memoryview, ChunkSpan]]
-"""The bytes of the chunks to be encoded, in order, and their places in the raw stream."""
+"""The bytes of the chunks to encode, in order, and their spans of the raw stream."""
 
 _Encoded = tuple[Future[EncodedChunk], int]
 
 
 def encode_by(policy: CodingPolicy) -> Encode:
-    """Every chunk as its element type asks for."""
+    """Encode each chunk with the policy's coding for its element type."""
     return lambda raw, span: encode_chunk(raw, policy(span.dtype))
 
 
 def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]:
-    """The chunks in order. They are asked for in the calling thread, as encoding goes on."""
+    """The encoded chunks in order. `chunks` is consumed on the calling thread, while encoding runs ahead."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
         ahead: deque[_Encoded] = deque()
         held = 0
@@ -52,7 +52,7 @@ def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]
 
 
 class Encoder:
-    """Encodes one snapshot after the other, ahead of whoever takes the chunks. One thread begins, one takes."""
+    """Encodes one snapshot after the other, ahead of the consumer. One thread begins, one consumes."""
 
     def __init__(self, pace: CpuThrottle, budget_bytes: int = BUDGET_BYTES) -> None:
         self._throttle = pace
@@ -63,13 +63,13 @@ class Encoder:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
 
     def begin(self, chunks: ChunkStream, encode: Encode) -> Encoding:
-        """Begin to encode a snapshot, after those begun before. Whoever gets the result must leave it."""
+        """Begin to encode a snapshot, after those begun before. The caller must exit or cancel the Encoding."""
         encoding = Encoding(self)
         self._order.submit(self._feed, encoding, chunks, encode)
         return encoding
 
     def close(self) -> None:
-        """End the threads, when everything begun is left."""
+        """Stop the threads; every Encoding has been exited or cancelled."""
         self._order.shutdown()
         self._pool.shutdown()
 
@@ -90,7 +90,7 @@ class Encoder:
         return encode(raw, span)
 
     def _reserve(self, encoding: Encoding, count: int) -> bool:
-        """Wait until the budget has room; False if nobody wants the chunks any more."""
+        """Wait until the budget has room; False if the encoding is cancelled."""
         with self._changed:
             self._changed.wait_for(
                 lambda: encoding.cancelled or self._held == 0 or self._held + count <= self._budget_bytes
@@ -101,22 +101,22 @@ class Encoder:
             return True
 
     def release(self, count: int) -> None:
-        """Bytes that are written, or not wanted any more."""
+        """Return bytes to the budget: they are written, or discarded."""
         with self._changed:
             self._held -= count
             self._changed.notify_all()
 
     def cancel(self, encoding: Encoding) -> None:
-        """Have no more of it encoded."""
+        """Encode no more chunks of this encoding."""
         with self._changed:
             encoding.cancelled = True
             self._changed.notify_all()
 
 
 class Encoding:
-    """The chunks of one snapshot, in order. A chunk's memory is the taker's until the next one is asked for.
+    """The encoded chunks of one snapshot, in order. A chunk's memory is valid until the next chunk is requested.
 
-    Leaving the `with` block early gives up the rest. After it, the snapshot is not read any more.
+    Exiting the `with` block early discards the rest. After it, the snapshot is no longer read.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -125,7 +125,7 @@ class Encoding:
         self._encoder = encoder
         self._ended = False
         self._lent = 0
-        """Bytes of the chunk that the taker has."""
+        """Raw bytes of the chunk that the consumer holds."""
 
     def __enter__(self) -> Encoding:
         return self
@@ -142,9 +142,9 @@ class Encoding:
             self._release_lent()
 
     def cancel(self) -> None:
-        """Give up what was not taken; waits for chunks that are being encoded."""
+        """Discard the chunks that were not consumed. Waits for chunks that are being encoded."""
         self._encoder.cancel(self)
-        self._release_lent()  # the iteration may have been left by an error, which keeps it alive
+        self._release_lent()  # an error that ended the iteration early keeps the generator alive
         while (item := self._next()) is not None:
             future, size = item
             if not future.cancel():

@@ -1,8 +1,8 @@
-"""Chunks that did not change since the last committed checkpoint: found by digest, and referenced. No torch.
+"""Incremental saves: chunks unchanged since the last committed checkpoint are referenced instead of stored.
 
-A chunk is unchanged if its bytes before encoding have the digest that they had then. A sample of its beginning is
-compared first, so that a state which changes throughout costs next to nothing; and a digest of all bytes is only made
-of chunks that are new or whose sample is as it was. docs/decisions/0018 has the figures, and why this is safe.
+A chunk is unchanged if the digest of its bytes before encoding is unchanged. A sample of its beginning is compared
+first, so that a state which changes everywhere costs almost nothing. All bytes are hashed only if the chunk is new or
+its sample is unchanged. docs/decisions/0018 has the figures, and explains why this is safe.
 """
 
 from __future__ import annotations
@@ -50,50 +50,62 @@ from ckptstore.stores import Store
 logger = logging.getLogger(__name__)
 
 _LEASE_S = 3600.0
-_PATIENCE_S = 0.5
-_LOOK_AGAIN_S = 0.05
+_COMMIT_WAIT_S = 0.5
 
 
 class ChunkIndex:
-    """What a saver knows of the last checkpoint of the run, so that it stores only what is new.
+    """The chunks of the run's last committed checkpoint, which the next save is compared with.
 
-    One thread begins saves, in order; one decides, one ends them.
+    One thread begins saves, in order; one thread compares chunks; one thread ends saves.
     """
 
     def __init__(self, store: Store, setup: Setup, clock: Clock, run_soon: Callable[..., Future[None]]) -> None:
-        """run_soon: runs a function in another thread, which reads what an earlier process committed."""
+        """run_soon: runs a function in another thread. It reads the checkpoint that an earlier process committed."""
         self._run = Run(store, setup.run, clock)
         self._setup = setup
         self.enabled, self.rank = setup.incremental, setup.rank
         self._base: BaseCheckpoint | None = None
         self._own = False
         self._last: IncrementalSave | None = None
+        self._changed = threading.Condition()
+        """Guards `uploaded` and `ended` of all saves."""
         self._loaded: Future[None] | None = run_soon(self._load) if setup.incremental else None
 
     def begin(
         self, attempt: Attempt, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode
     ) -> IncrementalSave:
-        """A save whose chunks will be compared when they are asked for. encode: how they are encoded in this save."""
+        """Begin a save; its chunks are compared when they are consumed. encode: how this save encodes them."""
         self._last = IncrementalSave(self, attempt, placed, spans, encode, self._last)
         return self._last
 
-    def settle(self, save: IncrementalSave, previous: IncrementalSave | None) -> BaseCheckpoint | None:
-        """The base to compare with. Waits for this process's first: whatever is unchanged from then on is in it."""
+    def wait_for_base(self, save: IncrementalSave, previous: IncrementalSave | None) -> BaseCheckpoint | None:
+        """The checkpoint to compare with; None if there is none.
+
+        Waits shortly for this process's first commit. Later saves need not wait: chunks that stay unchanged are in it.
+        """
         if self._loaded is None:
             return None
         self._loaded.result()
         if not self._own and previous is not None:
-            while not save.ended.is_set() and not previous.uploaded.wait(_LOOK_AGAIN_S):
-                pass  # nothing is lost: the upload of this save could not begin either
-            previous.ended.wait(0.0 if save.ended.is_set() else _PATIENCE_S)
+            with self._changed:
+                # Costs no time: the upload of this save cannot begin before the previous one is done.
+                self._changed.wait_for(lambda: save.ended or previous.uploaded)
+                self._changed.wait_for(lambda: save.ended or previous.ended, _COMMIT_WAIT_S)
         return self._base
 
-    def learn(self, base: BaseCheckpoint) -> None:
-        """What the saves to come are compared with: a save of this process is committed."""
+    def set_base(self, base: BaseCheckpoint) -> None:
+        """Compare later saves with this one, which this process has committed."""
         self._base, self._own = base, True
 
+    def mark(self, save: IncrementalSave, ended: bool) -> None:
+        """Mark a save as uploaded, or ended, and wake up the save that waits for it."""
+        with self._changed:
+            save.uploaded = True
+            save.ended = save.ended or ended
+            self._changed.notify_all()
+
     def protect(self, base: BaseCheckpoint, holder: str) -> tuple[str, set[Attempt]]:
-        """Hold the base by a lease, and with it all that it references. Gives that, and who must not be referenced.
+        """Lease the base, which also protects all it references. Returns the lease and the attempts not to reference.
 
         Raises NoCheckpoint if the base is being deleted, or Unavailable.
         """
@@ -103,19 +115,19 @@ class ChunkIndex:
         damaged = set(quarantined_attempts(run))
         suspect = set(damaged)
         if damaged:
-            # What was found damaged may be so in chunks of others.
+            # The damaged chunks may lie in a checkpoint that these reference.
             suspect |= {mark.attempt for mark in marks(run) if mark.by in damaged}
         return lease, suspect
 
     def release(self, lease: str) -> None:
-        """End a lease."""
+        """Release a lease; logs a warning if that fails."""
         try:
             release_lease(self._run, lease)
         except CkptError as error:
             logger.warning("lease %s was not released and will expire: %s", lease, error)
 
     def _load(self) -> None:
-        """Begin with the latest checkpoint of the run. Never raises: what is not known is stored."""
+        """Load the latest checkpoint of the run as base. Never raises: without a base all chunks are stored."""
         run, rank = self._run, self._setup.rank
         try:
             attempt = latest(run).attempt
@@ -131,7 +143,7 @@ class ChunkIndex:
 
 
 class IncrementalSave:
-    """One save, which stores the chunks that changed. These are for one thread; everything else waits for it."""
+    """One incremental save. `changed*` runs on one thread; the other methods block on it."""
 
     def __init__(
         self,
@@ -142,7 +154,7 @@ class IncrementalSave:
         encode: Encode,
         previous: IncrementalSave | None,
     ) -> None:
-        self.uploaded, self.ended = threading.Event(), threading.Event()
+        self.uploaded = self.ended = False
         self._index = index
         self._attempt = attempt
         self._placed = placed
@@ -155,7 +167,7 @@ class IncrementalSave:
         self._lease: str | None = None
 
     def changed(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """The chunks of a raw stream to be stored, in order, each with its memory. Compares all of them first."""
+        """The chunks of a raw stream to store, in order, each with its memory. Compares all chunks first."""
         try:
             self._matches.set_result(self._compare(raw))
         except BaseException as error:
@@ -168,14 +180,14 @@ class IncrementalSave:
     def changed_in(
         self, stream: ChunkStream, decided: Callable[[ChunkSpan, bool], None]
     ) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """As `changed`, of all chunks one by one: each is compared as it passes, and nothing is known of those to come.
+        """Like `changed`, for a stream: each chunk is compared when it arrives, before later chunks are available.
 
-        decided: told of each whether it is to be stored. What is worth it is judged by what the last checkpoint had in
-        common with the one before; what was not compared then is expected not to change.
+        decided: called for each chunk with whether it is to be stored. Which attempts are worth referencing is
+        estimated: a chunk is expected to be unchanged unless the last checkpoint had changed it.
         """
         matches: list[Match] = []
         try:
-            base = self._settle()
+            base = self._wait_for_base()
             known, usable = (base.chunks, self._expect(base)) if base is not None else ({}, ())
             for (raw, span), key in zip(stream, self._keys(), strict=True):
                 match = self._chosen(self._match(span, raw, known.get(key)), usable)
@@ -195,17 +207,20 @@ class IncrementalSave:
 
     @property
     def expected_bytes(self) -> int:
-        """As changed_bytes; while a stream passes, what is expected. Once there is a first chunk to be stored."""
+        """Raw bytes of the chunks to store, or an estimate while a stream is being compared.
+
+        Call it after the first chunk to store has been returned.
+        """
         return self.changed_bytes if self._matches.done() else self._expected_bytes
 
     @property
     def changed_bytes(self) -> int:
-        """Raw bytes of the chunks to be stored."""
+        """Raw bytes of the chunks to store."""
         matches = self._matches.result()
         return sum(span.bytes for span, match in zip(self._spans, matches, strict=True) if match.known is None)
 
     def shard(self, stored: Chunks | None) -> Shard:
-        """The document of the shard. stored: of the chunks that were stored, in order; None if there are none."""
+        """The document of the shard. stored: the table of the stored chunks, in order; None if there are none."""
         matches = self._matches.result()
         rows = iter(rows_of(stored) if stored is not None else ())
         table = chunk_table([match.known.chunk if match.known is not None else next(rows) for match in matches])
@@ -223,13 +238,16 @@ class IncrementalSave:
         return Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references if attempts else None)
 
     def end(self, content: Content | None) -> None:
-        """The save is over. content: of a committed one, which the next save is compared with."""
+        """End the save. content: of the committed receipt, as base for the next save; None: not committed."""
         if content is not None and content.shards and self._index.enabled:
             shard = content.shards[0]
-            self._index.learn(next_base(self._attempt, shard, self._keys(), self._matches.result(), self._sizes))
-        self.uploaded.set()
-        self.ended.set()
+            self._index.set_base(next_base(self._attempt, shard, self._keys(), self._matches.result(), self._sizes))
+        self._index.mark(self, ended=True)
         self._release()
+
+    def mark_uploaded(self) -> None:
+        """The shard and the receipt of this save are durable."""
+        self._index.mark(self, ended=False)
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
@@ -237,7 +255,7 @@ class IncrementalSave:
             self._index.release(lease)
 
     def _compare(self, raw: memoryview) -> list[Match]:
-        base = self._settle()
+        base = self._wait_for_base()
         known = base.chunks if base is not None else {}
         matches = []
         for span, key in zip(self._spans, self._keys(), strict=True):
@@ -245,12 +263,12 @@ class IncrementalSave:
         usable = self._usable(base, (match.known for match in matches if match.known)) if base is not None else ()
         return [self._chosen(match, usable) for match in matches]
 
-    def _settle(self) -> BaseCheckpoint | None:
+    def _wait_for_base(self) -> BaseCheckpoint | None:
         previous, self._previous = self._previous, None
-        return self._index.settle(self, previous)
+        return self._index.wait_for_base(self, previous)
 
     def _expect(self, base: BaseCheckpoint) -> Collection[Attempt]:
-        """The attempts that may be referenced in a stream."""
+        """The attempts to reference in a stream, by the chunks that are expected to be unchanged."""
         pairs = zip(self._spans, map(base.chunks.get, self._keys()), strict=True)
         expected = [(span, known) for span, known in pairs if known is not None and known.same is not False]
         usable = self._usable(base, (known for _, known in expected))
@@ -267,12 +285,12 @@ class IncrementalSave:
             return NOT_COMPARED
         sample, whole, same = compare(raw, known)
         if known is not None and known.raw_digest is None and known.sample == sample:
-            # It changed until now. Encoding makes the same of the same.
+            # The base has no digest of its raw bytes, since it had changed before. Encoding is deterministic.
             same = replace(self._encode(raw, span), data=b"") == known.chunk
         return Match(sample, whole, same if known is not None else None, known if same else None)
 
     def _usable(self, base: BaseCheckpoint, unchanged: Iterable[KnownChunk]) -> Collection[Attempt]:
-        """The attempts that may and should be referenced; from now on none of them can be deleted."""
+        """The attempts to reference. They are leased, so that from now on none of them can be deleted."""
         used: Counter[Attempt] = Counter()
         for known in unchanged:
             used[known.attempt] += known.chunk.stored
@@ -284,7 +302,7 @@ class IncrementalSave:
         except CkptError as error:
             logger.warning("%s stores all chunks: %s", self._attempt, error)
             return ()
-        if self.ended.is_set():  # given up meanwhile
+        if self.ended:  # aborted meanwhile
             self._release()
         self._sizes = {attempt: base.sizes[attempt] for attempt in chosen - suspect}
         return () if base.attempt in suspect else chosen - suspect

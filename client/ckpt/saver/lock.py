@@ -1,9 +1,9 @@
-"""Whether the saver of a killed trainer is still at work on this host. No torch.
+"""SaverLock: file locks that show whether the saver of a killed trainer is still uploading on this host.
 
 A trainer that is restarted right after a SIGKILL must not resume from an older step than the one its predecessor's
-saver is about to commit. Two small files per run tell: a trainer holds a shared lock on one, its saver on the
-other until its uploads are done. Locks end with their process, however it ends; a saver without a trainer is
-finishing its jobs.
+saver is about to commit. There are two lock files per run: the trainer holds a shared lock on one, its saver on the
+other until its uploads are done. The kernel releases a lock when its process ends, in any way. If only the saver's
+lock is held, an orphaned saver is finishing its jobs.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _PAUSE_S = 0.05
 
 
 class SaverLock:
-    """The locks of one trainer and its saver, held from before the saver starts."""
+    """The locks of one trainer and its saver. Acquired before the saver starts."""
 
     def __init__(self, store: str, run: str) -> None:
         self._trainer = _hold(_path(store, run, "trainer"))
         self.saver = _hold(_path(store, run, "saver"))
-        """For the saver to inherit."""
+        """The descriptor that the saver inherits."""
         close_after_fork(self)
 
     def inherited(self) -> None:
-        """The saver has its copy; this process gives up its own."""
+        """Close this process's copy of the saver's descriptor; the saver has inherited it."""
         os.close(self.saver)
 
     def close(self) -> None:
-        """The trainer has closed its saver."""
+        """Release the trainer's lock; its saver has ended."""
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Give up the trainer's lock, or a fork's copy of it."""
+        """Close the trainer's descriptor, or a fork's copy of it."""
         fd, self._trainer = self._trainer, -1
         if fd >= 0:
             os.close(fd)
 
 
 def wait_for_orphans(store: str, run: str, timeout_s: float) -> bool:
-    """Wait while a saver of this run is at work on this host whose trainer is gone; False if it still is at the end."""
+    """Wait while an orphaned saver of this run is uploading on this host; False if it still is after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     trainer, saver = _path(store, run, "trainer"), _path(store, run, "saver")
     while _is_held(saver) and not _is_held(trainer):

@@ -1,4 +1,4 @@
-"""What tells whether chunks have changed since a checkpoint, and which of those that have not are referenced. Pure."""
+"""Which chunks are unchanged since a checkpoint, and which checkpoints are worth referencing. Pure."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from ckptstore.names import Attempt
 
 SAMPLE_BYTES = 64 << 10
 LEAST_SHARE = 16
-"""Chunks of a checkpoint are referenced only if they are at least one in so many bytes of what it stores."""
+"""A checkpoint is referenced only if at least 1/LEAST_SHARE of its stored bytes is referenced."""
 MOST_ATTEMPTS = 16
-"""So many checkpoints are referenced by one rank's shard at most."""
+"""The maximum number of checkpoints that one rank's shard references."""
 UNKNOWN = bytes(DIGEST_BYTES)
 
 Key = tuple[str, Box, int, int]
-"""Where a chunk is looked for again: the slice that it begins in (entry and box), the byte of it, the raw size."""
+"""Identifies a chunk across saves: the slice it begins in (entry and box), the byte within it, the raw size."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownChunk:
-    """A chunk of the last checkpoint that was committed: where it lies, and what tells whether it has changed."""
+    """A chunk of the last committed checkpoint: where it is stored, and how to detect a change."""
 
     attempt: Attempt
-    """Who holds it."""
+    """The attempt whose shard file stores it."""
     offset: int
     chunk: EncodedChunk
     """Without its data."""
     sample: bytes | None
     raw_digest: bytes | None
     same: bool | None
-    """Whether it was equal to the one before, in the checkpoint before that; None: not known."""
+    """Whether it was unchanged since the checkpoint before that one; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseCheckpoint:
-    """The last checkpoint that was committed, as far as this rank's shard goes."""
+    """This rank's shard of the last committed checkpoint."""
 
     attempt: Attempt
     chunks: Mapping[Key, KnownChunk]
     sizes: Mapping[Attempt, int]
-    """Stored bytes of the shard files that these chunks lie in, by attempt."""
+    """Stored bytes of the shard files that store these chunks, by attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What comparing one chunk came to."""
+    """The result of comparing one chunk with the base."""
 
     sample: bytes | None
     raw_digest: bytes | None
     same: bool | None
-    """Whether it is equal to the one before; None if there is none."""
+    """Whether it is unchanged; None if the base has no such chunk."""
     known: KnownChunk | None
-    """The chunk that it is equal to, and that is referenced in its place."""
+    """The equal chunk of the base, which is referenced instead of storing this one; None: store it."""
 
 
 NOT_COMPARED = Match(None, None, None, None)
 
 
 def compare(raw: memoryview, known: KnownChunk | None) -> tuple[bytes, bytes | None, bool]:
-    """The digest of the chunk's sample, that of all of it where it may be needed, and whether it is unchanged. Pure."""
+    """The digest of the chunk's sample, that of all bytes if it may be needed, and whether it is unchanged. Pure."""
     sample = xxhash.xxh3_128_digest(raw[:SAMPLE_BYTES])
     if known is not None and known.sample not in (None, sample):
         return sample, None, False
@@ -77,10 +77,10 @@ def compare(raw: memoryview, known: KnownChunk | None) -> tuple[bytes, bytes | N
 
 
 def worthwhile(used: Mapping[Attempt, int], sizes: Mapping[Attempt, int], total: int) -> set[Attempt]:
-    """The attempts whose chunks are referenced, of those that could be. Pure.
+    """The attempts that are worth referencing. Pure.
 
-    used: the stored bytes of each that would be. total: the size of the new checkpoint. What is referenced stays whole,
-    so that it must be worth it: all that stays and nobody uses is together at most as large as the checkpoint.
+    used: for each candidate, the stored bytes that would be referenced. total: the size of the new checkpoint. A
+    referenced shard file is kept whole, so the unreferenced bytes kept in all of them must not exceed `total`.
     """
     chosen: set[Attempt] = set()
     unused = 0
@@ -93,7 +93,7 @@ def worthwhile(used: Mapping[Attempt, int], sizes: Mapping[Attempt, int], total:
 
 
 def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int]]) -> Iterator[Key]:
-    """The key of each chunk. slices: entry, box, first byte in the raw stream, rising; chunks: first byte and size."""
+    """The key of each chunk. slices: entry, box, first byte in the raw stream, ascending; chunks: first byte, size."""
     begins = column(at for _, _, at in slices)
     for begin, size in chunks:
         entry, box, at = slices[int(np.searchsorted(begins, begin, side="right")) - 1]
@@ -101,7 +101,7 @@ def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int
 
 
 def base_of(attempt: Attempt, content: Content, sizes: Mapping[Attempt, int]) -> BaseCheckpoint:
-    """What the receipt of a rank tells of its shard. sizes: of the shard files that it references. Pure."""
+    """The base from the receipt of a rank. sizes: of the shard files that it references. Pure."""
     shard, entries, slices = content.shards[0], content.entries, content.slices
     found: list[tuple[str, Box, int]] = []
     stored = np.setdiff1d(np.arange(len(slices.entry)), slices.derived_rows)
@@ -122,9 +122,9 @@ def next_base(
     matches: Sequence[Match],
     sizes: Mapping[Attempt, int],
 ) -> BaseCheckpoint:
-    """What a committed shard is for the save after it. Pure.
+    """The base for the save after a committed shard. Pure.
 
-    found, looks: the key of each chunk, and what it was found to be. sizes: of the shard files that it references.
+    found, matches: the key of each chunk, and its comparison. sizes: of the shard files that the shard references.
     """
     places, digests = Places.of(shard), shard.chunks.raw_digest
     holders = [attempt, *referenced_by(shard)]

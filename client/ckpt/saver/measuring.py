@@ -1,7 +1,7 @@
-"""How the chunks of each save are encoded: alike in all of them, or by what earlier saves took. No torch.
+"""Chooses how each save encodes its chunks: with a fixed policy, or from the measured costs of earlier saves.
 
-Figures begin as stated priors and are smoothed over saves. Codings that are not in use are probed: from time to time
-one chunk of a save is encoded by one of them, and stored so, since any mixture can be read.
+Costs start from priors and are smoothed over saves. Codings that are not in use are probed: from time to time one
+chunk of a save is encoded and stored with one of them. Readers accept any mixture of codings.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 LOCAL_UPLOAD_S = 1 / 2e9
 REMOTE_UPLOAD_S = 1 / 0.3e9
-"""Seconds per byte that a store is expected to take, until it was written to."""
+"""Expected upload time of a store in seconds per byte, until it has been measured."""
 
-# Trained weights and moments, and integers of all sorts, on one core beside a trainer (docs/decisions/0016).
+# Measured with trained weights and moments, and with integers, on one core next to a trainer (docs/decisions/0016).
 _PRIORS = {
     Coding("raw"): CodingCost(1 / 10e9, 1.0),
     Coding("float-split/float32"): CodingCost(1 / 1.6e9, 0.835),
@@ -29,17 +29,17 @@ _PRIORS = {
     Coding("float-split/float16"): CodingCost(1 / 1.4e9, 0.85),
     Coding("zstd"): CodingCost(1 / 0.8e9, 0.9),
 }
-_PRIOR_COST_OF_LEVELS = 10  # for nothing, until a probe shows otherwise
+_PRIOR_COST_OF_LEVELS = 10  # and no bytes saved, until a probe shows otherwise
 
 _NEWEST_WEIGHS = 0.5
-_LEAST_BYTES = 64 << 10  # fewer tell more about latencies than about speed
+_LEAST_BYTES = 64 << 10  # fewer measure latency rather than throughput
 _LEAST_S = 1e-9
-_PROBE_SHARE = 0.01  # of the time that saves take, or may take, goes into probing a coding, at most
+_PROBE_SHARE = 0.01  # at most this fraction of the time of saves is spent on probing a coding
 _PROBE_EVERY = 4
 
 
 def codings_for(compress: str, url: str, threads: float) -> Codings:
-    """As the user's word for it says. url: of the store. threads: how many cores encode."""
+    """The codings for a value of `compress`. url: of the store. threads: the number of cores that encode."""
     if compress != "auto":
         return FixedCodings(POLICIES[compress])
     return MeasuredCodings(threads, LOCAL_UPLOAD_S if url.startswith(("file:", "memory:")) else REMOTE_UPLOAD_S)
@@ -49,46 +49,44 @@ class SaveCodings(Protocol):
     """How the chunks of one save are encoded."""
 
     reason: str
-    """What was chosen and why, for people."""
+    """The choice and its reason, for the log."""
 
     def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
         """Encode one chunk; called in several threads."""
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
-        """The save is uploaded, in so much time without waiting for chunks; called once, after the last chunk."""
+        """Record the upload; called once, after the last chunk. upload_s: without waiting for chunks."""
 
 
 class Codings(Protocol):
-    """Says for each save how its chunks are encoded."""
+    """Chooses for each save how its chunks are encoded."""
 
     def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> SaveCodings:
-        """For a save that was asked for at this time."""
+        """The codings of a save that was requested at this time."""
 
 
 class FixedCodings:
-    """Alike in all saves, so that one object serves for them all."""
+    """One policy for all saves."""
 
     def __init__(self, policy: CodingPolicy) -> None:
         self.reason = f"compress={policy.__name__!r}"
         self._policy = policy
 
     def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> FixedCodings:
-        """Itself."""
         return self
 
     def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
-        """By element type alone."""
         return encode_chunk(raw, self._policy(span.dtype))
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
-        """Nothing to learn."""
+        """Does nothing: the policy is fixed."""
 
 
 class MeasuredCodings:
-    """Chosen for each save, from what the saves before it took and how far apart they were. For any threads."""
+    """Chosen for each save from the costs of earlier saves and the interval between them. For any thread."""
 
     def __init__(self, threads: float, upload_s: float) -> None:
-        """threads: how many cores encode. upload_s: seconds per byte that the store is expected to take."""
+        """threads: the number of cores that encode. upload_s: expected upload time in seconds per byte."""
         self._threads = threads
         self._lock = threading.Lock()
         self._upload = _Smoothed(CodingCost(upload_s, 1.0))
@@ -96,12 +94,12 @@ class MeasuredCodings:
         self._measured_in: dict[tuple[str, Coding], int] = defaultdict(lambda: -_PROBE_EVERY)
         self._saves = 0
         self._changed: dict[str, float] = {}
-        """The share of bytes that had to be stored anew."""
+        """By element type, the fraction of bytes that had changed in the last save."""
         self._last_at: float | None = None
         self._interval_s: float | None = None
 
     def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> MeasuredSave:
-        """The best choice by now, but for one chunk, which may be a probe."""
+        """The best choice for this save. One chunk may be encoded as a probe."""
         with self._lock:
             self._saves += 1
             interval_s = self._pass(created_at)
@@ -116,7 +114,7 @@ class MeasuredCodings:
     def learn(
         self, raw_bytes: Mapping[str, int], samples: Iterable[EncodeSample], stored_bytes: int, upload_s: float
     ) -> None:
-        """Take up what one save took. raw_bytes: by element type, also of chunks that had not changed."""
+        """Update the costs from one save. raw_bytes: by element type, including unchanged chunks."""
         totals: dict[tuple[str, Coding], EncodeSample] = {}
         for sample in samples:
             key = sample.dtype, sample.coding
@@ -133,7 +131,7 @@ class MeasuredCodings:
                     self._smoothed(*key).add(total.seconds, total.raw, total.stored)
 
     def _pass(self, now: float) -> float | None:
-        """The interval between saves by now; rather too short than too long."""
+        """The smoothed interval between saves, never longer than the last one."""
         if self._last_at is not None:
             last = max(_LEAST_S, now - self._last_at)
             self._interval_s = min(last, _smooth(self._interval_s or last, last))
@@ -147,7 +145,7 @@ class MeasuredCodings:
         return self._encoding.setdefault((dtype, coding), _Smoothed(_prior(coding)))
 
     def _probe(self, spans: Sequence[ChunkSpan], costs: CostTable, choice: Choice) -> dict[int, Coding]:
-        """The chunk, by where it begins, that is encoded otherwise, by the coding that was measured longest ago."""
+        """The chunk to encode as a probe, by its first byte, and its coding: the one measured longest ago."""
         time_s = max(choice.durable_s, INTERVAL_SHARE * (self._interval_s or 0.0))
         due: list[tuple[int, int, Coding]] = []
         for dtype, chosen in choice.codings.items():
@@ -165,7 +163,7 @@ class MeasuredCodings:
 
 
 class MeasuredSave:
-    """One save by MeasuredCodings."""
+    """The codings of one save, chosen by MeasuredCodings."""
 
     def __init__(
         self,
@@ -183,21 +181,19 @@ class MeasuredSave:
         self.reason = _explain(choice, interval_s)
 
     def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
-        """As chosen."""
         coding = self._probe.get(span.at, self.choice.codings[span.dtype])
-        # Not the CPU time of this thread: it is behind the trainer's, and what counts is how far it gets.
+        # Wall time, not CPU time: the thread has a lower priority than the trainer, which slows it down.
         started = time.perf_counter()
         chunk = encode_chunk(raw, coding)
         self._samples.append(EncodeSample(span.dtype, coding, time.perf_counter() - started, chunk.raw, chunk.stored))
         return chunk
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
-        """For the saves to come."""
         self._codings.learn(self._raw_bytes, self._samples, stored_bytes, upload_s)
 
 
 class EncodeSample(NamedTuple):
-    """Chunks of one element type in one coding, and what encoding them took."""
+    """The cost of encoding some chunks of one element type with one coding."""
 
     dtype: str
     coding: Coding
@@ -206,28 +202,28 @@ class EncodeSample(NamedTuple):
     stored: int
 
     def plus(self, other: EncodeSample) -> EncodeSample:
-        """Both together."""
+        """The sum of both."""
         return self._replace(
             seconds=self.seconds + other.seconds, raw=self.raw + other.raw, stored=self.stored + other.stored
         )
 
 
 class _Smoothed:
-    """A figure over saves. The first one measured takes the place of the prior."""
+    """A cost smoothed over saves. The first measurement replaces the prior."""
 
     def __init__(self, prior: CodingCost) -> None:
         self.cost = prior
         self._measured = False
 
     def add(self, seconds: float, count: int, stored: int) -> None:
-        """What `count` bytes took in one save."""
+        """Add the cost of `count` bytes in one save."""
         new = CodingCost(max(seconds, _LEAST_S) / count, stored / count)
         old, self._measured = self.cost if self._measured else new, True
         self.cost = CodingCost(_smooth(old.seconds, new.seconds), _smooth(old.stored, new.stored))
 
 
 def _smooth(old: float, new: float) -> float:
-    """By ratios rather than differences: a store that became ten times faster is as soon noticed as a slower one."""
+    """A geometric mean: a store that became ten times faster is detected as soon as one that became slower."""
     return math.exp((1 - _NEWEST_WEIGHS) * math.log(old) + _NEWEST_WEIGHS * math.log(new))
 
 
@@ -246,7 +242,7 @@ def _explain(choice: Choice, interval_s: float | None) -> str:
     chosen = ", ".join(f"{dtype} {_name(coding)}" for dtype, coding in choice.codings.items())
     times = f"{choice.durable_s:.3g} s expected (encode {choice.encode_s:.3g}, upload {choice.upload_s:.3g})"
     if interval_s is None:
-        return f"{chosen}: {times}, the soonest, for nothing is known of the interval between saves"
+        return f"{chosen}: {times}, the soonest durable, since the interval between saves is unknown"
     inside = choice.durable_s <= INTERVAL_SHARE * interval_s
-    why = "the smallest well inside" if inside else "the soonest, for none is well inside"
+    why = "the smallest well inside" if inside else "the soonest durable, since none is well inside"
     return f"{chosen}: {times}, {why} the interval of {interval_s:.3g} s"

@@ -1,8 +1,8 @@
-"""What trainer and saver say to each other: JSON over a Unix socket, length first. No torch.
+"""The messages between trainer and saver: length-prefixed JSON over a Unix socket.
 
-Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, Job per save, Staged, Cut, Withdraw, Decline,
-Stop. Saver to trainer: Progress, Released, Done, Failed. The trainer's death is the end of the socket's stream: the
-saver finishes its jobs.
+Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, SaveJob per save, Staged, Cut, Withdraw, Abort,
+Stop. Saver to trainer: SaveProgress, Released, Done, Failed. If the trainer dies, the socket reaches end of file, and
+the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_FDS = 4
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Where to write, once per saver."""
+    """The configuration of a saver; the first message."""
 
     store: str
     options: dict[str, Any]
@@ -36,23 +36,23 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     daemon: str | None
     token: str | None
     cpu_budget: float | None = None
-    """Of one core, for a saver process."""
+    """Limit on the CPU time of a saver process, as a fraction of one core; None: no limit."""
     incremental: bool = True
     dedup_casts: bool = False
     encoded_bytes: int | None = None
     upload_bytes: int | None = None
-    """See Budget; None: what encoder and writer hold by themselves."""
+    """See Budget; None: the defaults of encoder and object writer."""
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):
-    """A segment of the arena; its descriptor travels with the message."""
+    """A new slot of the arena; its descriptor is sent with the message."""
 
     number: int
     num_bytes: int
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """A slot that no job will use again."""
+    """No further job uses this slot."""
 
     slot: int
 
@@ -68,7 +68,7 @@ class SliceRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One snapshot to be made durable."""
+    """One snapshot to make durable."""
 
     number: int
     slot: int | None
@@ -81,37 +81,37 @@ class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     local: dict[str, JSON]
     metrics: dict[str, float]
     lease: str | None
-    """A lease that this commit, or the next one, makes needless."""
+    """A lease to release after this commit, or the next one if this save fails."""
     streamed: bool = False
-    """The snapshot is larger than its slot, and passes through it (streaming.py)."""
+    """The snapshot is larger than its slot, and is streamed through it (streaming.py)."""
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """So many chunks of a streamed job are in its slot, or were."""
+    """The first `chunks` chunks of a streamed job have been copied to its slot."""
 
     number: int
     chunks: int
 
 
 class Cut(msgspec.Struct, frozen=True, tag=True):
-    """No more chunks of a streamed job will come: it has failed."""
+    """No more chunks of a streamed job will be copied: the save has failed."""
 
     number: int
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
-    """Give up the oldest job whose upload has not begun, if there is one."""
+    """Skip the oldest job with a slot whose upload has not begun, if there is one."""
 
     step: int
-    """Of the save that needs its slot."""
+    """The step of the save that needs the slot."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """This rank takes no part in an attempt: tell the others."""
+    """Abort an attempt: this rank takes no part in it."""
 
     attempt: Attempt
     failure: str | None = None
-    """What went wrong; None if it skips the attempt."""
+    """What went wrong; None if this rank skips the attempt."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +119,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveProgress(msgspec.Struct, frozen=True, tag=True):
-    """Raw bytes of a job that are uploaded."""
+    """The number of raw bytes of a job that are uploaded."""
 
     number: int
     done_bytes: int
@@ -137,7 +137,7 @@ class Released(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stored_bytes: int
     referenced_bytes: int
     coding: str
-    """What the chunks were encoded with, and why."""
+    """The codings of the chunks and why they were chosen, for the log."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -150,7 +150,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The job did not become durable, because of an error or because it was given up; its slot may be reused."""
+    """The job failed or was skipped; its slot may be reused."""
 
     number: int
     slot: int | None
@@ -164,7 +164,7 @@ Report = SaveProgress | Released | Done | Failed
 
 
 class Channel:
-    """One end of the socket. One thread sends, one receives."""
+    """One end of the socket. At any time one thread sends and one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -172,7 +172,7 @@ class Channel:
         self._fds: list[int] = []
 
     def send(self, message: Command | Report, fds: Sequence[int] = ()) -> None:
-        """Raises OSError if the other end is gone, or does not read for longer than the socket's time-out."""
+        """Raises OSError if the peer is gone, or does not read for longer than the socket's timeout."""
         body = msgspec.json.encode(message)
         head = _LENGTH.pack(len(body))
         if fds:
@@ -182,7 +182,7 @@ class Channel:
         self._sock.sendall(body)
 
     def receive(self, kind: Any) -> Any | None:
-        """The next message of union `kind`; None at the end of the stream."""
+        """The next message of union `kind`; None at end of file."""
         head = self._exactly(_LENGTH.size)
         if head is None:
             return None
@@ -196,11 +196,11 @@ class Channel:
         return self._fds.pop(0)
 
     def close(self) -> None:
-        """Close this end; a thread that receives from it sees the end of the stream."""
+        """Close this end; a thread that is receiving from it gets end of file."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other end is gone already
+            pass  # the peer is gone already
         self._sock.close()
 
     def close_in_child(self) -> None:
@@ -212,7 +212,7 @@ class Channel:
             try:
                 data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, _MAX_FDS)
             except TimeoutError:
-                continue  # the time-out is for sending
+                continue  # the timeout is for sending
             except OSError:
                 return None
             if not data:

@@ -1,6 +1,6 @@
-"""Telling the daemon of commits, as a courtesy: it would find them by listing, only later. No torch.
+"""Notifier: notifies the daemon of commits. This is an optimization; the daemon finds them later by listing.
 
-Nothing waits for it: a daemon that is slow or dead delays neither a commit nor the saver's end.
+Nothing waits for a notification: a slow or dead daemon delays neither a commit nor the end of the saver.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ckptstore.names import Attempt
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
-_LAST_WORD_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class Notifier:
-    """Sends the newest commit from a thread of its own. commit and close may be called from any thread."""
+    """Sends the newest commit on its own thread. commit and close may be called from any thread."""
 
     def __init__(self, daemon: str, token: str | None, run: str) -> None:
         self._daemon = daemon
@@ -31,20 +31,20 @@ class Notifier:
         self._thread.start()
 
     def commit(self, attempt: Attempt) -> None:
-        """Have this commit told, unless a newer one comes first."""
+        """Enqueue a notification of this commit; it replaces an older one that was not sent yet."""
         with self._changed:
             self._newest = attempt
             self._changed.notify()
 
     def close(self) -> None:
-        """Give the last commit a moment to be told."""
+        """Stop; waits at most _CLOSE_TIMEOUT_S for the last notification."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(_LAST_WORD_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _serve(self) -> None:
-        # Savers without a daemon need no HTTP client.
+        # Imported here, so that savers without a daemon do not load the HTTP client.
         import httpx
 
         from ckptapi.client import DaemonClient
@@ -54,7 +54,7 @@ class Notifier:
             try:
                 client.notify(self._run, attempt)
             except CkptError as error:
-                logger.warning("the daemon was not told of %s: %s", attempt, error)
+                logger.warning("could not notify the daemon of %s: %s", attempt, error)
         client.close()
 
     def _next(self) -> Attempt | None:

@@ -1,7 +1,7 @@
-"""The stages behind the training thread, joined: encode, upload, receipt, commit. No torch.
+"""The save pipeline: encode, upload, receipt, commit.
 
-Jobs are uploaded one after the other, in order, and encoding runs ahead of that. Waiting for other ranks happens in a
-thread of its own, so that it never delays the next upload.
+Jobs are uploaded one at a time, in order, and encoding runs ahead of the upload. A separate thread waits for other
+ranks, so that this never delays the next upload.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A job, and its chunks on their way."""
+    """A job in the pipeline, and its chunks."""
 
     job: SaveJob
     placed: list[Placed]
-    """What is stored."""
+    """The slices that are stored."""
     derived: list[Derived]
-    """What is not, since it follows."""
+    """The slices that are not stored, since they are casts of stored ones."""
     incremental: IncrementalSave
     codings: SaveCodings
     encoding: Encoding
     reader: StreamReader | None
-    """Of a streamed one."""
+    """Of a streamed job; None for others."""
     received_at: float
 
     @property
@@ -65,7 +65,7 @@ class _Snapshot:
 class SavePipeline:
     """Makes snapshots durable, in the saver process or in threads of the trainer.
 
-    submit and close are called by one thread; `report` is called from the pipeline's own threads.
+    One thread calls the public methods. `report` is called from that thread and the pipeline's own threads.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class SavePipeline:
         clock: Clock = system_clock,
         own_process: bool = False,
     ) -> None:
-        """own_process: nothing else runs in this process, so that its CPU time is that of the saves."""
+        """own_process: the process runs nothing but this pipeline, so that its CPU time is that of the saves."""
         if setup.upload_bytes is not None:
             store.upload_bytes = setup.upload_bytes
-        # Where the store lets several committers win, the daemon decides.
+        # Some stores ignore If-None-Match and would let several committers win; there the daemon decides.
         self._store = arbitrated(store, setup.daemon, setup.token)
         self._setup = setup
         self._report = report
         self._clock = clock
-        # Rank 0 commits for all, so it tells for all.
+        # Rank 0 commits for all ranks, so only its saver notifies the daemon.
         notified = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
         self._own_process = own_process
@@ -102,12 +102,12 @@ class SavePipeline:
         self._aborts = ThreadPoolExecutor(1, thread_name_prefix="ckpt-decline")
 
     def submit(self, job: SaveJob, raw: memoryview) -> None:
-        """Take a snapshot over; its slot stays in use until Released or Failed is reported."""
+        """Accept a snapshot; its slot stays in use until Released or Failed is reported."""
         received_at = time.perf_counter()
         if job.lease is not None:
             self._leases.add(job.lease)
         if not job.streamed:
-            raw = raw.toreadonly()  # nobody writes to the slot before it is released
+            raw = raw.toreadonly()  # the trainer does not write to the slot before it is released
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         if self._setup.dedup_casts:
             self._derivations.submit(self._derive, job, raw, placed, received_at)
@@ -140,17 +140,17 @@ class SavePipeline:
         self._uploads.submit(self._upload, snapshot)
 
     def staged(self, number: int, chunks: int) -> None:
-        """So many chunks of a streamed job are in its slot, or were."""
+        """The first `chunks` chunks of a streamed job have been copied to its slot."""
         if (reader := self._readers.get(number)) is not None:
             reader.staged(chunks)
 
     def cut(self, number: int) -> None:
-        """No more chunks of a streamed job will come."""
+        """No more chunks of a streamed job will be copied."""
         if (reader := self._readers.get(number)) is not None:
             reader.cut()
 
     def withdraw(self, step: int) -> None:
-        """Give up the oldest snapshot whose upload has not begun, if there is one, in favour of a save of `step`."""
+        """Skip the oldest job with a slot whose upload has not begun, if there is one, for a save of `step`."""
         with self._lock:
             number = next((number for number, one in self._waiting.items() if one.job.slot is not None), None)
             if number is None:
@@ -163,12 +163,12 @@ class SavePipeline:
         self._abort_job(snapshot.job, skipped)
 
     def abort(self, attempt: Attempt, failure: str | None = None) -> None:
-        """Tell the other ranks, if there are any, that this one takes no part in an attempt."""
+        """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""
         if self._setup.world_size > 1:
             self._aborts.submit(abort_attempts, self._store, self._setup, [attempt], failure, self._clock)
 
     def finish_uploads(self) -> None:
-        """Return when this rank has done its part of every job: nothing is read from the slots any more."""
+        """Return when every shard and receipt of this rank is durable or failed: the slots are no longer read."""
         for reader in list(self._readers.values()):
             reader.cut()
         self._derivations.shutdown(wait=True)
@@ -189,7 +189,7 @@ class SavePipeline:
             if self._waiting.pop(job.number, None) is None:
                 return  # withdrawn
         try:
-            # What feeds the encoding ends first: a stream may be waited for.
+            # The stream ends before the encoding, which may be waiting for its next chunk.
             with snapshot.encoding, snapshot.reader or nullcontext():
                 receipt, released = self._make_durable(snapshot)
             self._readers.pop(job.number, None)
@@ -198,7 +198,7 @@ class SavePipeline:
             snapshot.incremental.end(None)
             self._abort_job(job, error)
             return
-        snapshot.incremental.uploaded.set()
+        snapshot.incremental.mark_uploaded()
         self._commits.submit(self._commit, snapshot, receipt)
 
     def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
@@ -224,7 +224,7 @@ class SavePipeline:
         return receipt, released
 
     def _upload_shard(self, snapshot: _Snapshot) -> Uploaded | None:
-        """The shard; None if there is nothing to store, which shows when the first chunk does not come."""
+        """Upload the shard; None if no chunk has to be stored."""
         setup, chunks = self._setup, iter(snapshot.encoding)
         first = next(chunks, None)
         if first is None:
@@ -238,10 +238,10 @@ class SavePipeline:
         )
 
     def _progress_of(self, snapshot: _Snapshot) -> Callable[[int], None]:
-        """What is told of each written chunk."""
+        """What to call with the raw bytes written so far, after each chunk."""
         if (reader := snapshot.reader) is not None:
             return lambda _: reader.written()
-        not_stored = snapshot.not_stored_bytes  # a look at every chunk: once, not for each
+        not_stored = snapshot.not_stored_bytes  # visits every chunk, so compute it once
         return lambda done: self._report(SaveProgress(snapshot.job.number, not_stored + done))
 
     def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
@@ -252,7 +252,7 @@ class SavePipeline:
             snapshot.incremental.end(None)
             self._fail(job, None, error)
             if self._setup.rank == 0 and isinstance(error, ReferenceLost | CorruptObject):
-                self.abort(job.attempt, describe(error))  # nobody else could commit it either
+                self.abort(job.attempt, describe(error))  # no other rank could commit it either
             return
         snapshot.incremental.end(receipt.receipt.content)
         self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
@@ -261,7 +261,7 @@ class SavePipeline:
             self._notifier.commit(job.attempt)
 
     def _release_leases(self) -> None:
-        """The run has a commit of its own, be it of another save than of the one that was to have it."""
+        """Release all leases that a commit of this run makes unnecessary, whichever save it was."""
         while self._leases:
             lease = self._leases.pop()
             try:
@@ -270,7 +270,7 @@ class SavePipeline:
                 logger.warning("lease %s was not released and will expire: %s", lease, error)
 
     def _abort_job(self, job: SaveJob, error: BaseException) -> None:
-        """End a job that has no receipt, and never will."""
+        """Fail a job that will never have a receipt, and abort its attempt."""
         self._fail(job, job.slot, error)
         self.abort(job.attempt, None if isinstance(error, SaveSkipped) else describe(error))
 

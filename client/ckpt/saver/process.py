@@ -1,8 +1,8 @@
-"""The saver process: receives snapshots in shared memory and makes them durable. No torch.
+"""The saver process: receives snapshots in shared memory and makes them durable.
 
-It is a session of its own and holds the arena by descriptor. When the trainer dies, the socket ends: the saver
-finishes every job it was given, then exits. While it lives it holds an inherited lock (presence.py),
-by which the next trainer on this host knows that an upload is still under way.
+It runs in its own session and holds descriptors of the arena. When the trainer dies, the socket reaches end of file;
+the saver finishes every job it has received, then exits. Until its uploads are done it holds an inherited lock
+(lock.py), so that the next trainer on this host waits for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptstore.stores import open_store
 
 
 class _Reporter:
-    """Sends reports while somebody listens; several threads report."""
+    """Sends reports while the trainer is alive. For any thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -33,13 +33,13 @@ class _Reporter:
             with self._lock:
                 self._channel.send(report)
         except OSError:
-            pass  # the trainer is gone; what matters is in the store
+            pass  # the trainer is gone; the result is in the store
 
 
 def main(sock: int, lock: int) -> int:
     """Serve the trainer at the other end of a socket until it stops or dies. Returns the exit status.
 
-    lock: the descriptor that says a saver is at work (presence.py).
+    lock: the inherited descriptor of the saver's lock (lock.py).
     """
     logging.basicConfig(format="%(asctime)s ckpt saver %(process)d: %(message)s", stream=sys.stderr)
     lower_priority()
@@ -51,8 +51,8 @@ def main(sock: int, lock: int) -> int:
     segments: dict[int, Segment] = {}
     _serve(channel, pipeline, segments)
     pipeline.finish_uploads()
-    # From here on other ranks may be waited for, and whoever sees all receipts can commit as well: the next trainer
-    # needs the memory, and need not wait.
+    # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
+    # memory and the lock for the next trainer, which need not wait for that.
     while segments:
         segments.popitem()[1].close()
     os.close(lock)

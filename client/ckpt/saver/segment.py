@@ -1,7 +1,7 @@
-"""Shared memory that the trainer stages into and the saver reads from. No torch.
+"""Shared memory that the trainer stages into and the saver reads from.
 
-A segment has no name in any file system: it lives as long as somebody holds its descriptor or a
-mapping, so that a SIGKILLed trainer loses nothing and a finished saver leaks nothing.
+A segment has no name in any file system: it exists as long as a process holds its descriptor or a mapping. So a
+SIGKILL of the trainer loses nothing, and nothing leaks after the saver has ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Closable(Protocol):
 
 
 def close_after_fork(resource: _Closable) -> None:
-    """Have `resource.close_in_child()` called in forked children (DataLoader workers), which hold nothing of ours."""
+    """Call `resource.close_in_child()` in forked children (DataLoader workers), so that they hold no descriptors."""
     _after_fork.add(resource)
 
 
@@ -51,14 +51,14 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Segment:
-    """A stretch of shared memory, mapped into this process. Forked children have neither mapping nor descriptor."""
+    """Shared memory mapped into this process. Forked children have neither the mapping nor the descriptor."""
 
     def __init__(self, num_bytes: int, fd: int | None = None) -> None:
-        """Make a segment, or map the one behind a received descriptor."""
+        """Create a segment, or map the one of a received descriptor."""
         self.num_bytes = num_bytes
         self.fd = make_shared_memory(num_bytes) if fd is None else fd
         self.map = _map(self.fd, max(1, num_bytes))
-        """The bytes, as an object with the buffer interface; unmapped with the last view of it."""
+        """The bytes, as an object with the buffer interface; unmapped when its last view is released."""
         close_after_fork(self)
 
     @property
@@ -67,18 +67,18 @@ class Segment:
         return memoryview(self.map).cast("B")[: self.num_bytes]
 
     def close(self) -> None:
-        """Give up the descriptor."""
+        """Close the descriptor. The mapping stays until its last view is released."""
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Give up the descriptor; the mapping was never inherited."""
+        """Close the descriptor; the mapping is not inherited."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _map(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    # Python's own mmap keeps a copy of the descriptor, which forked children would inherit.
+    # Python's mmap keeps a copy of the descriptor, which forked children would inherit.
     address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address in (None, _MAP_FAILED):
         number = ctypes.get_errno()
@@ -91,24 +91,24 @@ def _map(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _unmap(address: int, num_bytes: int, pid: int) -> None:
-    if os.getpid() == pid:  # in a child something else may lie there
+    if os.getpid() == pid:  # in a child the address may belong to another mapping
         _libc.munmap(address, num_bytes)
 
 
 def make_shared_memory(num_bytes: int, anonymous: Callable[[], int] | None = None) -> int:
-    """A descriptor of fresh shared memory, not inherited by exec."""
+    """A descriptor of new shared memory, not inherited by exec."""
     fd = (anonymous or _ANONYMOUS)()
     os.ftruncate(fd, max(1, num_bytes))
     return fd
 
 
 def memfd() -> int:
-    """Linux: memory with no name at all."""
+    """Anonymous shared memory on Linux."""
     return os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
 
 
 def posix_shared_memory() -> int:
-    """Elsewhere: POSIX shared memory, unlinked at once, so that only descriptors keep it."""
+    """POSIX shared memory for other systems; unlinked at once, so that only descriptors keep it."""
     import _posixshmem  # type: ignore[import-not-found]
 
     name = f"/ckpt-{secrets.token_hex(8)}"
@@ -121,11 +121,11 @@ _ANONYMOUS = memfd if sys.platform == "linux" else posix_shared_memory
 
 
 def populate(segment: Segment) -> None:
-    """Have the kernel provide all pages now, so that no later copy waits for them. Releases the GIL."""
+    """Populate all pages now, so that no later copy has page faults. Releases the GIL."""
     start = ctypes.addressof(segment.map)
     for at in range(0, segment.num_bytes, _POPULATE_STRIDE):
         size = min(_POPULATE_STRIDE, segment.num_bytes - at)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(segment.fd, at, size)  # twice as fast as having pages provided one by one
+            os.posix_fallocate(segment.fd, at, size)  # twice as fast as page faults
         if sys.platform != "linux" or _libc.madvise(start + at, size, _MADV_POPULATE_WRITE) != 0:
             _libc.memset(start + at, 0, size)

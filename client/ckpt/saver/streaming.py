@@ -1,8 +1,8 @@
-"""Streaming: a snapshot that is larger than its slot passes through it, a chunk at a time. No torch.
+"""Streaming: a snapshot that is larger than its slot passes through it, one chunk at a time.
 
-Trainer and saver compute alike where each chunk lies in the slot: behind the one before, or at the beginning when it
-does not fit any more. The trainer copies a chunk when those that lay there before are written, and says so; the saver
-encodes and writes them in order. A stream that is cut, because the trainer died or gave up, is a save that failed.
+Both processes compute the same ring-buffer layout: each chunk follows the previous one, or starts at the beginning if
+it does not fit. The trainer copies a chunk once the chunks that it overwrites are written, and announces it; the saver
+encodes and writes the chunks in order. If the stream is cut because the trainer died or aborted, the save fails.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ckptstore.errors import CkptError, SaveFailed
 from ckptstore.format.shards import CHUNK_BYTES, ChunkSpan
 
 LEAST_BYTES = 2 * CHUNK_BYTES
-"""Of a slot: one chunk is copied while another one is encoded."""
+"""The minimum size of a slot: one chunk is copied while another one is encoded."""
 _ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Where in the slot a chunk lies."""
+    """The place of a chunk in the slot."""
 
     at: int
     after: int
-    """So many chunks of the snapshot must have been written before this one may be copied."""
+    """The number of chunks of the snapshot that must be written before this one may be copied."""
 
 
 def chunk_places(spans: Sequence[ChunkSpan], slot_bytes: int) -> list[ChunkPlace]:
-    """The place of each chunk, none of which is larger than the slot. Pure."""
+    """The place of each chunk; none may be larger than the slot. Pure."""
     found: list[ChunkPlace] = []
     at = 0
     for number, span in enumerate(spans):
@@ -50,10 +50,13 @@ def chunk_places(spans: Sequence[ChunkSpan], slot_bytes: int) -> list[ChunkPlace
 
 
 class StreamReader:
-    """A stream, seen by the saver. One thread takes chunks, one tells how many there are, one which are written."""
+    """The saver's end of a stream.
+
+    One thread iterates over the chunks, one announces staged chunks, and one reports written chunks.
+    """
 
     def __init__(self, slot: memoryview, spans: Sequence[ChunkSpan], progress: Callable[[int], None]) -> None:
-        """progress: told how many bytes of the stream need not stay in the slot."""
+        """progress: called with the number of bytes of the stream that the slot need no longer hold."""
         self._slot = slot
         self._progress = progress
         self._places = chunk_places(spans, len(slot))
@@ -65,7 +68,7 @@ class StreamReader:
         self._to_write: deque[int] = deque()
 
     def staged(self, count: int) -> None:
-        """So many chunks are copied."""
+        """The first `count` chunks have been copied to the slot."""
         with self._changed:
             self._staged = count
             self._changed.notify_all()
@@ -74,26 +77,27 @@ class StreamReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nobody takes any more chunks."""
         self.cut()
 
     def cut(self) -> None:
-        """No more chunks will come."""
+        """End the stream: no more chunks will be copied."""
         with self._changed:
             self._cut = True
             self._changed.notify_all()
 
     def chunks(self, spans: Iterable[ChunkSpan]) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """All chunks with their memory, each when it is there. Raises SaveFailed when the stream is cut."""
+        """All chunks with their memory, each once it is copied. Raises SaveFailed if the stream is cut."""
         for number, (span, place) in enumerate(zip(spans, self._places, strict=True)):
             with self._changed:
                 self._changed.wait_for(lambda number=number: self._cut or self._staged > number)  # type: ignore[misc]
                 if self._staged <= number:
-                    raise SaveFailed("the trainer died or gave up while its snapshot passed through the slot")
+                    raise SaveFailed(
+                        "the trainer died or aborted the save while its snapshot was streamed through the slot"
+                    )
             yield self._slot[place.at : place.at + span.bytes], span
 
     def decided(self, span: ChunkSpan, stored: bool) -> None:
-        """Whether the chunk that was taken last is written, or left out."""
+        """Report whether the last chunk of the iteration is stored, or referenced."""
         with self._leaving:
             if stored:
                 self._to_write.append(self._decided)
@@ -102,14 +106,14 @@ class StreamReader:
                 self._progress(self._decided)
 
     def written(self) -> None:
-        """The next one of those to be written is."""
+        """Report that the next stored chunk is written."""
         with self._leaving:
             self._to_write.popleft()
             self._progress(self._to_write[0] if self._to_write else self._decided)
 
 
 class StreamWriter:
-    """A stream, seen by the trainer. One thread copies, others hear what the saver says."""
+    """The trainer's end of a stream. One thread copies; others deliver the reports of the saver."""
 
     def __init__(self, spans: Sequence[ChunkSpan], slot_bytes: int) -> None:
         self.spans = spans
@@ -120,24 +124,24 @@ class StreamWriter:
         self._error: CkptError | None = None
 
     def written(self, raw_bytes: int) -> None:
-        """So many bytes of the snapshot are written: their place in the slot is free."""
+        """The first `raw_bytes` bytes of the snapshot are written; their place in the slot is free."""
         with self._changed:
             self._written = bisect_right(self._ends, raw_bytes)
             self._changed.notify_all()
 
     def fail(self, error: CkptError) -> None:
-        """Nobody takes any more."""
+        """End the stream: the save has failed."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def wait(self, place: ChunkPlace) -> None:
-        """Return when there is room for a chunk. Raises the error of a save that has failed by now."""
+        """Return when a place is free. Raises the error of the save if it has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._written >= place.after)
         self.check()
 
     def check(self) -> None:
-        """Raises the error of a save that has failed by now."""
+        """Raises the error of the save if it has failed."""
         if self._error is not None:
             raise self._error

@@ -1,7 +1,7 @@
-"""Pace: how the saver keeps out of the way of the training step. No torch.
+"""CpuThrottle: keeps the saver from slowing down the training step.
 
-Its threads run behind those of the trainer (SCHED_BATCH and niceness, the lowest priority of best-effort I/O), and
-where a CPU budget is given, they sleep as soon as the process has used more than that.
+The saver's threads have a lower priority than the trainer's (SCHED_BATCH and niceness, lowest best-effort I/O
+priority). With a CPU budget, they sleep while the process has used more than the budget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 NICENESS = 5
 _BURST_S = 1.0
-"""The budget is kept over about this time."""
+"""Unused budget accumulates for at most this time."""
 _SHORTEST_S = 0.001
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
@@ -25,7 +25,7 @@ _LOWEST_BEST_EFFORT = (2 << 13) | 7
 
 
 class CpuThrottle:
-    """Keeps this process to a share of one core. keep() may be called from any thread."""
+    """Limits this process to a fraction of one core. wait_for_budget may be called from any thread."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class CpuThrottle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """cpu_budget: of one core, 0.5 for half of it; None for no limit."""
+        """cpu_budget: fraction of one core, such as 0.5; None: no limit."""
         self._budget = cpu_budget
         self._cpu, self._clock, self._sleep = cpu, clock, sleep
         self._lock = threading.Lock()
@@ -43,14 +43,14 @@ class CpuThrottle:
         self._left_s = 0.0
 
     def wait_for_budget(self) -> None:
-        """Return when the process may use more CPU time; call it before each piece of work."""
+        """Return when the process may use more CPU time; call it before each unit of work."""
         if self._budget is None:
             return
         while (behind := self._behind()) > 0:
             self._sleep(max(behind, _SHORTEST_S))
 
     def _behind(self) -> float:
-        """How long to sleep until no more is used than the budget gave."""
+        """Seconds to sleep until CPU time is within the budget; negative if it is."""
         assert self._budget is not None
         with self._lock:
             now, used = self._clock(), self._cpu()
@@ -61,12 +61,12 @@ class CpuThrottle:
 
 
 def lower_priority() -> None:
-    """Have this process, and threads it starts from now on, give way to others. Does what the system allows."""
+    """Lower the priority of this process and of threads that it starts from now on, as far as the system allows."""
     if hasattr(os, "SCHED_BATCH"):
         try:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         except OSError:
-            pass  # niceness alone, then
+            pass  # niceness alone must do
     os.nice(NICENESS)
     number = _IOPRIO_SET.get(platform.machine())
     if sys.platform == "linux" and number is not None:

@@ -1,4 +1,4 @@
-"""Upload: the encoded chunks of one shard, written back to back. No torch."""
+"""Upload: writes the encoded chunks of one shard back to back."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Uploaded:
     chunks: Chunks
     stored_bytes: int
     upload_s: float
-    """Time spent in the store, without waiting for chunks."""
+    """Seconds spent in calls of the store; waiting for chunks is not included."""
     busy_s: float
-    """The same, or longer: the store may have written while chunks were waited for."""
+    """At least upload_s: the store may have been writing while this thread waited for chunks."""
 
 
 def upload_shard(
     store: Store, key: str, raw_bytes: int, chunks: Iterable[EncodedChunk], progress: Callable[[int], None]
 ) -> Uploaded:
-    """Write the shard; durable on return, gone on an error. progress gets the raw bytes written so far."""
+    """Write the shard; durable on return, removed on an error. progress: called with the raw bytes written so far."""
     written: list[EncodedChunk] = []
     spent, done = 0.0, 0
     started = time.perf_counter()

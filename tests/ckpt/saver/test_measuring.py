@@ -92,13 +92,13 @@ def test_it_follows_the_speed_of_the_store_both_ways(sink: Sink, saver: Saver) -
 
 def test_it_follows_the_interval_both_ways(saver: Saver) -> None:
     saver.save()
-    assert "the soonest, for nothing is known of the interval" in saver.reason
+    assert "since the interval between saves is unknown" in saver.reason
     shares = [saver.save(interval_s=600.0) for _ in range(A_FEW)]
     assert shares[-1] == pytest.approx(1.0, abs=BUT_A_PROBE), shares
     assert "the smallest well inside" in saver.reason
     shares = [saver.save() for _ in range(A_FEW)]
     assert shares[-1] == pytest.approx(0.0, abs=BUT_A_PROBE), shares
-    assert "the soonest, for none is well inside" in saver.reason
+    assert "the soonest durable, since none is well inside" in saver.reason
 
 
 CHUNK = 256 << 10
