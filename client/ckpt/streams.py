@@ -1,4 +1,4 @@
-"""One more stream per GPU, for copies beside training. Nothing of CUDA is touched before the first is asked for."""
+"""A side stream per GPU, for copies concurrent with training. CUDA is not initialized before the first request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The side stream of a GPU; streams are not given back, so all copies share one. For any thread."""
+    """The side stream of a GPU; streams are never freed, so all copies share one. For any thread."""
     stream = _streams.get(device)
     if stream is None:
         stream = _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
@@ -20,10 +20,10 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """As `torch.cuda.stream`, for threads that never chose a device.
+    """Like `torch.cuda.stream`, for threads that have not set a device.
 
-    To these device 0 is the current one, and torch.cuda.stream alone would go back there at the end: that makes a
-    context on GPU 0, hundreds of megabytes, for every process that works on another one.
+    Their current device is 0, and torch.cuda.stream alone would switch back to it at the end. That would create a
+    context of hundreds of megabytes on GPU 0 for every process that uses another GPU.
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield

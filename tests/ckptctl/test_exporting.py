@@ -226,7 +226,7 @@ def test_a_tree_that_names_no_entry_is_damage() -> None:
         aliases={},
         trees={"model": {"x": {"$": "tensor", "name": "model/x"}}},
     )
-    with pytest.raises(CorruptObject, match="no entry"):
+    with pytest.raises(CorruptObject, match="not an entry"):
         build_state(content, ["model"], {})
 
 

@@ -1,4 +1,4 @@
-"""The items of one rank's load plan: where their bytes come from, and where they go."""
+"""ItemLoader: the items of one rank's load plan, the reads they need, and the buffers they are read into."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ckptstore.format.overlaps import Want
 from ckptstore.format.trees import TAG, decode_tree
 
 
-class Loading:
-    """Collects what a rank needs of a checkpoint. Used by one thread; `place` comes after `buffers` are filled."""
+class ItemLoader:
+    """Collects the reads of one rank. Used by one thread. Call `place` once `buffers` are filled."""
 
     def __init__(self, content: Content) -> None:
         entries = content.entries
@@ -30,14 +30,14 @@ class Loading:
         self._finish: list[Callable[[], None]] = []
         self.wants: list[Want] = []
         self.buffers: dict[str, memoryview] = {}
-        """Writable host memory for each want: that of the target itself where it can be."""
+        """Writable host memory for each want; the memory of the target tensor itself if possible."""
 
     def add_tensor(self, planner: LoadPlanner, item: ReadItem, value: Value) -> None:
-        """Part of an entry, into the tensor that the planner names."""
+        """Read part of an entry into the tensor that the planner resolves."""
         assert value.entry is not None
         dtype = self._describe(value.entry)[0]
         target = planner.resolve_tensor(item).detach()
-        # DCP was told that every entry is one piece: offsets in storage are those in the entry.
+        # The metadata declares each entry as one chunk, so offsets in storage are offsets in the entry.
         box = (*item.storage_offsets, *item.lengths)
         own = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
         direct = own and not target.is_conj() and not target.is_neg()
@@ -46,12 +46,12 @@ class Loading:
         self._finish.append(partial(_place_tensor, planner, item, host, target))
 
     def add_object(self, planner: LoadPlanner, item: ReadItem, value: Value) -> None:
-        """An object, from its tree."""
+        """Build an object from its tree."""
         decoded = decode_tree(value.tree, value.name, self._unleaf)
         self._finish.append(partial(_place_object, planner, item, decoded))
 
     def place(self) -> None:
-        """Give everything to the planner."""
+        """Pass all tensors and objects to the planner."""
         for step in self._finish:
             step()
 
@@ -87,7 +87,7 @@ def _place_tensor(planner: LoadPlanner, item: ReadItem, host: torch.Tensor, targ
 
 
 def _place_object(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    # Planners unpickle what they are given. These bytes are made here: none from the store is ever unpickled.
+    # Planners unpickle these bytes. They are made here: bytes from the store are never unpickled.
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)

@@ -1,6 +1,6 @@
-"""Names between DCP and our checkpoints: checkpoint ids, paths of values, and the trees that values lie in. Pure.
+"""Maps names between DCP and ckpt: checkpoint ids, paths of values, and trees of values. Pure.
 
-DCP flattens nested dicts and lists into values by path, and joins a path by dots into a fully qualified name (FQN).
+DCP flattens nested dicts and lists into values by path, and joins a path with dots into a fully qualified name (FQN).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptstore.format.trees import TAG, decode_tree, encode_tree
 from ckptstore.names import Reference
 
 Path = tuple[str | int, ...]
-"""Keys of dicts and indices of lists, from the outside in; the first is the item."""
+"""Keys of dicts and indices of lists, outermost first; the first is the item."""
 
 _STEP = re.compile(r"(?:.*/)?(?:step[-_=]?)?([0-9]{1,12})/?")
 _MAPPINGS = ("dict", "odict", "counter")
@@ -26,20 +26,20 @@ _MAPPINGS = ("dict", "odict", "counter")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor or object of a state dict, and its place."""
+    """A tensor or object of a state dict, and its path."""
 
     path: Path
     tree: JSON
-    """As tagged JSON; a tensor names its entry."""
+    """The value as tagged JSON; a tensor names its entry."""
 
     @property
     def fqn(self) -> str:
-        """What DCP calls it."""
+        """The name that DCP uses."""
         return ".".join(map(str, self.path))
 
     @property
     def name(self) -> str:
-        """What entries and messages call it."""
+        """The name that entries and error messages use."""
         return entry_name(self.path)
 
     @property
@@ -54,7 +54,7 @@ def entry_name(path: Path) -> str:
 
 
 def parse_checkpoint_id(checkpoint_id: str | os.PathLike[str], run: str) -> Reference:
-    """The checkpoint that DCP's `checkpoint_id` names; without a run of its own, in `run`.
+    """The checkpoint that DCP's `checkpoint_id` names; in `run` if the id names no run.
 
     A step ("1000"), a path that ends in one ("outputs/step-1000"), or an id ("gpt@1000"). Raises InvalidName.
     """
@@ -64,13 +64,13 @@ def parse_checkpoint_id(checkpoint_id: str | os.PathLike[str], run: str) -> Refe
     match = _STEP.fullmatch(text)
     if match is None:
         raise InvalidName(
-            f"checkpoint_id {text!r} names no step", "Use a step, a path ending in step-1000, or RUN@STEP"
+            f"checkpoint_id {text!r} does not name a step", "Use a step, a path ending in step-1000, or RUN@STEP"
         )
     return Reference(run, int(match[1]))
 
 
 def path_of(planner_data: Any, fqn: str) -> Path:
-    """The path of a name, by the table that a flattening planner gives along; else the name is the path."""
+    """The path of a name, from the planner data of a flattening planner; otherwise the name is the path."""
     found = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
     return tuple(found) if found else (fqn,)
 
@@ -78,7 +78,7 @@ def path_of(planner_data: Any, fqn: str) -> Path:
 def flatten(trees: Mapping[str, JSON]) -> Iterator[Value]:
     """The values that DCP's flattening planners find in a state dict, in order. Raises CorruptObject.
 
-    Options of parameter groups as `Checkpointer` saves them are given per parameter, as DCP's users ask for them.
+    Options of parameter groups that `Checkpointer` saved are listed per parameter, as DCP expects them.
     """
     try:
         for item, tree in trees.items():
@@ -88,12 +88,12 @@ def flatten(trees: Mapping[str, JSON]) -> Iterator[Value]:
 
 
 def is_value(tree: JSON) -> bool:
-    """Whether DCP takes an object as a whole, instead of flattening it."""
+    """Whether DCP stores an object as a whole instead of flattening it."""
     return [value.path for value in _flatten((), tree)] == [()]
 
 
 def nest(values: Iterable[Value]) -> dict[str, JSON]:
-    """The trees whose values these are: the inverse of `flatten`, but for empty dicts, which DCP drops.
+    """The trees with these values: the inverse of `flatten`, except for empty dicts, which DCP drops.
 
     Raises UnsupportedObject if one rank has a value where another one has a dict or list.
     """
@@ -122,7 +122,7 @@ def _flatten(path: Path, tree: JSON) -> Iterator[Value]:
 
 
 def _options_by_parameter(tree: JSON) -> JSON:
-    """{"groups": [{"params": ["w"], "lr": 1}]} becomes {"param_groups.w.lr": 1}; any other tree is as it was."""
+    """{"groups": [{"params": ["w"], "lr": 1}]} becomes {"param_groups.w.lr": 1}; other trees are unchanged."""
     if not _is_optimizer(tree):
         return tree
     options = {
@@ -136,7 +136,7 @@ def _options_by_parameter(tree: JSON) -> JSON:
 
 
 def _is_optimizer(tree: JSON) -> bool:
-    """Whether it looks like what `Checkpointer` saves of an optimizer: groups of parameters, and state of some."""
+    """Whether a tree looks like an optimizer saved by `Checkpointer`: groups of parameters, and state of some."""
     if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
         return False
     groups = tree.get("groups")
@@ -149,7 +149,7 @@ def _is_optimizer(tree: JSON) -> bool:
 
 
 def _stays_whole(items: list[JSON]) -> bool:
-    """DCP flattens a list only if there are tensors or dicts in it."""
+    """Whether DCP stores a list as a whole: it flattens only lists that contain tensors or dicts."""
     return all(
         _stays_whole(item) if isinstance(item, list) else _entry(item) is None and not _is_mapping(item)
         for item in items
@@ -161,7 +161,7 @@ def _is_mapping(tree: JSON) -> bool:
 
 
 def _pairs(path: Path, tree: JSON) -> list[tuple[str, JSON]] | None:
-    """Keys and values of a dict, however it is written; None for anything else."""
+    """Keys and values of a dict in any of its encodings; None for other trees."""
     if not _is_mapping(tree):
         return None
     if TAG not in tree:
@@ -186,7 +186,7 @@ def _with_lists(path: Path, node: Any) -> Any:
         return items
     if len(indices) < len(items):
         raise _conflict(path)
-    # What is missing was an empty dict; and one was at the end if nothing else made DCP flatten the list.
+    # A missing index was an empty dict. If no other element made DCP flatten the list, its last one was an empty dict.
     found = [items.get(index, {}) for index in range(max(indices) + 1)]
     flattened = any(not isinstance(item, Value) or item.entry is not None for item in found)
     return found if flattened else [*found, {}]
@@ -199,5 +199,5 @@ def _tree(path: str, value: Value) -> JSON:
 def _conflict(path: Path) -> UnsupportedObject:
     return UnsupportedObject(
         f"state at {entry_name(path)!r} has another structure on another rank",
-        "Use other keys for what belongs to one rank alone",
+        "Use different keys for state that belongs to one rank only",
     )

@@ -1,10 +1,10 @@
-"""DCP's way out: each rank's items become a shard of ours, and the coordinator commits.
+"""StorageWriter: each rank writes its DCP items as a shard, and the coordinator commits.
 
-    all ranks     write_data   encode and upload a shard, then the receipt
-    coordinator   finish       all results there? its own receipt, with the trees of all ranks; then commit
+    all ranks     write_data   encode and upload a shard, then write the receipt
+    coordinator   finish       check all results, write its own receipt with the trees of all ranks, then commit
 
-The coordinator's receipt is the last one on purpose: an attempt without it is incomplete, and nobody else
-(a daemon, the next trainer) commits what DCP has reported as failed.
+The coordinator's receipt is written last on purpose: an attempt without it is incomplete, so that no other process (a
+daemon, the next trainer) commits a save that DCP has reported as failed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ckpt.dcp.items import RankItems
 from ckpt.dcp.naming import nest, parse_checkpoint_id
-from ckpt.dcp.share import Share
 from ckpt.saver.encode import encode_by, encode_stream
 from ckpt.saver.upload import upload_shard
 from ckptapi.arbiter import arbitrated
@@ -40,7 +40,7 @@ from ckptstore.stores import Store, open_store
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What the coordinator tells a rank about one save."""
+    """One save as the coordinator assigns it to a rank."""
 
     run: str
     attempt: Attempt
@@ -50,17 +50,17 @@ class Assignment:
 
 
 class StorageWriter(TorchStorageWriter):
-    """Writes what `dcp.save` and `dcp.async_save` save as checkpoints of a run.
+    """A DCP storage writer with which `dcp.save` and `dcp.async_save` write checkpoints of a run.
 
-    store: its URL, or a Store. step: of the checkpoint; DCP's `checkpoint_id` sets it anew for each save: a step, a
-    path that ends in one ("outputs/step-1000"), or RUN@STEP. compress: "off", "fast" or "max". options: of the fsspec
-    file system. daemon and token: the ckptd that decides where the store lets several committers win; CKPTD_URL and
-    CKPT_TOKEN by default.
+    store: the URL of the store, or a Store. step: of the checkpoint; DCP's `checkpoint_id` replaces it for each save: a
+    step, a path that ends in one ("outputs/step-1000"), or RUN@STEP. compress: "off", "fast" or "max". options: of the
+    fsspec file system. daemon and token: the ckptd that decides commits if the store ignores If-None-Match; by default
+    CKPTD_URL and CKPT_TOKEN.
 
     When dcp.save returns, the checkpoint is durable and committed, and its id is in the `storage_meta` of what dcp.save
-    returns; if it raises, on any rank, nothing was committed (unless the store broke down during the commit itself).
-    Saving a step again commits a further attempt of it and leaves the earlier one as it is.
-    One writer does one save at a time, and may be pickled if it was given a URL.
+    returns; if it raises, on any rank, nothing was committed (unless the store failed during the commit itself).
+    Saving a step again commits another attempt of it and leaves the earlier one unchanged.
+    One writer does one save at a time, and can be pickled if it was given a URL.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class StorageWriter(TorchStorageWriter):
         self._compress = compress
         self._is_coordinator = False
         self._plans: dict[int, SavePlan] = {}
-        self._share: tuple[Assignment, Content] | None = None
+        self._own: tuple[Assignment, Content] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save is of this checkpoint. Raises InvalidName."""
+        """Select the checkpoint of the next save. Raises InvalidName."""
         if checkpoint_id is not None:
             self._run, self._step = _new_checkpoint(checkpoint_id, self._run)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether `reset` would take it."""
+        """Whether `reset` accepts this id."""
         try:
             _new_checkpoint(checkpoint_id, "run")
         except BadInput:
@@ -102,7 +102,7 @@ class StorageWriter(TorchStorageWriter):
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises InvalidRequest without a step, or where no coordinator could commit for all ranks."""
+        """Raises InvalidRequest if the step is unknown, or without a coordinator that commits for all ranks."""
         if not kwargs.get("use_collectives", True):
             raise InvalidRequest("use_collectives=False saves without a coordinator", "Leave it out")
         if self._step is None:
@@ -110,11 +110,11 @@ class StorageWriter(TorchStorageWriter):
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose the attempt, for all ranks."""
+        """Assign one attempt to all ranks."""
         assert self._step is not None
         now = system_clock()
         attempt = Attempt(self._step, new_ulid(now))
@@ -125,42 +125,42 @@ class StorageWriter(TorchStorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shard and, but for the coordinator, its receipt; durable on return.
+        """Write this rank's shard and, except on the coordinator, its receipt; durable on return.
 
-        Raises UnsupportedObject for what cannot be stored without pickle, and the store's errors.
+        Raises UnsupportedObject for objects that cannot be stored without pickle, and the store's errors.
         """
         assignment: Assignment = plan.storage_data
         store = self._open()
-        share = Share.of(plan, planner)
+        items = RankItems.of(plan, planner)
         shards = []
-        if share.placed:
+        if items.placed:
             name = names.shard_name(assignment.rank)
             uploaded = upload_shard(
                 store,
                 RunKeys(assignment.run).shard(assignment.attempt, name),
-                raw_bytes(share.placed),
-                encode_stream(share.chunks(), encode_by(POLICIES[self._compress])),
+                raw_bytes(items.placed),
+                encode_stream(items.chunks(), encode_by(POLICIES[self._compress])),
                 lambda _: None,
             )
             shards = [Shard(name=name, rank=assignment.rank, chunks=uploaded.chunks)]
-        entries, slices = slice_tables(share.placed)
+        entries, slices = slice_tables(items.placed)
         content = Content(shards=shards, entries=entries, slices=slices, aliases={}, trees={})
         if self._is_coordinator:
-            self._share = (assignment, content)
+            self._own = (assignment, content)
         else:
             _write_receipt(Run(store, assignment.run), assignment, content, {})
         future: Future[list[WriteResult]] = Future()
-        future.set_result(share.results)
+        future.set_result(items.results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit; the checkpoint exists on return.
 
-        Raises SaveFailed if anything that was planned has no result, ObjectMissing if a rank has no receipt, and what
-        `ckptstore.commits.commit.commit_attempt` raises.
+        Raises SaveFailed if a planned item has no result, ObjectMissing if a rank has no receipt, and the errors of
+        `ckptstore.commits.commit.commit_attempt`.
         """
-        assert self._share is not None
-        (assignment, content), self._share = self._share, None
+        assert self._own is not None
+        (assignment, content), self._own = self._own, None
         self._check_complete(metadata, results)
         run = Run(self._open(), assignment.run)
         trees = nest(result.storage_data for rank in results for result in rank)
@@ -173,7 +173,7 @@ class StorageWriter(TorchStorageWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=names.checkpoint_id(assignment.run, assignment.attempt))
 
     def _whole(self, rank: int, plan: SavePlan) -> SavePlan:
-        """The plan itself, or the one before if a planner that caches plans says that it is still the same."""
+        """The plan, or the rank's previous plan if a planner that caches plans marks it as unchanged."""
         if plan.usable:
             return plan
         if rank not in self._plans:
@@ -181,7 +181,7 @@ class StorageWriter(TorchStorageWriter):
                 "the planner cached the plan of a save that this StorageWriter did not do",
                 "Use one StorageWriter for all saves, or enable_plan_caching=False",
             )
-        # A rank that took the plan from its own cache would write into the attempt of the save before.
+        # A rank that used the plan from its own cache would write into the attempt of the previous save.
         return self._plans[rank]
 
     def _check_complete(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
@@ -192,7 +192,7 @@ class StorageWriter(TorchStorageWriter):
             missing = sorted(set(metadata.state_dict_metadata) - names_written)
             raise SaveFailed(
                 f"not everything that was planned has been written ({', '.join(missing[:8]) or 'parts of tensors'})",
-                "Nothing was committed; look at the planner, or save again",
+                "Nothing was committed. Check the planner, or save again",
             )
 
     def _open(self) -> Store:
@@ -204,12 +204,12 @@ class StorageWriter(TorchStorageWriter):
 def _new_checkpoint(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:
     reference = parse_checkpoint_id(checkpoint_id, run)
     if reference.step is None or reference.ulid is not None:
-        raise InvalidName(f"{checkpoint_id} is no name for a new checkpoint", "Use a step, or RUN@STEP")
+        raise InvalidName(f"{checkpoint_id} cannot name a new checkpoint", "Use a step, or RUN@STEP")
     return reference.run, reference.step
 
 
 def _write_receipt(run: Run, assignment: Assignment, content: Content, trees: dict[str, JSON]) -> StoredReceipt:
-    """State that the rank's shard is durable; the receipt itself is durable on return."""
+    """Write the receipt, which states that the rank's shard is durable; the receipt is durable on return."""
     receipt = Receipt(
         format=FORMAT,
         kind="receipt",

@@ -1,1 +1,1 @@
-"""Checkpoints of other programs, read without executing anything in them, and written for other programs to read."""
+"""Reads checkpoints of other programs without executing code in them, and writes checkpoints for other programs."""

@@ -1,10 +1,10 @@
-"""Reading what torch.distributed.checkpoint wrote. Nothing in it is executed, and no tensor is held in memory."""
+"""Reads folders that torch.distributed.checkpoint wrote, without executing code in them or loading whole tensors."""
 
 from __future__ import annotations
 
 import io
 import mmap
-import pickle  # noqa: TID251 - only the name of torch's refusal
+import pickle  # noqa: TID251 - only for the type of the error that torch raises
 import zipfile
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -85,14 +85,14 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 
 _Key = tuple[str, tuple[int, ...] | None]
-"""Name of a tensor or value, and where in the tensor a chunk begins."""
+"""Name of a tensor or value, and the offsets of a chunk in the tensor."""
 
 
 def read_dcp(path: Path, item: str) -> ForeignState:
     """The state in a folder. `item` names it unless it is a dict of items.
 
-    Raises UnsupportedObject for what would need code to be executed or was transformed, CorruptObject for a folder
-    that is not whole.
+    Raises UnsupportedObject for objects that need code to be executed or were transformed, CorruptObject for a damaged
+    or incomplete folder.
     """
     try:
         metadata = _convert(read_records(path / METADATA, _RECORDS, _PLAIN), _Metadata)
@@ -118,7 +118,7 @@ def _convert(record: Any, kind: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """The files of a checkpoint, and what lies where in them."""
+    """The files of a checkpoint, and the places of chunks in them."""
 
     path: Path
     places: dict[_Key, _StoragePlace]
@@ -134,13 +134,13 @@ class _Folder:
             return torch.empty(tensor.size, dtype=dtype)
         boxes = {(*chunk.offsets, *chunk.sizes): chunk for chunk in tensor.chunks if 0 not in chunk.sizes}
         if not boxes:
-            raise _BadMetadata(f"no chunk of {name!r} is there")
+            raise _BadMetadata(f"{name!r} has no chunks")
         pieces = []
         for box, chunk in boxes.items():
             if {len(chunk.offsets), len(chunk.sizes)} != {len(tensor.size)}:
-                raise _BadMetadata(f"a chunk of {name!r} has other dimensions than the tensor")
+                raise _BadMetadata(f"a chunk of {name!r} does not have the dimensions of the tensor")
             if any(at + n > end for at, n, end in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
-                raise _BadMetadata(f"a chunk of {name!r} leaves the tensor")
+                raise _BadMetadata(f"a chunk of {name!r} exceeds the tensor")
             place = self._place(name, chunk.offsets)
             pieces.append((box, self._read(name, place, dtype, chunk.sizes)))
         return Scattered(dtype, tensor.size, tuple(pieces))
@@ -160,23 +160,23 @@ class _Folder:
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> _StoragePlace:
         place = self.places.get((name, offsets))
         if place is None:
-            raise _BadMetadata(f"it does not say where {name!r} lies")
+            raise _BadMetadata(f"it has no place for {name!r}")
         if place.transform_descriptors:
             raise UnsupportedObject(
                 f"{name!r} of {self.path} was transformed by {', '.join(place.transform_descriptors)}",
                 "Save it without extensions",
             )
         if Path(place.relative_path).name != place.relative_path or place.relative_path == "..":
-            raise _BadMetadata(f"{name!r} lies outside the folder, at {place.relative_path!r}")
+            raise _BadMetadata(f"{name!r} is outside the folder, at {place.relative_path!r}")
         path = self.path / place.relative_path
         if not path.is_file() or path.stat().st_size < place.offset + place.length:
-            raise CorruptObject(f"{path} is missing or not whole", "Copy the folder again, with the files of all ranks")
+            raise CorruptObject(f"{path} is missing or truncated", "Copy the folder again, with the files of all ranks")
         return place
 
     def _read(self, name: str, place: _StoragePlace, dtype: torch.dtype, sizes: tuple[int, ...]) -> Read:
-        """The elements of one chunk, found in its file when they are first asked for."""
+        """Reads the elements of one chunk; its tensor is located in the file at the first read."""
         if prod(sizes) * dtype.itemsize > place.length:
-            raise _BadMetadata(f"a chunk of {name!r} is larger than where it lies")
+            raise _BadMetadata(f"a chunk of {name!r} is larger than its place in the file")
         find = cache(partial(self._find, place, dtype, sizes))
 
         def read(start: int, buffer: memoryview) -> None:
@@ -199,13 +199,13 @@ class _Folder:
         with skip_data():
             tensor = torch.load(io.BufferedReader(window), map_location="cpu", weights_only=True)
         if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
-            raise CorruptObject(f"{path} holds another tensor at byte {place.offset} than its metadata says")
+            raise CorruptObject(f"the tensor in {path} at byte {place.offset} does not match the metadata")
         memory = window.memory[_only_record(window) :][: tensor.untyped_storage().nbytes()]
         return strided_read(memory, dtype.itemsize, sizes, tensor.stride(), int(tensor.storage_offset()))
 
 
 class _BadMetadata(Exception):
-    """The metadata contradicts itself; says where."""
+    """The metadata contradicts itself; the message names the place."""
 
 
 def _dtype(properties: Any) -> torch.dtype:
@@ -216,7 +216,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def _only_record(window: _Window) -> int:
-    """Where the bytes of the only storage in a file of torch.save begin."""
+    """Offset of the bytes of the only storage in a file of torch.save."""
     with zipfile.ZipFile(window) as archive:
         (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
     if record.compress_type != zipfile.ZIP_STORED:
@@ -227,7 +227,7 @@ def _only_record(window: _Window) -> int:
 
 
 class _Window(io.RawIOBase):
-    """A stretch of a mapped file, as a file."""
+    """Part of a mapped file, as a file object."""
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
@@ -255,22 +255,22 @@ class _Window(io.RawIOBase):
 
 
 class _PathNode(dict[str | int, Any]):
-    """A dict or list of the state, by keys or places; a dict that is a value is none."""
+    """A dict or list on the path of a value, by keys or indices. A dict that is itself a value has another type."""
 
 
 def _set(state: _PathNode, path: tuple[str | int, ...], value: Any) -> None:
-    """Put a value where its path leads."""
+    """Set the value at a path."""
     for step in path[:-1]:
         state = state.setdefault(step, _PathNode())
         if type(state) is not _PathNode:
-            raise _BadMetadata(f"the path {path} leads through a value")
+            raise _BadMetadata(f"the path {path} passes through a value")
     if not path or path[-1] in state:
         raise _BadMetadata(f"two values at {path}")
     state[path[-1]] = value
 
 
 def _with_lists(value: Any) -> Any:
-    """Whole numbers in a path are places in a list, and come in any order."""
+    """Convert nodes with integer keys to lists. The keys may be in any order."""
     if type(value) is not _PathNode:
         return value
     if not any(type(key) is int for key in value):

@@ -1,7 +1,7 @@
-"""Pickles of plain records, read without running anything they name.
+"""Reads pickles of plain records without running any code that they name.
 
-The one place that reads a pickle: the metadata of torch.distributed.checkpoint is one. Every name in it must stand in
-a list, and becomes a class made here for this file alone, which keeps what it is given and does nothing.
+The only place that reads a pickle: the metadata of torch.distributed.checkpoint. Every name in it must be on an
+allowlist, and is replaced by an inert class that only stores its state.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
 
 GlobalName = tuple[str, str]
-"""Module and name of a global."""
+"""Module and name of a global in a pickle."""
 
 
 class Record:
-    """An object of a pickle: its fields are attributes, or `state` if it has no names for them."""
+    """An object of a pickle. Its fields are attributes, or in `state` if they are not named."""
 
     state: object = None
 
     def __new__(cls, *_: object) -> Record:
-        """Arguments are not kept: no record that we read has any."""
+        """Arguments are ignored: the records that are read have none."""
         return object.__new__(cls)
 
     def __setstate__(self, state: object) -> None:
@@ -34,15 +34,15 @@ class Record:
 
 
 def read_records(path: Path, records: frozenset[GlobalName], plain: Mapping[GlobalName, Any]) -> Any:
-    """What a pickle holds: Records in the place of objects of the classes `records`, harmless things for `plain` names.
+    """Load a pickle, with Records for objects of the classes `records`, and the values of `plain` for its names.
 
-    Raises UnsupportedObject for any other name, CorruptObject if it is not a whole pickle.
+    Raises UnsupportedObject for any other name, CorruptObject if the pickle is damaged or truncated.
     """
     made: dict[GlobalName, type[Record]] = {}
 
     class Inert(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            """Raises UnsupportedObject."""
+            """Raises UnsupportedObject for names that are not on the allowlist."""
             if (module, name) in plain:
                 return plain[module, name]
             if (module, name) not in records:

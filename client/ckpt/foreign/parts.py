@@ -1,4 +1,4 @@
-"""What a file of another program holds, before a byte of its tensors is read. No torch."""
+"""ForeignState: the state in a file of another program, before its tensors are read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
 
 Read = Callable[[int, memoryview], None]
-"""Fill the buffer from this byte of the slice's row-major bytes. From any thread. Raises CorruptObject."""
+"""Fills the buffer, starting at this byte of the slice's row-major bytes. For any thread. Raises CorruptObject."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignSlice:
-    """A slice and how to get its bytes."""
+    """A slice, and the function that reads its bytes."""
 
     slice: Slice
     read: Read
@@ -24,22 +24,22 @@ class ForeignSlice:
 
 @dataclass(slots=True)
 class ForeignState:
-    """The state in a file, as a checkpoint would hold it."""
+    """The state in a file, in the form of a checkpoint."""
 
     parts: list[ForeignSlice] = field(default_factory=list)
     trees: dict[str, JSON] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What the caller should know: state that is kept in a form that restores less than it could."""
+    """Notes for the user about state that can only be restored in part."""
 
     @property
     def raw_bytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors."""
         return sum(part.slice.bytes for part in self.parts)
 
 
 def file_read(path: Path, offset: int) -> Read:
-    """Bytes that lie in `path` as they are, from `offset`."""
+    """Reads uncompressed bytes of a file, starting at `offset`."""
 
     def read(start: int, buffer: memoryview) -> None:
         with open(path, "rb", buffering=0) as file:
@@ -48,7 +48,7 @@ def file_read(path: Path, offset: int) -> Read:
             while done < len(buffer):
                 count = file.readinto(buffer[done:])
                 if not count:
-                    raise CorruptObject(f"{path} ends early", "The file is not whole; copy it again")
+                    raise CorruptObject(f"{path} ends early", "The file is truncated; copy it again")
                 done += count
 
     return read

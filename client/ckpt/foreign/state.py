@@ -1,4 +1,4 @@
-"""A state of nested dicts, as other programs save it, in the form in which `ckpt` keeps and restores one."""
+"""Converts a state of nested dicts, as other programs save it, to the form that `ckpt` stores and restores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """A tensor that lies in several pieces."""
+    """A tensor stored in several pieces."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class _Builder:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise UnsupportedObject(f"tensor at {path!r} of {self.path} is not dense", "Save dense tensors")
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            # Else a file of a few bytes could ask for any number of them.
+            # Otherwise a file of a few bytes could expand to any size.
             raise UnsupportedObject(
                 f"tensor at {path!r} of {self.path} is larger than its storage", "Save its .contiguous()"
             )
@@ -95,7 +95,7 @@ class _Builder:
         return NAMES[dtype]
 
     def _fresh(self, path: str) -> str:
-        # A dict may hold both 1 and "1", whose paths are equal.
+        # A dict may have the keys 1 and "1", whose paths are equal.
         name, count = path, 1
         while name in self._names:
             count += 1
@@ -105,9 +105,9 @@ class _Builder:
 
 
 def to_foreign(state: Any, item: str, path: str) -> ForeignState:
-    """A state as parts and trees. `item` names it unless it is a dict of items.
+    """Convert a state to parts and trees. `item` names it unless it is a dict of items.
 
-    Raises InvalidRequest if nothing is in it, UnsupportedObject for what cannot be stored.
+    Raises InvalidRequest if it is empty, UnsupportedObject for objects that cannot be stored.
     """
     items = _items(state, item)
     builder = _Builder(path)
@@ -118,12 +118,12 @@ def to_foreign(state: Any, item: str, path: str) -> ForeignState:
         state = _optimizer(name, state, items.get(MODEL), builder.foreign.notes)
         builder.add(f"{name}{_NUMBERED}" if _is_optimizer(state) else name, state)
     if not builder.foreign.trees:
-        raise InvalidRequest(f"{path} holds nothing", "Is it the right file?")
+        raise InvalidRequest(f"{path} is empty", "Check that it is the right file")
     return builder.foreign
 
 
 def _items(state: Any, item: str) -> dict[str, Any]:
-    """A dict without tensors at its top holds items; anything else is one."""
+    """The items of a state: a dict without tensors at the top level is a dict of items; other states are one item."""
     if not isinstance(state, dict) or not all(type(key) is str for key in state):
         return {item: state}
     if any(isinstance(value, torch.Tensor | Scattered) for value in state.values()):
@@ -131,24 +131,29 @@ def _items(state: Any, item: str) -> dict[str, Any]:
     names = [_RENAMED.get(str(key), str(key)) for key in state]
     if len(set(names)) < len(names):
         names = list(state)
-    # An OrderedDict, as state_dict gives, says no more than a dict.
+    # state_dict returns OrderedDicts; a dict holds the same information.
     return {name: dict(v) if isinstance(v, dict) else v for name, v in zip(names, state.values(), strict=True)}
 
 
 def _plain_names(model: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Parameters by the names that a module without wrappers has."""
+    """Parameters by their names in the module without wrappers."""
     plain = {canonical(key): value for key, value in model.items() if isinstance(key, str)}
     if len(plain) < len(model):
         return dict(model)
     if plain and all(key.startswith(_WRAPPER) for key in plain):
         plain = {key.removeprefix(_WRAPPER): value for key, value in plain.items()}
     if list(plain) != list(model):
-        notes.append("the names of the model's wrappers (module., _orig_mod.) were taken off its parameters")
+        notes.append(
+            "the prefixes of wrappers (module., _orig_mod.) were removed from the names of the model's parameters"
+        )
     return plain
 
 
 def _unflattened(value: Any) -> Any:
-    """An optimizer's state whose keys are state.<parameter>.<key> and param_groups.<parameter>.<option>, as a tree."""
+    """Unflatten an optimizer with keys state.<parameter>.<key> and param_groups.<parameter>.<option>.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, dict) or not value:
         return value
     tree: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
@@ -174,15 +179,18 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _optimizer(item: str, state: Any, model: Any, notes: list[str]) -> Any:
-    """An optimizer's state by parameter names, as `restore` wants it; other states, and unknown names, as they are."""
+    """An optimizer's state by parameter name, as `restore` expects it.
+
+    Other states are returned unchanged, and so are optimizers whose parameter names are unknown.
+    """
     if not _is_optimizer(state):
         return state
     groups, states = state["param_groups"], state.get("state", {})
     names = _names_of(groups, states, model)
     if names is None:
         notes.append(
-            f"{item} is kept by parameter number, as {item}{_NUMBERED}: the file does not tell the parameters' names. "
-            f"Restore it with {item}{_NUMBERED}=None and give the value to load_state_dict"
+            f"{item} is stored by parameter number, as {item}{_NUMBERED}: the file has no parameter names. "
+            f"Restore it with {item}{_NUMBERED}=None and pass the value to load_state_dict"
         )
         return state
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
@@ -200,14 +208,14 @@ def _optimizer(item: str, state: Any, model: Any, notes: list[str]) -> Any:
 
 
 def _names_of(groups: list[dict[str, Any]], state: dict[Any, Any], model: Any) -> dict[Any, str] | None:
-    """The name of each parameter that the groups mention, or None."""
+    """The name of each parameter in the groups; None if the names are unknown."""
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
         return {key: key for key in keys}
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         return {key: name for group in groups for key, name in zip(group["params"], group["param_names"], strict=True)}
     if len(groups) > 1 or not isinstance(model, Mapping):
-        return None  # who made several groups did not follow the model's order
+        return None  # several groups rarely follow the order of the model
     parameters = _parameters(model)
     if len(parameters) != len(keys):
         return None
@@ -217,7 +225,7 @@ def _names_of(groups: list[dict[str, Any]], state: dict[Any, Any], model: Any) -
 
 
 def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter, in the module's order: no well-known buffers, no integers, tied ones once."""
+    """Shape of each parameter, in the module's order, without well-known buffers and integers; tied ones once."""
     found: dict[str, tuple[int, ...]] = {}
     seen: set[int] = set()
     for name, value in model.items():
@@ -232,7 +240,7 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _fits(state: Any, shape: tuple[int, ...]) -> bool:
-    """Whether the state of one parameter has the parameter's shape, where it is more than a number."""
+    """Whether the state of one parameter has the parameter's shape; scalars always fit."""
     tensors: Iterable[Any] = state.values() if isinstance(state, dict) else ()
     shapes = {tuple(t.shape) for t in tensors if isinstance(t, torch.Tensor | Scattered)}
     return shapes <= {shape, ()}

@@ -1,4 +1,4 @@
-"""Tensors that lie in mapped files, read piece by piece."""
+"""Reads tensors in mapped files piece by piece."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptstore.format import boxes
 
 
 def tensor_read(tensor: torch.Tensor) -> Read:
-    """The elements of a tensor in host memory."""
+    """Reads the elements of a tensor in host memory."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -21,10 +21,10 @@ def tensor_read(tensor: torch.Tensor) -> Read:
 
 
 def strided_read(memory: memoryview, item: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> Read:
-    """Elements of `item` bytes in memory; strides and offset are in elements. ValueError if they leave it."""
+    """Reads elements of `item` bytes in memory. Strides and offset are in elements. ValueError if out of bounds."""
     last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     if 0 not in shape and (min(offset, *strides, 0) < 0 or (last + 1) * item > len(memory)):
-        raise ValueError("elements lie outside the storage")  # numpy would not see it if there is no storage at all
+        raise ValueError("elements lie outside the storage")  # numpy does not check an empty storage
     array = np.ndarray(tuple(shape), np.dtype(f"V{item}"), memory, offset * item, [step * item for step in strides])
 
     def read(start: int, buffer: memoryview) -> None:

@@ -1,11 +1,11 @@
-"""Reading what torch.save wrote. Nothing in the file is executed, and tensors are read from it when they are needed."""
+"""Reads files that torch.save wrote, without executing code in them; tensors are read when they are needed."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-import pickle  # noqa: TID251 - only the name of torch's refusal
+import pickle  # noqa: TID251 - only for the type of the error that torch raises
 import sys
 import zipfile
 from pathlib import Path
@@ -25,13 +25,13 @@ _REMEDY = "Load it where it was written, keep only tensors, numbers, strings, li
 def read_torch(path: Path, item: str) -> ForeignState:
     """The state in a file. `item` names it unless it is a dict of items.
 
-    Raises UnsupportedObject if it needs code to be executed, CorruptObject if it is not whole.
+    Raises UnsupportedObject if it needs code to be executed, CorruptObject if it is damaged or truncated.
     """
     with open(path, "rb") as file:
         if file.read(len(_ZIP)) != _ZIP:
             raise CorruptObject(
-                f"{path} is no file of torch.save",
-                "Copy it again; one from before torch 1.6 must be loaded and saved once more",
+                f"{path} is not a file of torch.save",
+                "Copy it again. Load and save it again if it was written before torch 1.6",
             )
     try:
         state = _load(path)
@@ -48,23 +48,23 @@ def _load(path: Path) -> Any:
     except RuntimeError as error:
         if os.strerror(errno.ENOMEM) not in str(error) or not _is_native(path):
             raise
-    # Linux refuses a private mapping that is larger than the memory, though nobody writes to it; not a shared one.
+    # Linux refuses a private mapping that is larger than memory, even if it is never written; a shared one is allowed.
     with set_default_mmap_options(mmap.MAP_SHARED):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _is_native(path: Path) -> bool:
-    """Whether torch takes the bytes as they are; others it would turn around where they lie."""
+    """Whether the file has the native byte order; torch would swap the bytes of others in place."""
     with zipfile.ZipFile(path) as archive:
         orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
     return set(orders) <= {sys.byteorder.encode()}
 
 
 def refusal(what: str, file: Any, error: Exception) -> CkptError:
-    """The error for something that torch.load(weights_only=True) did not take."""
+    """The error for a file that torch.load(weights_only=True) rejected."""
     try:
         refused = get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # whatever it is, it is no reason to trust the file
+    except Exception:  # an error here is no reason to trust the file
         refused = []
     if refused:
         return UnsupportedObject(
@@ -74,5 +74,5 @@ def refusal(what: str, file: Any, error: Exception) -> CkptError:
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error says, without torch's advice."""
+    """The first sentence of an error message, without torch's advice."""
     return str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Checkpoints for torch's own loaders: torch.load(weights_only=True) and torch.distributed.checkpoint."""
+"""Writes checkpoints for torch.load(weights_only=True) and torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEFT_OUT = object()
 
 
 def require_loadable(content: Content, items: Collection[str]) -> None:
-    """Raises UnsupportedObject if torch.load(weights_only=True) would refuse the trees `items`."""
+    """Raises UnsupportedObject if torch.load(weights_only=True) would reject the trees `items`."""
     file = io.BytesIO()
     torch.save(build_state(content, items, {}), file)
     file.seek(0)
@@ -36,7 +36,7 @@ def require_loadable(content: Content, items: Collection[str]) -> None:
     if refused:
         raise UnsupportedObject(
             f"the state holds {', '.join(sorted(refused))}, which torch.load(weights_only=True) refuses",
-            "Export to .safetensors, or only a part with --names",
+            "Export to .safetensors, or export a part with --names",
         )
 
 
@@ -56,7 +56,7 @@ def write_torch(content: Content, items: Collection[str], data: Data, path: Path
 def write_dcp(content: Content, items: Collection[str], data: Data, path: Path) -> None:
     """Write the trees `items` to a folder that torch.distributed.checkpoint.load reads; not yet durable on return.
 
-    Keys of dicts that are not strings become strings there, and tied tensors two. Raises CorruptObject and OSError.
+    Keys of dicts become strings, and tied tensors are stored separately. Raises CorruptObject and OSError.
     """
     state = build_state(content, items, data)
     try:
@@ -68,10 +68,9 @@ def write_dcp(content: Content, items: Collection[str], data: Data, path: Path) 
 
 
 def build_state(content: Content, items: Collection[str], data: Data) -> dict[str, Any]:
-    """The trees `items`, with tensors in the place of leaves; arrays become tensors, numpy's numbers Python's.
+    """The trees `items` with tensors as leaves. Arrays become tensors, and numpy scalars Python numbers.
 
-    A tensor that `data` does not hold is left out of its dict; in a list or tuple it is None.
-    Tied tensors are one tensor.
+    A tensor without `data` is omitted from its dict; in a list or tuple it is None. Tied tensors are one tensor.
     """
     columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
     tensors = {name: _tensor(dtype, shape, data[name]) for name, dtype, shape in columns if name in data}
@@ -84,16 +83,16 @@ def build_state(content: Content, items: Collection[str], data: Data) -> dict[st
         if "name" not in leaf:
             return inline_tensor(path, leaf)
         if leaf["name"] not in known:
-            raise CorruptObject(f"tree at {path!r} names {leaf['name']!r}, which is no entry")
+            raise CorruptObject(f"tree at {path!r} names {leaf['name']!r}, which is not an entry")
         return tensors.get(leaf["name"], _LEFT_OUT)
 
     return {item: _without_gaps(decode_tree(content.trees[item], item, unleaf)) for item in items}
 
 
 def _disk_error(error: BaseException) -> BaseException:
-    """What the file system said, if it said something.
+    """The OSError behind an error of torch, if there is one.
 
-    On a full disk torch complains of an "unexpected pos"; what the file said is hidden behind that.
+    On a full disk torch reports an "unexpected pos" and hides the OSError.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -53,7 +53,7 @@ class _Snapshot:
     codings: SaveCodings
     encoding: Encoding
     reader: StreamReader | None
-    """Of a streamed job; None for others."""
+    """The stream of a streamed job; None for other jobs."""
     received_at: float
 
     @property
@@ -238,7 +238,7 @@ class SavePipeline:
         )
 
     def _progress_of(self, snapshot: _Snapshot) -> Callable[[int], None]:
-        """What to call with the raw bytes written so far, after each chunk."""
+        """The callback for each written chunk; it gets the raw bytes written so far."""
         if (reader := snapshot.reader) is not None:
             return lambda _: reader.written()
         not_stored = snapshot.not_stored_bytes  # visits every chunk, so compute it once

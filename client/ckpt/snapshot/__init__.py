@@ -1,1 +1,1 @@
-"""What runs in the trainer during a save: copy the state to host memory and hand it to the saver."""
+"""The trainer's part of a save: copies the state to host memory and submits it to the saver."""

@@ -1,4 +1,4 @@
-"""What to save, and its snapshot on the way from capture to the saver."""
+"""SaveRequest and Snapshot: one save from capture until it is submitted to the saver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptstore.names import Attempt
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What one save stores."""
+    """The state and metadata of one save."""
 
     attempt: Attempt
     captured: Captured

@@ -29,7 +29,7 @@ class SnapshotLayout:
     """Where the leaves of a snapshot lie in its slot: the raw stream of the shard."""
 
     slices: list[Slice]
-    """In the order of capture."""
+    """The slices in the order of capture."""
     placed: list[Placed]
     order: list[int]
     """Index of the leaf at each place."""

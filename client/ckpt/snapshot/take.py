@@ -17,7 +17,12 @@ from ckptstore.clock import system_clock
 def take_snapshot(
     client: SaveClient, request: SaveRequest, updates: HandleUpdates, overlap: Overlap | None, on_busy: OnBusy
 ) -> bool:
-    """Copy the state, now or while training continues, and make it durable. False if the save is skipped instead."""
+    """Copy the state and make it durable in the background. False if the save is skipped instead.
+
+    On return the state is copied; with overlap, state that changes only in `optim.step()` may be copied after return.
+    Raises OSError if no slot can be allocated, and the error of a streamed save that fails meanwhile, such as
+    SaverDied. Then nothing was saved, and the slot is released.
+    """
     slot, started = None, time.perf_counter()
     if request.captured.leaves:
         slot = client.acquire(request.layout.num_bytes, on_busy, request.attempt.step)

@@ -132,7 +132,7 @@ class OwnBytes(DefaultSavePlanner):
 def test_bytes_that_a_planner_made_are_read_without_pickle(store: Store) -> None:
     save(store, {"number": 5}, planner=OwnBytes())
     assert load(store, {"number": 0}) == {"number": [5]}
-    with failing(UnsupportedObject, "state at 'unknown' is made into bytes by OwnBytes, which need pickle"):
+    with failing(UnsupportedObject, "state at 'unknown' is serialized by OwnBytes in a form that needs pickle"):
         save(store, {"unknown": Unknown()}, planner=OwnBytes())
 
 

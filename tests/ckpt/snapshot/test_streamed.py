@@ -174,7 +174,7 @@ def test_a_stream_that_is_cut_ends_for_both_sides() -> None:
     assert next(chunks)[1] == spans[0]
     stream_writer.wait(stream_writer.places[0])
     reader.cut()
-    with pytest.raises(SaveFailed, match="died or gave up"):
+    with pytest.raises(SaveFailed, match="died or aborted"):
         next(chunks)
     stream_writer.fail(SaveFailed("gone"))
     with pytest.raises(SaveFailed, match="gone"):

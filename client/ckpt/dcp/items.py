@@ -1,4 +1,4 @@
-"""What one rank writes of a state dict: slices for its shard, and what the coordinator must know of each item."""
+"""RankItems: the items of a state dict that one rank writes, as slices of its shard and values for the coordinator."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _Tensors = dict[Slice, Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The items of one rank. Tensors are resolved when their bytes are needed, one after the other."""
+class RankItems:
+    """The items of one rank. Tensors are resolved one after the other, when their bytes are needed."""
 
     placed: list[Placed]
     results: list[WriteResult]
-    """One per item, with its Value."""
+    """One result per item, with its Value."""
     tensors: _Tensors
 
     @staticmethod
-    def of(plan: SavePlan, planner: SavePlanner) -> Share:
-        """Raises UnsupportedObject for what cannot be stored without pickle."""
+    def of(plan: SavePlan, planner: SavePlanner) -> RankItems:
+        """The items of a plan. Raises UnsupportedObject for objects that cannot be stored without pickle."""
         tensors: _Tensors = {}
         results = []
         for item in plan.items:
@@ -47,14 +47,14 @@ class Share:
             else:
                 piece = _slice(item, path)
                 value, size = Value(path, {TAG: "tensor", "name": piece.entry}), piece.bytes
-                # An empty part of a larger tensor need not be told.
+                # An empty part of a larger tensor is not stored.
                 if piece.bytes or 0 in piece.shape:
                     _add(tensors, piece, partial(_tensor, planner, item, piece))
             results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=value))
-        return Share(place_slices(tensors), results, tensors)
+        return RankItems(place_slices(tensors), results, tensors)
 
     def chunks(self) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """The raw bytes of each chunk, in order; at most one tensor and one chunk beyond those in use are in memory."""
+        """The raw bytes of each chunk, in order. Holds at most one tensor and one chunk in addition to those in use."""
         stream = (tensor_bytes(self.tensors[place.slice]()) for place in self.placed if place.slice.bytes)
         left = memoryview(b"")
         for span in plan_chunks(self.placed):
@@ -98,7 +98,7 @@ def _tensor(planner: SavePlanner, item: WriteItem, piece: Slice) -> torch.Tensor
         raise UnsupportedObject(
             f"tensor at {piece.entry!r} is {tensor.dtype} {list(tensor.shape)} ({tensor.layout}, {tensor.device}), "
             f"planned as {piece.dtype} {list(sizes)}",
-            "Store dense tensors; a planner that transforms them must plan for what it makes of them",
+            "Store dense tensors; a planner that transforms tensors must plan with the transformed ones",
         )
     return _host(tensor)
 
@@ -112,7 +112,7 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _object(path: Path, value: Any, tensors: _Tensors) -> Value:
-    """The object's tree; tensors and arrays in it become entries of their own."""
+    """The object's tree; tensors and arrays in it become separate entries."""
 
     def leaf(at: str, found: Any) -> JSON:
         if type(found) in (torch.Tensor, torch.nn.Parameter) and _is_dense(found):
@@ -129,7 +129,7 @@ def _object(path: Path, value: Any, tensors: _Tensors) -> Value:
     if not is_value(tree):
         raise UnsupportedObject(
             f"state at {name!r} is a dict or list that the planner did not flatten",
-            "Use a planner with flatten_state_dict=True, as it is by default",
+            "Use a planner with flatten_state_dict=True, the default",
         )
     return Value(path, tree)
 
@@ -142,7 +142,7 @@ def _from_array(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _lookup(planner: SavePlanner, item: WriteItem, path: Path) -> Any:
-    """The object itself; where a planner makes bytes of its own, what can be read back from them without pickle."""
+    """The object itself. If the planner serializes objects itself: the object loaded from its bytes without pickle."""
     kind = type(planner)
     if (
         isinstance(planner, DefaultSavePlanner)
@@ -156,6 +156,6 @@ def _lookup(planner: SavePlanner, item: WriteItem, path: Path) -> Any:
         return torch.load(data, weights_only=True)
     except Exception as error:
         raise UnsupportedObject(
-            f"state at {entry_name(path)!r} is made into bytes by {kind.__qualname__}, which need pickle: {error}",
-            "Let the planner give numbers, strings, lists, dicts or tensors",
+            f"state at {entry_name(path)!r} is serialized by {kind.__qualname__} in a form that needs pickle: {error}",
+            "Change the planner to return numbers, strings, lists, dicts or tensors",
         ) from error
