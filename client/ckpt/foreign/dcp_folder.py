@@ -100,7 +100,7 @@ def read_dcp(path: Path, item: str) -> ForeignState:
             (_convert(index, _MetadataIndex), _convert(info, _StoragePlace))
             for index, info in metadata.storage_data.items()
         ]
-        folder = _Folder(path, {(index.fqn, index.offset): place for index, place in pairs})
+        folder = _DcpFolder(path, {(index.fqn, index.offset): place for index, place in pairs})
         state = _PathNode()
         for name, described in metadata.state_dict_metadata.items():
             _set(state, (metadata.planner_data or {}).get(name, (name,)), folder.value(name, described))
@@ -117,7 +117,7 @@ def _convert(record: Any, kind: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Folder:
+class _DcpFolder:
     """The files of a checkpoint, and the places of chunks in them."""
 
     path: Path

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Snapshot:
+class _RunningJob:
     """A job in the pipeline, and its chunks."""
 
     job: SaveJob
@@ -93,13 +93,13 @@ class SavePipeline:
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._lock = threading.Lock()
         self._leases: set[str] = set()
-        self._waiting: dict[int, _Snapshot] = {}
+        self._waiting: dict[int, _RunningJob] = {}
         self._readers: dict[int, StreamReader] = {}
         self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
         self._chunk_index = ChunkIndex(self._store, setup, clock, self._commits.submit)
-        self._aborts = ThreadPoolExecutor(1, thread_name_prefix="ckpt-decline")
+        self._aborts = ThreadPoolExecutor(1, thread_name_prefix="ckpt-abort")
 
     def submit(self, job: SaveJob, raw: memoryview) -> None:
         """Accept a snapshot; its slot stays in use until Released or Failed is reported."""
@@ -134,10 +134,10 @@ class SavePipeline:
         else:
             chunks = incremental.changed(raw)
         encoding = self._encoder.begin(chunks, codings.encode)
-        snapshot = _Snapshot(job, placed, derived, incremental, codings, encoding, reader, received_at)
+        running = _RunningJob(job, placed, derived, incremental, codings, encoding, reader, received_at)
         with self._lock:
-            self._waiting[job.number] = snapshot
-        self._uploads.submit(self._upload, snapshot)
+            self._waiting[job.number] = running
+        self._uploads.submit(self._upload, running)
 
     def staged(self, number: int, chunks: int) -> None:
         """The first `chunks` chunks of a streamed job have been copied to its slot."""
@@ -155,12 +155,12 @@ class SavePipeline:
             number = next((number for number, one in self._waiting.items() if one.job.slot is not None), None)
             if number is None:
                 return
-            snapshot = self._waiting.pop(number)
-        snapshot.incremental.end(None)
+            running = self._waiting.pop(number)
+        running.incremental.end(None)
         self.cut(number)
-        snapshot.encoding.cancel()
+        running.encoding.cancel()
         skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
-        self._abort_job(snapshot.job, skipped)
+        self._abort_job(running.job, skipped)
 
     def abort(self, attempt: Attempt, failure: str | None = None) -> None:
         """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""
@@ -183,78 +183,78 @@ class SavePipeline:
         if self._notifier is not None:
             self._notifier.close()
 
-    def _upload(self, snapshot: _Snapshot) -> None:
-        job = snapshot.job
+    def _upload(self, running: _RunningJob) -> None:
+        job = running.job
         with self._lock:
             if self._waiting.pop(job.number, None) is None:
                 return  # withdrawn
         try:
             # The stream ends before the encoding, which may be waiting for its next chunk.
-            with snapshot.encoding, snapshot.reader or nullcontext():
-                receipt, released = self._make_durable(snapshot)
+            with running.encoding, running.reader or nullcontext():
+                receipt, released = self._make_durable(running)
             self._readers.pop(job.number, None)
             self._report(released)
         except BaseException as error:
-            snapshot.incremental.end(None)
+            running.incremental.end(None)
             self._abort_job(job, error)
             return
-        snapshot.incremental.mark_uploaded()
-        self._commits.submit(self._commit, snapshot, receipt)
+        running.incremental.mark_uploaded()
+        self._commits.submit(self._commit, running, receipt)
 
-    def _make_durable(self, snapshot: _Snapshot) -> tuple[StoredReceipt, Released]:
-        job, placed = snapshot.job, snapshot.placed
+    def _make_durable(self, running: _RunningJob) -> tuple[StoredReceipt, Released]:
+        job, placed = running.job, running.placed
         started, cpu = time.perf_counter(), time.process_time()
-        uploaded = self._upload_shard(snapshot)
+        uploaded = self._upload_shard(running)
         if uploaded is not None:
-            snapshot.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
-        shard = snapshot.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
-        receipt = write_receipt(self._store, self._setup, job, placed, snapshot.derived, shard)
+            running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
+        shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
+        receipt = write_receipt(self._store, self._setup, job, placed, running.derived, shard)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
             number=job.number,
             slot=job.slot,
-            queue_s=started - snapshot.received_at,
+            queue_s=started - running.received_at,
             encode_s=max(0.0, total - upload_s),
             upload_s=upload_s,
             cpu_s=time.process_time() - cpu if self._own_process else 0.0,
             stored_bytes=uploaded.stored_bytes if uploaded else 0,
             referenced_bytes=shard.referenced_bytes if shard is not None else 0,
-            coding=snapshot.codings.reason,
+            coding=running.codings.reason,
         )
         return receipt, released
 
-    def _upload_shard(self, snapshot: _Snapshot) -> Uploaded | None:
+    def _upload_shard(self, running: _RunningJob) -> Uploaded | None:
         """Upload the shard; None if no chunk has to be stored."""
-        setup, chunks = self._setup, iter(snapshot.encoding)
+        setup, chunks = self._setup, iter(running.encoding)
         first = next(chunks, None)
         if first is None:
             return None
         return upload_shard(
             self._store,
-            RunKeys(setup.run).shard(snapshot.job.attempt, names.shard_name(setup.rank)),
-            snapshot.incremental.expected_bytes,
+            RunKeys(setup.run).shard(running.job.attempt, names.shard_name(setup.rank)),
+            running.incremental.expected_bytes,
             chain([first], chunks),
-            self._progress_of(snapshot),
+            self._progress_of(running),
         )
 
-    def _progress_of(self, snapshot: _Snapshot) -> Callable[[int], None]:
+    def _progress_of(self, running: _RunningJob) -> Callable[[int], None]:
         """The callback for each written chunk; it gets the raw bytes written so far."""
-        if (reader := snapshot.reader) is not None:
+        if (reader := running.reader) is not None:
             return lambda _: reader.written()
-        not_stored = snapshot.not_stored_bytes  # visits every chunk, so compute it once
-        return lambda done: self._report(SaveProgress(snapshot.job.number, not_stored + done))
+        not_stored = running.not_stored_bytes  # visits every chunk, so compute it once
+        return lambda done: self._report(SaveProgress(running.job.number, not_stored + done))
 
-    def _commit(self, snapshot: _Snapshot, receipt: StoredReceipt) -> None:
-        job, started = snapshot.job, time.perf_counter()
+    def _commit(self, running: _RunningJob, receipt: StoredReceipt) -> None:
+        job, started = running.job, time.perf_counter()
         try:
             outcome = commit(self._store, self._setup, job.attempt, receipt, self._clock)
         except BaseException as error:
-            snapshot.incremental.end(None)
+            running.incremental.end(None)
             self._fail(job, None, error)
             if self._setup.rank == 0 and isinstance(error, ReferenceLost | CorruptObject):
                 self.abort(job.attempt, describe(error))  # no other rank could commit it either
             return
-        snapshot.incremental.end(receipt.receipt.content)
+        running.incremental.end(receipt.receipt.content)
         self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
         if self._notifier is not None:

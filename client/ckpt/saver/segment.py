@@ -29,15 +29,15 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
-_after_fork: weakref.WeakSet[_Closable] = weakref.WeakSet()
+_after_fork: weakref.WeakSet[_ForkedResource] = weakref.WeakSet()
 
 
-class _Closable(Protocol):
+class _ForkedResource(Protocol):
     def close_in_child(self) -> None:
         """Close descriptors that a fork copied."""
 
 
-def close_after_fork(resource: _Closable) -> None:
+def close_after_fork(resource: _ForkedResource) -> None:
     """Call `resource.close_in_child()` in forked children (DataLoader workers), so that they hold no descriptors."""
     _after_fork.add(resource)
 

@@ -40,7 +40,7 @@ _WARN_AFTER_S = 30.0
 
 
 @dataclass(slots=True)
-class _JobState:
+class _UnfinishedJob:
     """A job that the writer has not finished."""
 
     updates: HandleUpdates
@@ -64,7 +64,7 @@ class SaveClient:
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
         self._lock = threading.Lock()
-        self._jobs: dict[int, _JobState] = {}
+        self._jobs: dict[int, _UnfinishedJob] = {}
         self._finished: list[HandleUpdates] = []
         self._deaths: list[SaverDied] = []
         self._numbers = 0
@@ -215,7 +215,7 @@ class SaveClient:
     def _send(self, job: SaveJob, updates: HandleUpdates) -> None:
         writer = self.start()
         with self._lock:
-            self._jobs[job.number] = _JobState(updates, job.attempt, job.slot)
+            self._jobs[job.number] = _UnfinishedJob(updates, job.attempt, job.slot)
         writer.submit(job)
         if self._writer is not writer:
             self._on_missed_death(job.number)
@@ -264,7 +264,7 @@ class SaveClient:
         if job is not None:
             self._fail_lost([job], SaverDied("the saver process died", "The next save starts a new one"))
 
-    def _fail_lost(self, lost: Sequence[_JobState], error: SaverDied) -> None:
+    def _fail_lost(self, lost: Sequence[_UnfinishedJob], error: SaverDied) -> None:
         for job in lost:
             if job.slot is not None:
                 self._arena.release(job.slot)
