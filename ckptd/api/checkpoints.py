@@ -45,7 +45,7 @@ async def latest(
     run = check_run(run) if run is not None else None
     known = request.headers.get("if-none-match")
     if wait:
-        with ctx.waits.one(client_of(request)):
+        with ctx.wait_limit.use(client_of(request)):
             found = await _awaited(ctx, run, known, wait)
     else:
         found = await _latest(ctx, run)

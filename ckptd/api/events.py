@@ -89,7 +89,7 @@ def _position(last_event_id: str | None, after: int | None) -> int | None:
 
 async def _stream(request: Request, ctx: Context, run: str | None, after: int | None) -> Response:
     stack = ExitStack()
-    stack.enter_context(ctx.streams.one(client_of(request)))
+    stack.enter_context(ctx.stream_limit.use(client_of(request)))
     try:
         position = after if after is not None else await ctx.threads.index(ctx.services.events.newest_id)
     except BaseException:

@@ -54,10 +54,10 @@ class Context:
     metrics: Metrics
     waiting: Waiting
     locks: KeyedLocks = field(default_factory=KeyedLocks)
-    reading: FairSemaphore = field(default_factory=lambda: FairSemaphore(READS))
+    read_slots: FairSemaphore = field(default_factory=lambda: FairSemaphore(READS))
     """Limits reads of stored objects, so that some store threads stay free for other work."""
-    streams: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("streams of events", 16, 512))
-    waits: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("requests that wait", 256, 8192))
+    stream_limit: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("streams of events", 16, 512))
+    wait_limit: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("requests that wait", 256, 8192))
     leaving: bool = False
     """SIGTERM was received; /readyz reports it."""
 

@@ -184,9 +184,9 @@ TOTAL = 16384
 class Bounds:
     """Rejects requests with too many headers or a long query, and too many concurrent requests."""
 
-    def __init__(self, app: ASGIApp, limits: ConcurrencyLimit | None = None) -> None:
+    def __init__(self, app: ASGIApp, limit: ConcurrencyLimit | None = None) -> None:
         self._app = app
-        self._limits = limits or ConcurrencyLimit("requests", PER_CLIENT, TOTAL)
+        self._limit = limit or ConcurrencyLimit("requests", PER_CLIENT, TOTAL)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises TooManyRequests."""
@@ -201,5 +201,5 @@ class Bounds:
                 text = f"the request has {found} {what}; the limit is {limit}"
                 await problem_response(status, "invalid_request", text, "Send a smaller request")(scope, receive, send)
                 return
-        with self._limits.one(scope["client"][0] if scope["client"] else "-"):
+        with self._limit.use(scope["client"][0] if scope["client"] else "-"):
             await self._app(scope, receive, send)

@@ -18,7 +18,7 @@ class FairSemaphore:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[None]:
+    async def slot(self, client: str) -> AsyncIterator[None]:
         """Hold one of the `limit` places while the block runs; waits for it."""
         await self._take(client)
         try:
@@ -62,7 +62,7 @@ class ConcurrencyLimit:
         self._sum = 0
 
     @contextmanager
-    def one(self, client: str) -> Iterator[None]:
+    def use(self, client: str) -> Iterator[None]:
         """Count one use while the block runs. Raises TooManyRequests."""
         if self._counts[client] >= self._per_client or self._sum >= self._total:
             count, limit, whose = self._sum, self._total, "all clients"

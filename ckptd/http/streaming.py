@@ -35,7 +35,7 @@ class Reader:
     async def read(self, stored: StoredObject, wanted: ByteRange) -> memoryview:
         """The first bytes of a range: as many as one read returns."""
         objects, threads = self.context.services.objects, self.context.threads
-        async with self.context.reading.turn(self.client):
+        async with self.context.read_slots.slot(self.client):
             return await threads.store(objects.read, stored, wanted.offset, wanted.count, fresh=self.fresh)
 
     async def pieces(self, stored: StoredObject, wanted: ByteRange, first: memoryview) -> AsyncIterator[memoryview]:

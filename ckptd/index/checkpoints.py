@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 
 from ckptd.index.database import Database, retried
-from ckptd.index.events import Event, EventLog, news_of
+from ckptd.index.events import Event, EventLog, content_of
 from ckptd.index.tables import aborted, checkpoints, decisions, generation, origin, restores, runs
 from ckptstore.commits.catalog import Checkpoint, State, supersede
 from ckptstore.errors import InvalidRequest
@@ -233,7 +233,7 @@ class Index:
             return []
         known = _states(connection, run, _touched(reading))
         since = self._log.since(connection)
-        return self._log.record(connection, list(news_of(run, known, reading.found, reading.gone, since)))
+        return self._log.record(connection, list(content_of(run, known, reading.found, reading.gone, since)))
 
     def _select(self, query: Select[Any]) -> list[Checkpoint]:
         with self._database.read() as connection:

@@ -124,7 +124,7 @@ def _event(row: Row[Any]) -> Event:
     return Event(row.id, row.at, content)
 
 
-def news_of(
+def content_of(
     run: str, known: Mapping[Attempt, State], found: Collection[Checkpoint], gone: Collection[Attempt], since: float
 ) -> Iterator[EventContent]:
     """Events for checkpoints that were read or are gone. since: earlier commits give no event."""
@@ -132,15 +132,15 @@ def news_of(
         before = known.get(checkpoint.attempt)
         if checkpoint.state is State.CORRUPT:
             if before is not State.CORRUPT:
-                yield _news(EventKind.CORRUPT, run, checkpoint.attempt, problem=checkpoint.problem)
+                yield _content(EventKind.CORRUPT, run, checkpoint.attempt, problem=checkpoint.problem)
         elif before is None and checkpoint.committed_at >= since:
             yield _committed(checkpoint)
     for attempt in sorted(set(gone) & known.keys()):
-        yield _news(EventKind.DELETED, run, attempt)
+        yield _content(EventKind.DELETED, run, attempt)
 
 
 def _committed(checkpoint: Checkpoint) -> EventContent:
-    return _news(
+    return _content(
         EventKind.COMMITTED,
         checkpoint.run,
         checkpoint.attempt,
@@ -154,6 +154,6 @@ def _committed(checkpoint: Checkpoint) -> EventContent:
     )
 
 
-def _news(kind: EventKind, run: str, attempt: Attempt, **detail: object) -> EventContent:
+def _content(kind: EventKind, run: str, attempt: Attempt, **detail: object) -> EventContent:
     detail = {"step": attempt.step, **detail}
     return EventContent(kind=kind, run=run, checkpoint=checkpoint_id(run, attempt), detail=detail)

@@ -243,9 +243,9 @@ class Synchronizing:
         version = known.version
         for first in range(0, len(unread), _BATCH):
             reading = self._read_all(run, unread[first : first + _BATCH], gone, listing)
-            news = reading if reread else _without(reading, known)
-            if news.found or news.aborted or news.gone:
-                version = self._index.apply(run, news, version)
+            changed = reading if reread else _without(reading, known)
+            if changed.found or changed.aborted or changed.gone:
+                version = self._index.apply(run, changed, version)
             done.update(unread[first : first + _BATCH])
             gone = []
         if gone or not version:
@@ -301,10 +301,10 @@ class Synchronizing:
 def _without(reading: Reading, known: IndexedAttempts) -> Reading:
     """Without what was known to be corrupt, and looks as it did."""
 
-    def is_news(checkpoint: Checkpoint) -> bool:
+    def is_changed(checkpoint: Checkpoint) -> bool:
         attempt = checkpoint.attempt
         seen = attempt in known.corrupt and known.checkpoints[attempt] == reading.stamps.get(attempt)
         return checkpoint.state is not State.CORRUPT or not seen
 
-    found = [checkpoint for checkpoint in reading.found if is_news(checkpoint)]
+    found = [checkpoint for checkpoint in reading.found if is_changed(checkpoint)]
     return Reading(found, reading.aborted, reading.gone, reading.stamps)

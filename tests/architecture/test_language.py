@@ -21,6 +21,13 @@ CHECKED = (
     "client/ckptstore/[cehr]*.py",
     "client/ckptstore/format/*.py",
     "client/ckptstore/stores/*.py",
+    "client/ckptapi/**/*.py",
+    "ckptd/*.py",
+    "ckptd/api/*.py",
+    "ckptd/cache/*.py",
+    "ckptd/http/*.py",
+    "ckptd/index/**/*.py",
+    "ckptd/pages/*.py",
 )
 """Globs of the files that are checked. Python files are checked whole: docstrings, comments and messages."""
 

@@ -1,4 +1,4 @@
-// Fetches the page again and again while somebody looks at it, and replaces the parts that change.
+// Refreshes the live parts of a page while it is visible.
 "use strict";
 
 const pause = 1000 * Number(document.body.dataset.live);
@@ -6,7 +6,7 @@ const pause = 1000 * Number(document.body.dataset.live);
 async function refresh() {
   const answer = await fetch(location.href, { cache: "no-store" });
   if (answer.redirected) {
-    location.reload(); // the login has ended
+    location.reload(); // the session has expired
     return;
   }
   if (!answer.ok) {
@@ -39,7 +39,7 @@ async function watch() {
   while (document.querySelector("[data-part]:not([data-ended])") !== null) {
     await new Promise((resolve) => setTimeout(resolve, pause));
     if (document.visibilityState === "visible") {
-      await refresh().catch(() => undefined); // the daemon restarts: it is asked again
+      await refresh().catch(() => undefined); // the daemon may be restarting: retry
     }
   }
 }

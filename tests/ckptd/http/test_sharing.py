@@ -25,10 +25,10 @@ SHARD = names.shard_name(0)
 
 def test_turns_come_round_however_many_one_client_wants() -> None:
     async def run() -> list[str]:
-        turns, order = FairSemaphore(2), list[str]()
+        slots, order = FairSemaphore(2), list[str]()
 
         async def read(client: str) -> None:
-            async with turns.turn(client):
+            async with slots.slot(client):
                 order.append(client)
                 await asyncio.sleep(0)
 
@@ -47,12 +47,12 @@ def test_turns_come_round_however_many_one_client_wants() -> None:
 
 def test_turns_that_nobody_wants_any_more_are_passed_on() -> None:
     async def run() -> int:
-        turns = FairSemaphore(1)
+        slots = FairSemaphore(1)
         entered = 0
 
         async def read() -> None:
             nonlocal entered
-            async with turns.turn("x"):
+            async with slots.slot("x"):
                 entered += 1
                 await asyncio.sleep(0.01)
 
@@ -68,13 +68,13 @@ def test_turns_that_nobody_wants_any_more_are_passed_on() -> None:
 
 
 def test_limits_per_client_and_for_all() -> None:
-    limits = ConcurrencyLimit("things", 2, 3)
-    with limits.one("a"), limits.one("a"):
-        with pytest.raises(TooManyRequests, match="this client"), limits.one("a"):
+    limit = ConcurrencyLimit("things", 2, 3)
+    with limit.use("a"), limit.use("a"):
+        with pytest.raises(TooManyRequests, match="this client"), limit.use("a"):
             pass
-        with limits.one("b"), pytest.raises(TooManyRequests, match="all clients"), limits.one("c"):
+        with limit.use("b"), pytest.raises(TooManyRequests, match="all clients"), limit.use("c"):
             pass
-    with limits.one("a"):
+    with limit.use("a"):
         pass
 
 
@@ -103,10 +103,10 @@ def test_a_greedy_reader_does_not_starve_another(tmp_path: Path) -> None:
             return threads
 
         threads = begin("greedy", "127.0.0.1", range(60))
-        reading = app.state.context.reading
-        wait_until(lambda: sum(map(len, list(reading._waiting.values()))) == 60 - 24, "the greedy one's reads to wait")
+        slots = app.state.context.read_slots
+        wait_until(lambda: sum(map(len, list(slots._waiting.values()))) == 60 - 24, "the greedy one's reads to wait")
         threads += begin("modest", "127.0.0.2", range(60, 64))
-        wait_until(lambda: len(reading._waiting.get("127.0.0.2", ())) == 4, "the modest one's reads to wait")
+        wait_until(lambda: len(slots._waiting.get("127.0.0.2", ())) == 4, "the modest one's reads to wait")
         for _ in threads:
             gate.release()
         for thread in threads:
