@@ -73,16 +73,6 @@ _BACKGROUND_THREADS = 20
 _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
-_WATCH_S = 0.5
-_FOLLOW_S = 0.5
-_RENEW_S = 1.0
-_WATCH_JOBS_S = 3.0
-_FORGET_S = 600.0
-_FINISH_S = 60.0
-_POLICIES_S = 5.0
-_SCRUB_S = 1.0
-_READ_TOKENS_S = 1.0
-_NOTE_USE_S = 10.0
 
 _Work = Periodic | Jobs | Webhooks
 
@@ -182,17 +172,17 @@ def _serving(core: _Core, services: Services) -> list[_Work]:
     return [
         services.jobs,
         webhooks,
-        Periodic("watching jobs", services.jobs.watch, _WATCH_JOBS_S),
-        Periodic("following other daemons", core.follow, _FOLLOW_S),
-        Periodic("forgetting events", core.events.forget, _FORGET_S),
-        Periodic("synchronizing", core.synchronizing.round, settings.poll_seconds),
-        Periodic("forgetting", services.objects.forget_deleted, settings.poll_seconds),
-        Periodic("finishing decisions", core.deciding.finish, _FINISH_S),
-        Periodic("leading", core.leadership.round, core.leadership.every_s),
-        Periodic("watching restores", services.restores.watch, _WATCH_S),
-        Periodic("forgetting restores", services.restores.forget, _FORGET_S),
-        Periodic("reading tokens", services.tokens.refresh, _READ_TOKENS_S),
-        Periodic("noting the use of tokens", services.tokens.note_use, _NOTE_USE_S),
+        Periodic("sending heartbeats of jobs", services.jobs.watch, every_s=3.0),
+        Periodic("following other daemons", core.follow, every_s=0.5),
+        Periodic("deleting old events", core.events.forget, every_s=600.0),
+        Periodic("synchronizing", core.synchronizing.round, every_s=settings.poll_seconds),
+        Periodic("trimming the cache", services.objects.forget_deleted, every_s=settings.poll_seconds),
+        Periodic("finishing decisions", core.deciding.finish, every_s=60.0),
+        Periodic("renewing the lead", core.leadership.round, every_s=core.leadership.every_s),
+        Periodic("expiring restores", services.restores.watch, every_s=0.5),
+        Periodic("deleting old restore sessions", services.restores.forget, every_s=600.0),
+        Periodic("reading tokens", services.tokens.refresh, every_s=1.0),
+        Periodic("recording the use of tokens", services.tokens.note_use, every_s=10.0),
     ]
 
 
@@ -211,11 +201,11 @@ def _housekeeping(core: _Core) -> list[_Work]:
     metrics.orphan_bytes.set_function(lambda: collecting.waste().orphans if led() else 0)
     metrics.tombstoned_bytes.set_function(lambda: collecting.waste().tombstoned if led() else 0)
     return [
-        Periodic("recovering", recovering.round, settings.poll_seconds, when=led),
-        Periodic("applying policies", policies.round, min(_POLICIES_S, settings.poll_seconds), when=led),
-        Periodic("scrubbing", scrubbing.round, _SCRUB_S, when=led),
-        Periodic("collecting", collecting.round, settings.collect_seconds, when=led),
-        Periodic("keeping leases of restores", keeping.round, _RENEW_S, when=led),
+        Periodic("recovering", recovering.round, every_s=settings.poll_seconds, when=led),
+        Periodic("applying policies", policies.round, every_s=min(5.0, settings.poll_seconds), when=led),
+        Periodic("scrubbing", scrubbing.round, every_s=1.0, when=led),
+        Periodic("collecting", collecting.round, every_s=settings.collect_seconds, when=led),
+        Periodic("renewing leases of restores", keeping.round, every_s=1.0, when=led),
     ]
 
 
