@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -181,3 +182,19 @@ def test_each_folder_has_its_folder_of_tests(package: str) -> None:
     assert tested == source
     strangers = {p.parent.relative_to(tests) for p in tests.rglob("*.py")} - source
     assert strangers == set()
+
+
+def test_the_tests_of_every_file_are_found_by_its_name_or_in_the_table() -> None:
+    """A file of fewer lines is tested with those that use it."""
+    table = (ROOT / "tests" / "README.md").read_text()
+    rows = [re.findall(r"`([\w/]+\.py)`", line) for line in table.splitlines() if line.startswith("| `")]
+    named = {path for row in rows for path in row}
+    sources = {
+        f"{package}/{p.relative_to(folder)}": p for package, folder in FOLDERS.items() for p in folder.rglob("*.py")
+    }
+    tests = {str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert named - sources.keys() - tests == set(), "these are not there"
+    large = {name for name, path in sources.items() if len(path.read_text().splitlines()) > SMALL}
+    large -= {name for name in large if "/migrations/" in name or "/__" in name}
+    mirrored = {name for name in large if str(Path(name).parent / f"test_{Path(name).name}") in tests}
+    assert large - mirrored - named == set(), "these have neither tests of their name nor a row"
