@@ -56,3 +56,9 @@ def test_every_verb_of_the_makefile_is_explained() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"`(?:tests/[\w/]*/)?(test_\w+\.py)`", page.read_text())
+    assert [name for name in named if not list((ROOT / "tests").rglob(name))] == []
