@@ -42,7 +42,7 @@ def main() -> None:
     """Run one benchmark, or all of them, or write the table."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("name", choices=[*BENCHES, "all", "table"])
-    parser.add_argument("--quick", action="store_true", help="less data: to see that it runs, not to quote")
+    parser.add_argument("--quick", action="store_true", help="less data: only checks that the benchmark runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the line of JSON to a file as well")
     args = parser.parse_args()
     if args.name == "all":

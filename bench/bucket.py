@@ -31,7 +31,7 @@ class Timed:
 
     wall_s: float
     client_core_s: float
-    """Processor seconds of this process and all below but the server."""
+    """Processor seconds of this process and its descendants, without the server."""
     server_core_s: float
 
 
@@ -61,7 +61,7 @@ class Service:
         return open_store(self.url(folder), self.options)
 
     def timed(self, call: Callable[[], object]) -> Timed:
-        """Call, and measure."""
+        """Measure a call."""
         before = processor_seconds(self.process)
         with usage() as used:
             call()
@@ -90,12 +90,12 @@ def _name(process: int) -> str:
 
 
 def shard_of(checkpoint: Checkpoint) -> str:
-    """Key of its only shard."""
+    """Key of the checkpoint's only shard."""
     return RunKeys(checkpoint.run).shard(checkpoint.attempt, names.shard_name(0))
 
 
 def read_shard(store: Store, checkpoint: Checkpoint) -> memoryview:
-    """The bytes of it."""
+    """Bytes of the checkpoint's only shard."""
     key = shard_of(checkpoint)
     shard = memoryview(bytearray(store.size(key)))
     store.get_range(key, 0, shard)
@@ -103,12 +103,12 @@ def read_shard(store: Store, checkpoint: Checkpoint) -> memoryview:
 
 
 def key_of(peer: str) -> str:
-    """Where it keeps its state. SeaweedFS takes no object where there was a folder, which some peers make."""
+    """Folder of a peer's state. SeaweedFS rejects an object at the path of a former folder, which some peers create."""
     return f"peers/{peer.replace(', ', '-').replace(' ', '-')}"
 
 
 def check_restored(state: State, restore: Callable[[], _T]) -> _T:
-    """Have all numbers of the state restored, and compare every bit."""
+    """Restore all numbers of the state, and compare every bit."""
     before = state.digest()
     state.forget()
     result = restore()
@@ -118,7 +118,7 @@ def check_restored(state: State, restore: Callable[[], _T]) -> _T:
 
 
 def fastest(request: Callable[[_T], object], ways: Sequence[_T], service: Service) -> _T:
-    """The way of sending requests that is fastest; each is tried twice, in turns."""
+    """The fastest way to send requests; each is measured twice, in turns."""
     spent = [service.timed(lambda way=way: request(way)).wall_s for _ in range(2) for way in ways]  # type: ignore[misc]
     return ways[spent.index(min(spent)) % len(ways)]
 
@@ -142,5 +142,5 @@ def median_s(timed: Sequence[Timed]) -> float:
 
 
 def goal(name: str, vs: str, limit: Sequence[Timed], ours: Sequence[Timed], at_least: float) -> Goal:
-    """The limit's seconds over ours; of medians."""
+    """The limit's median seconds over ours."""
     return Goal(name, vs, median_s(limit) / median_s(ours), at_least, "at least")

@@ -48,7 +48,7 @@ class Ours:
         return encode(fast(dtype).codec, memoryview(raw), self._level)[1]
 
     def decode(self, stored: bytes, dtype: str) -> memoryview:
-        """Into the same memory each time, as a restore decodes into tensors that are there."""
+        """Decode into the same memory each time, as a restore decodes into live tensors."""
         into = self._into[: self._raw_bytes]
         decode(fast(dtype).codec, memoryview(stored), into)
         return into
@@ -58,7 +58,7 @@ class Zstd:
     """Plain zstd."""
 
     def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes:
-        """At the level that `compress="fast"` uses for types other than floating point."""
+        """Encode at the level that `compress="fast"` uses for types other than floating point."""
         return zstandard.ZstdCompressor(level=1).compress(raw)
 
     def decode(self, stored: bytes, dtype: str) -> bytes:
@@ -126,7 +126,7 @@ def chunks_of(kind: Kind) -> list[memoryview]:
 
 
 def _turn(codec: Codec, dtype: str, chunks: list[memoryview]) -> Turn:
-    copies = [bytearray(chunk) for chunk in chunks]  # one of them spoils its input
+    copies = [bytearray(chunk) for chunk in chunks]  # one codec overwrites its input
     began = time.process_time()
     stored = [codec.encode(copy, dtype) for copy in copies]
     encoded = time.process_time()
@@ -134,18 +134,18 @@ def _turn(codec: Codec, dtype: str, chunks: list[memoryview]) -> Turn:
         raw = codec.decode(one, dtype)
     decode_s = time.process_time() - encoded
     if bytes(raw) != bytes(chunks[-1]):
-        raise ValueError("other bytes came back")
+        raise ValueError("the decoded bytes differ from the raw ones")
     return Turn(encoded - began, decode_s, sum(map(len, stored)))
 
 
 def _ratio(sums: Mapping[tuple[str, str], list[float]], dtype: str, at: int) -> float:
-    """How many times as fast as the other one ours is."""
+    """Speed of ours over that of the peer."""
     theirs, ours = sums.get((VS, dtype)), sums[OURS, dtype]
     return theirs[at] / ours[at] if theirs is not None else float("nan")
 
 
 def _two_threads(chunks: list[memoryview]) -> float:
-    """How many times as fast as one thread two are, by the clock: near 2 where nothing is in their way."""
+    """Wall-clock speed of two threads over one: near 2 if they do not block each other."""
     ours = Ours(1)
 
     def work() -> None:

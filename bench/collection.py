@@ -20,7 +20,7 @@ README = HERE / "README.md"
 BEGIN = "<!-- verdicts: written by python -m bench -->"
 END = "<!-- end of verdicts -->"
 TIMEOUT_S = {True: 300, False: 1200}
-"""By --quick. A benchmark that takes longer hangs."""
+"""Time limit by --quick; a benchmark that exceeds it is considered hung."""
 
 
 def run_all(benches: Sequence[str], quick: bool) -> int:
@@ -76,7 +76,7 @@ def _kept(benches: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _lines(bench: str, full: Mapping[str, Any] | None, quick: Mapping[str, Any] | None) -> list[str]:
-    """One for each goal."""
+    """One table row per goal."""
     goals = {_ratio(goal): goal for verdict in (quick, full) if verdict for goal in verdict.get("goals", [])}
     if not goals:
         return [f"| {bench} | | | {_cell(full, '')} | {_cell(quick, '')} |"]

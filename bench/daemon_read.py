@@ -31,7 +31,7 @@ from ckptstore import names
 from ckptstore.names import RunKeys
 
 GOAL = 0.5
-"""Throughput of the daemon, as a part of nginx's."""
+"""Throughput of the daemon as a fraction of nginx's."""
 STORE_GOAL = 1.02
 """Bytes read from the store over unique bytes."""
 READERS = 8
@@ -139,7 +139,7 @@ def _nginx(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def _running(command: Sequence[str], url: str, status: int) -> Iterator[None]:
-    """A server, from when it answers; stopped at the end. Raises OSError or RuntimeError if it does not come up."""
+    """A server that answers requests; stopped on exit. Raises OSError or RuntimeError if it does not start."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stderr=output)
         try:
@@ -159,7 +159,7 @@ def _wait_for(process: subprocess.Popen[bytes], url: str, status: int) -> None:
         except httpx.HTTPError:
             pass  # not listening yet
         time.sleep(0.05)
-    raise RuntimeError(f"{process.args!r} did not come up: {process.poll()}")
+    raise RuntimeError(f"{process.args!r} did not start: {process.poll()}")
 
 
 def _free_port() -> int:

@@ -63,7 +63,7 @@ def measure(quick: bool) -> Report:
 
 
 def _peaks(peers: Mapping[str, Peer], state: State, folder: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Peak memory of each one's second save, which is loaded again; and those that cannot."""
+    """Peak memory of the second save of each contestant, which is loaded again; and the failed contestants."""
     took: dict[str, int] = {}
     problems: dict[str, str] = {}
     want = state.digest()

@@ -1,4 +1,4 @@
-"""How long until a state is committed on S3, against bare uploads of the bytes that are stored.
+"""Time until a state is committed on S3, against bare uploads of the stored bytes.
 
 The limit is obstore, a client in Rust, which uploads our shard from memory, in parts, with the fastest number of
 concurrent requests: the raw shard next to our saves without codec, and the float-split shard next to saves that
@@ -80,7 +80,7 @@ def measure(quick: bool) -> Report:
 
 
 def measured(service: Service, save: Save) -> Callable[[], Timed]:
-    """A call that measures a save, which leaves nothing behind."""
+    """A call that measures a save and then deletes it."""
 
     def call() -> Timed:
         try:
@@ -92,7 +92,7 @@ def measured(service: Service, save: Save) -> Callable[[], Timed]:
 
 
 def saver(service: Service, state: State, compress: str, stack: ExitStack) -> Save:
-    """Ours. Process and memory are there from the first save on."""
+    """Our savers. Process and memory exist from the first save on."""
     # Unchanged chunks would not be stored again.
     options: Any = {"run": compress, "compress": compress, "options": service.options, "slots": 1, "incremental": False}
     checkpointer = stack.enter_context(Checkpointer(service.url(FOLDER), **options))
@@ -101,7 +101,7 @@ def saver(service: Service, state: State, compress: str, stack: ExitStack) -> Sa
 
 
 def stored_bytes(service: Service, state: State, save: Save) -> memoryview:
-    """Our shard, after the state was restored from it bit by bit."""
+    """Our shard, after a restore from it was compared bit by bit."""
     checkpoint = save()
     assert isinstance(checkpoint, Checkpoint)
     with Checkpointer(service.url(FOLDER), run=checkpoint.run, options=service.options) as checkpointer:

@@ -71,7 +71,7 @@ class Training:
 
 
 def main() -> None:
-    """Run it, or say why not."""
+    """Run the benchmark, or exit with the reason."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=8.5, help="of weights and moments")
     parser.add_argument("--batch", type=int, default=BATCH, help=f"sequences of {CONTEXT} bytes in a step")
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def measure(num_bytes: int, batch: int) -> Report:
-    """All of it, in a few minutes."""
+    """Run all measurements, in a few minutes."""
     training = Training(num_bytes, batch)
     num_bytes = training.num_bytes
     down, up = _bandwidth(num_bytes)
@@ -146,7 +146,7 @@ def _bandwidth(num_bytes: int) -> tuple[float, float]:
 
 
 def _waited(call: Callable[[], object]) -> float:
-    """Seconds until the GPU has done it."""
+    """Seconds until the GPU has finished a call."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     call()

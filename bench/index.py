@@ -78,7 +78,7 @@ def measure(quick: bool) -> Report:
 
 
 def write_store(root: Path, runs: int) -> None:
-    """Outcomes only: an index looks at nothing else."""
+    """Write outcomes only: an index reads nothing else."""
     now = system_clock()
     for number in range(runs):
         run = run_name(number)
@@ -94,7 +94,7 @@ def run_name(number: int) -> str:
 
 
 def made_up(run: str, attempt: Attempt, at: float) -> Outcome:
-    """An outcome that says committed."""
+    """A committed outcome."""
     summary = Summary(
         world_size=64, created_at=at - 30, raw_bytes=10**12, stored_bytes=8 * 10**11, num_entries=300, num_shards=64,
         metrics={"val_loss": 1 / (1 + attempt.step)},
@@ -146,7 +146,7 @@ def ask(folder: str, runs: int) -> dict[str, float]:
 
 
 def over_http(folder: str, runs: int, during_s: float) -> dict[str, float]:
-    """How many answers a daemon gives in a second, and in how much memory."""
+    """Responses per second of a daemon, and its memory."""
     paths = [f"/checkpoints/latest?run={run_name(number)}" for number in range(runs)]
     with running_daemon(folder) as (process, host, port):
         taken = asyncio.run(load(host, port, paths, during_s))
@@ -155,7 +155,7 @@ def over_http(folder: str, runs: int, during_s: float) -> dict[str, float]:
 
 
 async def load(host: str, port: int, paths: list[str], during_s: float) -> list[float]:
-    """Ask again and again; seconds of each answer."""
+    """Send requests in a loop; returns the seconds of each response."""
     end = time.perf_counter() + during_s
     taken: list[float] = []
 
@@ -197,7 +197,7 @@ def running_daemon(folder: str) -> Iterator[tuple[subprocess.Popen[str], str, in
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Seconds of a call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -21,9 +21,9 @@ import numpy as np
 
 REPETITIONS = 5
 SAMPLE_S = 0.02
-"""Between two looks at memory."""
+"""Seconds between two samples of memory."""
 IO_BYTES = 8 << 20
-"""Written or read at once by the bare limits."""
+"""Bytes of one read or write of the bare limits."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 def in_turns(
     contestants: Mapping[str, Callable[[], Result]], repetitions: int = REPETITIONS
 ) -> tuple[dict[str, list[Result]], dict[str, str]]:
-    """Call all of them so many times, in turns, another one first each time; and those that failed, with why.
+    """Call all contestants in turns, with a different one first each time; returns results, and errors by name.
 
     Drift of the machine affects all of them equally. One that raises is left out from then on.
     """
@@ -48,7 +48,7 @@ def in_turns(
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
-    """So that each is first, and last, as often as the others."""
+    """The names rotated, so that over the repetitions each is first, and last, as often as the others."""
     shift = by % max(1, len(names))
     return [*names[shift:], *names[:shift]]
 

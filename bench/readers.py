@@ -1,6 +1,6 @@
 """Parallel readers of one object over HTTP, one process each: python -m bench.readers URL BYTES READERS.
 
-Prints the seconds until the last of them has read all of it, in ranges, over one connection, and thrown it away.
+Prints the seconds until the last reader has read the whole object, in ranges over one connection, and discarded it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _fork(url: str, size: int, start: int) -> int:
 
 
 def read(url: str, size: int, start: int) -> None:
-    """Read the whole object, beginning with range number `start`. Raises OSError, or ValueError for an odd answer."""
+    """Read the whole object from range number `start` on. Raises OSError, or ValueError for an invalid response."""
     parts = urlsplit(url)
     buffer = bytearray(1 << 20)
     offsets = range(0, size, RANGE_BYTES)
@@ -60,12 +60,12 @@ def _drain(connection: socket.socket, buffer: bytearray, count: int) -> None:
             raise ValueError("the connection was closed")
         head += part
     if not head.startswith(b"HTTP/1.1 206"):
-        raise ValueError(f"the answer was {head[:200]!r}")
+        raise ValueError(f"the response was {head[:200]!r}")
     done = len(head.partition(b"\r\n\r\n")[2])
     while done < count:
         got = connection.recv_into(buffer, min(len(buffer), count - done))
         if not got:
-            raise ValueError("the answer ended early")
+            raise ValueError("the response ended early")
         done += got
 
 

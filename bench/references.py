@@ -3,8 +3,8 @@
 A frozen, trained GPT with low-rank adapters next to its linear layers: they and their AdamW state are trained for a
 step before each save. Stored bytes are all bytes in the store's folder at the end, with documents and marks. Changed
 bytes are the raw bytes of all tensors of the first save, and after it those of the tensors that differ from the save
-before, compared bit by bit. Nothing is compressed, so the two are comparable. The cost is that of a state which
-changes throughout.
+before, compared bit by bit. Nothing is compressed, so the two are comparable. The cost is for a state in which
+all tensors change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the base, and a little more."""
+        """Output of the base layer plus the adapter."""
         change: Tensor = self.up(self.down(x.float()))
         result: Tensor = self.base(x) + change.to(x.dtype)
         return result
@@ -59,7 +59,7 @@ def adapt(state: State) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def tensors(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a save holds, by name."""
+    """The state of a save, by name."""
     found = dict(model.state_dict())
     for name, weight in model.named_parameters():
         found |= {f"{name}/{key}": value for key, value in optim.state.get(weight, {}).items()}
@@ -67,7 +67,7 @@ def tensors(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Tensor]
 
 
 def changes(model: nn.Module, optim: torch.optim.Optimizer) -> Iterator[int]:
-    """Raw bytes that changed since it was last asked; all of them at first."""
+    """Counts the raw bytes that changed since the last call; all bytes at the first call."""
     before: dict[str, Tensor] = {}
     while True:
         now = tensors(model, optim)
@@ -146,7 +146,7 @@ def _size(folder: str) -> int:
 
 
 def _cost(num_bytes: int) -> dict[str, list[float]]:
-    """Core-seconds per GB of the saver for states that change throughout, in turns, after a first save."""
+    """Core-seconds per GB of the saver for states in which all tensors change, in turns, after a first save."""
     model = nn.ParameterDict({str(n): torch.randn(num_bytes // 16) for n in range(4)})
     found: dict[str, list[float]] = {"True": [], "False": []}
     with (

@@ -35,7 +35,7 @@ class Rank:
         self.state: State = trained("fp32", task["num_bytes"])
 
     def measure(self, mode: str) -> dict[str, float]:
-        """Seconds until all ranks are done, and bytes that the store sent for it."""
+        """Seconds until all ranks are done, and bytes sent by the store."""
         self.state.forget()
         with self.daemon(mode) as daemon:
             options: Any = {"options": self.service.options, "replica_reads": _SHARE[mode], "daemon": daemon}
@@ -48,7 +48,7 @@ class Rank:
                 seconds = time.perf_counter() - began
                 found = {"seconds": seconds, "sent_bytes": seaweed.sent_bytes(self.service) - sent}
         if self.state.digest() != self.digest:
-            raise RuntimeError(f"rank {self.rank} restored something else ({mode})")
+            raise RuntimeError(f"rank {self.rank} restored a state that differs from the saved one ({mode})")
         return found
 
     @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A ratio that was measured, and where it should be."""
+    """A measured ratio and its goal."""
 
     name: str
     """The contestant, such as "overlap"."""
@@ -22,7 +22,7 @@ class Goal:
 
     @property
     def ok(self) -> bool:
-        """Whether it is reached; a ratio that could not be measured is not."""
+        """Whether the goal is reached; False for a ratio that could not be measured."""
         if math.isnan(self.ratio):
             return False
         return self.ratio <= self.goal if self.direction == "at most" else self.ratio >= self.goal
@@ -89,5 +89,5 @@ def _rounded(value: Any) -> Any:
 
 
 def _number(value: float) -> float | None:
-    """Four significant digits: there are no more in a measurement. JSON knows no infinity."""
+    """Round to four significant digits, the precision of a measurement. JSON has no infinity."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

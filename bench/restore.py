@@ -37,7 +37,7 @@ PEERS = (
 RIVAL = "fastest peer that restores an optimizer"
 
 Limits = Callable[[Path], Mapping[str, Callable[[], float]]]
-"""From a shard of uncompressed chunks to bare ways of doing the same, in seconds, by name."""
+"""From a shard of uncompressed chunks to bare reads of it, by name; each returns its seconds."""
 
 
 @dataclass(slots=True)
@@ -49,14 +49,14 @@ class Restores:
     peaks: dict[str, int] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     tensors_only: Collection[str] = ()
-    """Peers that bring back no optimizer, but tensors by name: listed, and not compared with."""
+    """Peers that restore tensors by name but no optimizer: listed, and excluded from the comparison."""
 
     def seconds(self, name: str) -> float:
         """Median, of one that ran."""
         return median(took.wall_s for took in self.found[name]) if name in self.found else float("nan")
 
     def best_peer(self) -> float:
-        """Seconds of the fastest that restores an optimizer, as ours does."""
+        """Seconds of the fastest peer that restores an optimizer, as ours does."""
         rivals = [name for name in self.found if name in PEERS and name not in self.tensors_only]
         return min(map(self.seconds, rivals), default=float("nan"))
 
@@ -140,7 +140,7 @@ class _Load:
         return took
 
     def peak(self) -> int:
-        """Extra memory of one load, the first; then the files are cached as they are for all others."""
+        """Extra memory of the first load; after it, the files are cached as for all other contestants."""
         self.state.forget()
         with memory() as took:
             self.peer.load(self.folder, self.state)

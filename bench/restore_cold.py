@@ -1,7 +1,7 @@
 """Restores from a local disk whose files the page cache has dropped, against a bare read of the same bytes.
 
-The limit is the fastest of a few bare reads: past the page cache, one or eight requests at a time, and through it,
-front to back, after it has dropped the file.
+The limit is the fastest of a few bare reads: direct I/O with one or eight concurrent requests, and a sequential read
+through the page cache after it has dropped the file.
 """
 
 from __future__ import annotations

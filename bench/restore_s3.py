@@ -1,7 +1,7 @@
-"""How long until a state on S3 is back in the live tensors, against bare ranged reads of the bytes that are stored.
+"""Time until a state on S3 is restored into the live tensors, against bare ranged reads of the stored bytes.
 
-The limit is obstore, a client in Rust, which reads our shard into memory that was touched before, in ranges as large,
-and with as many requests at a time, as are fastest here. Every bit is compared after every restore.
+The limit is obstore, a client in Rust, which reads our shard into touched memory, with the fastest range size and
+number of concurrent requests. Every bit is compared after every restore.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckpt import Checkpointer
 GOAL = 0.9
 PROBED_BYTES = 256 << 20
 RANGES = [(concurrency, size) for concurrency in CONCURRENCIES for size in (16 << 20, 32 << 20, 64 << 20)]
-"""Requests at a time, and bytes of each."""
+"""Concurrent requests, and bytes of each."""
 PEERS = ("s3torchconnector", "s3torchconnector, DCP", "torch over s3fs", "runai-model-streamer")
 OURS = {"ckptd, off": "off", "ckptd, fast": "fast"}
 """Their names, and `compress`."""
@@ -83,12 +83,12 @@ def timed(service: Service, load: Load) -> Callable[[], Timed]:
 
 
 def checked(service: Service, state: State, load: Load) -> Callable[[], Timed]:
-    """The same; it must bring back every bit."""
+    """The same call, then a comparison of every bit."""
     return lambda: check_restored(state, timed(service, load))
 
 
 def saved_by_us(service: Service, state: State, stack: ExitStack) -> tuple[dict[str, Load], dict[str, tuple[str, int]]]:
-    """How each of ours restores; key and size of its shard."""
+    """Our loads, by name; with key and size of each shard."""
     loads: dict[str, Load] = {}
     shards: dict[str, tuple[str, int]] = {}
     for name, compress in OURS.items():
@@ -102,7 +102,7 @@ def saved_by_us(service: Service, state: State, stack: ExitStack) -> tuple[dict[
 
 
 def saved_by_peers(service: Service, state: State) -> tuple[dict[str, Load], dict[str, str]]:
-    """How each of them loads; and why the others cannot."""
+    """The loads of the peers, by name; and the errors of the other peers."""
     peers, problems = open_s3_peers(PEERS, service.bucket)
     loads: dict[str, Load] = {}
     for name, peer in peers.items():

@@ -74,12 +74,12 @@ def _share(codec: Codec, kind: Kind) -> float:
         encoded = codec.encode(chunk, kind.dtype)
         stored += min(len(encoded), len(chunk))
         if bytes(codec.decode(encoded, kind.dtype)) != bytes(chunk):
-            raise ValueError("other bytes came back")
+            raise ValueError("the decoded bytes differ from the raw ones")
     return stored / sum(map(len, chunks))
 
 
 def _checkpoints(num_bytes: int, rows: list[tuple[str, ...]]) -> tuple[dict[str, float], int]:
-    """Stored bytes of whole checkpoints by those of the tensors; and the bytes of the largest state."""
+    """Stored bytes of whole checkpoints over raw bytes of their tensors; and the bytes of the largest state."""
     settings: Mapping[str, tuple[Any, dict[str, Any]]] = {
         "fp32": ("fp32", {"compress": "fast"}),
         "fp32, max": ("fp32", {"compress": "max"}),
@@ -107,5 +107,5 @@ def _stored_bytes(state: State, knobs: Mapping[str, Any]) -> int:
         state.forget()
         checkpointer.restore(state.model, state.optim)
         if state.digest() != digest:
-            raise ValueError("another state came back")
+            raise ValueError("the restored state differs from the saved one")
         return saved.stored_bytes + saved.manifest_bytes

@@ -28,7 +28,7 @@ from bench.state import State, batch, sources, trained, wanted_bytes
 
 GOAL = 1 / 3
 STEPS_AROUND = 2
-"""Without a save, before and again after each."""
+"""Steps without a save, before and after each save."""
 TOKENS = 16
 PEERS = ("dcp-thread", "dcp-process", "torch_checkpointing", "torchsnapshot", "moonclip")
 OURS: dict[str, dict[str, Any]] = {
@@ -64,11 +64,11 @@ class Trainer:
             group["lr"] = 0.0  # a tiled model does not train; the work is the same
 
     def steps(self, number: int) -> list[float]:
-        """Seconds of each, without a save in flight."""
+        """Seconds of each step, without a save in flight."""
         return [self.step(None) for _ in range(number)]
 
     def step(self, peer: Peer | None) -> float:
-        """Seconds of one."""
+        """Seconds of one step."""
         return seconds(lambda: self._step(peer))
 
     def _step(self, peer: Peer | None) -> None:
@@ -102,7 +102,7 @@ class Saving:
 
     @property
     def in_flight(self) -> bool:
-        """Whether it is neither durable nor failed."""
+        """Whether the save is still in flight: neither durable nor failed."""
         return self.thread.is_alive()
 
     def end(self) -> None:
@@ -148,7 +148,7 @@ def cost(trainer: Trainer, peer: Peer, folder: Path) -> Cost:
     usual_core_s = (core_seconds() - at) / STEPS_AROUND
     at = core_seconds()
     saving = Saving(peer, trainer.state, folder)
-    slow = [trainer.step(peer)]  # one at least: it waits for a copy that is under way
+    slow = [trainer.step(peer)]  # at least one: it waits for a copy in progress
     while saving.in_flight:
         slow.append(trainer.step(peer))
     saving.end()

@@ -1,4 +1,4 @@
-"""How long a save holds up training, against one memcpy of the same bytes into memory that was touched before.
+"""Time for which a save blocks training, against one memcpy of the same bytes into touched memory.
 
 One thread trains, and every save comes right after a step, as in any training: the step determines the contents of
 the caches. Then training continues, so overlap has a forward and a backward during which to copy, and an optimizer
@@ -64,7 +64,7 @@ def _first(trainer: Trainer, ours: Ours, folders: Iterator[Path]) -> float:
 
 
 def _stall(trainer: Trainer, peer: Peer, folders: Iterator[Path]) -> Callable[[], float]:
-    """Seconds in the call of one save, between two steps of training; then it is waited for."""
+    """Seconds in the call of one save between two training steps; waits for the save afterwards."""
 
     def once() -> float:
         folder = next(folders)
@@ -101,7 +101,7 @@ def _memcpy(state: State) -> Callable[[], float]:
 
 
 def _warm_up(contestants: dict[str, Callable[[], float]]) -> dict[str, str]:
-    """Call each once; those that fail are left out, with why."""
+    """Call each contestant once; returns the errors of those that fail, which are left out."""
     problems = {}
     for name in list(contestants):
         try:

@@ -1,6 +1,6 @@
-"""A state that is really trained: a small GPT on the sources of the standard library, tiled to the required size.
+"""A trained state: a small GPT on the sources of the standard library, tiled to the required size.
 
-Random numbers would not do: the result of a codec depends on the trained values. The training takes less than a
+Random numbers are no substitute: the result of a codec depends on the trained values. The training takes less than a
 minute of one core and is kept in the user's cache folder. A tiled model repeats the trained blocks, with their
 moments, each copy slightly rotated so that no two tensors are equal; one period is larger than the window of any
 codec that is measured here.
@@ -56,7 +56,7 @@ def shape() -> Shape:
 
 
 def wanted_bytes(quick: bool) -> int:
-    """How large a state should be."""
+    """The default size of a state in bytes."""
     if os.environ.get(SMALL):
         return 4_000_000
     return 200_000_000 if quick else 1_000_000_000
@@ -89,7 +89,7 @@ class State:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def digest(self) -> str:
-        """Digest of every bit of it, to compare after a restore."""
+        """Digest of the whole state, to compare after a restore."""
         digest = xxhash.xxh3_128()
         for name, tensor in sorted(self.tensors().items()):
             digest.update(name.encode())

@@ -170,7 +170,13 @@ def check_cover(content: Content) -> None:
 
 
 def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: Overlaps) -> tuple[Column, list[Piece]]:
-    """The copies from chunks for each overlap, and the chunk of each copy: a row of the table."""
+    """The copies from chunks for each overlap, and the chunk of each copy: a row of the table.
+
+    Example: a slice holds rows 0 to 3 of a float32 entry of shape (8, 10), in one chunk, and rows 2 to 5 are requested.
+    They overlap in rows 2 and 3. `first` is element 20 of the slice, `last` is 39, `into` is element 0 of the request:
+    one flat copy of 80 bytes from byte 80 of the chunk to byte 0 of the buffer. If chunks of 100 bytes split the slice,
+    `table.split` divides the bytes [80, 160) into [80, 100) of chunk 0 and [100, 160) of chunk 1: two copies.
+    """
     slices, half = content.slices, found.box.shape[1] // 2
     dtypes = [content.entries.dtype[entry] for entry in slices.entry[found.row].tolist()]
     is_derived = np.isin(found.row, slices.derived_rows)
