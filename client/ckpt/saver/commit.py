@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import SaveJob, Setup
-from ckptstore.clock import Clock
 from ckptstore.commits.commit import (
     StoredReceipt,
     commit_attempt,
@@ -25,10 +24,9 @@ from ckptstore.errors import AttemptAborted, CkptError, RankFailed, ReceiptsMiss
 from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
-from ckptstore.names import Attempt, RunKeys
+from ckptstore.names import Attempt
 from ckptstore.retry import pauses, poll
 from ckptstore.run import Run
-from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ _LONGEST_WAIT_S = 2.0
 
 
 def write_receipt(
-    store: Store, setup: Setup, job: SaveJob, placed: list[Placed], derived: list[Derived], shard: Shard | None
+    run: Run, setup: Setup, job: SaveJob, placed: list[Placed], derived: list[Derived], shard: Shard | None
 ) -> StoredReceipt:
     """Write the receipt, which states that this rank's shard is durable; the receipt is durable on return."""
     shards = [shard] if shard is not None else []
@@ -46,7 +44,7 @@ def write_receipt(
     receipt = Receipt(
         format=FORMAT,
         kind="receipt",
-        run=setup.run,
+        run=run.name,
         step=job.attempt.step,
         attempt=str(job.attempt),
         rank=setup.rank,
@@ -57,17 +55,16 @@ def write_receipt(
         metrics=job.metrics,
     )
     data = seal(receipt)
-    store.put(RunKeys(setup.run).receipt(job.attempt, setup.rank), data)
+    run.store.put(run.keys.receipt(job.attempt, setup.rank), data)
     return StoredReceipt(receipt, data)
 
 
-def commit(store: Store, setup: Setup, attempt: Attempt, own: StoredReceipt, clock: Clock) -> Outcome:
+def commit(run: Run, setup: Setup, attempt: Attempt, own: StoredReceipt) -> Outcome:
     """Commit the attempt, or on ranks other than 0 wait until it is committed; the checkpoint exists on return.
 
     Raises ReceiptsMissing if ranks are not done within the timeout, SaveSkipped if a rank skipped the attempt,
     RankFailed if a rank aborted it after an error, AttemptAborted if a collector aborted it.
     """
-    run = Run(store, setup.run, clock)
     if setup.rank == 0:
         receipts = _all_receipts(run, setup, own, attempt)
         if receipts is not None:
@@ -96,15 +93,14 @@ def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
     )
 
 
-def abort_attempts(store: Store, setup: Setup, attempts: Iterable[Attempt], failure: str | None, clock: Clock) -> None:
+def abort_attempts(run: Run, rank: int, attempts: Iterable[Attempt], failure: str | None) -> None:
     """Abort attempts that this rank takes no part in, so that the other ranks do not wait for it. Never raises.
 
     failure: what went wrong on this rank; None if it skips the attempts.
     """
-    run = Run(store, setup.run, clock)
     try:
         for attempt in attempts:
-            decline(run, attempt, setup.rank, failure)
+            decline(run, attempt, rank, failure)
     except CkptError as error:
         logger.warning("could not abort the attempt; other ranks will wait until their timeout: %s", error)
 

@@ -34,7 +34,6 @@ from ckpt.saver.matching import (
 )
 from ckpt.saver.messages import Setup
 from ckptstore import names
-from ckptstore.clock import Clock
 from ckptstore.commits.catalog import latest, quarantined_attempts
 from ckptstore.commits.commit import read_receipt
 from ckptstore.commits.leases import release_lease, take_lease
@@ -45,7 +44,6 @@ from ckptstore.format.documents import Chunks, Content, References, Shard
 from ckptstore.format.shards import ChunkSpan, Placed, chunk_table
 from ckptstore.names import Attempt
 from ckptstore.run import Run
-from ckptstore.stores import Store
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +57,9 @@ class ChunkIndex:
     One thread begins saves, in order; one thread compares chunks; one thread ends saves.
     """
 
-    def __init__(self, store: Store, setup: Setup, clock: Clock, run_soon: Callable[..., Future[None]]) -> None:
+    def __init__(self, run: Run, setup: Setup, run_soon: Callable[..., Future[None]]) -> None:
         """run_soon: runs a function in another thread. It reads the checkpoint that an earlier process committed."""
-        self._run = Run(store, setup.run, clock)
+        self._run = run
         self._setup = setup
         self.enabled, self.rank = setup.incremental, setup.rank
         self._base: BaseCheckpoint | None = None

@@ -33,7 +33,7 @@ from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, Slice, plan_chunks
-from ckptstore.names import Attempt, RunKeys
+from ckptstore.names import Attempt
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -65,7 +65,8 @@ class _RunningJob:
 class SavePipeline:
     """Makes snapshots durable, in the saver process or in threads of the trainer.
 
-    One thread calls the public methods. `report` is called from that thread and the pipeline's own threads.
+    One thread at a time calls submit and close; the other methods may be called from any thread. `report` is called
+    from the pipeline's own threads and from `withdraw`.
     """
 
     def __init__(
@@ -80,10 +81,9 @@ class SavePipeline:
         if setup.upload_bytes is not None:
             store.upload_bytes = setup.upload_bytes
         # Some stores ignore If-None-Match and would let several committers win; there the daemon decides.
-        self._store = arbitrated(store, setup.daemon, setup.token)
+        self._run = Run(arbitrated(store, setup.daemon, setup.token), setup.run, clock)
         self._setup = setup
         self._report = report
-        self._clock = clock
         # Rank 0 commits for all ranks, so only its saver notifies the daemon.
         notified = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
@@ -98,7 +98,7 @@ class SavePipeline:
         self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
-        self._chunk_index = ChunkIndex(self._store, setup, clock, self._commits.submit)
+        self._chunk_index = ChunkIndex(self._run, setup, self._commits.submit)
         self._aborts = ThreadPoolExecutor(1, thread_name_prefix="ckpt-abort")
 
     def submit(self, job: SaveJob, raw: memoryview) -> None:
@@ -165,7 +165,7 @@ class SavePipeline:
     def abort(self, attempt: Attempt, failure: str | None = None) -> None:
         """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""
         if self._setup.world_size > 1:
-            self._aborts.submit(abort_attempts, self._store, self._setup, [attempt], failure, self._clock)
+            self._aborts.submit(abort_attempts, self._run, self._setup.rank, [attempt], failure)
 
     def finish_uploads(self) -> None:
         """Return when every shard and receipt of this rank is durable or failed: the slots are no longer read."""
@@ -208,7 +208,7 @@ class SavePipeline:
         if uploaded is not None:
             running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
-        receipt = write_receipt(self._store, self._setup, job, placed, running.derived, shard)
+        receipt = write_receipt(self._run, self._setup, job, placed, running.derived, shard)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
             number=job.number,
@@ -230,8 +230,8 @@ class SavePipeline:
         if first is None:
             return None
         return upload_shard(
-            self._store,
-            RunKeys(setup.run).shard(running.job.attempt, names.shard_name(setup.rank)),
+            self._run.store,
+            self._run.keys.shard(running.job.attempt, names.shard_name(setup.rank)),
             running.incremental.expected_bytes,
             chain([first], chunks),
             self._progress_of(running),
@@ -247,7 +247,7 @@ class SavePipeline:
     def _commit(self, running: _RunningJob, receipt: StoredReceipt) -> None:
         job, started = running.job, time.perf_counter()
         try:
-            outcome = commit(self._store, self._setup, job.attempt, receipt, self._clock)
+            outcome = commit(self._run, self._setup, job.attempt, receipt)
         except BaseException as error:
             running.incremental.end(None)
             self._fail(job, None, error)
@@ -265,7 +265,7 @@ class SavePipeline:
         while self._leases:
             lease = self._leases.pop()
             try:
-                release_lease(Run(self._store, self._setup.run), lease)
+                release_lease(self._run, lease)
             except CkptError as error:
                 logger.warning("lease %s was not released and will expire: %s", lease, error)
 

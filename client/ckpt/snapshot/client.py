@@ -26,12 +26,12 @@ from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.arbiter import arbitrated
 from ckptstore import human
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.errors import CkptError, SaverDied, SaveSkipped, error_from_code
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.names import Attempt
+from ckptstore.run import Run
 from ckptstore.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class SaveClient:
         """Abort the attempts in place of the dead saver."""
         setup = self._setup
         store = arbitrated(open_store(setup.store, setup.options), setup.daemon, setup.token)
-        abort_attempts(store, setup, attempts, failure, system_clock)
+        abort_attempts(Run(store, setup.run), setup.rank, attempts, failure)
 
     def _fail_handle(self, updates: HandleUpdates, error: CkptError) -> None:
         if updates.handle.done():
