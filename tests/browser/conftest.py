@@ -43,7 +43,7 @@ def running_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(running_browser: Browser) -> Browser:
-    """A window that knows nobody, at its usual size."""
+    """A window that has no session, at its usual size."""
     running_browser.look()
     running_browser.scripts(True)
     running_browser.forget()
@@ -73,7 +73,7 @@ def guarded(running_browser: Browser, filled: tuple[Store, Shown]) -> Iterator[D
 
 @pytest.fixture
 def keep_picture(browser: Browser) -> Callable[[str], None]:
-    """Keeps what the browser shows, under a name, if somebody wants to look at it."""
+    """Keeps what the browser shows, under a name, for inspection."""
     folder = os.environ.get("CKPTD_SCREENSHOTS")
 
     def keep(name: str) -> None:

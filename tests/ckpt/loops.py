@@ -1,4 +1,4 @@
-"""A training loop with every kind of change that a save has to tell apart, under several optimizers."""
+"""A training loop with every kind of change that a save has to distinguish, under several optimizers."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_store_that_fails_rank_zero_fails_every_rank_at_once(places: tuple[Pat
     assert str(caught.value).count("store_unavailable: ") == 2
 
 
-def test_an_unforeseen_error_of_one_rank_is_told_to_the_others(places: tuple[Path, Path]) -> None:
+def test_an_unforeseen_error_of_one_rank_reaches_the_others(places: tuple[Path, Path]) -> None:
     meet, folder = places
     run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1")
     with pytest.raises(AssertionError) as caught:

@@ -83,7 +83,7 @@ def test_a_fixed_interval() -> None:
 
 def test_the_interval_follows_from_the_cost() -> None:
     training = Training(overhead=0.01, blocked_s=0.3, held_s=0.2, durable_s=3.0).run(200)
-    assert training.saves[0][0] <= 10, "only a save tells what one costs"
+    assert training.saves[0][0] <= 10, "the cost is unknown before the first save"
     assert training.intervals == pytest.approx([50.0] * 3, abs=0.7)
 
 
@@ -120,7 +120,7 @@ def test_a_save_that_was_not_made_is_asked_for_again_after_the_interval() -> Non
     assert due == [10, 20, 30, 40, 50, 60, 70, 80, 90]
 
 
-def test_saves_that_nobody_asked_for_count() -> None:
+def test_unscheduled_saves_count() -> None:
     handles: list[SaveHandle | None] = [None]
     now = 0.0
     schedule = Schedule(lambda: handles[-1], 10.0, None, peer_timeout_s=1.0, clock=lambda: now)

@@ -66,7 +66,7 @@ def test_the_rank_that_a_save_costs_most_counts(outcomes: dict[object, Outcome],
 
 
 @pytest.mark.parametrize("store", _STORES)
-def test_a_rank_that_hears_nothing_says_so_in_time(outcomes: dict[object, Outcome], store: str) -> None:
+def test_a_rank_without_news_fails_after_the_time_out(outcomes: dict[object, Outcome], store: str) -> None:
     result = outcomes["lost", store].result()[1]
     assert "rank 0" in result["said"]
     assert result["seconds"] > _TIMEOUT_S / 2

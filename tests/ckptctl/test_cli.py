@@ -95,7 +95,7 @@ def test_targets_come_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize("args", [("ls", "--nonsense"), ("nonsense",), ("prune",), ("ls", "--limit", "0"), ()])
-def test_wrong_usage_is_exit_2_and_says_so(args: tuple[str, ...]) -> None:
+def test_wrong_usage_is_exit_2_with_a_message(args: tuple[str, ...]) -> None:
     done = invoke(*args, "--store", "/tmp")
     assert done.code == 2
     assert done.stderr.startswith("error: ")

@@ -8,7 +8,7 @@ from tests.support.daemons import running_daemon
 
 
 def offered(*words: object) -> list[str]:
-    """What zsh is told when the last word is to be completed, as the script of --install-completion asks for it."""
+    """The completions of the last word, requested as by the zsh script of --install-completion."""
     line = " ".join(["ckptctl", *map(str, words)])
     done = run(env={"_CKPTCTL_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line})
     assert done.stderr == ""
@@ -34,7 +34,7 @@ def test_names_are_offered_through_a_daemon(folder: Path) -> None:
         assert offered("--url", daemon.url, "pin", "gpt@1") == ["gpt@10"]
 
 
-def test_nothing_is_offered_when_nobody_answers(tmp_path: Path) -> None:
+def test_nothing_is_offered_when_the_daemon_does_not_answer(tmp_path: Path) -> None:
     assert offered("--store", tmp_path / "gone", "ls", "--run", "g") == []
     assert offered("--url", "http://127.0.0.1:1", "show", "gpt@") == []
     assert offered("show", "gpt@") == []

@@ -191,7 +191,7 @@ def test_whatever_stops_the_writing_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_a_file_system_that_refuses_is_said_plainly(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_an_error_of_the_file_system_is_reported_plainly(folder: Path, tmp_path: Path, kind: str) -> None:
     args = ("export", "gpt@40", "--to", tmp_path / "x", "--format", kind, "--store", folder, "-o", "json")
     done = run(*args, largest_file_blocks=2048)
     assert (done.code, done.error["code"]) == (1, "not_written")
@@ -199,7 +199,7 @@ def test_a_file_system_that_refuses_is_said_plainly(folder: Path, tmp_path: Path
     assert left_in(tmp_path) == []
 
 
-def test_a_missing_torch_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_torch_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ckpt.foreign.writing", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InvalidRequest, match=r"package torch.*pip install 'ckptd\["):

@@ -117,7 +117,7 @@ def test_every_element_type_keeps_its_bits_in_a_dcp_folder(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "huggingface", "dcp"])
-def test_a_full_disk_leaves_nothing_and_is_said_plainly(training: Path, tmp_path: Path, kind: str) -> None:
+def test_a_full_disk_leaves_nothing_and_is_reported(training: Path, tmp_path: Path, kind: str) -> None:
     write_entries(open_store(str(training)), [Slice.whole("model/w", "float32", (900_000,))], {
         "model": {"w": {"$": "tensor", "name": "model/w"}}}, {})  # fmt: skip
     with small_file_system(tmp_path / "disk", "2m") as disk:
@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_nothing_and_is_said_plainly(training: Path, tmp_path
         assert list(disk.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_late_is_said_as_plainly(training: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_late_is_reported(training: Path, tmp_path: Path) -> None:
     write_entries(open_store(str(training)), [Slice.whole("model/w", "float32", (400_000,))], {
         "model": {"w": {"$": "tensor", "name": "model/w"}}}, {})  # fmt: skip
     for kind in ("torch", "dcp"):
@@ -146,7 +146,7 @@ def test_a_killed_export_leaves_nothing_under_its_name(folder: Path, filled: Sto
     newest = list_checkpoints(run)[0]
     shard = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
     shard.unlink()
-    os.mkfifo(shard)  # whoever opens it waits
+    os.mkfifo(shard)  # opening it blocks
     to = tmp_path / "out" / "x"
     to.parent.mkdir()
     command = [*PROGRAM, "export", newest.id, "--to", str(to), "--format", kind, "--store", str(folder)]

@@ -74,7 +74,7 @@ def test_a_safetensors_file_becomes_a_model(empty: Path, tmp_path: Path) -> None
     }
 
 
-def test_people_are_told_what_was_imported(empty: Path, tmp_path: Path) -> None:
+def test_a_summary_of_the_import_is_printed(empty: Path, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
     done = invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", empty)
     assert done.stdout.startswith(f"Imported 1 entry (16 B) from {tmp_path}/a.safetensors as gpt@7.")

@@ -64,7 +64,7 @@ def test_config_shows_what_is_in_force_without_tokens(home: Path) -> None:
     assert "secret" not in text + repr(load_profiles())
 
 
-def test_without_a_file_config_says_so(home: Path) -> None:
+def test_without_a_file_config_reports_it(home: Path) -> None:
     shown = invoke("config")
     assert shown.code == 0
     assert "not found" in shown.stdout

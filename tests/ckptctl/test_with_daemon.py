@@ -120,7 +120,7 @@ def test_verify_looks_at_the_store_not_into_the_cache(daemon: Daemon, folder: Pa
 
 def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled: Store) -> None:
     oldest = list_checkpoints(Run(filled, "gpt"))[-1]
-    assert invoke("rm", "gpt@10", "--url", daemon.url).code == 2, "there is nobody to ask"
+    assert invoke("rm", "gpt@10", "--url", daemon.url).code == 2, "there is no terminal to confirm"
     done = invoke("rm", "gpt@10", "--yes", "--grace", "1h", "--reason", "diverged & blown up", "--url", daemon.url)
     assert (done.code, done.stdout) == (
         0,

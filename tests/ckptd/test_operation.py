@@ -158,10 +158,10 @@ def test_requests_are_traced_to_a_collector(store: Store) -> None:
     assert inner
 
 
-def test_a_collector_that_is_away_disturbs_nobody(store: Store) -> None:
+def test_a_collector_that_is_away_disturbs_no_request(store: Store) -> None:
     write_checkpoint(store, step=1)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens here
+        taken.bind(("127.0.0.1", 0))  # nothing listens here
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with running_daemon(store.url, options=("--otlp-endpoint", endpoint)) as daemon:
             assert daemon.get("/checkpoints/latest").status_code == 200

@@ -33,11 +33,11 @@ class LossyProxy:
     refuses: Callable[[str], bool] = lambda _: False
     """These are answered with 403 and not forwarded."""
     chunks: Callable[[str], bool] = lambda _: False
-    """The replies to these tell no length: their bodies come in chunks."""
+    """The replies to these have no length: their bodies come in chunks."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arm(self, fault: Fault | None, at: int = -1) -> None:
-        """Begin to count anew; the request numbered `at` will meet the fault."""
+        """Count from 0 again; the request numbered `at` will meet the fault."""
         with self._lock:
             self.fault, self.at = fault, at
             self.requests = []

@@ -137,7 +137,7 @@ def test_every_metric_is_explained(metrics: set[str]) -> None:
     assert {name for name in families if not any(text.startswith(name) for text in explained)} == set()
 
 
-def test_alerts_say_what_is_wrong_and_what_to_do() -> None:
+def test_alerts_state_the_problem_and_the_remedy() -> None:
     for rule in ALERTS["groups"][0]["rules"]:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"].keys() == {"summary", "description"}

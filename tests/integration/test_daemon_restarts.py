@@ -25,7 +25,7 @@ ROWS = 1500
 
 
 def model_of(step: int) -> nn.Linear:
-    """A model whose weights tell the step; about 9 MB."""
+    """A model whose weights encode the step; about 9 MB."""
     model = nn.Linear(ROWS, ROWS, bias=False)
     nn.init.constant_(model.weight, float(step))
     return model
@@ -38,7 +38,7 @@ def restarting(store: Path, folder: Path, port: int) -> Iterator[Daemon]:
 
 
 def train(store: Path, url: str, stop: threading.Event) -> list[SaveHandle]:
-    """Save step after step until told to stop, and not before there are enough."""
+    """Save step after step until asked to stop, and not before there are enough."""
     handles: list[SaveHandle] = []
     with Checkpointer(str(store), run=RUN, daemon=url) as checkpointer:
         while len(handles) < SAVES or not stop.is_set():

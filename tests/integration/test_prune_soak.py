@@ -41,7 +41,7 @@ ORPHAN_GRACE_S = 3.0
 
 
 class Soak:
-    """Everybody's part, and what went wrong."""
+    """The part of each process, and what went wrong."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

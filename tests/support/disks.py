@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_file_system(folder: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of that size at a folder that this makes; skips the test where nobody may mount."""
+    """A tmpfs of that size at a folder that this makes; skips the test where mounting is not allowed."""
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],

@@ -51,7 +51,7 @@ class Fork:
         return self._ended(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same when it has ended. Raises subprocess.TimeoutExpired after so many seconds."""
+        """The same when it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         code = self._ended(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0)
@@ -153,7 +153,7 @@ def main(descriptor: int, imports: Sequence[str]) -> None:
 
 
 def _serve(connection: socket.socket) -> dict[str, Any] | None:
-    """In the host: None, when nobody can ask any more. In a fork: what it was asked to do."""
+    """In the host: None, when the parent has ended. In a fork: what it was asked to do."""
     running: set[int] = set()
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 2)

@@ -44,7 +44,7 @@ RUN = "gpt"
 
 
 class LifeCycle(RuleBasedStateMachine):
-    """One run on one store, and everybody who works on it."""
+    """One run on one store, and all processes that use it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class LifeCycle(RuleBasedStateMachine):
             assert isinstance(error, CheckpointHeld | StoreUnavailable)
             self.settle({})
         else:
-            # Somebody who died while he referenced it may have left his mark.
+            # A process that died while it referenced it may have left its mark.
             marked = attempt in {mark.attempt for mark in marks(Run(self.store, RUN))}
             assert (
                 error is None or isinstance(error, StoreUnavailable) or (marked and isinstance(error, CheckpointHeld))
@@ -202,7 +202,7 @@ class LifeCycle(RuleBasedStateMachine):
     def collect(self, fault: Faults | None) -> None:
         error = self.attempt_to(lambda s: collect(Run(s, RUN, self.clock)), fault)
         assert error is None or isinstance(error, StoreUnavailable)
-        # Whoever crashed in taking a deletion back is helped.
+        # An undelete that crashed is finished.
         may = {
             attempt: {"gone", "visible"}
             for attempt, life in self.lives.items()
@@ -240,7 +240,7 @@ class LifeCycle(RuleBasedStateMachine):
             assert self.lives[attempt].state == "visible"
             self.leases[granted[0]] = (attempt, self.clock() + hours * HOUR_S)
         elif isinstance(error, StoreUnavailable):
-            # A lease that nobody knows of holds all the same, until it expires.
+            # A lease whose holder is gone holds all the same, until it expires.
             for info in self.store.list(RunKeys(RUN).leases):
                 id = info.key.rsplit("/", 1)[-1].removesuffix(".json")
                 self.leases.setdefault(id, (attempt, self.clock() + hours * HOUR_S))

@@ -1,6 +1,6 @@
 """Ports for servers that cannot take any free one themselves, or that come back on the one they had.
 
-The system gives connections any port that nobody listens on, from a range above these: one of that range may be gone
+The system gives connections any free port, from a range above these: one of that range may be gone
 when the server begins, or begins again.
 """
 
@@ -19,7 +19,7 @@ random.SystemRandom().shuffle(_OURS)
 
 
 def free_port() -> int:
-    """One that nobody listens on, nor on its neighbour, and that was not given before."""
+    """A port that is free, as is its neighbour, and that was not given before."""
     while True:
         port = _OURS.pop()
         if _is_free(port) and _is_free(port + NEIGHBOUR):

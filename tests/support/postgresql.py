@@ -37,7 +37,7 @@ _OPTIONS = (
 
 @dataclass
 class PostgresqlServer:
-    """A server on a port of this machine. PostgreSQL refuses to be run by root; then somebody else runs it."""
+    """A server on a port of this machine. PostgreSQL refuses to be run by root; then another user runs it."""
 
     folder: Path
     port: int
@@ -73,7 +73,7 @@ class PostgresqlServer:
     def make(self) -> None:
         """Install, and make the files of an empty server."""
         identity = _identity()
-        if identity:  # what belongs to root may lie where nobody else can go
+        if identity:  # what belongs to root may lie where no other user can go
             for name in _PARTS:
                 shutil.copytree(_packages() / name, self.folder / "packages" / name)
             os.chown(self.folder, _NOBODY, _NOBODY)

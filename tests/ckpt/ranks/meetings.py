@@ -15,7 +15,7 @@ from ckptstore.errors import RankLost
 
 
 def meet(rounds: int) -> dict[str, Any]:
-    """Several meetings, in two worlds after one another; what was heard, and which keys are left."""
+    """Several meetings, in two worlds after one another; what was received, and which keys are left."""
     store = dist.distributed_c10d._get_default_store()
     heard: list[Any] = []
     for world in (World(30), World(30)):

@@ -1,4 +1,4 @@
-"""A rank that ends or hangs during a save or a restore: nobody waits for it without end, and it is named."""
+"""A rank that ends or hangs during a save or a restore: the others stop waiting and name it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
 
 
 @pytest.mark.parametrize("store", _STORES)
-def test_all_ranks_hear_all_in_one_world_after_another(outcomes: dict[object, Outcome], store: str) -> None:
+def test_every_rank_receives_all_values_in_one_world_after_another(outcomes: dict[object, Outcome], store: str) -> None:
     results = outcomes["meet", store].result()
     expected: list[object] = []
     for number in [*range(_ROUNDS), *range(_ROUNDS)]:
@@ -57,7 +57,7 @@ def test_a_rank_that_is_lost_is_named_in_time(
 ) -> None:
     results = outcomes[store, how, lost, meeting].result()
     for result in (result for rank, result in enumerate(results) if rank != lost):
-        # With rank 0 its store is gone as well, and whoever hosts it is named.
+        # With rank 0 its store is gone as well, and the rank that hosts it is named.
         assert f"rank {lost}" in result["said"]
 
 

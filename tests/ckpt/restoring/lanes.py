@@ -17,7 +17,7 @@ _PATIENCE_S = 60
 
 
 class LazyLane:
-    """What a stream is to a GPU. Its thread does nothing before somebody waits for it, and then no more than he needs:
+    """What a stream is to a GPU. Its thread starts when another one waits for it, and does no more than is needed:
     memory that is used again too early has other bytes by then."""
 
     def __init__(self, device: torch.device) -> None:

@@ -29,8 +29,8 @@ class Samples:
         self.left = state["left"]
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        everybodys = sorted(sample for state in states for sample in state["left"])
-        self.left = everybodys[_rank() :: _size()]
+        shared = sorted(sample for state in states for sample in state["left"])
+        self.left = shared[_rank() :: _size()]
 
 
 def save(store: str) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def test_who_finds_all_taken_waits_for_one_to_be_given() -> None:
         assert taking.result(_PATIENCE_S) == taken
 
 
-def test_a_failure_to_empty_or_to_make_one_leaves_nobody_waiting() -> None:
+def test_a_failure_to_empty_or_to_make_one_leaves_no_thread_waiting() -> None:
     flag = Flag(OSError("the device is gone"))
     made: Iterator[int | Exception] = iter([0, OSError("no memory"), 2])
 

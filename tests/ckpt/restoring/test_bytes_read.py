@@ -1,4 +1,4 @@
-"""What leaves the store: hardly more than the bytes that somebody needs."""
+"""What leaves the store: hardly more than the bytes that are needed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 
 
 class Loader:
-    """Can share out its position anew."""
+    """Can divide its position among other ranks."""
 
     def load_state_dicts(self, states: Sequence[Any]) -> None:
         raise NotImplementedError
@@ -49,7 +49,7 @@ def test_one_process_that_becomes_several_gives_each_its_own_random_numbers() ->
     assert states[2].notes == (expected,)
 
 
-def test_what_all_ranks_had_alike_is_everybodys() -> None:
+def test_equal_values_of_all_ranks_are_restored_on_every_rank() -> None:
     saved = _saved(2, rng=["same", "same"], scheduler=["s", "s"])
     for rank in range(5):
         state = share_out(saved, rank, 5, {}, strict=True)
@@ -67,7 +67,7 @@ def test_a_loader_that_can_gets_the_states_of_all_ranks(world_size: int) -> None
         assert "loader: the states of all ranks were shared out anew" in state.notes
 
 
-def test_state_that_fits_nobody_is_refused_with_a_way_out() -> None:
+def test_state_that_fits_no_rank_is_refused_with_a_hint() -> None:
     saved = _saved(2, position=[1, 2], seen=["x", "y"], step=[7, 7])
     with pytest.raises(
         StateMismatch, match="saved by 2 ranks and is restored by 3, and position, seen differed"
@@ -89,7 +89,7 @@ WORLDS = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
-    """Saved by two ranks, restored by so many."""
+    """Saved by two ranks, restored by `world_size`."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     store = str(folder / "store")
     (folder / "scenarios").mkdir()

@@ -57,7 +57,7 @@ def files_of(folder: Path, checkpoint: Checkpoint) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("victim", ["shard", "receipt", "manifest", "outcome"])
-def test_a_corrupt_newest_checkpoint_is_skipped_and_said_so(
+def test_a_corrupt_newest_checkpoint_is_skipped_and_reported(
     victim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints, states = save_steps(tmp_path, 3)
@@ -70,7 +70,7 @@ def test_a_corrupt_newest_checkpoint_is_skipped_and_said_so(
         assert [identity for identity, _ in restored.skipped] == [checkpoints[2].id]
         assert same_state(dict(model.state_dict()), states[1])
         assert checkpoints[2].id in caplog.text
-        # Whoever asks for the corrupt one by name gets the error, not another checkpoint.
+        # A restore of the corrupt one by name raises the error, not another checkpoint.
         with pytest.raises(CorruptObject):
             checkpointer.restore(model, checkpoint=2)
 

@@ -59,7 +59,7 @@ def state_of(model: Any, optim: AdamW) -> Any:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
-    """Staging buffers as they are made: three small ones at most; and nobody waits for the whole device."""
+    """Staging buffers as they are made: three small ones at most; and no thread waits for the whole device."""
     made: list[torch.Tensor] = []
     staging = CudaLane.staging
 

@@ -68,7 +68,7 @@ def _sessions(daemon: Daemon) -> list[RestoreBody]:
         return [client.restore_session(found.id) for found in client.restore_sessions(RUN)]
 
 
-def test_a_session_ends_restored_and_says_what_each_rank_fetched(job: Job, daemon: Daemon) -> None:
+def test_a_session_ends_restored_and_reports_what_each_rank_fetched(job: Job, daemon: Daemon) -> None:
     results = job.restore(daemon=daemon.url)
     assert [result["digest"] for result in results] == [job.digest] * 2
     assert [result["log"] for result in results] == [[], []]

@@ -106,7 +106,7 @@ def test_casts_of_masters_are_not_stored_and_come_back(
         assert derived_of(str(tmp_path)) == {"model/0.weight": 2 * 300 * 200, "model/1.weight": 2 * 200 * 200}
         assert verify(StoreSource(open_store(str(tmp_path))), first).ok
         second = checkpointer.save(model, optim, step=2)
-        assert second.referenced_bytes > 0.9 * first.stored_bytes, "derived slices are in nobody's way"
+        assert second.referenced_bytes > 0.9 * first.stored_bytes, "derived slices do not prevent references"
         other, other_optim = training(TORCH[dtype], seed=1)
         checkpointer.restore(other, other_optim)
         assert bits_of(other) == bits_of(model)

@@ -78,7 +78,7 @@ def test_a_snapshot_that_is_given_up_makes_room_and_is_not_read_any_more(encoder
     assert max(number for number in work.encoded if number < 11) < 8
 
 
-def test_a_chunk_is_given_back_by_whoever_breaks_off(encoder: Encoder) -> None:
+def test_a_chunk_is_given_back_by_a_consumer_that_stops_early(encoder: Encoder) -> None:
     """As an error of the store does, which keeps the iteration alive for as long as the error is kept."""
     work, kept = Counted(), []
     for number in range(4):
@@ -89,7 +89,7 @@ def test_a_chunk_is_given_back_by_whoever_breaks_off(encoder: Encoder) -> None:
         wait_until(lambda: 5 in work.encoded)
 
 
-def test_errors_of_a_chunk_or_of_where_chunks_come_from_reach_whoever_takes_them(encoder: Encoder) -> None:
+def test_errors_of_a_chunk_or_of_its_source_reach_the_consumer(encoder: Encoder) -> None:
     work = Counted()
 
     def torn() -> Iterator[tuple[memoryview, ChunkSpan]]:
@@ -155,7 +155,7 @@ def test_a_cpu_budget_is_kept_over_about_a_second_and_not_saved_up_for_longer() 
     assert machine.now - before == pytest.approx(3, rel=0.03)
 
 
-def test_without_a_budget_nobody_sleeps() -> None:
+def test_without_a_budget_no_thread_sleeps() -> None:
     pace = CpuThrottle(None, sleep=lambda _: pytest.fail("slept"))
     for _ in range(1000):
         pace.wait_for_budget()

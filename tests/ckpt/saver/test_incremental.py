@@ -339,7 +339,7 @@ def test_what_did_not_change_is_left_out_of_a_stream(tmp_path: Path, writer: Any
 
 
 def test_a_small_part_of_a_stream_keeps_a_large_checkpoint_once_at_most(tmp_path: Path) -> None:
-    """The first time, nobody knows yet how small it is."""
+    """The first time, its encoded size is unknown."""
     model = nn.ParameterDict({"frozen": torch.zeros(20_000), "trained": torch.randn(LEAST_BYTES // 3)})
     with Checkpointer(
         str(tmp_path), run=RUN, writer="thread", compress="off", staging_bytes=LEAST_BYTES

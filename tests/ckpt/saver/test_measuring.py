@@ -106,7 +106,7 @@ SPANS = [ChunkSpan(at, CHUNK, "float32") for at in range(0, 2 << 20, CHUNK)]
 
 
 def codecs_of_saves(codings: MeasuredCodings, upload_s: float, count: int) -> list[list[str]]:
-    """The codecs of the chunks of saves that come back to back, as far as a store tells that takes so long."""
+    """The codecs of the chunks of saves that come back to back, for a store that takes this long."""
     raw, saves = WEIGHTS.data.cast("B"), []
     for _ in range(count):
         save = codings.begin(SPANS, 0.0)

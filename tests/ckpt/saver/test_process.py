@@ -63,7 +63,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
             held = [str(link.readlink()) for link in Path(f"/proc/{saver.pid}/fd").iterdir()]
             assert "ckpt-arena" not in "".join(held) + Path(f"/proc/{saver.pid}/maps").read_text()
 
-            # The other rank's receipt comes after all, and anybody commits; the orphan sees it and ends.
+            # The other rank's receipt comes after all, and another process commits; the orphan sees it and ends.
             write_rank(store, "r", attempt, {}, rank=1, world_size=2)
             assert roll_forward(run, attempt) is not None
             assert saver.wait(30) == 0

@@ -30,7 +30,7 @@ class Gate:
     def enter(self) -> None:
         """Wait until it is open."""
         self.waiting += 1
-        assert self._opened.wait(60), "nobody opened the gate"
+        assert self._opened.wait(60), "the gate was not opened"
         self.waiting -= 1
 
 

@@ -20,7 +20,7 @@ from ckpt.snapshot.arena import Arena
 from tests.support.training import same_state
 
 
-class Nobody:
+class NoListener:
     """Listens to an arena."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def test_memory_is_shared_through_the_descriptor_and_has_no_name(make: object) -
 
 
 def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> None:
-    listener = Nobody()
+    listener = NoListener()
     arena = Arena(2, listener)
     first = arena.acquire(1000, 0)
     second = arena.acquire(1000, 0)
@@ -92,7 +92,7 @@ def _link(pid: int | str, fd: str) -> str:
 
 
 class Spy(torch.utils.data.Dataset[torch.Tensor]):
-    """Tells from inside a worker which of the arena it holds."""
+    """Returns, from inside a worker, which parts of the arena it holds."""
 
     def __len__(self) -> int:
         return 2

@@ -1,4 +1,4 @@
-"""Saves that come while all slots are in use: wait, skip, supersede; and what the other ranks hear of it, or of a rank
+"""Saves that come while all slots are in use: wait, skip, supersede; and the effect on other ranks of it, or of a rank
 that fails."""
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_what_is_being_uploaded_is_not_superseded(tmp_path: Path, gate: Gate) ->
         opening.join()
 
 
-def test_save_waits_for_a_slot_whatever_on_busy_says(tmp_path: Path, gate: Gate) -> None:
+def test_save_waits_for_a_slot_whatever_on_busy_is(tmp_path: Path, gate: Gate) -> None:
     model = nn.Linear(8, 8)
     with Checkpointer(str(tmp_path), run="r", writer="thread", slots=1, on_busy="skip") as checkpointer:
         gate.close()
@@ -126,9 +126,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
 
 
-def test_the_other_ranks_hear_at_once_that_one_skipped_or_superseded_a_save(
-    folder: Path, outcomes: dict[str, Outcome]
-) -> None:
+def test_the_other_ranks_skip_a_save_at_once_that_one_rank_skipped(folder: Path, outcomes: dict[str, Outcome]) -> None:
     for on_busy, skipped in (("skip", [4, 5]), ("supersede", [3, 4])):
         kept = sorted({1, 2, 3, 4, 5} - set(skipped))
         first, second = outcomes[on_busy].result()
@@ -140,7 +138,7 @@ def test_the_other_ranks_hear_at_once_that_one_skipped_or_superseded_a_save(
         assert [checkpoint.step for checkpoint in source.checkpoints(RUN)] == kept[::-1]
 
 
-def test_the_other_ranks_hear_at_once_that_one_has_failed_and_why(folder: Path, outcomes: dict[str, Outcome]) -> None:
+def test_the_other_ranks_fail_at_once_with_the_cause(folder: Path, outcomes: dict[str, Outcome]) -> None:
     """Its saver was killed, its shard cannot be written, its snapshot is torn; what it leaves is collected."""
     first, second = outcomes["fail"].result()
     causes = {"2": "saver_died", "3": "store_unavailable", "4": "snapshot_torn"}

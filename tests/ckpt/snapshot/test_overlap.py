@@ -33,7 +33,7 @@ PATIENCE_S = 30
 
 
 def stored(folder: Path, make: Callable[[list[torch.Tensor]], Any], step: int) -> Any:
-    """The state of a step, in a loop that was made anew."""
+    """The state of a step, in a new loop."""
     loop = Loop(make, seed=99)
     with open_run(folder) as checkpointer:
         assert checkpointer.restore(loop.model, loop.optim, checkpoint=step)
@@ -258,7 +258,7 @@ def test_frozen_parameters_overlap_once_they_were_seen_to_stay(tmp_path: Path) -
     averages = []
     with open_run(tmp_path) as checkpointer:
         for step in range(4):
-            for repeat in range(1 + (step == 0)):  # saves without a step between them tell nothing
+            for repeat in range(1 + (step == 0)):  # saves without a step between them prove nothing
                 with held_copies(release_at_gate=True) as brake:
                     checkpointer.save_async(model, optim, 10 * step + repeat)
                     later.append(_later(checkpointer))

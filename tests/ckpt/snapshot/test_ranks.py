@@ -77,7 +77,7 @@ def test_ranks_derive_their_slices_of_sharded_weights(
     assert derived_bytes(content) == {f"model/{layer}.weight": 2 * 256 * 512 for layer in (0, 1)}
 
 
-def test_state_of_a_shard_that_does_not_say_so_is_refused(outcomes: dict[str, Outcome]) -> None:
+def test_unmarked_state_of_a_shard_is_refused(outcomes: dict[str, Outcome]) -> None:
     """It would be taken for what all ranks hold alike."""
     for result in outcomes["derive_under_fsdp2"].result():
         assert result["code"] == "unsupported_object"

@@ -63,7 +63,7 @@ def test_prune_as_json(folder: Path, filled: Store) -> None:
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_nothing_is_deleted_when_there_is_nobody_to_ask(folder: Path, filled: Store, output: str) -> None:
+def test_nothing_is_deleted_without_a_terminal_to_confirm(folder: Path, filled: Store, output: str) -> None:
     done = invoke("prune", "--keep", 1, "--store", folder, "-o", output)
     assert done.code == 2
     assert "--yes" in done.stderr
@@ -170,7 +170,7 @@ def test_rm_asks(folder: Path, filled: Store) -> None:
     assert steps(filled, "gpt") == [40, 30, 30, 10]
 
 
-def test_rules_add_up_and_say_why(folder: Path, filled: Store) -> None:
+def test_rules_add_up_and_give_reasons(folder: Path, filled: Store) -> None:
     rules = ("--keep-every", 20, "--keep-best", "loss:max:1", "--keep-within", "2h", "--keep-daily", 1)
     plan = invoke("prune", *rules, "--run", "gpt", "--dry-run", "--store", folder, "-o", "json").json
     found = {item["checkpoint"]["step"]: item["reasons"] for item in plan["items"] if item["reasons"]}
@@ -188,7 +188,7 @@ def test_rules_that_make_no_sense(folder: Path, filled: Store, rule: tuple[str, 
     assert len(steps(filled, "gpt")) == 5
 
 
-def test_nearly_everything_goes_only_when_somebody_looked_or_forces_it(folder: Path, filled: Store) -> None:
+def test_most_checkpoints_go_only_after_confirmation_or_force(folder: Path, filled: Store) -> None:
     for step in range(100, 110):
         write_checkpoint(filled, "gpt", step)
     done = invoke("prune", "--keep", 1, "--yes", "--store", folder, "-o", "json")

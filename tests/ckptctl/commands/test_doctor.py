@@ -98,7 +98,7 @@ def test_the_doctor_finds_everything_in_its_place(daemon: Daemon, folder: Path) 
     assert "2 runs" in direct.stdout
 
 
-def test_the_doctor_says_what_is_wrong(daemon: Daemon, folder: Path) -> None:
+def test_the_doctor_reports_what_is_wrong(daemon: Daemon, folder: Path) -> None:
     folder.rename(folder.with_name("unmounted"))
     wait_until(lambda: daemon.get("/readyz").status_code == 503, "the daemon's notice")
     done = invoke("doctor", "--url", daemon.url, "-o", "json")

@@ -11,7 +11,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke
 
 
-def test_ls_lists_runs_by_falling_step_and_marks_superseded_ones(folder: Path) -> None:
+def test_ls_lists_the_newest_step_first_and_marks_superseded_ones(folder: Path) -> None:
     done = invoke("ls", "--store", folder)
     header, *rows = done.stdout.splitlines()
     assert " ".join(header.split()) == "CHECKPOINT STATE AGE SIZE STORED SAVED IN RANKS METRICS"
@@ -29,14 +29,14 @@ def test_every_name_in_a_listing_names_that_checkpoint_again(folder: Path, fille
     assert ids == [c.id for run in ("gpt", "wide") for c in list_checkpoints(Run(filled, run))]
 
 
-def test_ls_limits_each_run_and_says_what_is_missing(folder: Path) -> None:
+def test_ls_limits_each_run_and_reports_what_is_missing(folder: Path) -> None:
     done = invoke("ls", "--store", folder, "--limit", 2, "-o", "id")
     assert [line.partition(".")[0] for line in done.stdout.split()] == ["gpt@40", "gpt@30", "wide@5"]
     assert "2 of 5 checkpoints of run gpt shown" in done.stderr
     assert invoke("ls", "--store", folder, "--limit", 2, "-o", "id", "-q").stderr == ""
 
 
-def test_json_is_what_the_daemon_would_say(folder: Path, filled: Store) -> None:
+def test_json_equals_the_daemons_answer(folder: Path, filled: Store) -> None:
     expected = [msgspec.to_builtins(CheckpointBody.of(c)) for c in list_checkpoints(Run(filled, "gpt"))]
     assert invoke("ls", "--store", folder, "--run", "gpt", "-o", "json").json == expected
     lines = invoke("ls", "--store", folder, "--run", "gpt", "-o", "jsonl").stdout.splitlines()

@@ -82,7 +82,7 @@ def test_one_shows_its_ranks_the_slowest_first(daemon: Daemon, job: str, run: st
     ]
 
 
-def test_programs_get_what_the_daemon_says(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
+def test_json_output_equals_the_daemons_answer(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
     one = invoke("restores", job, "--url", daemon.url, "-o", "json").json
     assert (one["id"], one["state"], one["stragglers"], len(one["ranks"])) == (job, "restoring", [1, 3], 3)
     (listed,) = invoke("restores", "--run", run, "--url", daemon.url, "-o", "json").json
@@ -92,7 +92,7 @@ def test_programs_get_what_the_daemon_says(daemon: Daemon, client: DaemonClient,
     assert invoke("restores", job, "--url", daemon.url, "-o", "id").stdout.split() == [job]
 
 
-def test_none_is_said(daemon: Daemon, run: str) -> None:
+def test_an_empty_list_is_reported(daemon: Daemon, run: str) -> None:
     done = invoke("restores", "--run", run, "--url", daemon.url)
     assert (done.code, done.stdout, done.stderr) == (0, "", f"no restores at {daemon.url}\n")
     assert invoke("restores", "--run", run, "--watch", "--url", daemon.url).code == 0

@@ -21,7 +21,7 @@ from tests.support.checkpoints import sample_arrays, write_checkpoint, write_ran
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
 
-# It polls once, at its start: what it learns later it was told.
+# It polls once, at its start: later changes come by notification.
 _NEVER_POLLS = ("--poll-seconds", "3600")
 
 

@@ -1,4 +1,4 @@
-"""The daemon decides where the store overwrites on create: what is decided stays so, whatever dies, whoever asks."""
+"""The daemon decides where the store overwrites on create: a decision is final, whatever dies or asks later."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_first_proposal_counts(store: Store, index: DecisionIndex) -> None:
 
 
 @on_both
-def test_a_decision_that_cannot_be_written_is_told_to_nobody_and_finished_later(
+def test_a_decision_that_cannot_be_written_is_not_published_and_finished_later(
     store: Store, index: DecisionIndex
 ) -> None:
     failing = Deciding(FaultyStore(store, Faults(fail_at=1)), index, system_clock)  # get, then put
@@ -148,7 +148,7 @@ def test_what_was_swept_is_not_written_again(store: Store, index: DecisionIndex)
 
 
 @on_both
-def test_what_the_store_says_counts_where_the_index_knows_nothing(store: Store, index: DecisionIndex) -> None:
+def test_the_store_counts_where_the_index_has_no_decision(store: Store, index: DecisionIndex) -> None:
     store.put("gpt/commits/a", b"before")
     assert Deciding(store, index, system_clock).decide("gpt/commits/a", b"after") == b"before"
 

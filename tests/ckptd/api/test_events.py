@@ -1,4 +1,4 @@
-"""Events: pages of them, streams that resume, latest that waits; none is lost and none is told twice."""
+"""Events: pages of them, streams that resume, latest that waits; none is lost or sent twice."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def listening(
 
 
 def commit(daemon: Daemon, store: Store, run: str, step: int) -> str:
-    """Write a checkpoint and tell the daemon; returns its id."""
+    """Write a checkpoint and notify the daemon; returns its id."""
     checkpoint = write_checkpoint(store, run, step, SMALL)
     with daemon.client() as client:
         client.notify(run, checkpoint.attempt)
@@ -76,7 +76,7 @@ def test_what_was_there_before_is_no_news(watched: tuple[Daemon, Store]) -> None
         assert [event for event in client.events().items if event.run == "old"] == []
 
 
-def test_a_commit_is_told_once_although_it_is_notified_and_listed(watched: tuple[Daemon, Store]) -> None:
+def test_a_commit_is_one_event_although_it_is_notified_and_listed(watched: tuple[Daemon, Store]) -> None:
     daemon, store = watched
     with listening(daemon, run="once") as received:
         assert received.get(timeout=60).kind == bodies.OPEN
@@ -92,7 +92,7 @@ def test_a_commit_is_told_once_although_it_is_notified_and_listed(watched: tuple
             assert [event.checkpoint for event in client.events(run="once").items] == ids
 
 
-def test_a_deletion_is_told(watched: tuple[Daemon, Store]) -> None:
+def test_a_deletion_is_an_event(watched: tuple[Daemon, Store]) -> None:
     daemon, store = watched
     old, new = write_checkpoint(store, "gone", 1, SMALL), write_checkpoint(store, "gone", 2, SMALL)
     with daemon.client() as client:
@@ -213,7 +213,7 @@ def test_positions_that_are_none(watched: tuple[Daemon, Store], given: str) -> N
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
 
 
-def test_the_end_of_a_restore_is_told_once(watched: tuple[Daemon, Store]) -> None:
+def test_the_end_of_a_restore_is_one_event(watched: tuple[Daemon, Store]) -> None:
     daemon, store = watched
     commit(daemon, store, "restored", 1)
     with daemon.client() as client:
@@ -229,7 +229,7 @@ on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
 
 
 @on_both
-def test_other_daemons_on_the_database_are_heard(db_url: str) -> None:
+def test_events_of_other_daemons_on_the_database_wake_waiters(db_url: str) -> None:
     database = Database(db_url, 4)
     Index(database).adopt("file:///store", 0.0)
     woken: list[str] = []
@@ -244,7 +244,7 @@ def test_other_daemons_on_the_database_are_heard(db_url: str) -> None:
 
 
 @on_both
-def test_old_events_are_forgotten_and_the_gap_is_told(db_url: str) -> None:
+def test_old_events_are_dropped_and_the_gap_is_reported(db_url: str) -> None:
     database = Database(db_url, 4)
     Index(database).adopt("file:///store", 0.0)
     now = [1000.0]

@@ -80,7 +80,7 @@ def _refused(answer: httpx.Response) -> None:
     assert answer.json()["code"] in ("invalid_name", "invalid_request")
 
 
-def test_the_openapi_document_says_what_is_allowed(served: Served) -> None:
+def test_the_openapi_document_states_the_limits(served: Served) -> None:
     document = served.daemon.get("/openapi.json")
     put = document.json()["paths"][bodies.RESTORES + "/{id}/ranks/{rank}"]["put"]
     schema = put["requestBody"]["content"]["application/json"]["schema"]

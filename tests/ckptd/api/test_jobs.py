@@ -78,7 +78,7 @@ def test_gc_leaves_fresh_uploads_alone(served: tuple[Daemon, Store]) -> None:
         assert len(client.checkpoints("gpt")) == 3
 
 
-def test_what_cannot_be_done_is_said(served: tuple[Daemon, Store]) -> None:
+def test_impossible_jobs_are_refused(served: tuple[Daemon, Store]) -> None:
     daemon, _ = served
     with daemon.client() as client:
         for request, error in (
@@ -254,7 +254,7 @@ def test_a_job_that_works_for_long_is_not_taken_for_gone(bench: Any) -> None:
 
 
 @on_both
-def test_no_more_jobs_than_anybody_could_want(bench: Any) -> None:
+def test_the_number_of_jobs_is_limited(bench: Any) -> None:
     go_on = threading.Event()
     made = bench(lambda _request, _progress: {"done": go_on.wait(60)})
     for _ in range(MAX_LIVE):

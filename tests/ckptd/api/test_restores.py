@@ -163,7 +163,7 @@ def test_an_unmounted_volume_is_not_an_empty_one(tmp_path: Path) -> None:
         assert client.join_restore("gpt", "k", 1, 0).checkpoint.id == checkpoint.id
 
 
-def test_ranks_that_disagree_are_told(store: Store, client: DaemonClient, run: str) -> None:
+def test_ranks_that_disagree_are_refused(store: Store, client: DaemonClient, run: str) -> None:
     first, second = _write(store, run, 1, 2)
     session = client.join_restore(run, "k", 4, 0)
     with pytest.raises(RestoreMismatch, match="has 4 ranks, rank 1 says 8"):
@@ -205,7 +205,9 @@ def test_a_wait_ends_when_its_time_is_up(store: Store, client: DaemonClient, run
     assert time.monotonic() - began >= 0.5
 
 
-def test_many_that_wait_hold_up_nobody(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
+def test_many_waiting_requests_do_not_block_others(
+    store: Store, daemon: Daemon, client: DaemonClient, run: str
+) -> None:
     _write(store, run, 1)
     id = client.join_restore(run, "k", 1, 0).id
     with _waiting(daemon, id, count=80) as polls:

@@ -128,7 +128,7 @@ def test_labels_are_patched_listed_and_found_in_the_store(served: tuple[Daemon, 
     }  # fmt: skip
     assert [item["step"] for item in daemon.get("/v1/checkpoints?metric=val_loss<=3").json()["items"]] == [2]
     assert daemon.get("/v1/audit?run=gpt").json()["items"][1]["reason"] == "camera ready"
-    # Somebody without the daemon changes them: found at the next round.
+    # Changed without the daemon: found at the next round.
     (first,) = [checkpoint for checkpoint in list_checkpoints(run) if checkpoint.step == 1]
     change_labels(run, first.attempt, LabelChange({"by": "hand"}))
     wait_until(lambda: daemon.get("/v1/checkpoints/gpt@1").json()["tags"] == {"by": "hand"}, "its tags")

@@ -243,7 +243,7 @@ def test_damage_in_the_folder_is_never_served(cached: Opener, damage: str, resta
     assert cache.store.reads == []
 
 
-def test_damage_is_told(cached: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_is_logged(cached: Opener, caplog: pytest.LogCaptureFixture) -> None:
     cache = cached()
     cache.check(0, 1000)
     _flip(cache.files[0], 0)
@@ -301,7 +301,7 @@ def test_without_a_folder_readers_at_once_share_a_read(cached: Opener, tmp_path:
     assert len(cache.store.reads) == 2
 
 
-def test_a_full_disk_is_told_once_and_reads_go_on(
+def test_a_full_disk_is_logged_once_and_reads_go_on(
     cached: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_file_system(tmp_path / "small", "5m") as disk:

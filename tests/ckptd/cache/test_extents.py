@@ -1,4 +1,4 @@
-"""What the cache fetches for any readers: all that is wanted, nothing twice, nothing in vain."""
+"""What the cache fetches for any readers: all that is wanted, nothing twice, nothing unneeded."""
 
 from __future__ import annotations
 

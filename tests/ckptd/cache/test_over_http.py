@@ -114,7 +114,7 @@ def test_four_readers_of_a_part_cost_one_read_of_the_part(counted: Counted) -> N
     assert counted.shard_bytes <= 1.05 * 800_001
 
 
-def test_a_reader_that_goes_away_takes_nobody_with_it(counted: Counted) -> None:
+def test_a_reader_that_goes_away_does_not_fail_others(counted: Counted) -> None:
     gate = threading.Event()
 
     def hold() -> None:

@@ -95,7 +95,7 @@ class SlowIndex(LeaderIndex):
 
 
 class LosingReplies(LeaderIndex):
-    """The claim takes place, and nobody hears of it."""
+    """The claim takes place, and its reply is lost."""
 
     def claim(self, holder: str, seen: Tenure) -> int | None:
         super().claim(holder, seen)
@@ -199,7 +199,7 @@ def test_one_that_was_overtaken_writes_nothing(database: Database) -> None:
 
 
 @on_both
-def test_nobody_takes_over_in_the_middle_of_a_fenced_transaction(database: Database) -> None:
+def test_no_daemon_takes_over_in_the_middle_of_a_fenced_transaction(database: Database) -> None:
     time = Time()
     first, second = _pair(database, time)
     taking_over = threading.Thread(target=second.round)

@@ -48,7 +48,7 @@ def test_policies_are_applied_after_each_commit_and_when_they_change(store: Stor
         client.undelete(Reference.parse("gpt@1"))
         assert [c.step for c in client.checkpoints("gpt")] == [4, 3, 1, 0]
         write_checkpoint(store, step=5)
-        wait_until(lambda: _steps(store) == [5, 4, 1, 0], "a prune that leaves what somebody took back")
+        wait_until(lambda: _steps(store) == [5, 4, 1, 0], "a prune that leaves what was taken back")
         wait_until(lambda: [c.step for c in client.checkpoints("gpt")] == [5, 4, 1, 0], "the index")
 
 

@@ -1,4 +1,4 @@
-"""Webhooks against a receiver that answers as it is told: signed, tried again, bounded, never redirected."""
+"""Webhooks against a receiver with prepared answers: signed, tried again, bounded, never redirected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may do what, at every endpoint, and what browsers are told."""
+"""Who may do what, at every endpoint, and the headers for browsers."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_no_path_leaves_its_run(guarded: Guarded, path: str) -> None:
         assert answer.headers["content-type"] == bodies.PROBLEM
 
 
-def test_the_client_raises_what_the_daemon_says(guarded: Guarded) -> None:
+def test_the_client_raises_the_daemons_error(guarded: Guarded) -> None:
     with guarded.daemon.client() as client, pytest.raises(Unauthorized, match="requires a token"):
         client.latest()
     with guarded.daemon.client("wrong") as client, pytest.raises(Denied, match="unknown, revoked or expired"):

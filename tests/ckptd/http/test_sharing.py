@@ -45,7 +45,7 @@ def test_turns_come_round_however_many_one_client_wants() -> None:
     assert Counter(order[:20])["b"] >= 4
 
 
-def test_turns_that_nobody_wants_any_more_are_passed_on() -> None:
+def test_turns_of_cancelled_waiters_are_passed_on() -> None:
     async def run() -> int:
         slots = FairSemaphore(1)
         entered = 0

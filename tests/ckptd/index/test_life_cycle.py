@@ -61,7 +61,7 @@ class Daemon:
         return self._clock() - self._seen[1] < IDLE_AFTER_S
 
     def disturbed(self, at: int, act: Callable[[], object], work: Callable[[], object]) -> None:
-        """Do some work, while somebody else acts just before its call to the store numbered `at`."""
+        """Do some work, while another process acts just before its call to the store numbered `at`."""
         pending = [act]
         self.interleaving.calls.clear()
         self.interleaving.at = at
@@ -82,7 +82,7 @@ class Daemon:
 
 
 class IndexLifeCycle(LifeCycle):
-    """One run on one store, everybody who works on it, and two daemons."""
+    """One run on one store, all its processes, and two daemons."""
 
     def __init__(self, database: Database) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def _or_none(ask: Callable[[], Checkpoint]) -> Checkpoint | None:
 
 
 @pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
-def test_the_index_says_what_the_store_says(db_url: str) -> None:
+def test_the_index_equals_the_store(db_url: str) -> None:
     database = Database(db_url, 20)
 
     class OnThisDatabase(IndexLifeCycle):

@@ -46,7 +46,7 @@ def _two(store: Store, database: str, *options: str) -> Iterator[tuple[Daemon, D
         yield first, second
 
 
-def test_what_one_learns_both_say(store: Store, database: str) -> None:
+def test_a_change_seen_by_one_daemon_is_served_by_both(store: Store, database: str) -> None:
     """They also start at the same time, on a database without tables."""
     write_checkpoint(store, step=1, arrays={})
     with _two(store, database, *_RARELY) as (first, second), first.client() as client:

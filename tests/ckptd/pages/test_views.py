@@ -116,7 +116,7 @@ def test_blocks_are_sorted_as_people_count() -> None:
     assert [box.label for box in boxes if not box.group] == [str(i) for i in range(12)]
 
 
-def test_a_view_of_a_run_filters_pages_and_says_why() -> None:
+def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     checkpoints = [_checkpoint(step, loss=1 / (step + 1)) for step in range(120, 0, -1)]
     checkpoints[3] = _checkpoint(117, State.CORRUPT)
     kept = judge(Policy(keep_last=2), checkpoints, {}, 0.0)

@@ -77,7 +77,7 @@ def test_what_has_ended_never_changes(state: RestoreState) -> None:
     assert progress.join(ended, None, 0, 1002) == (ended, None)
 
 
-def test_a_long_problem_is_cut_and_a_missing_one_said() -> None:
+def test_a_long_problem_is_cut_and_a_missing_one_named() -> None:
     long = RankReport(phase=Phase.FAILED, problem="x\0" * 5000)
     restore, said = progress.advance(_restore(), None, 3, long, 1001)
     assert said is not None
@@ -115,7 +115,7 @@ def test_a_rank_below_half_of_the_median_is_behind() -> None:
     assert progress.slowest(ranks) == ranks[1]
 
 
-def test_while_nobody_has_begun_nobody_is_behind() -> None:
+def test_no_rank_is_behind_before_one_has_begun() -> None:
     assert progress.stragglers(_restore(2), [RankProgress(0, Phase.PLANNING, 0, 0, _BEGAN)], _BEGAN) == []
     assert progress.stragglers(_restore(2), [], _BEGAN) == []
 

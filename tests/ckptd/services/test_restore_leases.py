@@ -234,7 +234,7 @@ def test_a_join_survives_every_failure_of_the_store(store: Store, clock: Movable
 def test_a_deletion_that_comes_in_between_never_takes_what_a_session_restores(
     store: Store, clock: MovableClock, make: Make
 ) -> None:
-    """The older checkpoint is asked for by name, and somebody deletes it at every moment of the join."""
+    """The older checkpoint is asked for by name, and another process deletes it at every moment of the join."""
     write(store, 9)
     calls = count_calls(store, lambda counted: make(store, counted).open("count"))
     outcomes = []

@@ -123,7 +123,7 @@ def test_old_news_is_not_written(database: Database) -> None:
     assert list(index.versions()) == ["gpt"]
     index.drop_runs(index.versions())
     assert index.versions() == {}
-    # A run that comes back has no version that anybody has seen before.
+    # A run that comes back has no version that was used before.
     assert index.apply("gpt", expected=0) > version + 1
 
 

@@ -34,7 +34,7 @@ def write(store: Store, step: int, run: str = "gpt", ahead_s: float = 0.0) -> Ch
     return write_checkpoint(store, run, step, SMALL, metrics={"loss": step / 2}, clock=MovableClock(ahead_s))
 
 
-def test_a_listing_tells_what_the_outcomes_say(store: Store) -> None:
+def test_a_listing_equals_the_outcomes(store: Store) -> None:
     written = write(store, 3)
     (listed,) = list_checkpoints(Run(store, "gpt"))
     assert listed == written

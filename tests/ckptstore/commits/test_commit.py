@@ -1,4 +1,4 @@
-"""The commit protocol: one decision per attempt, whoever takes part, whatever fails, in whatever order."""
+"""The commit protocol: one decision per attempt, with any participants, failures and order."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_receipts_that_do_not_belong_together(store: Store) -> None:
     assert not advance(run, attempt)
 
 
-def test_a_manifest_that_says_something_else_is_not_committed(store: Store) -> None:
+def test_a_different_manifest_is_not_committed(store: Store) -> None:
     run = Run(store, RUN)
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)

@@ -1,4 +1,4 @@
-"""Tags, and metrics that are set after the save: nobody's change is lost, and a checkpoint's labels go with it."""
+"""Tags, and metrics that are set after the save: no change is lost, and a checkpoint's labels go with it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_two_changes_at_any_moment_of_a_third_all_count(folder_store: Store) -> 
 
 
 class _LosesReplies(WrappedStore):
-    """Creates what it is asked to create, and says that somebody else did."""
+    """Creates what it is asked to create, and reports that another process did."""
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> bool:
         super().put_if_absent(key, data)

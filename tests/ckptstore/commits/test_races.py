@@ -1,4 +1,4 @@
-"""One winner whoever races, on stores that tell who was first and on one that does not; and replies that get lost.
+"""One winner of every race, on stores with create-only writes and on one without; and replies that get lost.
 
 CKPTD_TEST_ROUNDS makes the races longer.
 """
@@ -50,7 +50,7 @@ _PART_BYTES = 5 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A store as a saver is told of it: in another process as well."""
+    """A store as a saver opens it: in another process as well."""
 
     url: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def take_part(store: Store, finished: Finished, me: int) -> Outcome:
 
 
 def check_round(store: Store, finished: Finished, believed: list[Outcome]) -> None:
-    """All of them believe in one outcome, which one of them made, and which the store tells everybody else."""
+    """All of them believe in one outcome, which one of them made, and which the store shows to all others."""
     assert {outcome.nonce for outcome in believed} == {believed[0].nonce}, believed
     winner = int(believed[0].at - 1000)
     if winner in range(len(believed)):

@@ -1,4 +1,4 @@
-"""Chunks of earlier checkpoints: read and checked like one's own, and never deleted while anybody may need them."""
+"""Chunks of earlier checkpoints: read and checked like one's own, never deleted while a checkpoint may need them."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_nothing_is_committed_on_what_is_gone(store: Store, gone: str) -> None:
 
 @in_memory
 def test_an_undecided_attempt_holds_what_it_may_come_to_need(store: Store) -> None:
-    """Its committer died after the marks; somebody else commits it later."""
+    """Its committer died after the marks; another process commits it later."""
     run = Run(store, RUN)
     (first,) = chain(store, 1)
     attempt = Attempt(2, new_ulid(system_clock()))
@@ -200,7 +200,7 @@ def test_an_undecided_attempt_holds_what_it_may_come_to_need(store: Store) -> No
 def _meet(
     store: Store, clock: MovableClock, work: Callable[[Store], object], act: Callable[[], object], at: int
 ) -> int:
-    """Do some work on the store, while somebody acts just before call `at`. Returns how many calls there were."""
+    """Do some work on the store, while another process acts just before call `at`. Returns the number of calls."""
     meanwhile = Interleaving(at, act)
     try:
         work(FaultyStore(store, meanwhile))
@@ -270,7 +270,7 @@ def test_damage_shows_in_all_that_need_the_chunk(store: Store) -> None:
 
 
 @in_memory
-def test_what_nobody_references_is_not_needed(store: Store) -> None:
+def test_an_unreferenced_checkpoint_is_not_needed(store: Store) -> None:
     first, second = chain(store, 1, 2)
     key = RunKeys(RUN).shard(first.attempt, names.shard_name(0))
     data = bytearray(store.get(key))

@@ -1,7 +1,7 @@
 """One small checkpoint with a little of everything the format has, and what must be read from it.
 
 tests/data/format-1 holds the files that `write_frozen` wrote when format 1 was settled. From the first release on they
-must stay readable for ever, and are never written again; until then a change of the format writes them anew.
+must stay readable for ever, and are never written again; until then a change of the format writes them again.
 """
 
 from __future__ import annotations

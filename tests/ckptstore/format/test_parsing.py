@@ -236,9 +236,7 @@ def test_contents_that_contradict_themselves(change: Callable[[dict[str, Any]], 
     ("aliases", "message"),
     [({"model/other": "model/nothing"}, "names no entry"), ({"model/ids": "model/ids"}, "not allowed")],
 )
-def test_aliases_may_name_entries_of_other_ranks_but_none_that_nobody_has(
-    aliases: dict[str, str], message: str
-) -> None:
+def test_aliases_may_name_entries_of_other_ranks_but_not_missing_entries(aliases: dict[str, str], message: str) -> None:
     assert parse_json("receipt", content(set_at("aliases", to=aliases))).content.aliases == aliases
     manifest = body("manifest")
     manifest["content"]["aliases"] = aliases
@@ -352,7 +350,7 @@ def test_fuzzed_noise(noise: bytes) -> None:
             parse()
 
 
-def test_metrics_must_be_numbers_that_json_can_say() -> None:
+def test_metrics_must_be_numbers_that_json_has() -> None:
     receipt = parse_json("receipt", body("receipt"))
     for value in (float("nan"), float("inf"), float("-inf")):
         with pytest.raises(InvalidRequest, match="finite"):

@@ -41,7 +41,7 @@ SPARE = 3
 
 @st.composite
 def wanted(draw: st.DrawFn) -> tuple[Layout, list[Want], dict[str, int]]:
-    """A layout, boxes that somebody wants, and how large their buffers are; several boxes go into one buffer."""
+    """A layout, requested boxes, and how large their buffers are; several boxes go into one buffer."""
     layout = draw(layouts())
     wants: list[Want] = []
     filled: dict[str, int] = {}
@@ -83,7 +83,7 @@ def test_a_plan_brings_numpys_slices(drawn: tuple[Layout, list[Want], dict[str, 
     assert buffers == expected
     chunks = [chunk for read in reads for chunk in read.chunks]
     assert sum(piece.bytes for chunk in chunks for piece in chunk.pieces) == needed, "no byte is placed twice"
-    assert all(chunk.pieces for chunk in chunks), "a chunk that nobody wants is not read"
+    assert all(chunk.pieces for chunk in chunks), "an unneeded chunk is not read"
     assert max(Counter((chunk.shard, chunk.index) for chunk in chunks).values(), default=1) == 1
     assert chunks == sorted(chunks, key=lambda chunk: (chunk.shard, chunk.index))
     for read in reads:
@@ -150,7 +150,7 @@ def test_neighbours_are_fetched_at_once_up_to_a_limit(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("gap", "reads"), [(3, 1), (4, 2)])
 def test_small_gaps_are_read_over(gap: int, reads: int) -> None:
-    """100 bytes, a gap, one byte: at most a 32nd of what is fetched may be for nobody."""
+    """100 bytes, a gap, one byte: at most a 32nd of what is fetched may be unneeded."""
     array = np.zeros(101 + gap, np.uint8)
     layout = deal({"w": array}, {"w": [(0, 100), (100, gap), (100 + gap, 1)]}, 1, iter([100, gap, 1]))
     found = plan_reads(layout.content, [Want("w", (0, 100), "a"), Want("w", (100 + gap, 1), "b")])

@@ -228,7 +228,7 @@ def merged(trees: list[Any]) -> Any:
 
 
 @given(st.lists(SAID, min_size=3, max_size=3))
-def test_what_ranks_say_is_joined_or_refused(values: list[Any]) -> None:
+def test_the_ranks_values_are_joined_or_refused(values: list[Any]) -> None:
     trees = [encode_tree(value, "s", refuse) for value in values]
     before = msgspec.json.encode(trees)
     whole = merged(trees)
@@ -266,7 +266,7 @@ def test_pipeline_stages_make_one_optimizer() -> None:
         ({"$": "dict", "v": 3}, {"a": 1}),
     ],
 )  # fmt: skip
-def test_ranks_that_disagree_are_told_so(first: Any, second: Any) -> None:
+def test_ranks_that_disagree_are_refused(first: Any, second: Any) -> None:
     for a, b in ((first, second), (second, first)):
         with pytest.raises(CorruptObject, match=r"s/deep/x"):
             merge_trees({"deep": {"x": a}}, {"deep": {"x": b}}, "s")

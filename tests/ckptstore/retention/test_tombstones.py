@@ -126,7 +126,7 @@ def test_a_sweep_at_every_moment_of_an_undelete(store: Store) -> None:
 
 @in_memory
 def test_an_old_undelete_does_not_undo_the_next_deletion(store: Store) -> None:
-    """It stalls before it removes the tombstone; meanwhile others take it back, delete anew, and sweep."""
+    """It stalls before it removes the tombstone; meanwhile others take it back, delete again, and sweep."""
     run = Run(store, RUN, by="me")
     checkpoint = hidden_checkpoint(store)
     calls = count_calls(store, partial(take_back, checkpoint=checkpoint))
@@ -136,7 +136,7 @@ def test_an_old_undelete_does_not_undo_the_next_deletion(store: Store) -> None:
 
         def act(checkpoint: Checkpoint = checkpoint) -> None:
             take_back(store, checkpoint)
-            hide(run, [checkpoint.attempt], "anew")
+            hide(run, [checkpoint.attempt], "again")
             sweep_all(store)
 
         take_back(FaultyStore(store, Interleaving(k, act)), checkpoint)
@@ -237,7 +237,7 @@ def _is_legal_and_can_be_finished(store: Store, written: tuple[Checkpoint, ...],
         (hidden,) = (c for c in written if c.id == waiting.id)
         assert intact(store, hidden), f"{cause} broke {hidden.id}, which can be taken back"
     end = MovableClock(3 * SWEEP_GRACE_S)
-    for _ in range(2):  # the first helps whoever died in taking a deletion back
+    for _ in range(2):  # the first finishes an undelete that crashed
         collect(Run(store, RUN, end))
         apply_prune(Run(store, RUN, end), plan_prune(Run(store, RUN, end), Policy(1)))
     assert steps(store) == [5]

@@ -31,7 +31,7 @@ def test_what_overlaps_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert busy.seconds == 10.0
 
 
-def test_a_local_file_is_written_while_nobody_waits(tmp_path: Path) -> None:
+def test_a_local_file_is_written_in_the_background(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     with store.open_writer("folder/file", 3 * PACK_BYTES) as writer:
         for _ in range(3):

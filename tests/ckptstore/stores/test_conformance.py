@@ -315,4 +315,4 @@ def test_memory_is_listed_while_others_write_and_delete() -> None:
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(let_others_run)
-        store.delete_many([info.key for info in store.list("")])  # memory is listed whole, whoever's it is
+        store.delete_many([info.key for info in store.list("")])  # memory is shared by all tests

@@ -204,7 +204,7 @@ def test_a_reader_takes_what_it_expects_from_one_reply(proxied: tuple[Store, Los
         assert len(proxy.requests) == 1
         check(0, 10)
         check(11 * MIB, 1000)
-        assert len(proxy.requests) == 3, "what nobody expected is asked for by itself"
+        assert len(proxy.requests) == 3, "an unexpected range is requested by itself"
         with pytest.raises(CorruptObject, match="ends after"):
             reader.read(len(noise) - 10, memoryview(bytearray(11)))
         with pytest.raises(CorruptObject, match="ends after"):

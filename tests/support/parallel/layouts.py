@@ -11,7 +11,7 @@ from tests.support.parallel.built import Built, Setup
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to train the model: on so many ranks, built by this function inside the process group."""
+    """One way to train the model: on `world_size` ranks, built by this function inside the process group."""
 
     name: str
     world_size: int

@@ -26,7 +26,7 @@ from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 SAVED_AT = 2
 """Steps before the checkpoint."""
 STEPS_AFTER = 2
-"""The loss of the first tells of the weights, that of the second of the optimizer."""
+"""The loss of the first step depends on the weights, that of the second on the optimizer."""
 SAVE = f"{__name__}:save"
 RESTORE = f"{__name__}:restore"
 

@@ -60,7 +60,7 @@ class _Schedule:
         self._here: dict[tuple[int, int], Tensor] = {}
 
     def train(self, step: int, optimizers: list[Optimizer]) -> float:
-        """One step; returns the loss, which the last stage tells the others."""
+        """One step; returns the loss, which the last stage sends to the others."""
         tokens, targets = batch(self._shape, step)
         total = torch.zeros(())
         passed = []
