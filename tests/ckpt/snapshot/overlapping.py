@@ -36,22 +36,22 @@ class Brake:
 def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator[Brake]:
     """Copies wait to be released; with `release_at_gate`, until an optimizer waits for them. Of any size, unless
     `small_bytes` is how small those are that do not wait."""
-    brake, copy, hold = Brake(), Transfer.copy, Overlap.before_step
+    brake, copy, before_step = Brake(), Transfer.copy, Overlap.before_step
 
     def held_copy(transfer: Transfer) -> None:
         assert brake.released.wait(_PATIENCE_S)
         brake.copies += 1
         copy(transfer)
 
-    def seen_hold(self: Overlap) -> None:
+    def seen_before_step(self: Overlap) -> None:
         brake.at_gate.set()
         if release_at_gate:
             brake.released.set()
-        hold(self)
+        before_step(self)
 
     with (
         patch.object(Transfer, "copy", held_copy),
-        patch.object(Overlap, "before_step", seen_hold),
+        patch.object(Overlap, "before_step", seen_before_step),
         patch.object(overlap, "_SMALL_BYTES", small_bytes),
     ):
         try:
