@@ -6,6 +6,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SLOW = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 """Histogram buckets for saves and restores, in seconds."""
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def method_label(method: str) -> str:
+    """The value of the label `method`; "other" for all unknown ones, because each new value costs memory for good."""
+    return method if method in _METHODS else "other"
 
 
 class Metrics:

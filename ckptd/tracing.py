@@ -13,6 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ckptd.metrics import method_label
 from ckptstore.errors import InvalidRequest
 
 Span = Callable[[str], AbstractContextManager[Any]]
@@ -84,7 +85,8 @@ class Tracing:
                 await self._app(scope, receive, observe)
             finally:
                 route = getattr(scope.get("route"), "path", "none")
-                span.update_name(f"{scope['method']} {route}")
-                span.set_attribute("http.request.method", scope["method"])
+                method = method_label(scope["method"])
+                span.update_name(f"{method} {route}")
+                span.set_attribute("http.request.method", method)
                 span.set_attribute("http.route", route)
                 span.set_attribute("url.path", scope["path"])

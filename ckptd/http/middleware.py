@@ -16,7 +16,7 @@ from ckptd.http.problems import error_response, problem_response
 from ckptd.http.sharing import ConcurrencyLimit
 from ckptd.http.throttle import WINDOW_S, Throttle
 from ckptd.logs import FIELDS, REQUEST_ID
-from ckptd.metrics import Metrics
+from ckptd.metrics import Metrics, method_label
 from ckptd.redaction import mask_passwords
 from ckptd.services.callers import ANYBODY, Caller
 from ckptd.services.tokens import Tokens
@@ -28,6 +28,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 PROBES = frozenset({"/livez", "/readyz"})
 """Paths that need no token."""
 _FREQUENT = PROBES | {"/metrics"}
+_METHOD_CHARS = 16
+_PATH_CHARS = 1024
+"""Longer methods and paths are cut in the access log."""
 _BEARER = "Bearer "
 _HEADERS = {Unauthorized: {"WWW-Authenticate": "Bearer"}, TooManyFailures: {"Retry-After": str(round(WINDOW_S))}}
 _HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token create makes one"
@@ -81,10 +84,10 @@ class RequestLog:
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
         route = _route(scope)
-        self._metrics.http_requests.labels(scope["method"], route, str(status)).inc()
+        self._metrics.http_requests.labels(method_label(scope["method"]), route, str(status)).inc()
         self._metrics.http_seconds.labels(route).observe(seconds)
         level = logging.DEBUG if scope["path"] in _FREQUENT else logging.INFO
-        method, path = scope["method"], quote(scope["path"], safe="/@")
+        method, path = scope["method"][:_METHOD_CHARS], quote(scope["path"][:_PATH_CHARS], safe="/@")
         caller = scope[CALLER].name if CALLER in scope else ""
         fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 6), "caller": caller}
         _LOG.log(level, "%s %s %d %.0f ms", method, path, status, seconds * 1e3, extra={FIELDS: fields})

@@ -132,3 +132,15 @@ def test_a_path_cannot_forge_a_log_line(served: Served) -> None:
     served.daemon.get("/v1/a%0a2026-01-01%20INFO%20forged")
     wait_until(lambda: "/v1/a%0A2026-01-01" in served.daemon.log(), "the log line")
     assert "\n2026-01-01 INFO forged" not in served.daemon.log()
+
+
+def test_unknown_methods_share_one_metric_and_are_cut_in_the_log(served: Served) -> None:
+    """Otherwise each request with a new method of 60 KB would cost memory for good."""
+    path = "/v1/of-unknown-methods"
+    for letter in "BCD":
+        assert httpx.request(letter * 60_000, served.daemon.url + path).status_code in (404, 405)
+    metrics = served.daemon.get("/metrics").text
+    assert 'method="other"' in metrics
+    assert "BBBB" not in metrics
+    wait_until(lambda: "D" * 16 + f" {path}" in served.daemon.log(), "the log line")
+    assert "D" * 17 not in served.daemon.log()
