@@ -14,14 +14,14 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Want
 
-Writer = Callable[[Export, Path], None]
+ExportWriter = Callable[[Export, Path], None]
 """Writes to a path: an existing empty file, or a folder. Not yet durable on return."""
 
 INDEX = "model.safetensors.index.json"
 ONLY = "model.safetensors"
 
 
-def writer_of(kind: FileFormat, max_shard_bytes: int) -> Writer:
+def writer_of(kind: FileFormat, max_shard_bytes: int) -> ExportWriter:
     """The writer of a format. Raises InvalidRequest if a package that it needs is not installed."""
     if kind is FileFormat.SAFETENSORS:
         return write_safetensors

@@ -35,7 +35,7 @@ ExpectOption = Annotated[
     int | None,
     typer.Option(metavar="VERSION", help="Fail unless this version is in force.", show_default=False),
 ]
-ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for the history.")]
+HistoryReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for the history.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -76,7 +76,7 @@ def apply(
     ctx: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML; - for standard input.")],
     expect: ExpectOption = None,
-    reason: ReasonOption = "",
+    reason: HistoryReasonOption = "",
 ) -> None:
     """Replace all policies by those in a file.
 
@@ -110,7 +110,7 @@ def change_rules(
     keep_best: KeepBestOption = None,
     keep_within: KeepWithinOption = None,
     max_bytes: MaxBytesOption = None,
-    reason: ReasonOption = "",
+    reason: HistoryReasonOption = "",
 ) -> None:
     """Set the rules of some runs, or the default rules. Other policies are not changed.
 
@@ -133,7 +133,7 @@ def change_rules(
     _change(session, changed, body.version, reason)
 
 
-def clear(ctx: typer.Context, expect: ExpectOption = None, reason: ReasonOption = "") -> None:
+def clear(ctx: typer.Context, expect: ExpectOption = None, reason: HistoryReasonOption = "") -> None:
     """Remove all policies: nothing is pruned automatically any more."""
     _change(ctx.obj, PolicySet(), expect, reason)
 
