@@ -13,11 +13,7 @@ from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx
 from ckptd.http.listing import check_glob
 from ckptd.http.openapi import documented
-from ckptd.services.pruning import Pruned
-from ckptstore.errors import InvalidPolicy
 from ckptstore.names import Attempt, Reference, check_run
-from ckptstore.retention.policy import Policy, policy_of
-from ckptstore.retention.pruning import Prune
 
 router = APIRouter()
 
@@ -37,9 +33,8 @@ async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     body = await read_body(request, bodies.PruneRequest)
     if body.run is not None:
         check_glob(body.run)
-    wanted = Prune(_policy(body), body.run, body.grace_s, looked_at=body.force)
-    done = await ctx.threads.store(ctx.services.pruning.prune, wanted, body.dry_run, caller.name)
-    return json_response(_prune_body(done, body.dry_run))
+    done = await ctx.threads.store(ctx.services.pruning.prune, body.prune(), body.dry_run, caller.name)
+    return json_response(bodies.PruneBody.of(done, body.dry_run))
 
 
 @router.post(bodies.REINDEX, **documented(bodies.ReindexBody))
@@ -65,25 +60,3 @@ async def release_lease(
     """End a lease. Succeeds if the lease is already gone."""
     await ctx.threads.store(ctx.services.protection.release, run, lease)
     return Response(status_code=204)
-
-
-def _policy(body: bodies.PruneRequest) -> Policy | None:
-    if body.keep_last is not None:
-        if body.rules is not None:
-            raise InvalidPolicy("both keep_last and rules are set", "Put keep_last into the rules")
-        return Policy(keep_last=body.keep_last)
-    return policy_of(body.rules) if body.rules is not None else None
-
-
-def _prune_body(pruned: Pruned, dry_run: bool) -> bodies.PruneBody:
-    items = [
-        bodies.PruneItem(checkpoint=bodies.CheckpointBody.of(verdict.checkpoint), reasons=list(verdict.reasons))
-        for verdict in pruned.verdicts
-    ]
-    return bodies.PruneBody(
-        dry_run=dry_run,
-        items=items,
-        freed_bytes=sum(checkpoint.stored_bytes for checkpoint in pruned.removed),
-        held=[checkpoint.id for checkpoint in pruned.spared],
-        grace_s=pruned.grace_s,
-    )

@@ -15,6 +15,8 @@ from ckptd.http.context import Ctx
 from ckptd.http.openapi import documented
 from ckptstore.commits.labels import LabelChange
 from ckptstore.names import Reference
+from ckptstore.retention.pins import NamedPin
+from ckptstore.retention.policy import PoliciesInForce
 
 router = APIRouter()
 
@@ -50,7 +52,7 @@ async def undelete(request: Request, ctx: Ctx, caller: CallerDep, id: Checkpoint
     return json_response(bodies.CheckpointBody.of(found))
 
 
-@router.put(_ONE + "/pins/{name}", **documented(bodies.PinBody, 404))
+@router.put(_ONE + "/pins/{name}", **documented(NamedPin, 404))
 async def pin(ctx: Ctx, caller: CallerDep, id: CheckpointId, name: PinName, reason: ReasonQuery = "") -> Response:
     """Keep a checkpoint until the pin is removed. Succeeds if the pin exists already."""
     retention = ctx.services.retention
@@ -77,35 +79,39 @@ async def label(request: Request, ctx: Ctx, caller: CallerDep, id: CheckpointId)
 @router.get(bodies.PINS, **documented(bodies.PinsBody))
 async def pins(ctx: Ctx, run: RequiredRun) -> Response:
     """All pins of a run, newest step first."""
-    return json_response(bodies.PinsBody(await ctx.threads.store(ctx.services.retention.pins, run)))
+    return json_response(bodies.PinsBody(await ctx.threads.store(ctx.services.retention.operator().pins, run)))
 
 
 @router.get(bodies.DELETED, **documented(bodies.DeletedListBody))
 async def deleted(ctx: Ctx, run: RequiredRun) -> Response:
     """Deleted checkpoints of a run that can be undeleted, newest step first."""
-    return json_response(bodies.DeletedListBody(await ctx.threads.store(ctx.services.retention.deleted, run)))
+    return json_response(
+        bodies.DeletedListBody(await ctx.threads.store(ctx.services.retention.operator().deleted, run))
+    )
 
 
 @router.get(bodies.AUDIT, **documented(bodies.AuditListBody))
 async def audit(ctx: Ctx, run: RequiredRun, limit: Limit = 100) -> Response:
     """The audit log of a run, newest first: who started which action on which checkpoints, when and why."""
-    return json_response(bodies.AuditListBody(await ctx.threads.store(ctx.services.retention.audit, run, limit)))
+    audit = ctx.services.retention.operator().audit
+    return json_response(bodies.AuditListBody(await ctx.threads.store(audit, run, limit)))
 
 
-@router.get(bodies.POLICIES, **documented(bodies.PoliciesBody))
+@router.get(bodies.POLICIES, **documented(PoliciesInForce))
 async def policies(ctx: Ctx) -> Response:
     """The retention policies in force; version 0 if they were never set."""
-    return json_response(await ctx.threads.store(ctx.services.retention.policies))
+    return json_response(await ctx.threads.store(ctx.services.retention.operator().policies))
 
 
 @router.get(bodies.POLICIES + "/history", **documented(bodies.PoliciesListBody))
 async def history(ctx: Ctx, limit: Limit = 100) -> Response:
     """The versions of the policies, newest first."""
-    return json_response(bodies.PoliciesListBody(await ctx.threads.store(ctx.services.retention.history, limit)))
+    history = ctx.services.retention.operator().policies_history
+    return json_response(bodies.PoliciesListBody(await ctx.threads.store(history, limit)))
 
 
-@router.put(bodies.POLICIES, **documented(bodies.PoliciesBody, 409, body=bodies.PoliciesRequest))
+@router.put(bodies.POLICIES, **documented(PoliciesInForce, 409, body=bodies.PoliciesRequest))
 async def change(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Replace the policies. 409 if `expected` is not the version in force."""
     body = await read_body(request, bodies.PoliciesRequest)
-    return json_response(await ctx.threads.store(ctx.services.retention.change, body, caller.name))
+    return json_response(await ctx.threads.store(ctx.services.retention.change_policies, body, caller.name))

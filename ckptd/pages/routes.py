@@ -123,7 +123,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         run,
         checkpoints,
         kept.reasons(checkpoints) if kept else None,
-        kept.judge(checkpoints, previewed) if kept and previewed else None,
+        kept.evaluate(checkpoints, previewed) if kept and previewed else None,
         query,
         visitor.now,
     )

@@ -12,8 +12,9 @@ from ckptd.index import RunSummary
 from ckptd.pages.charts import Plot, Point, compact, plot, sparkline
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
-from ckptstore.retention.policy import Best, Policy, Verdict
+from ckptstore.retention.policy import KeepDecision
 
 SAVE_SECONDS = "save seconds"
 SIZE = "size"
@@ -62,7 +63,7 @@ class RunPageQuery:
         """The policy to preview; None without a preview. Raises InvalidPolicy."""
         if not (self.keep or self.every or self.best):
             return None
-        best = (Best.parse(self.best),) if self.best else ()
+        best = (self.best,) if self.best else ()
         return Policy(keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best)
 
     def link(self, **changed: object) -> str:
@@ -144,7 +145,7 @@ def run_view(
     run: str,
     checkpoints: Sequence[Checkpoint],
     reasons: Mapping[Attempt, tuple[str, ...]] | None,
-    pruned: Sequence[Verdict] | None,
+    pruned: Sequence[KeepDecision] | None,
     query: RunPageQuery,
     now: float,
 ) -> RunView:
@@ -191,7 +192,7 @@ def _row(
     )
 
 
-def _preview(pruned: Sequence[Verdict] | None, query: RunPageQuery) -> Preview | None:
+def _preview(pruned: Sequence[KeepDecision] | None, query: RunPageQuery) -> Preview | None:
     if pruned is None:
         return None
     given = (("--keep", query.keep), ("--keep-every", query.every), ("--keep-best", query.best))

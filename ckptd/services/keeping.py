@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
 from ckptstore.retention.pins import Holds, active_holds
-from ckptstore.retention.policy import Policy, Verdict, judge, policy_for, read_policies
+from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -26,16 +27,16 @@ class Kept:
     """When attempts were last found whole, by the store's clock."""
     now: float
 
-    def judge(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[Verdict]:
+    def evaluate(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[KeepDecision]:
         """What a policy would do to these checkpoints of the run, the way a prune judges."""
         newest = max((c.attempt for c in checkpoints if c.attempt in self.verified), default=None)
-        return judge(policy, checkpoints, self.holds, self.now, newest)
+        return evaluate(policy, checkpoints, self.holds, self.now, newest)
 
     def reasons(self, checkpoints: Sequence[Checkpoint]) -> dict[Attempt, tuple[str, ...]]:
         """Why each of them stays; without a policy, what holds it."""
         if self.policy is None:
             return {c.attempt: tuple(self.holds.get(c.attempt, ())) for c in checkpoints}
-        return {verdict.checkpoint.attempt: verdict.reasons for verdict in self.judge(checkpoints, self.policy)}
+        return {verdict.checkpoint.attempt: verdict.reasons for verdict in self.evaluate(checkpoints, self.policy)}
 
 
 class Keeping:

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ckptd.metrics import Metrics
 from ckptd.services.synchronizing import Synchronizing
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.retention.policy import Verdict
-from ckptstore.retention.pruning import Prune, PrunePlans, apply_prunes, plan_prunes
+from ckptstore.operator import StoreOperator
+from ckptstore.retention.pruning import Prune, PrunePlan
 from ckptstore.stores import Store
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What a prune did, or a dry run would do."""
-
-    verdicts: tuple[Verdict, ...]
-    removed: tuple[Checkpoint, ...]
-    spared: tuple[Checkpoint, ...]
-    """Were to go, but something held them by then."""
-    grace_s: float
-    """For so long what was removed can be taken back."""
-
-
 class Pruning:
-    """Deletes what policies do not keep."""
+    """Prunes, and counts what was removed. Any thread may call any method."""
 
     def __init__(
         self,
@@ -44,27 +31,23 @@ class Pruning:
         self._metrics = metrics
         self._clock = clock
 
-    def prune(self, wanted: Prune, dry_run: bool, by: str) -> Pruned:
+    def prune(self, prune: Prune, dry_run: bool, by: str) -> PrunePlan:
         """Plan, and without dry_run hide; what was removed is gone from all listings on return.
 
-        by: who wants it, for the audit log. Raises NoCheckpoint where the runs that are named have none, InvalidPolicy,
-        TooMuchToDelete, or Unavailable: then part of the plan may be done.
+        by: the caller, for the audit log. Raises what Operator.prune raises.
         """
-        planned = plan_prunes(self._store, wanted, self._clock)
-        verdicts = tuple(verdict for plan in planned.plans for verdict in plan.verdicts)
-        if dry_run:
-            return Pruned(verdicts, tuple(planned.remove), (), planned.grace_s)
-        spared = self.apply(planned, by, wanted.looked_at)
-        removed = tuple(checkpoint for checkpoint in planned.remove if checkpoint not in spared)
-        return Pruned(verdicts, removed, spared, planned.grace_s)
+        plan = self._operator(by).plan_prune(prune)
+        return plan if dry_run else self.apply(prune, plan, by)
 
-    def apply(self, planned: PrunePlans, by: str, looked_at: bool = False) -> tuple[Checkpoint, ...]:
-        """Hide what is planned to go; returns what was spared. Raises as `prune` does."""
-        if not planned.remove:
-            return ()
-        spared = apply_prunes(self._store, planned, self._clock, by, looked_at, after_run=self._synchronizing.sync_run)
-        removed = [checkpoint for checkpoint in planned.remove if checkpoint not in spared]
-        self._metrics.prune_deleted.inc(len(removed))
-        self._metrics.prune_freed_bytes.inc(sum(checkpoint.stored_bytes for checkpoint in removed))
-        self._on_pruned(removed)
-        return tuple(spared)
+    def apply(self, prune: Prune, plan: PrunePlan, by: str) -> PrunePlan:
+        """Hide what the plan removes. Raises what Operator.prune raises."""
+        if not plan.remove:
+            return plan
+        done = self._operator(by).prune(prune, plan)
+        self._metrics.prune_deleted.inc(len(done.remove))
+        self._metrics.prune_freed_bytes.inc(done.freed_bytes)
+        self._on_pruned(done.remove)
+        return done
+
+    def _operator(self, by: str) -> StoreOperator:
+        return StoreOperator(self._store, self._clock, by, self._synchronizing.sync_run)

@@ -12,7 +12,6 @@ from ckptapi import bodies
 from ckptapi.operations import Operations
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject
-from ckptstore.format.records import Rules
 from ckptstore.names import Attempt, Reference, check_ulid
 from ckptstore.stores import PARALLEL_READS, ObjectReader, RangeReader
 
@@ -110,24 +109,6 @@ class DaemonClient(Operations):
     def notify(self, run: str, attempt: Attempt) -> None:
         """Notify the daemon of a committed attempt; it reads the outcome from the store."""
         self._request("POST", bodies.NOTIFY, body=bodies.NotifyRequest(run, str(attempt)))
-
-    def prune(
-        self,
-        keep_last: int | None = None,
-        run: str | None = None,
-        dry_run: bool = True,
-        rules: Rules | None = None,
-        grace_s: float | None = None,
-        force: bool = False,
-    ) -> bodies.PruneBody:
-        """Plan, and without dry_run execute, a prune of the runs that match a glob, or of all runs.
-
-        Without keep_last and rules, the policies in force apply. grace_s: time during which it can be undeleted.
-        """
-        request = bodies.PruneRequest(
-            keep_last=keep_last, rules=rules, run=run, grace_s=grace_s, force=force, dry_run=dry_run
-        )
-        return self._json("POST", bodies.PRUNE, bodies.PruneBody, body=request, timeout=3600)
 
     def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
         """Propose an outcome of an attempt, or the fate of a tombstone; returns the first proposal of any client.

@@ -12,13 +12,19 @@ import msgspec
 
 from ckptapi import bodies
 from ckptapi.connection import Connection
+from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
 from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import DaemonUnavailable
 from ckptstore.format.decoding import decode_json
+from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference, check_pin, check_ulid
+from ckptstore.reading.fetch import Progress
 from ckptstore.retention.deletion import Deleted
+from ckptstore.retention.pins import NamedPin
+from ckptstore.retention.policy import PoliciesInForce
+from ckptstore.retention.pruning import Prune, PrunePlan
 
 _SILENCE_S = 60.0
 """Read timeout of an event stream; the daemon sends a comment every quarter of it."""
@@ -55,26 +61,41 @@ class Operations(Connection):
         body = bodies.LabelsRequest(tags=dict(change.tags), metrics=dict(change.metrics), reason=reason)
         return self._json("PATCH", _path(checkpoint), bodies.CheckpointBody, body=body).checkpoint()
 
-    def pins(self, run: str) -> list[bodies.PinBody]:
+    def pins(self, run: str) -> list[NamedPin]:
         """All pins of a run, newest step first."""
         return self._json("GET", bodies.PINS, bodies.PinsBody, params={"run": run}).items
 
-    def audit(self, run: str, limit: int = 100) -> list[bodies.AuditBody]:
+    def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
         """The audit log of a run, newest first; bodies.MAX_PAGE records at most."""
         query: dict[str, str | int] = {"run": run, "limit": limit}
         return self._json("GET", bodies.AUDIT, bodies.AuditListBody, params=query).items
 
-    def policies(self) -> bodies.PoliciesBody:
+    def policies(self) -> PoliciesInForce:
         """The policies in force; version 0 if they were never set."""
-        return self._json("GET", bodies.POLICIES, bodies.PoliciesBody)
+        return self._json("GET", bodies.POLICIES, PoliciesInForce)
 
-    def policies_history(self, limit: int = 100) -> list[bodies.PoliciesBody]:
+    def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
         """The versions of the policies, newest first; bodies.MAX_PAGE at most."""
         return self._json("GET", f"{bodies.POLICIES}/history", bodies.PoliciesListBody, params={"limit": limit}).items
 
-    def change_policies(self, request: bodies.PoliciesRequest) -> bodies.PoliciesBody:
-        """Put policies in force; durable on return. Raises InvalidPolicy or PoliciesChanged."""
-        return self._json("PUT", bodies.POLICIES, bodies.PoliciesBody, body=request)
+    def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
+        """Put policies in force in place of version `expected`. Raises InvalidPolicy or PoliciesChanged."""
+        request = bodies.PoliciesRequest(expected=expected, policies=policies, reason=reason)
+        return self._json("PUT", bodies.POLICIES, PoliciesInForce, body=request)
+
+    def plan_prune(self, prune: Prune) -> PrunePlan:
+        """What a prune would delete and what would stay, and why. Raises NoCheckpoint or InvalidPolicy."""
+        return self._prune(bodies.PruneRequest.of(prune, dry_run=True))
+
+    def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
+        """Delete what the policy does not keep. The daemon plans again; nothing is reported while it works.
+
+        Raises NoCheckpoint, InvalidPolicy, TooMuchToDelete, StoreUnsafe or ClockSkew.
+        """
+        return self._prune(bodies.PruneRequest.of(prune, dry_run=False))
+
+    def _prune(self, request: bodies.PruneRequest) -> PrunePlan:
+        return self._json("POST", bodies.PRUNE, bodies.PruneBody, body=request, timeout=3600).plan()
 
     # Events and jobs
 

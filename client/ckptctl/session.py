@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from ckptctl.render import Screen
 from ckptctl.target import Target, open_target
 from ckptstore.clock import Clock, system_clock
+from ckptstore.commits.audit import operator
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import InvalidRequest, NoCheckpoint
+from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint
 from ckptstore.names import check_run
+from ckptstore.operator import Operator, StoreOperator
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores import Store
 
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
+
+_T = TypeVar("_T")
 
 
 class Session:
@@ -37,16 +41,35 @@ class Session:
         """The target, opened."""
         return open_target(self.target)
 
+    @cached_property
+    def operator(self) -> Operator:
+        """The target, for what operators do."""
+        daemon: Callable[[], Operator] = self._daemon
+        store: Callable[[], Operator] = self._store_operator
+        return self.dispatch(daemon, store)
+
+    def dispatch(self, daemon: Callable[[], _T], store: Callable[[], _T]) -> _T:
+        """Call `daemon` if the target is one, else `store`."""
+        return daemon() if self.target.is_daemon else store()
+
     def store(self, command: str) -> Store:
         """The store. Raises InvalidRequest if the target is a daemon."""
-        if self.target.is_daemon:
-            raise InvalidRequest(f"{command} works on a store, not through a daemon", "Use --store instead of --url")
-        return cast(StoreSource, self.source).store
+        return self.store_operator(command).store
+
+    def store_operator(self, command: str) -> StoreOperator:
+        """The operator on the store. Raises InvalidRequest if the target is a daemon."""
+        refusal = InvalidRequest(f"{command} works on a store, not through a daemon", "Use --store instead of --url")
+        return self.dispatch(partial(_refuse, refusal), self._store_operator)
 
     def daemon(self, command: str) -> DaemonClient:
         """The daemon. Raises InvalidRequest if the target is a store."""
-        if not self.target.is_daemon:
-            raise InvalidRequest(f"{command} works through a daemon, not on a store", "Use --url instead of --store")
+        refusal = InvalidRequest(f"{command} works through a daemon, not on a store", "Use --url instead of --store")
+        return self.dispatch(self._daemon, partial(_refuse, refusal))
+
+    def _store_operator(self) -> StoreOperator:
+        return StoreOperator(cast(StoreSource, self.source).store, self.clock, operator())
+
+    def _daemon(self) -> DaemonClient:
         return cast("DaemonClient", self.source)
 
     def checkpoints(self, run: str | None) -> dict[str, list[Checkpoint]]:
@@ -64,8 +87,12 @@ class Session:
 
     def close(self) -> None:
         """Close the connections to a daemon."""
-        if "source" in self.__dict__ and self.target.is_daemon:
-            self.daemon("close").close()
+        if "source" in self.__dict__:
+            self.source.close()
+
+
+def _refuse(error: CkptError) -> NoReturn:
+    raise error
 
 
 def no_checkpoints(run: str, url: str) -> NoCheckpoint:

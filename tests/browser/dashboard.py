@@ -12,7 +12,7 @@ from ckptapi.client import DaemonClient
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import commit_attempt
-from ckptstore.format.records import PolicySet, Rules
+from ckptstore.format.records import Policy, PolicySet
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
@@ -49,7 +49,7 @@ def fill(store: Store) -> Shown:
             pin(Run(store, "gpt", by="tests"), written.attempt, "paper")
     write_checkpoint(store, LONG, 7, SMALL, clock=_always(now - 3 * 86400))
     change_policies(
-        store, PolicySet(default=Rules(keep_last=5, keep_best=("val_loss:min:3",))), 0, "tests", system_clock
+        store, PolicySet(default=Policy(keep_last=5, keep_best=("val_loss:min:3",))), 0, "tests", system_clock
     )
     sharded = _sharded(store, _always(now - 4000))
     write_checkpoint(store, "vit", 1, SMALL, clock=_always(now - 60))

@@ -28,10 +28,10 @@ from ckptstore.errors import (
 )
 from ckptstore.format.documents import Outcome, digest
 from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.records import Policy
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import apply_prune, plan_prune
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.training import same_state

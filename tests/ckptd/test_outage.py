@@ -12,8 +12,10 @@ import numpy.typing as npt
 import pytest
 
 from ckptapi import bodies
+from ckptstore.format.records import Policy
 from ckptstore.names import Reference, RunKeys
 from ckptstore.reading.verify import verify
+from ckptstore.retention.pruning import Prune
 from ckptstore.stores import Store, open_store
 from tests.conftest import S3Location
 from tests.support.checkpoints import sample_arrays, write_checkpoint
@@ -118,7 +120,7 @@ def test_a_restore_from_an_object_store_needs_no_credentials(s3_store: S3Locatio
     with running_daemon(s3_store.url, environment=s3_store.environment) as daemon, daemon.client() as client:
         checkpoint = client.find(Reference("gpt", 2))
         assert verify(client, checkpoint).ok
-        client.prune(1, dry_run=False, grace_s=0)
+        client.prune(Prune(Policy(1), grace_s=0))
         assert [c.step for c in client.checkpoints("gpt")] == [2]
         assert [key.split("/")[2] for key in _keys(store, "gpt/attempts/")] == [str(checkpoint.attempt)] * 3
 

@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from ckptapi.bodies import Scope
+from ckptstore.format.records import Policy
+from ckptstore.retention.pruning import Prune
 from ckptstore.stores import open_store
 from tests.support import seaweed
 from tests.support.checkpoints import write_checkpoint
@@ -60,7 +62,7 @@ def test_the_stack_of_the_compose_file_works(tmp_path: Path, postgresql_server: 
             with daemon.client(CHOSEN["CKPTD_TOKEN"]) as client:
                 assert client.latest() == checkpoint
                 assert {token.name: token.scopes for token in client.tokens()} == {"prometheus": [Scope.READ]}
-                assert client.prune(keep_last=1, dry_run=True).freed_bytes == 0
+                assert client.plan_prune(Prune(Policy(1))).freed_bytes == 0
             headers = {"Authorization": f"Bearer {scrape}"}
             wait_until(lambda: httpx.get(f"{daemon.url}/metrics", headers=headers).status_code == 200, "a scrape")
             assert (

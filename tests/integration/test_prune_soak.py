@@ -20,13 +20,13 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints, newest_first
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, CkptError, NoCheckpoint, SweepBegun
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import apply_prune, collect, plan_prune
+from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pin, pinned, unpin
-from ckptstore.retention.policy import Best, Policy
-from ckptstore.retention.pruning import Prune, apply_prunes, plan_prunes
+from ckptstore.retention.pruning import Prune, apply_prune, apply_prunes, plan_prune, plan_prunes
 from ckptstore.retention.tombstones import list_hidden, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -89,11 +89,11 @@ class Soak:
         policy = Policy(
             keep_last=dice.randint(1, 4),
             keep_every=dice.choice([0, 10]),
-            keep_best=(Best("loss", False, 2),) if dice.random() < 0.3 else (),
+            keep_best=("loss:min:2",) if dice.random() < 0.3 else (),
             max_bytes=dice.choice([0, 0, 60_000]),
         )
         wanted = Prune(policy, dice.choice([None, *RUNS]), dice.choice([0.0, 0.0, 0.2, 1.0]))
-        apply_prunes(self.store, plan_prunes(self.store, wanted, system_clock), system_clock, "pruner", looked_at=True)
+        apply_prunes(self.store, plan_prunes(self.store, wanted, system_clock), system_clock, "pruner", confirmed=True)
 
     def take_back(self, dice: random.Random) -> None:
         run = dice.choice(RUNS)

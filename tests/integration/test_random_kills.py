@@ -17,11 +17,12 @@ import torch
 from ckpt.restoring.tensors import load_tensors
 from ckptstore.clock import system_clock
 from ckptstore.errors import NoCheckpoint
+from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import apply_prune, collect, plan_prune
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.deletion import collect
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.daemons import Daemon, running_daemon

@@ -25,12 +25,13 @@ from ckptstore.errors import (
     StoreUnavailable,
     SweepBegun,
 )
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import ORPHAN_GRACE_S, apply_prune, collect, delete_checkpoint, plan_prune
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, collect, delete_checkpoint
 from ckptstore.retention.pins import pin, pinned, unpin
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
 from ckptstore.run import Run

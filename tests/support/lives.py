@@ -9,8 +9,8 @@ from typing import Literal
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
-from ckptstore.retention.policy import Best, Policy
 from tests.support.stores import Faults
 
 HOUR_S = 3600.0
@@ -21,7 +21,7 @@ policies = st.builds(
     Policy,
     keep_last=st.integers(1, 3),
     keep_every=st.sampled_from([0, 3]),
-    keep_best=st.sampled_from([(), (Best("loss", False, 1),)]),
+    keep_best=st.sampled_from([(), ("loss:min:1",)]),
     max_bytes=st.sampled_from([0, 1000]),
 )
 pick = st.integers(0, 1000)

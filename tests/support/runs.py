@@ -8,11 +8,12 @@ import numpy as np
 
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.errors import NoCheckpoint, SweepBegun
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import apply_prune, collect, plan_prune
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.deletion import collect
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store

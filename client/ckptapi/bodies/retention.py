@@ -7,8 +7,13 @@ from typing import Annotated
 import msgspec
 
 from ckptapi.bodies.checkpoints import CheckpointBody
-from ckptstore.format.records import Action, AuditRecord, PoliciesVersion, PolicySet, Rules
+from ckptstore.commits.audit import AuditEntry
+from ckptstore.errors import InvalidPolicy
+from ckptstore.format.records import Policy, PolicySet
 from ckptstore.retention.deletion import Deleted
+from ckptstore.retention.pins import NamedPin
+from ckptstore.retention.policy import KeepDecision, PoliciesInForce
+from ckptstore.retention.pruning import Prune, PrunePlan
 
 PRUNE = "/v1/prune"
 POLICIES = "/v1/policies"
@@ -25,7 +30,7 @@ class PruneRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     keep_last: int | None = None
     """Short for rules with only keep_last."""
-    rules: Rules | None = None
+    rules: Policy | None = None
     """Without rules and keep_last, the policies in force apply."""
     run: str | None = None
     """A glob."""
@@ -34,6 +39,22 @@ class PruneRequest(msgspec.Struct, frozen=True, kw_only=True):
     force: bool = False
     """Ignore the limit on the fraction of a run that is deleted at once."""
     dry_run: bool = True
+
+    @staticmethod
+    def of(prune: Prune, dry_run: bool) -> PruneRequest:
+        """The request for a prune."""
+        return PruneRequest(
+            rules=prune.policy, run=prune.runs, grace_s=prune.grace_s, force=prune.confirmed, dry_run=dry_run
+        )
+
+    def prune(self) -> Prune:
+        """The prune that is requested. Raises InvalidPolicy."""
+        policy = self.rules
+        if self.keep_last is not None:
+            if policy is not None:
+                raise InvalidPolicy("both keep_last and rules are set", "Put keep_last into the rules")
+            policy = Policy(keep_last=self.keep_last)
+        return Prune(policy, self.run, self.grace_s, self.force)
 
 
 class PruneItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,24 +76,26 @@ class PruneBody(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 0.0
     """Time during which it can be undeleted."""
 
-
-class PoliciesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of the policies; version 0 if they were never set."""
-
-    version: int
-    policies: PolicySet
-    by: str = ""
-    at: float = 0.0
-    reason: str = ""
-
     @staticmethod
-    def of(found: PoliciesVersion | None) -> PoliciesBody:
-        """The body for a version."""
-        if found is None:
-            return PoliciesBody(version=0, policies=PolicySet())
-        return PoliciesBody(
-            version=found.version, policies=found.policies, by=found.by, at=found.at, reason=found.reason
+    def of(plan: PrunePlan, dry_run: bool) -> PruneBody:
+        """The body for a plan, before or after it was applied."""
+        return PruneBody(
+            dry_run=dry_run,
+            items=[
+                PruneItem(checkpoint=CheckpointBody.of(decision.checkpoint), reasons=list(decision.reasons))
+                for decision in plan.decisions
+            ],
+            freed_bytes=plan.freed_bytes,
+            held=[checkpoint.id for checkpoint in plan.held],
+            grace_s=plan.grace_s,
         )
+
+    def plan(self) -> PrunePlan:
+        """The plan that the body describes."""
+        decisions = tuple(KeepDecision(item.checkpoint.checkpoint(), tuple(item.reasons)) for item in self.items)
+        held = tuple(d.checkpoint for d in decisions if d.checkpoint.id in self.held)
+        runs = dict.fromkeys(decision.checkpoint.run for decision in decisions)
+        return PrunePlan(decisions, tuple(runs), self.grace_s, held=held)
 
 
 class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,36 +107,12 @@ class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-class PinBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One pin of a checkpoint."""
-
-    id: str
-    name: str
-
-
 class LabelsRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Values to set; null removes one. Removing a metric restores its value from the save."""
 
     tags: dict[str, str | None] = {}
     metrics: dict[str, float | None] = {}
     reason: Reason = ""
-
-
-class AuditBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An audit record: who started which action on which checkpoints, when and why."""
-
-    run: str
-    action: Action
-    ids: list[str]
-    by: str
-    at: float
-    reason: str
-
-    @staticmethod
-    def of(run: str, record: AuditRecord) -> AuditBody:
-        """The body for a record."""
-        ids = [f"{run}@{int(step)}.{ulid}" for step, _, ulid in (text.partition("-") for text in record.attempts)]
-        return AuditBody(run=run, action=record.action, ids=ids, by=record.by, at=record.at, reason=record.reason)
 
 
 class UndeleteRequest(msgspec.Struct, frozen=True):
@@ -125,7 +124,7 @@ class UndeleteRequest(msgspec.Struct, frozen=True):
 class PinsBody(msgspec.Struct, frozen=True):
     """Pins of a run."""
 
-    items: list[PinBody]
+    items: list[NamedPin]
 
 
 class DeletedListBody(msgspec.Struct, frozen=True):
@@ -137,10 +136,10 @@ class DeletedListBody(msgspec.Struct, frozen=True):
 class AuditListBody(msgspec.Struct, frozen=True):
     """Audit records of a run, newest first."""
 
-    items: list[AuditBody]
+    items: list[AuditEntry]
 
 
 class PoliciesListBody(msgspec.Struct, frozen=True):
     """Versions of the policies, newest first."""
 
-    items: list[PoliciesBody]
+    items: list[PoliciesInForce]

@@ -9,7 +9,6 @@ import typer
 from ckptapi.bodies import MAX_PAGE
 from ckptctl.commands.arguments import RunOption
 from ckptctl.render import Row, Table, TableColumn
-from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
 
@@ -29,8 +28,7 @@ def audit(
     A record is written before its action. Records are kept for a year.
     """
     session: Session = ctx.obj
-    retention = open_retention(session, "audit")
-    found = [body for name in session.run_names(run) for body in retention.audit(name, limit)]
+    found = [body for name in session.run_names(run) for body in session.operator.audit(name, limit)]
     found.sort(key=lambda body: body.at, reverse=True)
     if not found:
         session.screen.note("the audit log is empty")

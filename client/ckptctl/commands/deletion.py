@@ -13,15 +13,11 @@ from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Row, Table, TableColumn
-from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.commits.audit import operator
-from ckptstore.commits.store_check import check_store
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, checkpoint_id
-from ckptstore.retention.deletion import ORPHAN_GRACE_S, UNDELETED, Collected, Deleted, collect
-from ckptstore.run import Run
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, UNDELETED, Collected, Deleted
 
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
 
@@ -62,7 +58,7 @@ def remove(
     found = session.source.find(Reference.parse(checkpoint))
     if not yes:
         session.screen.confirm(f"Delete {found.id}, {human.size(found.stored_bytes)}?")
-    open_retention(session, "rm").delete(found, grace_s, reason or "rm")
+    session.operator.delete(found, grace_s, reason or "rm")
     after = f"; ckptctl undelete takes that back for {human.duration(grace_s)}" if grace_s else ""
     session.screen.emit(CheckpointBody.of(found), [found.id], [f"deleted {found.id}{after}"])
 
@@ -78,7 +74,7 @@ def take_back(
     do so again; ckptctl unpin ID undeleted ends that.
     """
     session: Session = ctx.obj
-    found = open_retention(session, "undelete").undelete(Reference.parse(checkpoint), reason)
+    found = session.operator.undelete(Reference.parse(checkpoint), reason)
     back = f"{found.id} is back, and stays until ckptctl unpin {short_id(found)} {UNDELETED}"
     session.screen.emit(CheckpointBody.of(found), [found.id], [back])
 
@@ -86,8 +82,7 @@ def take_back(
 def show_deleted(ctx: typer.Context, run: RunOption = None) -> None:
     """List what is deleted and can still be taken back."""
     session: Session = ctx.obj
-    retention = open_retention(session, "deleted")
-    bodies = [body for name in session.run_names(run) for body in retention.deleted(name)]
+    bodies = [body for name in session.run_names(run) for body in session.operator.deleted(name)]
     if not bodies:
         session.screen.note("nothing is waiting to be deleted")
     session.screen.emit(bodies, [body.id for body in bodies], _deleted_blocks(bodies, session.clock()))
@@ -111,21 +106,26 @@ def collect_garbage(
     A daemon does it as a job, with the grace that it was started with.
     """
     session: Session = ctx.obj
-    if session.target.is_daemon:
-        if grace is not None:
-            raise InvalidRequest("--grace is for stores", "A daemon has a setting of its own: --orphan-grace-seconds")
-        job = follow(session, session.daemon("gc"), CollectJob(run=run))
-        session.screen.emit(job, [], job_blocks(job, session.clock()))
-        return
+    session.dispatch(lambda: _collect_by_job(session, run, grace), lambda: _collect_here(session, run, grace))
+
+
+def _collect_by_job(session: Session, run: str | None, grace: str | None) -> None:
+    if grace is not None:
+        raise InvalidRequest("--grace is for stores", "A daemon has a setting of its own: --orphan-grace-seconds")
+    job = follow(session, session.daemon("gc"), CollectJob(run=run))
+    session.screen.emit(job, [], job_blocks(job, session.clock()))
+
+
+def _collect_here(session: Session, run: str | None, grace: str | None) -> None:
     grace_s = human.parse_duration(grace) if grace is not None else ORPHAN_GRACE_S
-    store = session.store("gc")
+    store = session.store_operator("gc")
     runs = session.source.runs()
     if run is not None:
         if run not in runs:
-            raise NoCheckpoint(f"run {run!r} has nothing in {store.url}", "ckptctl runs shows what there is")
+            raise NoCheckpoint(f"run {run!r} has nothing in {store.store.url}", "ckptctl runs shows what there is")
         runs = [run]
-    check_store(store, session.clock)
-    results = [_collected(name, collect(Run(store, name, session.clock, operator()), grace_s)) for name in runs]
+    store.check()
+    results = [_collected(name, store.collect(name, grace_s)) for name in runs]
     touched = [name for result in results for name in (*result.swept, *result.rolled_forward, *result.aborted)]
     session.screen.emit(results, touched, _collected_blocks(results))
 

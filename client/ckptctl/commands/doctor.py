@@ -15,6 +15,7 @@ from ckptstore import human
 from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import CkptError
 
+_Check = Callable[[Session], Iterator["HealthFinding"]]
 _SKEW_S = 10.0
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
@@ -41,7 +42,7 @@ def probe(ctx: typer.Context) -> None:
     With --url, the daemon checks its store. The objects are deleted afterwards. Exit code 1 if a check fails.
     """
     session: Session = ctx.obj
-    found = _probe(session)
+    found = session.operator.probe()
     session.screen.emit(found, [check.name for check in found.checks if not check.ok], _probe_blocks(found))
     if not found.ok:
         raise Unhealthy(
@@ -64,18 +65,12 @@ def doctor(ctx: typer.Context) -> None:
 
 
 def _examine(session: Session) -> Iterator[HealthFinding]:
-    target = session.target
-    kind = "daemon" if target.is_daemon else "store"
-    yield HealthFinding(check="configuration", verdict="ok", found=f"the {kind} at {target.url}")
-    checks: list[Callable[[], Iterator[HealthFinding]]] = [
-        lambda: _look_at_store(session),
-        lambda: _look_at_runs(session),
-    ]
-    if target.is_daemon:
-        checks = [lambda: _look_at_daemon(session), lambda: _compare(session), *checks]
+    kind, of_kind = session.dispatch(lambda: ("daemon", (_look_at_daemon, _compare)), lambda: ("store", ()))
+    yield HealthFinding(check="configuration", verdict="ok", found=f"the {kind} at {session.target.url}")
+    checks: list[_Check] = [*of_kind, _look_at_store, _look_at_runs]
     for check in checks:
         try:
-            yield from check()
+            yield from check(session)
         except CkptError as error:
             yield HealthFinding(check=error.code, verdict="wrong", found=error.message, advice=error.hint)
 
@@ -106,7 +101,7 @@ def _compare(session: Session) -> Iterator[HealthFinding]:
 
 
 def _look_at_store(session: Session) -> Iterator[HealthFinding]:
-    found = _probe(session)
+    found = session.operator.probe()
     for check in found.checks:
         advice = "" if check.ok else "Run ckptctl probe; docs/decisions/0002 lists the requirements on stores"
         text = check.detail or human.duration(check.seconds)
@@ -118,14 +113,6 @@ def _look_at_store(session: Session) -> Iterator[HealthFinding]:
 def _look_at_runs(session: Session) -> Iterator[HealthFinding]:
     runs = session.source.runs()
     yield HealthFinding(check="runs", verdict="ok", found=human.count(len(runs), "run") if runs else "none yet")
-
-
-def _probe(session: Session) -> StoreReport:
-    if session.target.is_daemon:
-        return session.daemon("probe").probe()
-    from ckptstore.commits.store_check import examine
-
-    return examine(session.store("probe"), session.clock)
 
 
 def _probe_blocks(found: StoreReport) -> Iterator[Block]:

@@ -61,10 +61,10 @@ def show_latest(ctx: typer.Context, run: RunOption = None) -> None:
 def list_runs(ctx: typer.Context) -> None:
     """List runs with their checkpoints and sizes."""
     session: Session = ctx.obj
-    if session.target.is_daemon:
-        runs = session.daemon("runs").run_summaries()
-    else:
-        runs = [summarize_run(name, found) for name, found in session.checkpoints(None).items()]
+    runs = session.dispatch(
+        lambda: session.daemon("runs").run_summaries(),
+        lambda: [summarize_run(name, found) for name, found in session.checkpoints(None).items()],
+    )
     if not runs:
         session.screen.note(f"no run in {session.source.url}")
     session.screen.emit(runs, [run.run for run in runs], _run_blocks(runs, session.clock()))

@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from ckptapi.bodies import PinBody
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
 from ckptctl.commands.deletion import ReasonOption
 from ckptctl.render import Row, Table, TableColumn
-from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore.names import Reference
+from ckptstore.retention.pins import NamedPin
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.")]
 
@@ -31,23 +30,22 @@ def pin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument, 
     """
     session: Session = ctx.obj
     found = session.source.find(Reference.parse(checkpoint))
-    open_retention(session, "pin").pin(found, name, reason)
-    session.screen.emit(PinBody(id=found.id, name=name), [found.id], [f"pinned {found.id} as {name}"])
+    session.operator.pin(found, name, reason)
+    session.screen.emit(NamedPin(id=found.id, name=name), [found.id], [f"pinned {found.id} as {name}"])
 
 
 def unpin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument) -> None:
     """Remove a pin; a missing pin is ignored."""
     session: Session = ctx.obj
     found = session.source.find(Reference.parse(checkpoint))
-    open_retention(session, "unpin").unpin(found, name)
-    session.screen.emit(PinBody(id=found.id, name=name), [found.id], [f"unpinned {found.id} from {name}"])
+    session.operator.unpin(found, name)
+    session.screen.emit(NamedPin(id=found.id, name=name), [found.id], [f"unpinned {found.id} from {name}"])
 
 
 def show_pins(ctx: typer.Context, run: RunOption = None) -> None:
     """List pins, by run and step."""
     session: Session = ctx.obj
-    retention = open_retention(session, "pins")
-    found = [body for name in session.run_names(run) for body in retention.pins(name)]
+    found = [body for name in session.run_names(run) for body in session.operator.pins(name)]
     if not found:
         session.screen.note("no checkpoint is pinned")
     table = Table((TableColumn("CHECKPOINT"), TableColumn("PIN")), [Row((body.id, body.name)) for body in found])

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptapi.bodies import MAX_PAGE, PoliciesRequest
+from ckptapi.bodies import MAX_PAGE
 from ckptctl.commands.rules import (
     KeepBestOption,
     KeepDailyOption,
@@ -19,16 +19,15 @@ from ckptctl.commands.rules import (
     KeepWeeklyOption,
     KeepWithinOption,
     MaxBytesOption,
-    policy_from,
+    RuleOptions,
 )
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptctl.render import Row, Table, TableColumn
-from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest
-from ckptstore.format.records import Override, PolicySet, Rules
-from ckptstore.retention.policy import policy_for, rules_of
+from ckptstore.format.records import Override, Policy, PolicySet
+from ckptstore.retention.policy import policy_for
 
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
 ExpectOption = Annotated[
@@ -59,12 +58,11 @@ def show(
 ) -> None:
     """Show the policies in force, as a file for policy apply."""
     session: Session = ctx.obj
-    body = open_retention(session, "policy show").policies()
+    body = session.operator.policies()
     if run is not None:
         policy = policy_for(body.policies, run)
-        rules = rules_of(policy) if policy is not None else None
-        text = write_policies(PolicySet(default=rules)).strip() if rules else f"run {run} is never pruned"
-        session.screen.emit(rules, [], text.splitlines())
+        text = write_policies(PolicySet(default=policy)).strip() if policy else f"run {run} is never pruned"
+        session.screen.emit(policy, [], text.splitlines())
         return
     if not body.version:
         session.screen.note("no policies were ever set: nothing is pruned automatically")
@@ -118,17 +116,18 @@ def change_rules(
     Fails if the policies are changed concurrently.
     """
     session: Session = ctx.obj
-    policy = policy_from(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
+    rules = RuleOptions(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
+    policy = rules.policy()
     if policy is None:
         raise InvalidRequest(
             "no rule is set", "Use for example ckptctl policy set --keep 5; ckptctl policy clear removes all policies"
         )
-    body = open_retention(session, "policy set").policies()
-    rules, others = rules_of(policy), body.policies.overrides
+    body = session.operator.policies()
+    others = body.policies.overrides
     if run is None:
-        changed = msgspec.structs.replace(body.policies, default=rules)
+        changed = msgspec.structs.replace(body.policies, default=policy)
     else:
-        overrides = (Override(runs=run, rules=rules), *(override for override in others if override.runs != run))
+        overrides = (Override(runs=run, rules=policy), *(override for override in others if override.runs != run))
         changed = msgspec.structs.replace(body.policies, overrides=overrides)
     _change(session, changed, body.version, reason)
 
@@ -144,7 +143,7 @@ def history(
 ) -> None:
     """List the versions of the policies, newest first."""
     session: Session = ctx.obj
-    found = open_retention(session, "policy history").policies_history(limit)
+    found = session.operator.policies_history(limit)
     columns = (
         TableColumn("VERSION", right=True),
         TableColumn("WHEN"),
@@ -157,13 +156,12 @@ def history(
 
 
 def _change(session: Session, policies: PolicySet, expect: int | None, reason: str) -> None:
-    retention = open_retention(session, "policy")
-    expected = expect if expect is not None else retention.policies().version
-    done = retention.change_policies(PoliciesRequest(expected=expected, policies=policies, reason=reason))
+    expected = expect if expect is not None else session.operator.policies().version
+    done = session.operator.change_policies(policies, expected, reason)
     session.screen.emit(done, [str(done.version)], [f"policies, version {done.version}, are in force"])
 
 
-def _words(rules: Rules | None) -> str:
+def _words(rules: Policy | None) -> str:
     if rules is None:
         return "keep everything"
     fields = ((name, getattr(rules, name)) for name in rules.__struct_fields__)

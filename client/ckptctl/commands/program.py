@@ -53,8 +53,6 @@ def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")
 
 def _daemon_version(session: Session) -> str | None:
     try:
-        if not session.target.is_daemon:
-            return None
         return session.daemon("version").about().version
     except InvalidRequest:
         return None  # there is no target

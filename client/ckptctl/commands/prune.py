@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated
 
-import msgspec
 import typer
 
-from ckptapi.bodies import PruneBody, PruneItem
+from ckptapi.bodies import PruneBody
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.commands.rules import (
     KeepBestOption,
@@ -19,16 +19,16 @@ from ckptctl.commands.rules import (
     KeepWeeklyOption,
     KeepWithinOption,
     MaxBytesOption,
-    policy_from,
+    RuleOptions,
 )
 from ckptctl.exits import PartlyDone
-from ckptctl.pruning import open_pruning
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CheckpointHeld
-from ckptstore.retention.pruning import Prune
+from ckptstore.retention.policy import KeepDecision
+from ckptstore.retention.pruning import Prune, PrunePlan
 
 
 def register(app: typer.Typer) -> None:
@@ -64,49 +64,46 @@ def prune(
     What goes is listed no more at once, and deleted after the grace; until then ckptctl undelete takes it back.
     """
     session: Session = ctx.obj
-    policy = policy_from(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
-    wanted = Prune(policy, run, human.parse_duration(grace) if grace is not None else None)
+    rules = RuleOptions(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
+    wanted = Prune(rules.policy(), run, human.parse_duration(grace) if grace is not None else None)
     _prune(session, wanted, dry_run, yes, force)
 
 
 def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: bool) -> None:
-    pruning = open_pruning(session, wanted)
-    plan = pruning.plan()
-    remove = [item for item in plan.items if not item.reasons]
-    if dry_run or not remove:
-        body = plan if dry_run else msgspec.structs.replace(plan, dry_run=False)
-        session.screen.emit(body, [item.checkpoint.id for item in remove], _plan_blocks(plan, session.clock()))
+    plan = session.operator.plan_prune(wanted)
+    if dry_run or not plan.remove:
+        body = PruneBody.of(plan, dry_run)
+        session.screen.emit(body, [c.id for c in plan.remove], _plan_blocks(plan, session.clock()))
         return
     if not yes:
         session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
-        session.screen.confirm(f"Delete {_amount(remove)}{_for_good(plan.grace_s)}?")
-    with session.screen.progress("deleting", sum(item.checkpoint.stored_bytes for item in remove)) as progress:
-        # Whoever says yes to a plan on the screen has looked at it.
-        done = pruning.apply(progress, looked_at=force or not yes)
-    gone = [item for item in done.items if not item.reasons and item.checkpoint.id not in done.held]
-    session.screen.emit(done, [item.checkpoint.id for item in gone], _done_blocks(done, gone, shown=not yes))
-    _raise_if_held(done, gone)
+        session.screen.confirm(f"Delete {_amount(plan.remove)}{_for_good(plan.grace_s)}?")
+    # Whoever says yes to a plan on the screen has confirmed it.
+    wanted = replace(wanted, confirmed=force or not yes)
+    with session.screen.progress("deleting", plan.freed_bytes) as progress:
+        done = session.operator.prune(wanted, plan, progress)
+    body = PruneBody.of(done, dry_run=False)
+    session.screen.emit(body, [c.id for c in done.remove], _done_blocks(done, shown=not yes))
+    _raise_if_held(done)
 
 
-def _plan_blocks(plan: PruneBody, now: float) -> Iterator[Block]:
-    keep = [item for item in plan.items if item.reasons]
-    remove = [item for item in plan.items if not item.reasons]
-    if keep:
-        yield f"Keep {_amount(keep)}"
-        yield _item_table(keep, now)
+def _plan_blocks(plan: PrunePlan, now: float) -> Iterator[Block]:
+    if plan.keep:
+        yield f"Keep {_amount([decision.checkpoint for decision in plan.keep])}"
+        yield _table(plan.keep, now)
         yield ""
-    if remove:
-        yield f"Remove {_amount(remove)}"
-        yield _item_table(remove, now)
+    if plan.remove:
+        yield f"Remove {_amount(plan.remove)}"
+        yield _table([decision for decision in plan.decisions if not decision.reasons], now)
     else:
         yield "Nothing to remove"
 
 
-def _done_blocks(done: PruneBody, gone: Sequence[PruneItem], shown: bool) -> Iterator[Block]:
+def _done_blocks(done: PrunePlan, shown: bool) -> Iterator[Block]:
     if not shown:
-        for item in gone:
-            yield f"removed {item.checkpoint.id}"
-    count, size = human.count(len(gone), "checkpoint"), human.size(done.freed_bytes)
+        for checkpoint in done.remove:
+            yield f"removed {checkpoint.id}"
+    count, size = human.count(len(done.remove), "checkpoint"), human.size(done.freed_bytes)
     if done.grace_s:
         until = human.duration(done.grace_s)
         yield f"Hid {count}; {size} are freed in {until}, ckptctl undelete takes that back until then"
@@ -114,7 +111,7 @@ def _done_blocks(done: PruneBody, gone: Sequence[PruneItem], shown: bool) -> Ite
         yield f"Removed {count}, freed {size}"
 
 
-def _item_table(items: Sequence[PruneItem], now: float) -> Table:
+def _table(decisions: Sequence[KeepDecision], now: float) -> Table:
     columns = [
         TableColumn("  CHECKPOINT"),
         TableColumn("STATE", drop=1),
@@ -123,10 +120,10 @@ def _item_table(items: Sequence[PruneItem], now: float) -> Table:
         TableColumn("REASONS"),
     ]
     rows = []
-    for item in items:
-        c = item.checkpoint.checkpoint()
+    for decision in decisions:
+        c = decision.checkpoint
         cells = (f"  {short_id(c)}", c.state, human.age(now - c.committed_at), human.size(c.stored_bytes))
-        rows.append(Row((*cells, ", ".join(item.reasons) or _why_removed(c)), STATE_STYLES[c.state]))
+        rows.append(Row((*cells, ", ".join(decision.reasons) or _why_removed(c)), STATE_STYLES[c.state]))
     return Table(tuple(columns), rows)
 
 
@@ -134,21 +131,21 @@ def _why_removed(checkpoint: Checkpoint) -> str:
     return "superseded" if checkpoint.state is State.SUPERSEDED else "older"
 
 
-def _amount(items: Sequence[PruneItem]) -> str:
-    stored = sum(item.checkpoint.stored_bytes for item in items)
-    runs = len({item.checkpoint.run for item in items})
+def _amount(checkpoints: Sequence[Checkpoint]) -> str:
+    stored = sum(checkpoint.stored_bytes for checkpoint in checkpoints)
+    runs = len({checkpoint.run for checkpoint in checkpoints})
     of_runs = f" of {runs} runs" if runs > 1 else ""
-    return f"{human.count(len(items), 'checkpoint')}{of_runs}, {human.size(stored)}"
+    return f"{human.count(len(checkpoints), 'checkpoint')}{of_runs}, {human.size(stored)}"
 
 
 def _for_good(grace_s: float) -> str:
     return f", for good after {human.duration(grace_s)}" if grace_s else " for good"
 
 
-def _raise_if_held(done: PruneBody, gone: Sequence[PruneItem]) -> None:
+def _raise_if_held(done: PrunePlan) -> None:
     if not done.held:
         return
-    message = f"{human.count(len(done.held), 'checkpoint')} spared, held: {', '.join(done.held)}"
-    if gone:
+    message = f"{human.count(len(done.held), 'checkpoint')} spared, held: {', '.join(c.id for c in done.held)}"
+    if done.remove:
         raise PartlyDone(message, "Prune again later")
     raise CheckpointHeld(message, "Prune again later")

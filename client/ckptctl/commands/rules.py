@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from ckptstore import human
-from ckptstore.retention.policy import Best, Policy
+from ckptstore.format.records import Policy
 
 
 def _count(name: str, text: str) -> Any:
@@ -32,26 +33,31 @@ MaxBytesOption = Annotated[
 ]
 
 
-def policy_from(
-    keep: int | None,
-    every: int,
-    hourly: int,
-    daily: int,
-    weekly: int,
-    best: list[str] | None,
-    within: str | None,
-    max_bytes: str | None,
-) -> Policy | None:
-    """The policy of the options; None without options. Raises InvalidPolicy or InvalidRequest."""
-    if keep is None and not any((every, hourly, daily, weekly, best, within, max_bytes)):
-        return None
-    return Policy(
-        keep_last=keep or 0,
-        keep_every=every,
-        keep_hourly=hourly,
-        keep_daily=daily,
-        keep_weekly=weekly,
-        keep_best=tuple(map(Best.parse, best or ())),
-        keep_within_s=human.parse_duration(within) if within else 0.0,
-        max_bytes=human.parse_size(max_bytes) if max_bytes else 0,
-    )
+@dataclass(frozen=True, slots=True)
+class RuleOptions:
+    """The values of these options."""
+
+    keep: int | None
+    every: int
+    hourly: int
+    daily: int
+    weekly: int
+    best: list[str] | None
+    within: str | None
+    max_bytes: str | None
+
+    def policy(self) -> Policy | None:
+        """The policy of the options; None without options. Raises InvalidPolicy or InvalidRequest."""
+        others = (self.every, self.hourly, self.daily, self.weekly, self.best, self.within, self.max_bytes)
+        if self.keep is None and not any(others):
+            return None
+        return Policy(
+            keep_last=self.keep or 0,
+            keep_every=self.every,
+            keep_hourly=self.hourly,
+            keep_daily=self.daily,
+            keep_weekly=self.weekly,
+            keep_best=tuple(self.best or ()),
+            keep_within_s=human.parse_duration(self.within) if self.within else 0.0,
+            max_bytes=human.parse_size(self.max_bytes) if self.max_bytes else 0,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -63,21 +64,28 @@ def scrub_checkpoints(
     A daemon scrubs in a job: one checkpoint, a run or all checkpoints, at full speed.
     """
     session: Session = ctx.obj
-    if session.target.is_daemon:
-        if (older, limit, rate) != (None, None, None):
-            raise InvalidRequest(
-                "--older, --limit and --rate work on stores only", "For a daemon, use ckptd --scrub-days"
-            )
-        _through_daemon(session, VerifyJob(checkpoint=checkpoint, run=None if checkpoint else run))
-        return
+    wanted = _Wanted(checkpoint, run, older, limit, rate)
+    session.dispatch(lambda: _scrub_by_job(session, wanted), lambda: _scrub_here(session, wanted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    checkpoint: str | None
+    run: str | None
+    older: str | None
+    limit: int | None
+    rate: str | None
+
+
+def _scrub_here(session: Session, wanted: _Wanted) -> None:
     store = session.store("scrub")
-    before = session.clock() - human.parse_duration(older) if older else float("inf")
-    if checkpoint is not None:
-        due = [session.source.find(Reference.parse(checkpoint))]
+    before = session.clock() - human.parse_duration(wanted.older) if wanted.older else float("inf")
+    if wanted.checkpoint is not None:
+        due = [session.source.find(Reference.parse(wanted.checkpoint))]
     else:
-        runs = [Run(store, name, session.clock) for name in session.run_names(run)]
-        due = due_for_scrub(runs, before)[:limit]
-    pace = Pace(human.parse_size(rate) if rate else 0, session.clock, time.sleep)
+        runs = [Run(store, name, session.clock) for name in session.run_names(wanted.run)]
+        due = due_for_scrub(runs, before)[: wanted.limit]
+    pace = Pace(human.parse_size(wanted.rate) if wanted.rate else 0, session.clock, time.sleep)
     results = list(_scrub(store, due, session.clock, session.screen, pace))
     damaged = [result for result in results if not result.ok]
     if not results:
@@ -87,7 +95,10 @@ def scrub_checkpoints(
     _raise_if_damaged(len(damaged), len(results))
 
 
-def _through_daemon(session: Session, request: VerifyJob) -> None:
+def _scrub_by_job(session: Session, wanted: _Wanted) -> None:
+    if (wanted.older, wanted.limit, wanted.rate) != (None, None, None):
+        raise InvalidRequest("--older, --limit and --rate work on stores only", "For a daemon, use ckptd --scrub-days")
+    request = VerifyJob(checkpoint=wanted.checkpoint, run=None if wanted.checkpoint else wanted.run)
     job = follow(session, session.daemon("scrub"), request)
     result = job.result or {}
     session.screen.emit(job, result.get("corrupt", []), job_blocks(job, session.clock()))

@@ -10,7 +10,6 @@ from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.deletion import ReasonOption
 from ckptctl.commands.listing import checkpoint_facts
-from ckptctl.retention import open_retention
 from ckptctl.session import Session
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import InvalidRequest
@@ -52,7 +51,7 @@ def tag(
     if not change.tags and not change.metrics:
         raise InvalidRequest("there is nothing to set or remove", "Pass a tag, or --metric NAME=NUMBER")
     found = session.source.find(Reference.parse(checkpoint))
-    after = open_retention(session, "tag").label(found, change, reason)
+    after = session.operator.label(found, change, reason)
     session.screen.emit(CheckpointBody.of(after), [after.id], [checkpoint_facts(after, session.clock())])
 
 

@@ -69,8 +69,7 @@ def verify(
     Continues after a problem and lists all of them. With -o id it prints the damaged checkpoints.
     """
     session: Session = ctx.obj
-    if session.target.is_daemon:
-        session.daemon("verify").read_past_caches()  # bytes from a cache prove nothing about the store
+    session.operator.read_past_caches()  # bytes from a cache prove nothing about the store
     chosen = _choose(session, checkpoint, everything, run)
     results = list(_verify_each(session, chosen))
     damaged = [result for result in results if not result.ok]

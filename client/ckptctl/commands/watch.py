@@ -42,10 +42,10 @@ def watch(
     """
     session: Session = ctx.obj
     run = check_run(run) if run is not None else None
-    if session.target.is_daemon:
-        events = _from_daemon(session.daemon("watch"), run, session.screen.note)
-    else:
-        events = _from_store(session.source, run, session.clock)
+    events = session.dispatch(
+        lambda: _from_daemon(session.daemon("watch"), run, session.screen.note),
+        lambda: _from_store(session.source, run, session.clock),
+    )
     for event in islice(events, count or None):
         session.screen.emit(event, [event.checkpoint] if event.checkpoint else [], [_line(event)])
 

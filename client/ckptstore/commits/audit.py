@@ -10,6 +10,7 @@ import getpass
 import socket
 from collections.abc import Iterable, Iterator
 
+import msgspec
 from ulid import ULID
 
 from ckptstore import names
@@ -21,6 +22,23 @@ from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
 
 KEPT_S = 365 * 24 * 3600.0
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Who set out to do what to which checkpoints, when and why."""
+
+    run: str
+    action: Action
+    ids: list[str]
+    by: str
+    at: float
+    reason: str
+
+    @staticmethod
+    def of(run: str, record: AuditRecord) -> AuditEntry:
+        """The entry for a stored record."""
+        ids = [f"{run}@{int(step)}.{ulid}" for step, _, ulid in (text.partition("-") for text in record.attempts)]
+        return AuditEntry(run=run, action=record.action, ids=ids, by=record.by, at=record.at, reason=record.reason)
 
 
 def operator() -> str:

@@ -13,7 +13,7 @@ import msgspec
 import zstandard
 
 from ckptstore import names
-from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
+from ckptstore.errors import BadInput, CorruptObject, InvalidPolicy, InvalidRequest, UnsupportedFormat
 from ckptstore.format import checks
 from ckptstore.format.columns import decode_hook, encode_hook
 from ckptstore.format.decoding import decode_json
@@ -126,6 +126,8 @@ def _decode(body: bytes, kind: type[_S], key: str) -> _S:
         return decode_json(body, kind, decode_hook)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error
+    except InvalidPolicy as error:  # a policy checks itself when it is decoded
+        raise CorruptObject(f"{key}: {error.message}") from error
 
 
 def _check_names(document: Document, key: str) -> None:

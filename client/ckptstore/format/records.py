@@ -5,9 +5,11 @@ They are sealed and checked like all other documents (documents.py); docs/format
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from ckptstore.errors import InvalidPolicy
 from ckptstore.format.documents import Document
 
 
@@ -96,32 +98,77 @@ class AuditRecord(Document, frozen=True):
     reason: str
 
 
-class Rules(Document, frozen=True):
-    """A retention policy as it is stored and sent; 0 or empty: that rule is not used."""
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The N checkpoints with the best values of a metric."""
+
+    metric: str
+    highest: bool
+    """Whether more is better."""
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.metric}:{'max' if self.highest else 'min'}:{self.count}"
+
+    @staticmethod
+    def parse(text: str) -> Best:
+        """What `str` writes: METRIC:min:N or METRIC:max:N. Raises InvalidPolicy."""
+        metric, _, rest = text.rpartition(":")
+        metric, _, direction = metric.rpartition(":")
+        number = int(rest) if rest.isascii() and rest.isdigit() and len(rest) < 10 else 0
+        if not metric or direction not in ("min", "max") or number < 1:
+            raise InvalidPolicy(f"{text!r} names no best checkpoints", "Write METRIC:min:N or METRIC:max:N")
+        return Best(metric, direction == "max", number)
+
+
+class Policy(Document, frozen=True):
+    """What to keep of a run, as it is stored, sent and evaluated. A rule that is 0 or empty is not used.
+
+    Raises InvalidPolicy, also when decoded, if no rule is used or a value makes no sense.
+    """
 
     keep_last: int = 0
+    """The newest N steps."""
     keep_every: int = 0
+    """The first step at or after each multiple of N."""
     keep_hourly: int = 0
+    """The last checkpoint of each of the newest N hours (UTC) that have one."""
     keep_daily: int = 0
     keep_weekly: int = 0
     keep_best: tuple[str, ...] = ()
     """METRIC:min:N or METRIC:max:N."""
     keep_within_s: float = 0.0
+    """Everything that was committed in the last N seconds."""
     max_bytes: int = 0
+    """A limit, not a reason: of the checkpoints that other rules keep, or of all if there is no other rule, the newest
+    that fit into N stored bytes."""
+
+    def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in self.__struct_fields__ if name != "keep_best"}
+        for name, value in numbers.items():
+            allowed = (int, float) if name == "keep_within_s" else int
+            if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value < 1 << 62:
+                raise InvalidPolicy(f"{name} cannot be {value!r}", "Use a number from 0 on; 0: not used")
+        for text in self.keep_best:
+            Best.parse(text)
+        if not any(numbers.values()) and not self.keep_best:
+            raise InvalidPolicy(
+                "the policy keeps nothing", "Keep at least something: the last 1, every 1000, within a day ..."
+            )
 
 
 class Override(Document, frozen=True):
     """Other rules for the runs that a glob matches."""
 
     runs: str
-    rules: Rules | None = None
+    rules: Policy | None = None
     """None: they are never pruned."""
 
 
 class PolicySet(Document, frozen=True):
     """What to keep of which runs. The first override that matches a run counts."""
 
-    default: Rules | None = None
+    default: Policy | None = None
     """Rules for runs that no override matches; None: they are never pruned."""
     overrides: tuple[Override, ...] = ()
     grace_s: float = 24 * 3600.0

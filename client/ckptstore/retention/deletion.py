@@ -7,16 +7,15 @@ Deletes are idempotent; whoever finds half of one finishes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from ckptstore import names
 from ckptstore.commits import audit
-from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts, list_checkpoints
+from ckptstore.commits.catalog import decided_attempts, hidden_attempts
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
-from ckptstore.commits.labels import with_labels
 from ckptstore.commits.leases import expired_leases
 from ckptstore.commits.references import marks, unmark
 from ckptstore.errors import (
@@ -27,13 +26,10 @@ from ckptstore.errors import (
     ObjectMissing,
     ReferenceLost,
     SweepBegun,
-    TooMuchToDelete,
 )
 from ckptstore.format.records import Action
 from ckptstore.names import Attempt, Reference
-from ckptstore.retention.pins import active_holds, hold
-from ckptstore.retention.policy import Policy, Verdict, judge
-from ckptstore.retention.scrubbing import last_verified
+from ckptstore.retention.pins import hold
 from ckptstore.retention.tombstones import (
     SWEEP_GRACE_S,
     TOMBSTONE_KEPT_S,
@@ -50,36 +46,6 @@ from ckptstore.run import Run
 
 ORPHAN_GRACE_S = 24 * 3600.0
 """An attempt without an outcome is left alone until its newest object is this old."""
-MAX_DELETE_FRACTION = 0.9
-"""A prune that nobody has looked at removes at most so much of a run at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrunePlan:
-    """What a prune of one run would do."""
-
-    run: str
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def keep(self) -> list[Verdict]:
-        """Those with a reason to stay."""
-        return [verdict for verdict in self.verdicts if verdict.reasons]
-
-    @property
-    def remove(self) -> list[Checkpoint]:
-        """Those without."""
-        return [verdict.checkpoint for verdict in self.verdicts if not verdict.reasons]
-
-    def check_fraction(self, allowed: float = MAX_DELETE_FRACTION) -> None:
-        """TooMuchToDelete if the plan removes a larger part of the run's checkpoints than `allowed`."""
-        share = len(self.remove) / max(1, len(self.verdicts))
-        if share > allowed:
-            raise TooMuchToDelete(
-                f"{len(self.remove)} of the {len(self.verdicts)} checkpoints of run {self.run!r} would go: "
-                f"{share:.0%}, and {allowed:.0%} are allowed",
-                "Look at the plan (--dry-run), then force it if it is meant",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +57,6 @@ class Collected:
     rolled_forward: tuple[Attempt, ...]
     aborted: tuple[Attempt, ...]
     freed_bytes: int
-
-
-def plan_prune(run: Run, policy: Policy) -> PrunePlan:
-    """What would go and what would stay, and why. Deletes nothing."""
-    checkpoints = with_labels(run, list_checkpoints(run))
-    verified = last_verified(run, checkpoints)
-    # Holds last: what is taken while we look at the rest is seen.
-    verdicts = judge(policy, checkpoints, active_holds(run), run.clock(), verified)
-    return PrunePlan(run.name, tuple(verdicts))
-
-
-def apply_prune(
-    run: Run,
-    plan: PrunePlan,
-    progress: Callable[[Checkpoint], None] = lambda _: None,
-    grace_s: float = 0.0,
-    reason: str = "prune",
-) -> list[Checkpoint]:
-    """Hide what the plan removes, for good after the grace; durable on return. Without a grace it is gone on return.
-
-    Returns those that were spared because something held them by now. Raises Unavailable: part of it may be done then,
-    and a new plan goes on.
-    """
-    remove = {checkpoint.attempt: checkpoint for checkpoint in plan.remove}
-    if not remove:
-        return []
-    held = hide(run, [*remove], reason, grace_s, lambda attempt: progress(remove[attempt]))
-    if not grace_s:
-        sweep(run, only=remove.keys() - held.keys())
-    return [remove[attempt] for attempt in held]
 
 
 def delete_checkpoint(run: Run, attempt: Attempt, reason: str, grace_s: float = 0.0) -> None:

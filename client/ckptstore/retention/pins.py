@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+import msgspec
+
 from ckptstore import names
 from ckptstore.commits import audit, leases, references
 from ckptstore.commits.catalog import hidden_attempts
@@ -17,6 +19,19 @@ from ckptstore.format.parsing import seal
 from ckptstore.format.records import Action, Pin
 from ckptstore.names import Attempt
 from ckptstore.run import Run
+
+
+class NamedPin(msgspec.Struct, frozen=True, kw_only=True):
+    """One named hold of a checkpoint."""
+
+    id: str
+    name: str
+
+
+def list_pins(run: Run) -> list[NamedPin]:
+    """All pins of a run, newest step first."""
+    found = sorted(pinned(run).items(), reverse=True)
+    return [NamedPin(id=run.id_of(attempt), name=name) for attempt, pin_names in found for name in pin_names]
 
 
 def pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import isfinite
+
+import msgspec
 
 from ckptstore import names
 from ckptstore.clock import Clock
@@ -18,7 +20,7 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, Damaged, InvalidPolicy, ObjectMissing, PoliciesChanged
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.records import PoliciesVersion, PolicySet, Rules
+from ckptstore.format.records import Best, PoliciesVersion, Policy, PolicySet
 from ckptstore.names import Attempt
 from ckptstore.stores import Store
 
@@ -32,75 +34,21 @@ _PERIODS: dict[str, Callable[[float], int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The so many checkpoints with the best values of a metric."""
-
-    metric: str
-    highest: bool
-    """Whether more is better."""
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.metric}:{'max' if self.highest else 'min'}:{self.count}"
-
-    @staticmethod
-    def parse(text: str) -> Best:
-        """What `str` writes: METRIC:min:N or METRIC:max:N. Raises InvalidPolicy."""
-        metric, _, rest = text.rpartition(":")
-        metric, _, direction = metric.rpartition(":")
-        number = int(rest) if rest.isascii() and rest.isdigit() and len(rest) < 10 else 0
-        if not metric or direction not in ("min", "max") or number < 1:
-            raise InvalidPolicy(f"{text!r} names no best checkpoints", "Write METRIC:min:N or METRIC:max:N")
-        return Best(metric, direction == "max", number)
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What to keep of a run. A rule that is 0 or empty is not used; at least one must be. Raises InvalidPolicy."""
-
-    keep_last: int = 0
-    """The newest so many steps."""
-    keep_every: int = 0
-    """The first step at or after each multiple of so many steps."""
-    keep_hourly: int = 0
-    """The last checkpoint of each of the newest so many hours (of UTC) that have one."""
-    keep_daily: int = 0
-    keep_weekly: int = 0
-    keep_best: tuple[Best, ...] = ()
-    keep_within_s: float = 0.0
-    """Everything that was committed in the last so many seconds."""
-    max_bytes: int = 0
-    """Not a reason but a limit: of what rules keep, or of everything if there is no other rule, the newest so many
-    stored bytes."""
-
-    def __post_init__(self) -> None:
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keep_best"}
-        for name, value in numbers.items():
-            allowed = (int, float) if name == "keep_within_s" else int
-            if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value < 1 << 62:
-                raise InvalidPolicy(f"{name} cannot be {value!r}", "Use a number from 0 on; 0: not used")
-        if not any(numbers.values()) and not self.keep_best:
-            raise InvalidPolicy(
-                "the policy keeps nothing", "Keep at least something: the last 1, every 1000, within a day ..."
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class KeepDecision:
     """One checkpoint and why it stays; no reasons: it goes."""
 
     checkpoint: Checkpoint
     reasons: tuple[str, ...]
 
 
-def judge(
+def evaluate(
     policy: Policy,
     checkpoints: Sequence[Checkpoint],
     holds: Mapping[Attempt, Iterable[str]],
     now: float,
     verified: Attempt | None = None,
-) -> list[Verdict]:
-    """A verdict per checkpoint of one run, in the order given.
+) -> list[KeepDecision]:
+    """The decision about each checkpoint of one run, in the order given.
 
     holds: why attempts must stay whatever the policy says. verified: the one that was last found whole. Corrupt
     ones stay until somebody looks at them: what they were cannot be known, or may be worth repairing.
@@ -118,7 +66,7 @@ def judge(
             yield "last-verified"
         yield from holds.get(checkpoint.attempt, ())
 
-    return [Verdict(checkpoint, tuple(of(checkpoint))) for checkpoint in checkpoints]
+    return [KeepDecision(checkpoint, tuple(of(checkpoint))) for checkpoint in checkpoints]
 
 
 def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[Attempt, list[str]]:
@@ -135,7 +83,7 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
             last_of.setdefault(bucket(checkpoint.committed_at), checkpoint)
         for i, checkpoint in enumerate(list(last_of.values())[: getattr(policy, f"keep_{period}")], 1):
             reasons[checkpoint.attempt].append(f"{period}-{i}")
-    for best in policy.keep_best:
+    for best in map(Best.parse, policy.keep_best):
         for i, checkpoint in enumerate(_ranked(best, usable)[: best.count], 1):
             reasons[checkpoint.attempt].append(f"best-{best.metric}-{i}")
     for checkpoint in usable:
@@ -179,40 +127,12 @@ _MAX_OVERRIDES = 1000
 _MAX_GRACE_S = 365 * 24 * 3600.0
 
 
-def policy_of(rules: Rules) -> Policy:
-    """The policy that stored rules spell. Raises InvalidPolicy."""
-    return Policy(
-        keep_last=rules.keep_last,
-        keep_every=rules.keep_every,
-        keep_hourly=rules.keep_hourly,
-        keep_daily=rules.keep_daily,
-        keep_weekly=rules.keep_weekly,
-        keep_best=tuple(map(Best.parse, rules.keep_best)),
-        keep_within_s=rules.keep_within_s,
-        max_bytes=rules.max_bytes,
-    )
-
-
-def rules_of(policy: Policy) -> Rules:
-    """A policy as it is stored and sent."""
-    return Rules(
-        keep_last=policy.keep_last,
-        keep_every=policy.keep_every,
-        keep_hourly=policy.keep_hourly,
-        keep_daily=policy.keep_daily,
-        keep_weekly=policy.keep_weekly,
-        keep_best=tuple(map(str, policy.keep_best)),
-        keep_within_s=policy.keep_within_s,
-        max_bytes=policy.max_bytes,
-    )
-
-
 def policy_for(policies: PolicySet, run: str) -> Policy | None:
     """What to keep of a run; None: it is never pruned. Pure."""
     for override in policies.overrides:
         if fnmatchcase(run, override.runs):
-            return policy_of(override.rules) if override.rules is not None else None
-    return policy_of(policies.default) if policies.default is not None else None
+            return override.rules
+    return policies.default
 
 
 def check_policies(policies: PolicySet) -> None:
@@ -222,13 +142,29 @@ def check_policies(policies: PolicySet) -> None:
     for override in policies.overrides:
         if not 0 < len(override.runs) <= 128:
             raise InvalidPolicy(f"{override.runs!r} is no glob of runs", "Write one like exp-*")
-    for rules in (policies.default, *(override.rules for override in policies.overrides)):
-        if rules is not None:
-            policy_of(rules)
     if not 0 <= policies.grace_s <= _MAX_GRACE_S:
         raise InvalidPolicy(f"grace_s cannot be {policies.grace_s}", "Use 0 seconds to a year")
     if not 0 < policies.max_delete_fraction <= 1:
         raise InvalidPolicy(f"max_delete_fraction cannot be {policies.max_delete_fraction}", "Use 0 to 1, without 0")
+
+
+class PoliciesInForce(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of the policies; version 0: none were ever set."""
+
+    version: int
+    policies: PolicySet
+    by: str = ""
+    at: float = 0.0
+    reason: str = ""
+
+    @staticmethod
+    def of(found: PoliciesVersion | None) -> PoliciesInForce:
+        """The version that was read from the store."""
+        if found is None:
+            return PoliciesInForce(version=0, policies=PolicySet())
+        return PoliciesInForce(
+            version=found.version, policies=found.policies, by=found.by, at=found.at, reason=found.reason
+        )
 
 
 def read_policies(store: Store) -> PoliciesVersion | None:

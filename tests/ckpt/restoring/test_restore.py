@@ -17,10 +17,10 @@ from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CorruptObject, ObjectMissing
+from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys
 from ckptstore.reading.source import StoreSource
-from ckptstore.retention.deletion import plan_prune
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.ddp import ROOT
@@ -101,7 +101,7 @@ def test_what_a_live_run_resumed_from_is_not_pruned_until_it_commits(tmp_path: P
     model = nn.Linear(64, 64)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.restore(model, checkpoint=0)
-        reasons = {v.checkpoint.step: v.reasons for v in plan_prune(run, Policy(1)).verdicts}
+        reasons = {v.checkpoint.step: v.reasons for v in plan_prune(run, Policy(1)).decisions}
         assert reasons[0][0].startswith("lease:restore:")
         assert reasons[1] == ()
         checkpointer.save(model, None, 7)

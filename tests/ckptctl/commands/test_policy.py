@@ -6,7 +6,7 @@ import yaml
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import InvalidPolicy
-from ckptstore.format.records import Override, PolicySet, Rules
+from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.retention.policy import read_policies
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -81,10 +81,10 @@ def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
     assert change("--run", "w*", "--max-bytes", "1GB") == 0
     found = read_policies(filled)
     assert found is not None
-    assert found.policies.default == Rules(keep_last=5, keep_best=("loss:min:3",))
+    assert found.policies.default == Policy(keep_last=5, keep_best=("loss:min:3",))
     assert found.policies.overrides == (
-        Override(runs="w*", rules=Rules(max_bytes=10**9)),
-        Override(runs="wide", rules=Rules(keep_every=1000)),
+        Override(runs="w*", rules=Policy(max_bytes=10**9)),
+        Override(runs="wide", rules=Policy(keep_every=1000)),
     )
     history = invoke("policy", "history", "--store", folder, "-o", "json").json
     assert [version["reason"] for version in history] == ["", "", "", "space"]

@@ -12,9 +12,11 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide
 from ckptstore.errors import AttemptAborted, InvalidPolicy, NoCheckpoint
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
@@ -97,21 +99,22 @@ def test_a_prune_works_from_the_store_and_updates_the_index(store: Store, daemon
     for step in range(4):
         write_checkpoint(store, step=step)  # the index has seen none of them
     write_checkpoint(store, "bert", 1)
-    pruned = client.prune(2, "gpt", dry_run=False)
-    assert not pruned.dry_run
+    pruned = client.prune(Prune(Policy(2), "gpt"))
     assert not pruned.held
     assert _steps(store) == [3, 2]
     assert [c.step for c in client.checkpoints("gpt")] == [3, 2]
-    client.prune(1, dry_run=False)
+    client.prune(Prune(Policy(1)))
     assert (_steps(store), _steps(store, "bert")) == ([3], [1])
     assert "ckptd_prune_deleted_total 3.0" in daemon.get("/metrics").text
 
 
-def test_prunes_that_make_no_sense(client: DaemonClient) -> None:
-    with pytest.raises(InvalidPolicy):
-        client.prune(0, dry_run=False)
+def test_prunes_that_make_no_sense(daemon: Daemon, client: DaemonClient) -> None:
+    rules: list[dict[str, object]] = [{"keep_last": 0}, {"rules": {}}, {"rules": {"keep_best": ["loss"]}}]
+    for keeps_nothing in rules:
+        answer = daemon.post(bodies.PRUNE, {**keeps_nothing, "dry_run": False})
+        assert (answer.status_code, answer.json()["code"]) == (422, InvalidPolicy.code)
     with pytest.raises(NoCheckpoint):
-        client.prune(1, "no-such-run")
+        client.plan_prune(Prune(Policy(1), "no-such-run"))
 
 
 def test_a_lease_keeps_a_checkpoint_from_a_prune(store: Store, client: DaemonClient) -> None:
@@ -119,12 +122,12 @@ def test_a_lease_keeps_a_checkpoint_from_a_prune(store: Store, client: DaemonCli
     write_checkpoint(store, step=2)
     client.reindex()
     lease = client.take_lease(old, "rank-0@host", 60)
-    pruned = client.prune(1, "gpt", dry_run=False)
-    assert [item.reasons for item in pruned.items] == [["last-1"], ["lease:rank-0@host"]]
+    pruned = client.prune(Prune(Policy(1), "gpt"))
+    assert [decision.reasons for decision in pruned.decisions] == [("last-1",), ("lease:rank-0@host",)]
     assert verify(client, old).ok
     client.release_lease("gpt", lease)
     client.release_lease("gpt", lease)
-    client.prune(1, "gpt", dry_run=False)
+    client.prune(Prune(Policy(1), "gpt"))
     assert _steps(store) == [2]
     with pytest.raises(NoCheckpoint):
         client.take_lease(old, "rank-0@host", 60)

@@ -36,8 +36,9 @@ from ckptstore.errors import (
 )
 from ckptstore.format.documents import FORMAT, Outcome
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import Fate
+from ckptstore.format.records import Fate, Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
@@ -193,7 +194,7 @@ def test_pruning_works_through_the_daemon_only(overwriting: Store, gateway: S3Se
     with daemon_of(overwriting, gateway, tmp_path / "index.db") as daemon, daemon.client() as client:
         store = arbitrated(overwriting, daemon.url, None)
         written = [write_checkpoint(store, RUN, step, {}) for step in range(3)]
-        assert not client.prune(keep_last=1, run=RUN, dry_run=False, grace_s=0).held
+        assert not client.prune(Prune(Policy(1), RUN, grace_s=0)).held
         assert list_checkpoints(run) == written[2:]
         for gone in written[:2]:
             assert not keys(overwriting, run.keys.attempt(gone.attempt))

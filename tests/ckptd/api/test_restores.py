@@ -28,7 +28,9 @@ from ckptstore.errors import (
     RestoreMismatch,
     StoreUnavailable,
 )
+from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys
+from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
@@ -252,12 +254,12 @@ def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client
 def test_a_prune_waits_for_the_end(store: Store, client: DaemonClient, run: str) -> None:
     old, _ = _write(store, run, 1, 2)
     id = client.join_restore(run, "k", 1, 0, checkpoint=old.id).id
-    pruned = client.prune(1, run, dry_run=False)
-    assert [item.reasons for item in pruned.items] == [["last-1"], [f"lease:restore {id}"]]
+    pruned = client.prune(Prune(Policy(1), run))
+    assert [decision.reasons for decision in pruned.decisions] == [("last-1",), (f"lease:restore {id}",)]
     assert _steps(store, run) == [2, 1]
     client.report_restore(id, 0, Phase.RESTORED)
     wait_until(lambda: not _leases(store, run), "the release of the lease")
-    client.prune(1, run, dry_run=False)
+    client.prune(Prune(Policy(1), run))
     assert _steps(store, run) == [2]
     assert client.restore_session(id).checkpoint.id == old.id
 
@@ -268,7 +270,7 @@ def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, clien
     with _waiting(daemon, id) as (poll,):
         assert client.cancel_restore(id).state is RestoreState.CANCELLED
         assert poll.result(timeout=30).state is RestoreState.CANCELLED
-    client.prune(1, run, dry_run=False)
+    client.prune(Prune(Policy(1), run))
     assert _steps(store, run) == [2]
     assert client.cancel_restore(id).state is RestoreState.CANCELLED
     assert client.report_restore(id, 0, Phase.FETCHING).state is RestoreState.CANCELLED

@@ -12,8 +12,9 @@ import pytest
 from ckptapi import bodies
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.labels import LabelChange, change_labels
-from ckptstore.format.records import Action
+from ckptstore.format.records import Action, Policy
 from ckptstore.names import Reference
+from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
@@ -105,8 +106,8 @@ def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None
             janitor.delete(oldest, 3600, "diverged")
             assert janitor.undelete(Reference.parse("gpt@1"), "it did not") == oldest
             janitor.unpin(oldest, "undeleted")
-            janitor.prune(keep_last=3, run="gpt", dry_run=False)
-            janitor.prune(keep_last=2, run="gpt", dry_run=False)
+            janitor.prune(Prune(Policy(3), "gpt"))
+            janitor.prune(Prune(Policy(2), "gpt"))
             found = [(record.action, record.by) for record in janitor.audit("gpt")]
     done = [Action.PIN, Action.UNPIN, Action.DELETE, Action.PIN, Action.UNDELETE, Action.UNPIN, *[Action.DELETE] * 2]
     assert found == [(action, "janitor") for action in reversed(done)]

@@ -21,7 +21,9 @@ from ckptd.app import create_app
 from ckptd.cache import BLOCK_BYTES
 from ckptd.settings import Settings
 from ckptstore.commits.catalog import Checkpoint
+from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys
+from ckptstore.retention.pruning import Prune
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.counting import CountingStore, serving
@@ -217,7 +219,7 @@ def test_a_deleted_checkpoint_is_not_served_and_leaves_the_cache(store: Store) -
         for checkpoint in (old, new):
             _read(daemon.url + _path(checkpoint), [(0, _SIZE)])
         assert _cache(daemon, "bytes") == 2 * _SIZE
-        client.prune(1, dry_run=False, grace_s=0)
+        client.prune(Prune(Policy(1), grace_s=0))
         assert daemon.get(_path(old)).status_code == 404
         wait_until(lambda: _cache(daemon, "bytes") == _SIZE, "dropping")
         _read(daemon.url + _path(new), [(0, _SIZE)])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest, list_checkpoints
-from ckptstore.format.records import Override, PolicySet, Rules
+from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.names import Reference
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
+from ckptstore.retention.pruning import Prune
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.retention.tombstones import list_hidden
 from ckptstore.run import Run
@@ -24,7 +25,7 @@ def _steps(store: Store, run: str = "gpt") -> list[int]:
 
 
 def _keep(store: Store, last: int, version: int = 0) -> None:
-    rules = PolicySet(default=Rules(keep_last=last), overrides=(Override(runs="paper"),))
+    rules = PolicySet(default=Policy(keep_last=last), overrides=(Override(runs="paper"),))
     change_policies(store, rules, version, "test", system_clock)
 
 
@@ -61,7 +62,7 @@ def test_a_policy_that_would_take_most_of_a_run_is_refused_and_counted(store: St
         wait_until(lambda: failed in daemon.get("/metrics").text, "the refusal")
         assert _steps(store) == [4, 3, 2, 1, 0]
         with daemon.client() as client:
-            client.prune(run="gpt", dry_run=False, force=True)
+            client.prune(Prune(runs="gpt", confirmed=True))
         assert _steps(store) == [4, 3]
 
 

@@ -21,8 +21,8 @@ from ckptd.services.freshness import Freshness
 from ckptd.services.synchronizing import IDLE_AFTER_S, IDLE_ROUNDS, Synchronizing
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, Reference
-from ckptstore.retention.policy import Policy
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import DATABASE_KINDS

@@ -18,8 +18,9 @@ from ckptd.pages.sessions import LIFETIME_S, Sessions
 from ckptd.pages.treemap import Area, squarified, treemap
 from ckptd.services.restores import RestoreView
 from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
-from ckptstore.retention.policy import Best, Policy, judge
+from ckptstore.retention.policy import evaluate
 
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
@@ -119,7 +120,7 @@ def test_blocks_are_sorted_as_people_count() -> None:
 def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     checkpoints = [_checkpoint(step, loss=1 / (step + 1)) for step in range(120, 0, -1)]
     checkpoints[3] = _checkpoint(117, State.CORRUPT)
-    kept = judge(Policy(keep_last=2), checkpoints, {}, 0.0)
+    kept = evaluate(Policy(keep_last=2), checkpoints, {}, 0.0)
     reasons = {verdict.checkpoint.attempt: verdict.reasons for verdict in kept}
     view = run_view("gpt", checkpoints, reasons, kept, RunPageQuery(page=99, keep=2), 1000.0)
     assert (view.num_pages, view.query.page, len(view.rows)) == (3, 3, 120 - 2 * PAGE_ROWS)
@@ -128,7 +129,7 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     assert (view.preview.num_kept, view.preview.num_removed, view.preview.removed_bytes) == (3, 117, 1170)
     assert view.preview.rules == "--keep 2"
     query = RunPageQuery(keep=5, every=100, best="loss:min:2")
-    assert query.policy == Policy(keep_last=5, keep_every=100, keep_best=(Best("loss", False, 2),))
+    assert query.policy == Policy(keep_last=5, keep_every=100, keep_best=("loss:min:2",))
     assert query.link() == "?keep=5&every=100&best=loss%3Amin%3A2"
     both = run_view("gpt", checkpoints, reasons, kept, query, 1000.0).preview
     assert both is not None

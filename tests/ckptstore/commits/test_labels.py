@@ -14,10 +14,10 @@ from ckptstore.commits.audit import read_log
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.labels import MAX_LABELS, LabelChange, change_labels, label_versions, read_labels, with_labels
 from ckptstore.errors import InvalidRequest, NoCheckpoint, StoreUnavailable
-from ckptstore.format.records import Action
+from ckptstore.format.records import Action, Policy
 from ckptstore.reading.source import StoreSource
-from ckptstore.retention.deletion import delete_checkpoint, plan_prune
-from ckptstore.retention.policy import Best, Policy
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, WrappedStore, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
@@ -61,7 +61,7 @@ def test_tags_and_metrics_are_set_changed_and_removed(folder_store: Store) -> No
 def test_retention_goes_by_metrics_that_were_set_later(folder_store: Store) -> None:
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
         change(folder_store, only(folder_store, step), metrics={"val_loss": loss})
-    policy = Policy(keep_best=(Best.parse("val_loss:min:1"),))
+    policy = Policy(keep_best=("val_loss:min:1",))
     plan = plan_prune(Run(folder_store, "gpt"), policy)
     assert sorted(verdict.checkpoint.step for verdict in plan.keep) == [2, 3]
 

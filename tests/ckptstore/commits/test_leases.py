@@ -11,15 +11,11 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, hidden_attempts, list_checkpoints
 from ckptstore.commits.leases import active_leases, expired_leases, release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
+from ckptstore.format.records import Policy
 from ckptstore.names import new_ulid
-from ckptstore.retention.deletion import (
-    apply_prune,
-    collect,
-    delete_checkpoint,
-    plan_prune,
-)
+from ckptstore.retention.deletion import collect, delete_checkpoint
 from ckptstore.retention.pins import pin
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -36,7 +32,7 @@ def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> Non
     run = Run(store, RUN, clock)
     lease = take_lease(run, old.attempt, "restore of rank 0", 600)
     other = take_lease(run, old.attempt, "restore of rank 1", 60)
-    verdicts = plan_prune(run, Policy(1)).verdicts
+    verdicts = plan_prune(run, Policy(1)).decisions
     assert set(verdicts[1].reasons) == {"lease:restore of rank 0", "lease:restore of rank 1"}
     with pytest.raises(CheckpointHeld, match="restore of rank 0"):
         delete_checkpoint(run, old.attempt, "prune")

@@ -23,13 +23,14 @@ from ckptstore.format.documents import References
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.places import Places
 from ckptstore.format.planning import entry_bytes, plan_all, plan_reads, whole_entries
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, apply_prune, collect, delete_checkpoint, plan_prune
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, collect, delete_checkpoint
 from ckptstore.retention.pins import active_holds
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import hide, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -121,7 +122,7 @@ def test_what_is_referenced_is_kept_until_the_last_that_needs_it_is_gone(store: 
     first, second, third = chain(store, 1, 2, 3)
     plan = plan_prune(run, Policy(1))
     assert [c.step for c in plan.remove] == [2]
-    reasons = {v.checkpoint.step: v.reasons for v in plan.verdicts}
+    reasons = {v.checkpoint.step: v.reasons for v in plan.decisions}
     assert reasons[1] == (f"referenced:{third.id}", f"referenced:{second.id}")
     apply_prune(run, plan)
     assert verify(StoreSource(store), third).ok

@@ -15,8 +15,8 @@ from ckptstore.format.records import (
     Override,
     Pin,
     PoliciesVersion,
+    Policy,
     PolicySet,
-    Rules,
 )
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
@@ -71,7 +71,7 @@ def _samples() -> dict[str, bytes]:
                 by="me",
                 at=1.0,
                 reason="",
-                policies=PolicySet(default=Rules(keep_last=3), overrides=(Override(runs="exp-*"),)),
+                policies=PolicySet(default=Policy(keep_last=3), overrides=(Override(runs="exp-*"),)),
             )
         ),
         "manifest": manifest_bytes(merge([receipt])) + b"\n",

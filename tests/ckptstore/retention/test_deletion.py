@@ -12,16 +12,10 @@ from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attem
 from ckptstore.commits.commit import decide, read_outcome
 from ckptstore.commits.leases import take_lease
 from ckptstore.errors import StoreUnavailable
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
-from ckptstore.retention.deletion import (
-    ORPHAN_GRACE_S,
-    apply_prune,
-    collect,
-    delete_checkpoint,
-    plan_prune,
-    undecided_attempts,
-)
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, collect, delete_checkpoint, undecided_attempts
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -55,7 +49,7 @@ def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: S
 
 def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:
     run = Run(store, RUN)
-    assert plan_prune(run, Policy(1)).verdicts == ()
+    assert plan_prune(run, Policy(1)).decisions == ()
     assert collect(run).freed_bytes == 0
     assert keys(store) == []
 

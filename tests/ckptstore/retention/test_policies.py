@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -9,22 +10,22 @@ import pytest
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject, InvalidPolicy, PoliciesChanged, StoreUnavailable
-from ckptstore.format.documents import FORMAT
+from ckptstore.format.documents import FORMAT, Document
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import Override, PoliciesVersion, PolicySet, Rules
-from ckptstore.retention.policy import Best, Policy, change_policies, policies_history, policy_for, read_policies
+from ckptstore.format.records import Override, PoliciesVersion, Policy, PolicySet
+from ckptstore.retention.policy import change_policies, policies_history, policy_for, read_policies
 from ckptstore.stores import Store
 from tests.support.stores import Faults, FaultyStore, race
 
 SET = PolicySet(
-    default=Rules(keep_last=5, keep_every=1000),
-    overrides=(Override(runs="exp-*", rules=Rules(keep_best=("loss:min:2",))), Override(runs="*-paper")),
+    default=Policy(keep_last=5, keep_every=1000),
+    overrides=(Override(runs="exp-*", rules=Policy(keep_best=("loss:min:2",))), Override(runs="*-paper")),
 )
 
 
 def test_the_first_override_that_matches_counts() -> None:
     assert policy_for(SET, "gpt") == Policy(5, keep_every=1000)
-    assert policy_for(SET, "exp-paper") == Policy(keep_best=(Best("loss", False, 2),))
+    assert policy_for(SET, "exp-paper") == Policy(keep_best=("loss:min:2",))
     assert policy_for(SET, "my-paper") is None
     assert policy_for(PolicySet(), "gpt") is None
 
@@ -68,9 +69,21 @@ def test_damaged_policies_are_not_replaced_by_older_ones(store: Store) -> None:
     assert change_policies(store, SET, 2, "ann", system_clock).version == 3
 
 
+class _Unchecked(Document, frozen=True):
+    """A PoliciesVersion whose policies are not checked."""
+
+    format: int
+    kind: str
+    version: int
+    policies: dict[str, object]
+    by: str
+    at: float
+    reason: str
+
+
 def test_sealed_nonsense_is_damage(store: Store) -> None:
-    empty = PolicySet(default=Rules())
-    document = PoliciesVersion(format=FORMAT, kind="policies", version=1, policies=empty, by="", at=0.0, reason="")
+    empty: dict[str, object] = {"default": {"keep_last": 0}}
+    document = _Unchecked(format=FORMAT, kind="policies", version=1, policies=empty, by="", at=0.0, reason="")
     store.put(names.policies_key(1), seal(document))
     with pytest.raises(CorruptObject, match="keeps nothing"):
         read_policies(store)
@@ -79,17 +92,17 @@ def test_sealed_nonsense_is_damage(store: Store) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        PolicySet(default=Rules()),
-        PolicySet(default=Rules(keep_last=-1)),
-        PolicySet(default=Rules(keep_best=("loss",))),
-        PolicySet(overrides=(Override(runs="", rules=None),)),
-        PolicySet(overrides=(Override(runs="*"),) * 1001),
-        PolicySet(grace_s=-1),
-        PolicySet(max_delete_fraction=0),
-        PolicySet(max_delete_fraction=1.5),
+        lambda: PolicySet(default=Policy()),
+        lambda: PolicySet(default=Policy(keep_last=-1)),
+        lambda: PolicySet(default=Policy(keep_best=("loss",))),
+        lambda: PolicySet(overrides=(Override(runs="", rules=None),)),
+        lambda: PolicySet(overrides=(Override(runs="*"),) * 1001),
+        lambda: PolicySet(grace_s=-1),
+        lambda: PolicySet(max_delete_fraction=0),
+        lambda: PolicySet(max_delete_fraction=1.5),
     ],
 )
-def test_policies_that_make_no_sense(store: Store, wrong: PolicySet) -> None:
+def test_policies_that_make_no_sense(store: Store, wrong: Callable[[], PolicySet]) -> None:
     with pytest.raises(InvalidPolicy):
-        change_policies(store, wrong, 0, "ann", system_clock)
+        change_policies(store, wrong(), 0, "ann", system_clock)
     assert read_policies(store) is None

@@ -20,9 +20,10 @@ from ckptstore.commits.audit import read_log
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, CorruptObject, NoCheckpoint, StoreUnavailable, SweepBegun
+from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys, new_ulid
-from ckptstore.retention.deletion import apply_prune, collect, delete_checkpoint, list_deleted, plan_prune
-from ckptstore.retention.policy import Policy
+from ckptstore.retention.deletion import collect, delete_checkpoint, list_deleted
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, list_hidden, sweep, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store

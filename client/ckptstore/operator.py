@@ -1,0 +1,203 @@
+"""Everything an operator does to checkpoints, once: on a store here, through a daemon in ckptapi.client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+from ckptstore.clock import Clock, system_clock
+from ckptstore.commits import audit, catalog
+from ckptstore.commits.audit import AuditEntry
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.labels import LabelChange, change_labels, with_labels
+from ckptstore.commits.store_check import StoreReport, check_store, examine
+from ckptstore.format.records import PolicySet
+from ckptstore.names import Reference
+from ckptstore.retention import deletion, pins, policy
+from ckptstore.retention.deletion import Collected, Deleted
+from ckptstore.retention.pins import NamedPin
+from ckptstore.retention.policy import PoliciesInForce
+from ckptstore.retention.pruning import Prune, PrunePlan, apply_prunes, plan_prunes
+from ckptstore.run import Run, identity
+from ckptstore.stores import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptstore.reading.fetch import Progress
+
+
+class Operator(Protocol):
+    """What operators do. Any thread may call any method. Every method raises Unavailable."""
+
+    def read_past_caches(self) -> None:
+        """Read the store itself from now on, past every cache."""
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        """All checkpoints of a run, newest step first."""
+
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
+        """Hide a checkpoint, to be deleted after the grace; durable on return.
+
+        Raises NoCheckpoint or CheckpointHeld.
+        """
+
+    def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
+        """Undo a deletion; listed, and pinned as `undeleted`, on return. Raises NoCheckpoint or SweepBegun."""
+
+    def deleted(self, run: str) -> list[Deleted]:
+        """Checkpoints of a run that are hidden and can be undeleted, newest step first. Raises InvalidName."""
+
+    def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
+        """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
+
+    def unpin(self, checkpoint: Checkpoint, name: str) -> None:
+        """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
+
+    def pins(self, run: str) -> list[NamedPin]:
+        """All pins of a run, newest step first. Raises InvalidName."""
+
+    def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
+        """Change tags and metrics; durable on return. Raises InvalidRequest or NoCheckpoint."""
+
+    def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
+        """Who set out to do what to checkpoints of a run, newest first. Raises InvalidName."""
+
+    def policies(self) -> PoliciesInForce:
+        """The policies in force; version 0: none were ever set."""
+
+    def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
+        """The newest versions of the policies, newest first."""
+
+    def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
+        """Put policies in force in place of version `expected`, 0 for none; durable on return.
+
+        Raises InvalidPolicy, or PoliciesChanged if that is not the newest version.
+        """
+
+    def plan_prune(self, prune: Prune) -> PrunePlan:
+        """What a prune would delete and what would stay, and why. Deletes nothing.
+
+        Raises NoCheckpoint if no run that is named has a checkpoint, or InvalidPolicy if no policy is in force.
+        """
+
+    def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
+        """Delete what the policy does not keep. What the returned plan removes is gone from listings on return.
+
+        plan: the plan that the caller has seen; a store follows it, a daemon plans again. progress is called with
+        stored bytes. Raises what `plan_prune` raises, TooMuchToDelete unless the prune is confirmed, StoreUnsafe or
+        ClockSkew.
+        """
+
+    def probe(self) -> StoreReport:
+        """Check what the store must do, with a few small objects."""
+
+
+class StoreOperator:
+    """An operator on a store itself."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock = system_clock,
+        by: str = "",
+        on_change: Callable[[str], object] = lambda _: None,
+        check_deletes: bool = True,
+    ) -> None:
+        """by: who acts, for the audit log; empty: this process. on_change: called with each run that was changed.
+
+        check_deletes: probe the store before a single deletion; False for a caller that probes it regularly.
+        """
+        self.store = store
+        self._clock = clock
+        self._by = by or identity()
+        self._on_change = on_change
+        self._check_deletes = check_deletes
+
+    def run(self, name: str) -> Run:
+        """One run, with this operator's clock and name. Raises InvalidName."""
+        return Run(self.store, name, self._clock, self._by)
+
+    def read_past_caches(self) -> None:
+        pass
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        named = self.run(run)
+        return with_labels(named, catalog.list_checkpoints(named))
+
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
+        if self._check_deletes:
+            self.check()
+        with self._changing(checkpoint.run) as run:
+            deletion.delete_checkpoint(run, checkpoint.attempt, reason, grace_s)
+
+    def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
+        with self._changing(reference.run) as run:
+            found = deletion.take_back(run, reference, reason)
+        return catalog.find(self.store, found)
+
+    def deleted(self, run: str) -> list[Deleted]:
+        return deletion.list_deleted(self.run(run))
+
+    def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
+        pins.pin(self.run(checkpoint.run), checkpoint.attempt, name, reason)
+
+    def unpin(self, checkpoint: Checkpoint, name: str) -> None:
+        pins.unpin(self.run(checkpoint.run), checkpoint.attempt, name)
+
+    def pins(self, run: str) -> list[NamedPin]:
+        return pins.list_pins(self.run(run))
+
+    def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
+        run, attempt = self.run(checkpoint.run), checkpoint.attempt
+        change_labels(run, attempt, change, reason)
+        self._on_change(run.name)
+        return with_labels(run, [catalog.find(self.store, Reference(run.name, attempt.step, attempt.ulid))])[0]
+
+    def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
+        records = islice(audit.read_log(self.run(run), limit), limit)
+        return [AuditEntry.of(run, record) for record in records]
+
+    def policies(self) -> PoliciesInForce:
+        return PoliciesInForce.of(policy.read_policies(self.store))
+
+    def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
+        return [PoliciesInForce.of(version) for version in policy.policies_history(self.store, limit)]
+
+    def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
+        done = policy.change_policies(self.store, policies, expected, self._by, self._clock, reason)
+        return PoliciesInForce.of(done)
+
+    def plan_prune(self, prune: Prune) -> PrunePlan:
+        return plan_prunes(self.store, prune, self._clock)
+
+    def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
+        plan = plan or self.plan_prune(prune)
+        if not plan.remove:
+            return plan
+
+        def done(checkpoint: Checkpoint) -> None:
+            progress(checkpoint.stored_bytes)
+
+        return apply_prunes(self.store, plan, self._clock, self._by, prune.confirmed, done, self._on_change)
+
+    def collect(self, run: str, grace_s: float = deletion.ORPHAN_GRACE_S) -> Collected:
+        """Sweep what is due and finish what crashes left, in one run. Ages need agreeing clocks: see `check`."""
+        return deletion.collect(self.run(run), grace_s)
+
+    def check(self) -> None:
+        """Return if deletions may be decided on this store now. Raises StoreUnsafe, ClockSkew or Unavailable."""
+        check_store(self.store, self._clock)
+
+    def probe(self) -> StoreReport:
+        return examine(self.store, self._clock)
+
+    @contextmanager
+    def _changing(self, run: str) -> Iterator[Run]:
+        # A change that fails may have been made in part.
+        try:
+            yield self.run(run)
+        finally:
+            self._on_change(run)
