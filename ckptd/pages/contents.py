@@ -9,6 +9,7 @@ from ckptapi.bodies import EntryBody, ShardBody
 from ckptd.pages.charts import Bars, bars
 from ckptd.pages.treemap import Rect, treemap
 from ckptstore import human
+from ckptstore.names import MAX_RANKS
 
 _SHARDS_SHOWN = 32
 _ENTRIES_SHOWN = 20
@@ -45,9 +46,9 @@ class ContentsView:
 
 def contents_view(world_size: int, shards: Sequence[ShardBody], entries: Sequence[EntryBody]) -> ContentsView:
     """The view of a checkpoint. entries: all of them."""
-    written = [0] * world_size
+    written = [0] * min(world_size, MAX_RANKS)  # an index of an older daemon may hold any number
     for shard in shards:
-        if shard.rank < world_size:
+        if shard.rank < len(written):
             written[shard.rank] += shard.stored_bytes
     by_size = sorted(entries, key=lambda entry: (-entry.raw_bytes, entry.name))
     largest = sorted(shards, key=lambda shard: (-shard.stored_bytes, shard.rank))

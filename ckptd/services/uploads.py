@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from ulid import ULID
 
@@ -42,7 +43,7 @@ class Uploads:
         objects = list(self._store.list(RunKeys(run).attempt(attempt)))
         ranks = {rank for rank in (names.receipt_rank(info.key) for info in objects) if rank is not None}
         world_size = self._world_size(run, attempt, ranks)
-        missing = sorted(set(range(world_size)) - ranks)[:_MOST_MISSING] if world_size else []
+        missing = islice((rank for rank in range(world_size or 0) if rank not in ranks), _MOST_MISSING)
         begun_at = ULID.from_str(attempt.ulid).timestamp
         return AttemptBody(
             run=run,
@@ -53,7 +54,7 @@ class Uploads:
             age_s=max(0.0, self._clock() - begun_at),
             num_receipts=len(ranks),
             world_size=world_size,
-            missing_ranks=missing,
+            missing_ranks=list(missing),
             num_shards=sum(info.key.endswith(".ckpt") for info in objects),
             stored_bytes=sum(info.bytes for info in objects),
         )

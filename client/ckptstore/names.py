@@ -16,6 +16,8 @@ from ulid import ULID
 from ckptstore.errors import InvalidName
 
 MAX_STEP = 10**12 - 1
+MAX_RANKS = 100_000
+"""Names of shards and receipts have five digits."""
 LATEST = "latest"
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

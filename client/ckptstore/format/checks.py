@@ -53,6 +53,7 @@ def check_receipts(manifest: Manifest) -> None:
 
 def check_receipt(receipt: Receipt) -> None:
     """A receipt describes only its own rank. Raises Invalid or BadInput."""
+    _require(receipt.world_size <= names.MAX_RANKS, f"the world has {receipt.world_size} ranks")
     _require(0 <= receipt.rank < receipt.world_size, f"rank {receipt.rank} is outside the world")
     owners = {shard.rank for shard in receipt.content.shards}
     _require(owners <= {receipt.rank}, "a receipt names the shard of another rank")
@@ -66,7 +67,8 @@ def check_committed(committed: Committed) -> None:
     sizes = (committed.bytes, summary.raw_bytes, summary.stored_bytes, summary.referenced_bytes)
     counts = (*sizes, summary.num_entries, summary.num_shards)
     _require(min(*counts, summary.world_size - 1) >= 0, "a count is out of bounds")
-    _require(max(*counts, summary.world_size) <= _MAX_BYTES, "a count is out of bounds")
+    _require(max(counts) <= _MAX_BYTES, "a count is out of bounds")
+    _require(summary.world_size <= names.MAX_RANKS, f"the world has {summary.world_size} ranks")
     _require(_is_digest(committed.digest), "the manifest's digest is not 32 digits")
 
 

@@ -14,16 +14,18 @@ from torch import nn
 import ckpt
 from ckpt import Checkpointer
 from ckptstore import names
+from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.format.records import Policy
-from ckptstore.names import RunKeys
+from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.ddp import ROOT
+from tests.support.checkpoints import write_rank
 from tests.support.training import same_state
 
 
@@ -92,6 +94,18 @@ def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path) -
         flip(files_of(tmp_path, checkpoint)["shard"])
     with Checkpointer(str(tmp_path), run="r") as checkpointer, pytest.raises(CorruptObject, match="none of the 2"):
         checkpointer.restore(nn.Linear(64, 64))
+
+
+def test_an_undecided_attempt_with_a_hostile_receipt_does_not_stop_a_restore(tmp_path: Path) -> None:
+    (checkpoint,), (state,) = save_steps(tmp_path, 1)
+    store = open_store(str(tmp_path))
+    write_rank(store, "r", Attempt(2, new_ulid(system_clock())), {}, world_size=2**40)
+    model = nn.Linear(64, 64)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        restored = checkpointer.restore(model)
+    assert restored is not None
+    assert restored.step == checkpoint.step
+    assert same_state(dict(model.state_dict()), state)
 
 
 def test_what_a_live_run_resumed_from_is_not_pruned_until_it_commits(tmp_path: Path) -> None:

@@ -121,6 +121,21 @@ def test_live_uploads_show_who_is_missing(served: tuple[Daemon, Store]) -> None:
     assert upload.stored_bytes > 1_000_000
 
 
+def test_an_upload_of_an_impossible_world_is_listed(served: tuple[Daemon, Store]) -> None:
+    """Its receipt is valid but for its world size, which must not become an allocation."""
+    daemon, store = served
+    hostile = Attempt(9, new_ulid(system_clock()))
+    write_rank(store, "gpt", hostile, {}, world_size=2**40)
+    complete = Attempt(10, new_ulid(system_clock()))
+    write_rank(store, "gpt", complete, {})
+    with daemon.client() as client:
+        wait_until(lambda: client.latest("gpt").step == 10, "the recovery of the other attempt")
+        (upload,) = client.attempts("gpt")
+    assert (upload.attempt, upload.num_receipts) == (str(hostile), 1)
+    assert (upload.world_size, upload.missing_ranks) == (None, [])
+    assert daemon.get("/").status_code == 200
+
+
 def test_a_probe_of_a_good_store_is_good(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
     with daemon.client() as client:

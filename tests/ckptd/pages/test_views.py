@@ -160,6 +160,7 @@ def test_contents_of_many_ranks_are_summed_by_rank_and_item() -> None:
         ("optim", 40, 780),
     ]
     assert view.entries[0].raw_bytes == 39
+    assert contents_view(2**40, shards, entries).num_writers == 999
 
 
 def _session(world_size: int, ranks: list[RankProgress], **of: object) -> RestoreView:

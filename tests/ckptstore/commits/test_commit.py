@@ -100,6 +100,16 @@ def test_roll_forward_gives_the_manifest_the_committer_would_have_given(store: S
     assert commit_attempt(run, receipts) == rolled
 
 
+def test_a_receipt_of_an_impossible_world_is_not_committed(store: Store) -> None:
+    run = Run(store, RUN)
+    hostile, good = new_attempt(step=2), new_attempt(step=3)
+    write_rank(store, RUN, hostile, SMALL, 0, world_size=2**40)
+    write_ranks(store, good)
+    assert not advance(run, hostile)
+    assert advance(run, good)
+    assert read_outcome(run, hostile) is None
+
+
 def test_roll_forward_waits_for_every_rank(store: Store) -> None:
     run = Run(store, RUN)
     attempt = new_attempt()

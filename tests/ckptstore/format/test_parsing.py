@@ -22,7 +22,7 @@ from ckptstore.format.columns import column, pack, unpack
 from ckptstore.format.documents import FORMAT, Lease, Manifest, Receipt
 from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
 from ckptstore.format.planning import check_cover, plan_reads, whole_entries
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import MAX_RANKS, Attempt, new_ulid
 from ckptstore.stores import open_store
 from tests.ckptstore.format.sealed import KEY, KINDS, SAMPLES
 from tests.support.checkpoints import sample_arrays, write_rank
@@ -277,6 +277,20 @@ def test_documents_about_the_wrong_thing() -> None:
     for rank in (-1, 1):
         with pytest.raises(CorruptObject, match="outside the world"):
             parse_json("receipt", {**body("receipt"), "rank": rank})
+
+
+@pytest.mark.parametrize("ranks", [MAX_RANKS + 1, 2**40])
+def test_more_ranks_than_names_allow_are_refused(ranks: int) -> None:
+    outcome = body("outcome")
+    summary = outcome["committed"]["summary"]
+    for allowed in (1, MAX_RANKS):
+        assert parse_json("receipt", {**body("receipt"), "world_size": allowed})
+        summary["world_size"] = allowed
+        assert parse_json("outcome", outcome)
+    summary["world_size"] = ranks
+    for kind, document in (("receipt", {**body("receipt"), "world_size": ranks}), ("outcome", outcome)):
+        with pytest.raises(CorruptObject, match=f"the world has {ranks} ranks"):
+            parse_json(kind, document)
 
 
 @pytest.mark.parametrize("kind", KINDS)
