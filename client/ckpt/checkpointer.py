@@ -16,8 +16,8 @@ import torch
 
 from ckpt.capture.describe import describe
 from ckpt.capture.estimate import estimate_snapshot_bytes
+from ckpt.capture.fingerprint import Capturer
 from ckpt.capture.leaves import Captured
-from ckpt.capture.repeated import Capturer
 from ckpt.capture.train_state import Model, Optimizers, TrainState
 from ckpt.closing import close_at_exit
 from ckpt.config import Config, OnBusy, takes

@@ -22,7 +22,7 @@ from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
 from ckptstore.format.dtypes import NUMPY
 from ckptstore.format.shards import Slice
-from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, unsupported
+from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, merge_trees, unsupported
 
 _BUFFER_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8})
 """Those that Python's own views of memory know; there are more."""
@@ -163,6 +163,13 @@ class Collector:
     def inline(self, path: str, value: Any) -> JSON:
         """The tree of small state, tensors and all."""
         return encode_tree(value, path, _inline_leaf)
+
+    def joined(self, path: str, values: Iterable[Any]) -> JSON:
+        """The trees of small states as one tree."""
+        merged: JSON = {}
+        for value in values:
+            merged = merge_trees(merged, self.inline(path, value), path)
+        return merged
 
     def add_local(self, item: str, value: Any) -> None:
         """State of this rank alone: small tensors stay in the tree, large ones go into the shard."""

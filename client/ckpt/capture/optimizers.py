@@ -37,6 +37,11 @@ def named_groups(optimizer: Optimizer, train_state: TrainState) -> list[list[dic
     return named
 
 
+def group_names(optimizer: Optimizer, train_state: TrainState) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    return [[name for held in group for name in held] for group in named_groups(optimizer, train_state)]
+
+
 def keeps_state_here(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Whether this rank keeps the state of a parameter: ZeroRedundancyOptimizer gives each to one rank."""
     zero = _as_zero(optimizer)

@@ -16,7 +16,7 @@ from ckpt.capture.rng import rng_state
 from ckpt.capture.train_state import GRADIENTS, RNG, Stateful, TrainState
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import mapping, merge_trees
+from ckptstore.format.trees import mapping
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def _capture_optimizers(collector: Collector, item: str, state: TrainState, step
     frame = optimizer_frame(item, state)
     owned: dict[str, JSON] = {}
     seen: set[str] = set()
-    frames: JSON = {}
+    frames = []
     for optimizer in state.optimizers[item]:
         whole = optimizers.optimizer_state(optimizer, state)
         held = optimizers.parameters_by_name(optimizer, state)
@@ -104,9 +104,10 @@ def _capture_optimizers(collector: Collector, item: str, state: TrainState, step
             if ownership.owns(unit):
                 owned[name] = tree
         if ownership.owns(frame):
-            frames = merge_trees(frames, collector.inline(item, whole), item)
+            frames.append(whole)
     if owned or ownership.owns(frame):
-        collector.captured.trees[item] = mapping({"state": mapping(owned), **({"groups": []} | frames)})
+        tree = {"state": mapping(owned), "groups": [], **collector.joined(item, frames)}
+        collector.captured.trees[item] = mapping(tree)
 
 
 def _capture_gradients(collector: Collector, state: TrainState) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt import Checkpointer
-from ckpt.capture.repeated import Capturer
+from ckpt.capture.fingerprint import Capturer
 from ckptstore.reading.source import read_manifest
 from tests.ckpt.loops import OPTIMIZERS, Loop, open_run
 from tests.support.training import same_state
