@@ -113,7 +113,13 @@ class Checkpointer:
         copied, beside the next forward and backward, and `optim.step()` waits for that; all else is copied on return.
         The snapshot is durable soon even if this process is killed (writer="process") once the copy is taken: when
         `SaveHandle.staged()` says so, at the latest when `optim.step()` has begun; without overlap, on return.
-        What is changed by other means than `optim.step()` in between is found out, see SnapshotTorn.
+
+        A committed checkpoint is the state at the moment of the call, on every rank; otherwise there is no checkpoint,
+        and SnapshotTorn names the tensor that changed. If anything but `optim.step()` changes a parameter or optimizer
+        state while it is being copied, the save fails: the handle and the next call raise SnapshotTorn, the handles of
+        the other ranks RankFailed, and later saves of this rank are copied before they return. Detection compares
+        version counters and, in host memory, samples; see docs/decisions/0015-overlap.md for what it can miss.
+        overlap=False needs no detection.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped, which the handle tells (`skipped`). Raises the

@@ -339,7 +339,7 @@ class SaveSkipped(SaveFailed):
 
 
 class SnapshotTorn(SaveFailed):
-    """Something other than an optimizer changed the state while its snapshot was taken."""
+    """Something other than an optimizer's step changed the state while it was copied; nothing was committed."""
 
     code = "snapshot_torn"
 

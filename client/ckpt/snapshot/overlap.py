@@ -4,9 +4,11 @@ State that changes only in `optim.step()` (parameters and optimizer state) is co
 itself, during the next forward and backward. A hook before the step of any optimizer waits for the copy: on a GPU the
 stream waits, not the CPU. A ChangeGuard detects state that was changed in another way while it was copied.
 
-    unchanged               the job is submitted to the saver
-    changed, before a step  the state is copied again, since before the step it is still that of the save; overlap ends
-    changed, otherwise      the save fails with SnapshotTorn; overlap ends
+    unchanged  the job is submitted to the saver
+    changed    the save fails with SnapshotTorn on this rank and with RankFailed on the others; overlap ends here
+
+A changed state is not copied again: it would be another state than that of the call, and on each rank that of another
+moment.
 """
 
 from __future__ import annotations
@@ -51,14 +53,11 @@ class BackgroundCopy(Protocol):
     def make_streams_wait(self) -> None:
         """Order later work of the current GPU streams after the copy. Does not wait. Call it after `copy`."""
 
-    def copy_again(self) -> None:
-        """Copy the deferred leaves again, with their current values. Call it after `copy`."""
-
     def finish(self) -> None:
-        """Return when the slot holds everything. Raises SnapshotTorn if it would have to be copied again but cannot."""
+        """Return when the slot holds everything."""
 
     def release(self) -> None:
-        """Release the tensors; nothing will be copied again. Call it after `finish`."""
+        """Release the tensors. Call it after `finish`."""
 
 
 @dataclass(slots=True)
@@ -135,12 +134,9 @@ class Overlap:
         if pending is None or pending.future is None:
             return
         pending.future.result()
-        if not pending.step_reached and pending.error is None and (changed := pending.changed_entries()):
-            self.on = False
-            self._abandon(pending, _torn_error(changed))
 
     def before_step(self) -> None:
-        """An optimizer is about to step: order its work after the copy, or copy again what has changed."""
+        """An optimizer is about to step: order its work after the copy, and check for changes before it makes some."""
         self._stepped = True
         pending = self._pending
         if pending is None or pending.step_reached or os.getpid() != self._pid:  # a forked child has its own memory
@@ -149,8 +145,7 @@ class Overlap:
             started = time.perf_counter()
             pending.copied.wait()
             if not pending.step_reached and pending.error is None:
-                if changed := pending.changed_entries():
-                    self._copy_again(pending, changed)
+                pending.changed_entries()
                 pending.transfer.make_streams_wait()
             if not pending.step_reached:
                 pending.snapshot.updates.measure(held_s=time.perf_counter() - started)
@@ -170,30 +165,14 @@ class Overlap:
             pending.copied.set()
             pending.transfer.finish()
             snapshot.updates.measure(stage_s=time.perf_counter() - started)
+            if changed := pending.changed_entries():
+                raise _torn_error(changed)
             self._frozen.observe(snapshot.slot.segment, pending.transfer.frozen, stepped)
-            if not pending.changed_entries():
-                self._submit(pending)
+            self._submit(pending)
         except BaseException as error:
             self._fail(pending, error)
         finally:
             pending.copied.set()
-
-    def _copy_again(self, pending: PendingCopy, changed: Sequence[str]) -> None:
-        self.on = False
-        logger.warning(
-            "%s changed after save_async and before optim.step(). The snapshot is copied again (a streamed save fails "
-            "instead). From now on save_async returns only after the copy, as with overlap=False",
-            _names(changed),
-        )
-        pending.transfer.copy_again()
-        pending.future = self._copier.submit(self._finish, pending)
-
-    def _finish(self, pending: PendingCopy) -> None:
-        try:
-            pending.transfer.finish()
-            self._submit(pending)
-        except BaseException as error:
-            self._fail(pending, error)
 
     def _submit(self, pending: PendingCopy) -> None:
         assert self._client is not None
@@ -202,12 +181,14 @@ class Overlap:
 
     def _fail(self, pending: PendingCopy, error: BaseException) -> None:
         pending.error = error
-        logger.error("the snapshot of step %d was not copied", pending.snapshot.attempt.step, exc_info=error)
+        step = pending.snapshot.attempt.step
+        if isinstance(error, SnapshotTorn):
+            self.on = False
+            logger.warning("the save of step %d failed: %s", step, error)
+        else:
+            logger.error("the snapshot of step %d was not copied", step, exc_info=error)
         if not isinstance(error, CkptError):
             error = SaveFailed(f"the snapshot was not copied: {error!r}")
-        self._abandon(pending, error)
-
-    def _abandon(self, pending: PendingCopy, error: CkptError) -> None:
         assert self._client is not None
         self._client.abandon(pending.snapshot, error)
 
@@ -224,7 +205,7 @@ def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:
 
 def _torn_error(entries: Sequence[str]) -> SnapshotTorn:
     return SnapshotTorn(
-        f"{_names(entries)} changed while the snapshot was copied, and no optimizer was about to step",
+        f"{_names(entries)} changed after save_async and before the copy was complete, outside optim.step()",
         "Pass overlap=False to the Checkpointer if anything but optim.step() changes parameters between save_async and "
         "the next step. This process now behaves as with overlap=False",
     )

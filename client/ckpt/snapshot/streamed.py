@@ -16,7 +16,6 @@ from ckpt.snapshot.guard import ChangeGuard, sample
 from ckpt.snapshot.overlap import Overlap, PendingCopy
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.stage import SnapshotLayout, is_plain
-from ckptstore.errors import SnapshotTorn
 from ckptstore.format.shards import ChunkSpan, Placed, plan_chunks
 
 _CLONED_BYTES = 32 << 20
@@ -73,7 +72,6 @@ class StreamTransfer:
         self._client = client
         self._snapshot = snapshot
         self._writer = writer
-        self._torn = False
 
     def copy(self) -> None:
         """Copy everything, and announce all but the last chunk to the saver. Raises the error of a failed save."""
@@ -89,21 +87,11 @@ class StreamTransfer:
         wait_s = updates.handle.timings.wait_s + waited_s
         updates.measure(wait_s=wait_s, stage_s=time.perf_counter() - started - waited_s)
 
-    def copy_again(self) -> None:
-        """Make `finish` fail: most of the stream has been uploaded already."""
-        self._torn = True
-
     def make_streams_wait(self) -> None:
         """Nothing to order: `copy` returns when everything is copied."""
 
     def finish(self) -> None:
-        """Raises SnapshotTorn if it would have to be copied again."""
-        if self._torn:
-            raise SnapshotTorn(
-                "the state changed while it was streamed through its slot, and a stream cannot be copied again",
-                "Pass overlap=False to the Checkpointer if anything but optim.step() changes parameters between "
-                "save_async and the next step. This process now behaves as with overlap=False",
-            )
+        """Nothing to wait for: `copy` returns when everything is copied."""
 
     def release(self) -> None:
         """Release the last tensor; the stream is copied."""

@@ -33,7 +33,7 @@ GatheredRun = tuple[int, int, int]
 class Transfer:
     """The copy of one snapshot: `copy` once, then `finish`.
 
-    `make_streams_wait` and `copy_again` belong to the training thread.
+    `make_streams_wait` belongs to the training thread.
     """
 
     def __init__(self, frozen: Sequence[Placed] = ()) -> None:
@@ -96,9 +96,6 @@ class Transfer:
         for copies in self._devices.values():
             copies.copy()
         move_all(self._gathered)
-        self._copy_memory()
-
-    def _copy_memory(self) -> None:
         move_all(self._moves)
         for view, tensor in self._copies:
             view.copy_(tensor)
@@ -108,20 +105,13 @@ class Transfer:
         for copies in self._devices.values():
             copies.make_stream_wait()
 
-    @torch.no_grad()
-    def copy_again(self) -> None:
-        """Copy the deferred leaves again, with their current values. Call it after `copy`."""
-        for copies in self._devices.values():
-            copies.copy_again()
-        self._copy_memory()
-
     def finish(self) -> None:
         """Return when the slot holds everything."""
         for copies in self._devices.values():
             copies.finish()
 
     def release(self) -> None:
-        """Release the tensors; nothing will be copied again. Call it after `finish`."""
+        """Release the tensors. Call it after `finish`."""
         for copies in self._devices.values():
             copies.release()
         self.later, self.samples, self._moves, self._gathered = Leaves(), [], (), ()
@@ -169,15 +159,8 @@ class DeviceCopies:
         stream = side_stream(self._device)
         with on_stream(stream):
             stream.wait_event(self._ready)
-            self._enqueue_later()
-        self._done.record(stream)
-
-    def copy_again(self) -> None:
-        """Copy again in the order of the current stream, after the copy of the side stream."""
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._done)
-        with torch.cuda.device(self._device):
-            self._enqueue_later()
+            for view, tensor in self._later:
+                _enqueue(view, tensor)
         self._done.record(stream)
 
     def make_stream_wait(self) -> None:
@@ -191,10 +174,6 @@ class DeviceCopies:
     def release(self) -> None:
         """Release tensor references."""
         self._later = []
-
-    def _enqueue_later(self) -> None:
-        for view, tensor in self._later:
-            _enqueue(view, tensor)
 
 
 def _enqueue(view: torch.Tensor, tensor: torch.Tensor) -> None:

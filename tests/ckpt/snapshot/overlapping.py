@@ -10,11 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.snapshot import overlap
 from ckpt.snapshot.overlap import Overlap
 from ckpt.snapshot.transfer import Transfer
+from ckptstore.reading.source import StoreSource
+from ckptstore.stores import open_store
 from tests.support.parallel.built import Built, Setup
 from tests.support.parallel.layouts import LAYOUTS
 from tests.support.training import same_state
@@ -81,9 +85,33 @@ def stored_alike(store: str, layout: str) -> dict[str, Any]:
     return {"alike": alike, "copies": copies}
 
 
+def change_on_both_ranks(store: str) -> dict[str, Any]:
+    """Both ranks halve their weights after the call; only the copy of rank 1 is complete by then."""
+    model = nn.ParameterList(torch.ones(1 << 16) for _ in range(4))
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Checkpointer(store, run=RUN, split_replicas=True, writer="thread") as checkpointer:
+        checkpointer.save(model, optim, 1)
+        with held_copies() as brake:
+            if dist.get_rank() == 1:
+                brake.released.set()
+            handle = checkpointer.save_async(model, optim, 2)
+            if dist.get_rank() == 1:
+                assert handle.staged(_PATIENCE_S)
+            dist.barrier()
+            for parameter in model:
+                parameter.data.mul_(0.5)
+                parameter.grad = torch.zeros_like(parameter)
+            brake.released.set()
+            optim.step()
+            error = handle.exception() if handle._finished.wait(_PATIENCE_S) else None
+        checkpointer.save(model, optim, 3)
+        steps = [found.step for found in StoreSource(open_store(store)).checkpoints(RUN)]
+        values = {name: sorted(set(tensor.tolist())) for name, tensor in checkpointer.load(3, "model/*").items()}
+    return {"code": error and error.code, "said": str(error), "steps": steps, "values": values}
+
+
 def version_counters(kind: str) -> dict[str, bool]:
     """Why the guard cannot rest on version counters alone: steps on sharded parameters that do not advance them."""
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -24,6 +24,8 @@ from ckpt import Checkpointer
 from ckpt.capture.leaves import Captured
 from ckpt.snapshot.transfer import Transfer
 from ckptstore.errors import SaveFailed, SnapshotTorn
+from ckptstore.reading.source import StoreSource
+from ckptstore.stores import open_store
 from tests.ckpt.loops import OPTIMIZERS, Loop, open_run
 from tests.ckpt.snapshot.overlapping import held_copies
 from tests.support.training import same_state
@@ -38,6 +40,10 @@ def stored(folder: Path, make: Callable[[list[torch.Tensor]], Any], step: int) -
     with open_run(folder) as checkpointer:
         assert checkpointer.restore(loop.model, loop.optim, checkpoint=step)
     return loop.state()
+
+
+def _committed(folder: Path) -> list[int]:
+    return [found.step for found in StoreSource(open_store(str(folder))).checkpoints("r")]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
@@ -135,29 +141,41 @@ def test_gradients_are_those_of_the_save(tmp_path: Path) -> None:
     assert same_state(found, grads)
 
 
-def test_a_change_before_the_step_has_the_copy_taken_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_before_the_step_fails_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make = OPTIMIZERS["adamw-foreach"]
     loop = Loop(make)
     with open_run(tmp_path) as checkpointer, held_copies(release_at_gate=True) as brake:
-        for step in (1, 2):
-            handle = checkpointer.save_async(loop.model, loop.optim, step)
-            assert handle.staged() == (step == 2)  # overlap is off by then
-            with torch.no_grad():
-                loop.model.first.weight.clamp_(-0.01, 0.01)
-            clamped = copy.deepcopy(loop.model.state_dict())
-            rng = torch.get_rng_state()
-            loop.step()
-            if step == 1:
-                handle.result(PATIENCE_S)
-                (model, _), stored_rng = stored(tmp_path, make, 1)
-                assert same_state(model["first.weight"], clamped["first.weight"])
-                # What forward changes is from before it, and so are the random numbers.
-                assert model["norm.num_batches_tracked"] == clamped["norm.num_batches_tracked"]
-                assert torch.equal(stored_rng, rng)
+        handle = checkpointer.save_async(loop.model, loop.optim, 1)
+        with torch.no_grad():
+            loop.model.first.weight.clamp_(-0.01, 0.01)
+        loop.step()
+        with pytest.raises(SnapshotTorn, match=r"model/first\.weight"):
+            handle.result(PATIENCE_S)
+        state = loop.state()
+        eager = checkpointer.save_async(loop.model, loop.optim, 2)
+        assert eager.staged()  # overlap is off by then
+        eager.result(PATIENCE_S)
         assert brake.copies == 1
-    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert _committed(tmp_path) == [2]
+    assert same_state(stored(tmp_path, make, 2), state)
+    warned = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warned) == 1
     assert "model/first.weight" in warned[0]
+
+
+def test_an_average_that_is_swapped_out_after_the_call_is_not_stored_as_the_raw_weights(tmp_path: Path) -> None:
+    loop = Loop(OPTIMIZERS["adamw"])
+    raw = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    with open_run(tmp_path) as checkpointer, held_copies(release_at_gate=True):
+        for parameter in loop.model.parameters():
+            parameter.data.mul_(0.5)
+        handle = checkpointer.save_async(loop.model, loop.optim, 1)
+        for parameter, weight in zip(loop.model.parameters(), raw, strict=True):
+            parameter.data.copy_(weight)
+        loop.step()
+        with pytest.raises(SnapshotTorn):
+            handle.result(PATIENCE_S)
+        assert checkpointer.latest() is None
 
 
 @pytest.mark.parametrize("past_the_counter", [False, True])
