@@ -120,9 +120,20 @@ def describe_groups(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> lis
     return [{"params": n, **_options(group)} for n, group in zip(names, optimizer.param_groups, strict=True)]
 
 
-def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], train_state: TrainState) -> None:
-    """Give an optimizer the named state back. Tensors are taken as they are, never cast.
+def check_groups(optimizer: Optimizer, saved: Sequence[dict[str, Any]], train_state: TrainState) -> None:
+    """StateMismatch if the saved parameter groups have no options for a live one. Tensors are not compared yet."""
+    known = [{key: value for key, value in group.items() if not isinstance(value, torch.Tensor)} for group in saved]
+    for held, group in zip(named_groups(optimizer, train_state), optimizer.param_groups, strict=True):
+        _group_options([name for one in held for name in one], group, known)
 
+
+def load_optimizer_state(
+    optimizer: Optimizer, named: dict[str, Any], train_state: TrainState, alone: bool = True
+) -> None:
+    """Replace the state of an optimizer by the named state. Tensors are taken as they are, never cast.
+
+    State that is not in `named` is removed, as Optimizer.load_state_dict does. alone: False if further optimizers
+    share the item; state that belongs to no parameter is then left as it is.
     Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
     An optimizer that overrides it gets the indexed state_dict it expects.
     """
@@ -140,6 +151,8 @@ def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], train_stat
         return
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         _update_options(group, options)
+    for key in [key for key in inner.state if alone or isinstance(key, torch.Tensor)]:
+        del inner.state[key]
     for name, state in named["state"].items():
         if id(live.get(name)) not in known.packs:
             inner.state[live.get(name, name)] = state
@@ -151,7 +164,7 @@ def load_optimizer_state(optimizer: Optimizer, named: dict[str, Any], train_stat
     inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
 
-def _group_options(names: Iterable[str], group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+def _group_options(names: Iterable[str], group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The saved options for a live group: those of the saved groups that held its parameters."""
     members = set(names)
     held = [candidate for candidate in saved if members & set(candidate["params"])]
@@ -164,7 +177,7 @@ def _group_options(names: Iterable[str], group: dict[str, Any], saved: list[dict
     raise StateMismatch(
         f"no saved parameter group holds all of {sorted(members)[:3]} and {max(0, len(members) - 3)} more",
         "Groups may be reordered or split between save and restore, and merged where their options agree; restore "
-        "without the optimizer or rebuild its groups as they were",
+        "without the optimizer or rebuild its groups as they were; nothing was changed",
     )
 
 

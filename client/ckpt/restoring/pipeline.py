@@ -227,8 +227,7 @@ class Restorer:
         plan, unexpected = self._together(work, tell=lambda plan: plan.unexpected)
         # What this rank has no place for may be another pipeline stage's.
         plan.unexpected = sorted(set[str].intersection(*map(set, unexpected)))
-        if strict:
-            self._together(partial(require_fit, plan))
+        self._together(partial(require_fit, plan, strict))
         return plan
 
     def _fetch(self, fetcher: Fetcher, manifest: Manifest, plan: RestorePlan, session: RestoreSession) -> None:

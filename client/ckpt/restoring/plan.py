@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ckpt.capture.modules import EXTRA_STATE, canonical, named_parameters, raw_state, unwrap
 from ckpt.capture.optimizers import (
+    check_groups,
     keeps_state_here,
     live_state,
     load_optimizer_state,
@@ -51,6 +52,8 @@ class RestorePlan:
     """Items of the checkpoint that nobody asked for."""
     items: list[str] = field(default_factory=list)
     """All that the checkpoint holds."""
+    refused: StateMismatch | None = None
+    """Why it cannot be restored, not even with strict=False."""
 
 
 def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState) -> RestorePlan:
@@ -130,6 +133,7 @@ def _plan_optimizers(
 ) -> None:
     """tied: names of one tensor, in the checkpoint and here; the latter are rarely asked for."""
     saved, optimizers = dict(_mapping(tree, item)), state.optimizers[item]
+    alone = len(optimizers) == 1
     if not {"state", "groups"} <= saved.keys():
         raise StateMismatch(
             f"the item {item!r} of the checkpoint holds {', '.join(saved) or 'nothing'}: it is no optimizer's state",
@@ -145,15 +149,19 @@ def _plan_optimizers(
     if left_over := held - everything.keys():
         plan.unexpected += [f"{item}/{name}" for name in without_further_names(left_over, tied[1](), everything)]
     for optimizer, parameters in zip(optimizers, live, strict=True):
+        try:
+            check_groups(optimizer, frame["groups"], state)
+        except StateMismatch as error:
+            plan.refused = plan.refused or error
         here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
         # State that belongs to no parameter is the whole optimizer's.
-        here |= states.keys() - held if len(optimizers) == 1 else set()
+        here |= states.keys() - held if alone else set()
         named = {
             name: _decode_state(plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), state)
             for name in states
             if name in here
         }
-        plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, state))
+        plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, state, alone))
 
 
 def _decode_state(
@@ -247,8 +255,15 @@ def _same(plan: RestorePlan, entry: str, target: torch.Tensor, flat: Flat | None
     return part if plan.destinations.describe(entry) == (part.dtype, part.shape) else None
 
 
-def require_fit(plan: RestorePlan) -> None:
-    """StateMismatch if anything does not fit."""
+def require_fit(plan: RestorePlan, strict: bool) -> None:
+    """StateMismatch if the plan is refused, or if anything does not fit and `strict` is set."""
+    if strict:
+        _require_all(plan)
+    if plan.refused is not None:
+        raise plan.refused
+
+
+def _require_all(plan: RestorePlan) -> None:
     problems = [
         f"{what} {', '.join(found[:_SHOWN])}" + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
         for what, found in (

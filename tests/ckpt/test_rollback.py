@@ -1,0 +1,141 @@
+"""Rollback in one process: a restored run equals an uninterrupted one, also where the checkpoint has less state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from ckpt import Checkpointer
+from ckptstore.errors import StateMismatch
+from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.training import Loop, OptimizerFactory, same_state, seed_all
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd-momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
+    "adam": lambda p: Adam(p, lr=0.01),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+    "amsgrad": lambda p: AdamW(p, lr=0.01, amsgrad=True),
+    "nadam": lambda p: NAdam(p, lr=0.01),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.01),
+    "adafactor": lambda p: Adafactor(p, lr=0.01),
+    "lbfgs": lambda p: LBFGS(list(p), lr=0.1, max_iter=4),
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+@every_optimizer
+def test_rollback_to_before_the_first_step(make: OptimizerFactory, tmp_path: Path) -> None:
+    loop = Loop(make)
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.save(loop.model, loop.optim, 0)
+        losses = [loop.step() for _ in range(4)]
+        model, optim = deepcopy(loop.model.state_dict()), deepcopy(loop.optim.state_dict())
+        checkpointer.restore(loop.model, loop.optim)
+    assert [loop.step() for _ in range(4)] == losses
+    assert same_state(loop.model.state_dict(), model)
+    assert same_state(loop.optim.state_dict(), optim)
+
+
+class Branches(nn.Module):
+    """Two layers; the second one can be frozen, or left out of the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.skipped = False
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(values))
+        return hidden if self.skipped else torch.tanh(self.second(hidden))
+
+
+def train(net: Branches, optim: Optimizer, steps: Iterable[int], branch: str) -> None:
+    """Steps on data that their numbers decide. branch: what becomes of the second layer."""
+    net.skipped = branch == "late"
+    net.second.requires_grad_(branch != "frozen")
+    for step in steps:
+        values = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+        def closure(values: torch.Tensor = values) -> float:
+            optim.zero_grad()
+            loss = nn.functional.mse_loss(net(values), values)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.item()
+
+        optim.step(closure)
+    optim.zero_grad()
+
+
+@pytest.mark.parametrize("branch", ["frozen", "late"])
+@every_optimizer
+def test_rollback_to_before_a_branch_was_trained(make: OptimizerFactory, branch: str, tmp_path: Path) -> None:
+    seed_all(0)
+    net = Branches()
+    optim = make(net.parameters())
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        train(net, optim, range(3), branch)
+        checkpointer.save(net, optim, 3)
+        train(net, optim, range(3, 6), "trained")
+        checkpointer.save(net, optim, 6)
+        trained = deepcopy(net.state_dict()), deepcopy(optim.state_dict())
+        train(net, optim, range(6, 9), "trained")
+
+        restored = checkpointer.restore(net, optim)  # the newest first
+        assert restored is not None
+        assert restored.step == 6
+        assert same_state((net.state_dict(), optim.state_dict()), trained)
+        checkpointer.restore(net, optim, checkpoint=3)
+        train(net, optim, range(3, 6), "trained")
+        assert same_state((net.state_dict(), optim.state_dict()), trained)
+
+
+def test_rollback_of_several_optimizers_in_a_sequence(tmp_path: Path) -> None:
+    seed_all(0)
+    net = Branches()
+    optims = [AdamW(net.first.parameters(), lr=0.01), SGD(net.second.parameters(), lr=0.01, momentum=0.9)]
+
+    def state() -> list[Any]:
+        return deepcopy([net.state_dict(), *(optim.state_dict() for optim in optims)])
+
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.save(net, optims, 0)
+        start = state()
+        for optim in optims:
+            train(net, optim, range(3), "trained")
+        checkpointer.restore(net, optims)
+    assert same_state(state(), start)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_parameter_groups_that_do_not_fit_are_refused_before_anything_changes(strict: bool, tmp_path: Path) -> None:
+    seed_all(0)
+    net = Branches()
+    groups = [{"params": net.first.parameters(), "lr": 0.1}, {"params": net.second.parameters(), "lr": 0.2}]
+    optim = AdamW(groups)
+    train(net, optim, range(2), "trained")
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.save(net, optim, 2)
+        merged = AdamW(net.parameters())
+        train(net, merged, range(2), "trained")
+        before = deepcopy([net.state_dict(), merged.state_dict()])
+        with pytest.raises(StateMismatch, match="no saved parameter group holds all of") as caught:
+            checkpointer.restore(net, merged, strict=strict)
+    assert "nothing was changed" in caught.value.hint
+    assert same_state([net.state_dict(), merged.state_dict()], before)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "fsdp1", "fsdp1_flat", "zero"])
+def test_rollback_of_sharded_state(sharding: str, tmp_path: Path) -> None:
+    (tmp_path / "scenario").mkdir()
+    arguments = {"store": str(tmp_path / "store"), "sharding": sharding}
+    scenario = Scenario("tests.ckpt.rollback_ranks:roll_back", 2, arguments)
+    [outcome] = run_scenarios([scenario], tmp_path / "scenario")
+    assert outcome.result() == [{"restored": True, "trained": True}] * 2
