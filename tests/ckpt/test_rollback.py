@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from ckpt import Checkpointer
+from ckpt.capture import optimizers
 from ckptstore.errors import StateMismatch
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.training import Loop, OptimizerFactory, same_state, seed_all
@@ -139,3 +140,36 @@ def test_rollback_of_sharded_state(sharding: str, tmp_path: Path) -> None:
     scenario = Scenario("tests.ckpt.rollback_ranks:roll_back", 2, arguments)
     [outcome] = run_scenarios([scenario], tmp_path / "scenario")
     assert outcome.result() == [{"restored": True, "trained": True}] * 2
+
+
+def test_state_of_another_class_of_optimizer_is_refused(tmp_path: Path) -> None:
+    seed_all(0)
+    net = Branches()
+    saved = AdamW(net.parameters(), lr=0.01)
+    train(net, saved, range(2), "trained")
+    other = SGD(net.parameters(), lr=0.5, momentum=0.9)
+    before = deepcopy(other.state_dict())
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.save(net, saved, 2)
+        checkpointer.save(net, saved, 3)  # which describes the groups again
+        for step in (2, 3):
+            with pytest.raises(StateMismatch, match="optim: state of AdamW in the checkpoint, SGD here"):
+                checkpointer.restore(net, other, checkpoint=step)
+            assert same_state(other.state_dict(), before)
+        restored = checkpointer.restore(net, other, strict=False)
+        assert restored is not None
+        assert restored.mismatched == ["optim: state of AdamW in the checkpoint, SGD here"]
+        assert not any("optimizer_class" in group for group in other.param_groups)
+
+
+def test_state_without_the_class_of_its_optimizer_is_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Branches()
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizers, "_class_of", lambda optimizer: None)
+            checkpointer.save(net, AdamW(net.parameters(), lr=0.25), 1)
+        other = SGD(net.parameters(), lr=0.5)
+        checkpointer.restore(net, other)
+    assert other.param_groups[0]["lr"] == 0.25

@@ -1,6 +1,7 @@
 """Optimizers by parameter name instead of parameter index.
 
-    {"state": {<parameter name>: {...}}, "groups": [{"params": [<parameter name>...], <option>: ...}]}
+    {"state": {<parameter name>: {...}},
+     "groups": [{"params": [<parameter name>...], "optimizer_class": <name>, <option>: ...}]}
 
 so that reordering parameter groups, wrapping or sharding the model, or giving its parameters to several optimizers
 between save and restore changes nothing.
@@ -9,7 +10,7 @@ between save and restore changes nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,9 @@ from ckpt.capture.parameters import State
 from ckpt.capture.train_state import TrainState
 from ckptstore.errors import StateMismatch, UnsupportedObject
 
-_NOT_OPTIONS = ("params", "param_names")
+CLASS = "optimizer_class"
+"""Key of a saved group: the name of its optimizer's class. Checkpoints of older versions lack it."""
+_NOT_OPTIONS = ("params", "param_names", CLASS)
 
 
 def parameters_by_name(optimizer: Optimizer, train_state: TrainState) -> dict[str, torch.Tensor]:
@@ -110,14 +113,31 @@ def optimizer_state(optimizer: Optimizer, train_state: TrainState) -> dict[str, 
         for name, one in stands_for.items():
             if one.numel():  # others keep the state of what this rank has nothing of
                 named[name] = packs[id(one)].take(one, value)
-    frame = [{"params": n, **_options(group)} for n, group in zip(names, state["param_groups"], strict=True)]
+    frame = _described(optimizer, names, state["param_groups"])
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {"state": named, "groups": frame, **extra}
 
 
 def describe_groups(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The options of each group, and the names of what it holds."""
-    return [{"params": n, **_options(group)} for n, group in zip(names, optimizer.param_groups, strict=True)]
+    """The options of each group, the names of its parameters, and the class of the optimizer."""
+    return _described(optimizer, names, optimizer.param_groups)
+
+
+def _described(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    kind = _class_of(optimizer)
+    return [{"params": n, CLASS: kind, **_options(group)} for n, group in zip(names, groups, strict=True)]
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    return type(state_holder(optimizer)).__name__
+
+
+def other_classes(optimizer: Optimizer, names: Container[str], saved: Sequence[dict[str, Any]]) -> list[str]:
+    """The classes of the optimizers that saved the parameters `names`, if they are known and not this one's."""
+    found = {group.get(CLASS) for group in saved if any(name in names for name in group["params"])}
+    return sorted(str(kind) for kind in found - {None, _class_of(optimizer)})
 
 
 def check_groups(optimizer: Optimizer, saved: Sequence[dict[str, Any]], train_state: TrainState) -> None:

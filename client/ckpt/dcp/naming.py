@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.capture.leaves import small_value
+from ckpt.capture.optimizers import CLASS
 from ckptstore.errors import CorruptObject, InvalidName, UnsupportedObject
 from ckptstore.format.documents import JSON
 from ckptstore.format.trees import TAG, decode_tree, encode_tree
@@ -130,7 +131,7 @@ def _options_by_parameter(tree: JSON) -> JSON:
         for group in tree["groups"]
         for name in group["params"]
         for key, option in group.items()
-        if key != "params"
+        if key not in ("params", CLASS)  # torch's own names have no class
     }
     return {**{key: value for key, value in tree.items() if key != "groups"}, **options}
 

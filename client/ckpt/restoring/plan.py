@@ -22,7 +22,9 @@ from ckpt.capture.optimizers import (
     keeps_state_here,
     live_state,
     load_optimizer_state,
+    other_classes,
     parameters_by_name,
+    state_holder,
 )
 from ckpt.capture.parts import Flat, Part, part_of
 from ckpt.capture.rng import load_rng_state
@@ -47,7 +49,7 @@ class RestorePlan:
     unexpected: list[str] = field(default_factory=list)
     """In the checkpoint's part that was wanted, and without a place on this rank."""
     mismatched: list[str] = field(default_factory=list)
-    """Of another shape (left as it was) or type (cast)."""
+    """Of another shape (left as it was) or type (cast), or of another class of optimizer (given all the same)."""
     unused: list[str] = field(default_factory=list)
     """Items of the checkpoint that nobody asked for."""
     items: list[str] = field(default_factory=list)
@@ -149,10 +151,7 @@ def _plan_optimizers(
     if left_over := held - everything.keys():
         plan.unexpected += [f"{item}/{name}" for name in without_further_names(left_over, tied[1](), everything)]
     for optimizer, parameters in zip(optimizers, live, strict=True):
-        try:
-            check_groups(optimizer, frame["groups"], state)
-        except StateMismatch as error:
-            plan.refused = plan.refused or error
+        _compare_groups(plan, item, optimizer, frame["groups"], state)
         here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
         # State that belongs to no parameter is the whole optimizer's.
         here |= states.keys() - held if alone else set()
@@ -162,6 +161,19 @@ def _plan_optimizers(
             if name in here
         }
         plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, state, alone))
+
+
+def _compare_groups(
+    plan: RestorePlan, item: str, optimizer: Optimizer, saved: list[dict[str, Any]], state: TrainState
+) -> None:
+    """Note saved parameter groups of another class of optimizer, or without options for a live group."""
+    if kinds := other_classes(optimizer, parameters_by_name(optimizer, state), saved):
+        here = type(state_holder(optimizer)).__name__
+        plan.mismatched.append(f"{item}: state of {', '.join(kinds)} in the checkpoint, {here} here")
+    try:
+        check_groups(optimizer, saved, state)
+    except StateMismatch as error:
+        plan.refused = plan.refused or error
 
 
 def _decode_state(
