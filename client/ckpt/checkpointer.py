@@ -201,7 +201,7 @@ class Checkpointer:
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             self._lease = restored.lease
-        if state.optimizers and not self.config.read_only:
+        if restorer.trains and not self.config.read_only:
             self._make_ready(state.without_others())
         return restored
 

@@ -104,6 +104,8 @@ class Restorer:
         self._source = source
         self._config = config
         self._world = world
+        self.trains = False
+        """Whether some rank restores an optimizer, and so will save; the same on every rank. Set by `restore`."""
 
     @gc_paused()
     def restore(self, state: TrainState, reference: Reference, strict: bool) -> Restored | None:
@@ -112,7 +114,7 @@ class Restorer:
         Raises what `Checkpointer.restore` says, on every rank.
         """
         started = time.perf_counter()
-        self._together(partial(settle, self._config))  # on all hosts
+        self.trains = self._begin(state)
         found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
         while (checkpoint := self._next(found)) is not None:
@@ -145,6 +147,16 @@ class Restorer:
                 "The objects given to restore hold a mixture: build them anew before training",
             )
         return None
+
+    def _begin(self, state: TrainState) -> bool:
+        """Let orphaned savers on all hosts finish. Whether some rank has an optimizer."""
+
+        def work() -> bool:
+            settle(self._config)
+            return bool(state.optimizers)
+
+        _, with_optimizer = self._together(work, tell=_itself)
+        return any(with_optimizer)
 
     def _next(self, found: Iterator[Checkpoint]) -> Checkpoint | None:
         """Rank 0's next candidate, or its error, on all ranks."""

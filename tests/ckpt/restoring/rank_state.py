@@ -55,6 +55,21 @@ def restore(store: str) -> dict[str, Any]:
     return {"drawn": _draw(), "left": samples.left, "notes": restored.notes}
 
 
+def optimizer_on_one_rank(store: str, rank: int) -> list[int | None]:
+    """The steps that restores of an empty and of a saved run gave; only `rank` has an optimizer."""
+    model = nn.Linear(3, 3)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1) if _rank() == rank else None
+    steps: list[int | None] = []
+    for step in (1, 2):
+        with Checkpointer(store, run="r", writer="thread", peer_timeout_s=30) as checkpointer:
+            restored = checkpointer.restore(model, optim)
+            steps.append(None if restored is None else restored.step)
+            checkpointer.save(model, optim, step)
+            restored = checkpointer.restore(model, optim)  # after ranks have agreed
+            steps.append(None if restored is None else restored.step)
+    return steps
+
+
 def _draw() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 

@@ -111,3 +111,12 @@ def test_in_real_ranks(outcomes: dict[int, Outcome], world_size: int) -> None:
     assert sorted(left) == [4, 5, 6, 7, 8, 9]
     changed = world_size != 2
     assert all(bool(result["notes"]) == changed for result in results)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_and_without_an_optimizer_restore_together(rank: int, tmp_path: Path) -> None:
+    (tmp_path / "scenario").mkdir()
+    arguments = {"store": str(tmp_path / "store"), "rank": rank}
+    scenario = Scenario("tests.ckpt.restoring.rank_state:optimizer_on_one_rank", 2, arguments)
+    [outcome] = run_scenarios([scenario], tmp_path / "scenario")
+    assert outcome.result() == [[None, 1, 1, 2]] * 2
