@@ -23,8 +23,7 @@ from bench.peers import open_codecs
 from bench.peers.peer import Codec
 from bench.report import Goal, Report
 from bench.state import trained, wanted_bytes
-from ckptstore.format.codecs import decode, encode
-from ckptstore.format.codings import fast, smallest
+from ckptstore.format.codecs import decode, encode, fast, smallest
 from ckptstore.format.shards import CHUNK_BYTES
 
 REPETITIONS = 7

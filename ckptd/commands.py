@@ -16,12 +16,11 @@ import typer
 from ckptapi.bodies import Scope, TokenRequest
 from ckptd import logs
 from ckptd.app import create_app
-from ckptd.configuration import PREFIX, Configuration, load
 from ckptd.index import Database, TokenIndex
 from ckptd.redaction import Redactor, secrets_of
 from ckptd.server import serve as serve_app
 from ckptd.services.tokens import Tokens
-from ckptd.settings import AUTH_OFF, KNOBS
+from ckptd.settings import AUTH_OFF, KNOBS, PREFIX, Configuration, load
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
 

@@ -1,16 +1,21 @@
-"""Authorization: checks the caller's scopes and runs against the endpoint's rule before the endpoint runs.
+"""Authorization: one rule per endpoint, and the check of the caller's scopes and runs before the endpoint runs.
+
+An endpoint without a rule is for admins only.
 
 A caller that is bound to some runs must name one of them, except in listings, which filter their results.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from ckptapi import bodies
 from ckptapi.bodies import JobRequest, Scope
-from ckptd.http.rules import JOBS, in_body, rule_of
+from ckptd.http.context import Context
 from ckptd.services.callers import Caller
 from ckptstore.names import Reference
 
@@ -57,3 +62,131 @@ def check_body(request: Request, body: Any) -> None:
 
 CallerDep = Annotated[Caller, Depends(caller_of)]
 """For endpoints whose answer depends on the caller."""
+
+
+Naming = Callable[[Request], Awaitable[str | None]]
+"""Returns the run that a request concerns; None for all runs."""
+
+_ONE = bodies.CHECKPOINTS + "/{id}"
+
+
+async def in_path(request: Request) -> str | None:
+    """/…/{run}/…"""
+    return str(request.path_params["run"])
+
+
+async def in_query(request: Request) -> str | None:
+    """?run=…"""
+    return request.query_params.get("run")
+
+
+async def of_checkpoint(request: Request) -> str | None:
+    """/v1/checkpoints/{id}/…"""
+    return Reference.parse(request.path_params["id"]).run
+
+
+async def of_restore(request: Request) -> str | None:
+    """/v1/restores/{id}/…"""
+    context: Context = request.app.state.context
+    restore = await context.threads.index(context.services.restores.find, request.path_params["id"])
+    return restore.run
+
+
+async def of_job(request: Request) -> str | None:
+    """/v1/jobs/{id}"""
+    context: Context = request.app.state.context
+    job = await context.threads.index(context.services.jobs.find, request.path_params["id"])
+    checkpoint: Any = job.request.get("checkpoint")
+    run: Any = Reference.parse(checkpoint).run if checkpoint else job.request.get("run")
+    return str(run) if run else None
+
+
+async def in_body(_: Request) -> str | None:
+    """{"run": …}, {"id": …} or {"checkpoint": …}: ckptd.http.access.check_body checks it after it is read."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRule:
+    """The permissions that an endpoint requires."""
+
+    scope: Scope | None
+    """None: no token is required."""
+    run: Naming | None = None
+    """None: the request concerns all runs, and callers bound to some runs are refused."""
+    filters: bool = False
+    """If no single run is named, the answer is limited to the caller's runs."""
+
+
+RULES: dict[tuple[str, str], AccessRule] = {
+    ("GET", "/livez"): AccessRule(None),
+    ("GET", "/readyz"): AccessRule(None),
+    ("GET", "/metrics"): AccessRule(Scope.READ),
+    ("GET", "/checkpoints/latest"): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.LATEST): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.CHECKPOINTS): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", bodies.RUNS): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", _ONE): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/shards"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/entries"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/events"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/manifest"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/receipts/{rank}"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/shards/{name}"): AccessRule(Scope.READ, of_checkpoint),
+    ("PATCH", _ONE): AccessRule(Scope.WRITE, of_checkpoint),
+    ("DELETE", _ONE): AccessRule(Scope.PRUNE, of_checkpoint),
+    ("POST", _ONE + "/undelete"): AccessRule(Scope.PRUNE, of_checkpoint),
+    ("PUT", _ONE + "/pins/{name}"): AccessRule(Scope.PRUNE, of_checkpoint),
+    ("DELETE", _ONE + "/pins/{name}"): AccessRule(Scope.PRUNE, of_checkpoint),
+    ("GET", bodies.PINS): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.DELETED): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.AUDIT): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.POLICIES): AccessRule(Scope.READ),
+    ("GET", bodies.POLICIES + "/history"): AccessRule(Scope.READ),
+    ("PUT", bodies.POLICIES): AccessRule(Scope.ADMIN),
+    ("POST", bodies.NOTIFY): AccessRule(Scope.WRITE, in_body),
+    ("POST", bodies.DECISIONS): AccessRule(Scope.WRITE, in_body),
+    ("POST", bodies.PRUNE): AccessRule(Scope.PRUNE, in_body),
+    ("POST", bodies.REINDEX): AccessRule(Scope.ADMIN),
+    ("POST", bodies.LEASES): AccessRule(Scope.READ, in_body),
+    ("DELETE", bodies.LEASES + "/{run}/{lease}"): AccessRule(Scope.READ, in_path),
+    ("POST", bodies.RESTORES): AccessRule(Scope.READ, in_body),
+    ("GET", bodies.RESTORES): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore),
+    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): AccessRule(Scope.READ, of_restore),
+    ("DELETE", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore),
+    ("GET", bodies.EVENTS): AccessRule(Scope.READ, in_query),
+    ("GET", bodies.ATTEMPTS): AccessRule(Scope.READ, in_query),
+    ("POST", bodies.JOBS): AccessRule(Scope.READ, in_body),  # and the scope of its kind, below
+    ("GET", bodies.JOBS): AccessRule(Scope.READ),
+    ("GET", bodies.JOBS + "/{id}"): AccessRule(Scope.READ, of_job),
+    ("DELETE", bodies.JOBS + "/{id}"): AccessRule(Scope.PRUNE, of_job),
+    ("POST", bodies.PROBE): AccessRule(Scope.ADMIN),
+    ("GET", bodies.TOKENS): AccessRule(Scope.ADMIN),
+    ("POST", bodies.TOKENS): AccessRule(Scope.ADMIN),
+    ("POST", bodies.TOKENS + "/{name}/rotate"): AccessRule(Scope.ADMIN),
+    ("DELETE", bodies.TOKENS + "/{name}"): AccessRule(Scope.ADMIN),
+    # Pages
+    ("GET", "/"): AccessRule(Scope.READ, filters=True),
+    ("GET", "/runs/{run}"): AccessRule(Scope.READ, in_path),
+    ("GET", "/checkpoints/{id}"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", "/attempts"): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", "/restores"): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", "/restores/{id}"): AccessRule(Scope.READ, of_restore),
+    ("GET", "/jobs"): AccessRule(Scope.READ),
+    ("GET", "/jobs/{id}"): AccessRule(Scope.READ, of_job),
+    ("GET", "/store"): AccessRule(Scope.READ),
+    ("POST", "/store"): AccessRule(Scope.ADMIN),
+}
+JOBS: dict[type[Any], Scope] = {
+    bodies.VerifyJob: Scope.READ,
+    bodies.CollectJob: Scope.PRUNE,
+}
+"""The scope that starting a job of a kind requires; other kinds are for admins."""
+_FOR_ADMINS = AccessRule(Scope.ADMIN)
+
+
+def rule_of(request: Request) -> AccessRule:
+    """The rule of the endpoint that serves a request."""
+    method = "GET" if request.method == "HEAD" else request.method
+    return RULES.get((method, request.scope["route"].path), _FOR_ADMINS)

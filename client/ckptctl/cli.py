@@ -38,8 +38,7 @@ from ckptctl.commands import (
 from ckptctl.examples import finish_commands
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
 from ckptctl.render import Output, Screen, report_error
-from ckptctl.session import Session
-from ckptctl.target import GLOBAL_OPTIONS, global_options
+from ckptctl.session import GLOBAL_OPTIONS, Session, global_options
 from ckptstore.errors import CkptError, InvalidRequest
 
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())

@@ -1,35 +1,46 @@
-"""Importing: stores the state in a file as one committed checkpoint, chunk by chunk."""
+"""Importing: reads a foreign file and stores its state as one committed checkpoint, chunk by chunk.
+
+Torch is loaded for its own formats only.
+"""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import StrEnum
+from pathlib import Path
 
-from ckpt.foreign.parts import ForeignState, Read
+import msgspec
+
+from ckpt.foreign.parts import ForeignSlice, ForeignState, Read, file_read
 from ckpt.saver.upload import Uploaded, upload_shard
+from ckptctl.exporting_formats import INDEX, ONLY, missing_torch
+from ckptctl.safetensors_file import StoredTensor, read_header
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, find, from_outcome
 from ckptstore.commits.commit import StoredReceipt, commit_attempt
-from ckptstore.errors import InvalidRequest, NoCheckpoint
+from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import Box
-from ckptstore.format.codings import fast
-from ckptstore.format.documents import FORMAT, Content, Receipt, Shard
+from ckptstore.format.codecs import fast
+from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.planning import check_cover
 from ckptstore.format.shards import (
     ChunkSpan,
     EncodedChunk,
     Placed,
+    Slice,
     encode_chunk,
     place_slices,
     plan_chunks,
     raw_bytes,
     slice_tables,
 )
+from ckptstore.format.trees import TAG
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.fetch import Progress
 from ckptstore.run import Run
@@ -127,3 +138,138 @@ def _encode(placed: Sequence[Placed], reads: Mapping[tuple[str, Box], Read]) -> 
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+class ForeignFormat(StrEnum):
+    """Import formats."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    DCP = "dcp"
+
+
+_SUFFIXES = {
+    ".safetensors": ForeignFormat.SAFETENSORS,
+    ".json": ForeignFormat.SAFETENSORS,
+    ".pt": ForeignFormat.TORCH,
+    ".pth": ForeignFormat.TORCH,
+    ".bin": ForeignFormat.TORCH,
+    ".ckpt": ForeignFormat.TORCH,
+}
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+_DCP_METADATA = ".metadata"
+_OWN = "checkpoint"
+"""The metadata key with which ckptctl exports name their checkpoint."""
+
+
+def choose_format(path: Path, given: ForeignFormat | None) -> ForeignFormat:
+    """The requested format, or the one detected from the path. Raises InvalidRequest."""
+    if not path.exists():
+        raise InvalidRequest(f"{path} does not exist", "Pass a file or folder on this machine")
+    if given is not None:
+        return given
+    if (path / _DCP_METADATA).is_file():
+        return ForeignFormat.DCP
+    found = _SUFFIXES.get(_file(path).suffix) if _file(path).is_file() else None
+    if found is None:
+        raise InvalidRequest(f"the format of {path} is unknown", "Pass --format")
+    return found
+
+
+def read_foreign(path: Path, kind: ForeignFormat, item: str) -> ForeignState:
+    """The state at `path`, without the bytes of its tensors. `item` names a state that is not a dict of items.
+
+    Raises InvalidRequest, UnsupportedObject or CorruptObject.
+    """
+    try:
+        if kind is ForeignFormat.SAFETENSORS:
+            return read_safetensors(_file(path), item)
+        try:
+            from ckpt.foreign.dcp_folder import read_dcp
+            from ckpt.foreign.torch_file import read_torch
+        except ModuleNotFoundError as error:
+            raise missing_torch(error) from error
+        return read_dcp(path, item) if kind is ForeignFormat.DCP else read_torch(path, item)
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", "Check its permissions") from error
+
+
+def _file(path: Path) -> Path:
+    """The file of a folder to read first."""
+    if not path.is_dir():
+        return path
+    return path / INDEX if (path / INDEX).is_file() else path / ONLY
+
+
+def read_safetensors(path: Path, item: str) -> ForeignState:
+    """Read a file, or the files of an index. A file that ckptctl exported is split into its items again."""
+    index = _index(path)
+    files = [path.parent / name for name in sorted(set(index.values()))] if index else [path]
+    foreign = ForeignState()
+    paths: dict[tuple[str, ...], str] = {}
+    found: set[str] = set()
+    for file in files:
+        tensors, metadata = read_header(file)
+        twice = found & {tensor.name for tensor in tensors}
+        if twice:
+            raise CorruptObject(f"tensor {min(twice)!r} is in two files of {path}")
+        found |= {tensor.name for tensor in tensors}
+        _add(foreign, paths, file, tensors, metadata, item)
+    if not index.keys() <= found:
+        raise CorruptObject(f"tensor {min(index.keys() - found)!r} is in {path} but not in its files")
+    if not found:
+        raise InvalidRequest(f"{path} holds no tensors", "Check that it is the right file")
+    for keys, name in paths.items():
+        _set(foreign.trees, keys, {TAG: "tensor", "name": name}, path)
+    return foreign
+
+
+def _add(
+    foreign: ForeignState,
+    paths: dict[tuple[str, ...], str],
+    file: Path,
+    tensors: Iterable[StoredTensor],
+    metadata: Mapping[str, str],
+    item: str,
+) -> None:
+    """Add the tensors of one file, and the paths that lead to each."""
+    is_own = _OWN in metadata
+    entries = {tensor.name: tensor.name if is_own else f"{item}/{tensor.name}" for tensor in tensors}
+    tied = {alias: name for alias, name in metadata.items() if name in entries and alias not in entries}
+    for tensor in tensors:
+        piece = Slice.whole(entries[tensor.name], tensor.dtype, tensor.shape)
+        foreign.parts.append(ForeignSlice(piece, file_read(file, tensor.at)))
+    for name, entry in [*entries.items(), *((alias, entries[name]) for alias, name in tied.items())]:
+        paths[tuple(name.split("/")) if is_own else (item, name)] = entry
+    prefix = "" if is_own else f"{item}/"
+    foreign.aliases.update({prefix + alias: entries[name] for alias, name in tied.items()})
+
+
+def _index(path: Path) -> dict[str, str]:
+    """The file of each tensor; empty for a single file. Raises CorruptObject."""
+    if path.suffix != ".json":
+        return {}
+    try:
+        files = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptObject(f"{path} is not an index: {error}") from error
+    for name in files.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CorruptObject(f"{path} names {name!r}, which is not a .safetensors file in its folder")
+        if not (path.parent / name).is_file():
+            raise CorruptObject(f"{path.parent / name} is missing", "Copy all files of the index")
+    return files
+
+
+def _set(trees: dict[str, JSON], keys: tuple[str, ...], leaf: JSON, path: Path) -> None:
+    *above, last = keys
+    for key in above:
+        trees = trees.setdefault(key, {})
+    if TAG in trees or last in trees or last.startswith(TAG) or any(key.startswith(TAG) for key in above):
+        raise CorruptObject(f"the name of tensor {'/'.join(keys)!r} of {path} conflicts with another one")
+    trees[last] = leaf

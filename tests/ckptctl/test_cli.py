@@ -8,7 +8,7 @@ import typer
 from ckptctl.cli import app
 from ckptctl.examples import EXAMPLES
 from ckptctl.exits import MEANINGS
-from ckptctl.target import Target, choose_target
+from ckptctl.session import Target, choose_target
 from ckptstore.errors import InvalidRequest
 from tests.support.command_line import invoke
 

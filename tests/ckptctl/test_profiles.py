@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.profiles import Profile, load_profiles
-from ckptctl.target import Target, choose_target
+from ckptctl.session import Target, choose_target
 from ckptstore.errors import InvalidRequest
 from tests.support.command_line import invoke
 

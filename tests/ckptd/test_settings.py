@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.configuration import load
 from ckptd.redaction import MASK, Redactor, mask_passwords, secrets_of
-from ckptd.settings import KNOBS, Settings, default_cache, default_db
+from ckptd.settings import KNOBS, Settings, default_cache, default_db, load
 from ckptstore.errors import InvalidRequest
 
 _STORE = {"store": "s3://bucket"}

@@ -21,8 +21,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 from kubernetes_validate import validate  # type: ignore[attr-defined]
 
 from ckptd.app import create_app
-from ckptd.configuration import load
-from ckptd.settings import KNOBS, Settings
+from ckptd.settings import KNOBS, Settings, load
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_checkpoint
 

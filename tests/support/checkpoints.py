@@ -12,7 +12,7 @@ from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipt
-from ckptstore.format.codings import CodingPolicy, fast
+from ckptstore.format.codecs import CodingPolicy, fast
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, Content, Receipt, References, Shard
 from ckptstore.format.parsing import seal

@@ -10,7 +10,7 @@ import torch
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import StoredReceipt, commit_attempt
-from ckptstore.format.codings import fast
+from ckptstore.format.codecs import fast
 from ckptstore.format.documents import FORMAT, Content, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, slice_tables

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-DAEMON = ("ckptd.app", "ckptd.configuration", "ckptd.server", "psycopg", "typer")
+DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "typer")
 TRAINER = ("ckpt.checkpointer", "ckpt.restoring", "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")
 _REQUEST_BYTES = 1 << 20
 _END_S = 120.0

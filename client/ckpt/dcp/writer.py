@@ -29,7 +29,7 @@ from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipt
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
-from ckptstore.format.codings import POLICIES
+from ckptstore.format.codecs import POLICIES
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import raw_bytes, slice_tables

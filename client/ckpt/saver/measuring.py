@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ckpt.saver.choosing import INTERVAL_SHARE, Choice, CodingCost, CostTable, choose
-from ckptstore.format.codings import POLICIES, Coding, CodingPolicy, codings
+from ckptstore.format.codecs import POLICIES, Coding, CodingPolicy, codings
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 LOCAL_UPLOAD_S = 1 / 2e9

@@ -12,8 +12,7 @@ from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.show import find_readable
 from ckptctl.exporting import Export, FileFormat, choose_format, select, size_on_disk, write_whole
 from ckptctl.exporting_formats import writer_of
-from ckptctl.session import Session
-from ckptctl.target import leased
+from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.reading.source import read_manifest
 

@@ -10,8 +10,7 @@ import msgspec
 import typer
 
 from ckptapi.arbiter import arbitrated
-from ckptctl.importing import new_attempt, write_checkpoint
-from ckptctl.importing_formats import ForeignFormat, choose_format, read_foreign
+from ckptctl.importing import ForeignFormat, choose_format, new_attempt, read_foreign, write_checkpoint
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.run import Run

@@ -12,8 +12,7 @@ from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.listing import short_id
 from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table, TableColumn
-from ckptctl.session import Session
-from ckptctl.target import leased
+from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint

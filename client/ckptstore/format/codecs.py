@@ -7,11 +7,13 @@ is ours and is specified in docs/format.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from ckptstore.errors import CorruptObject
 from ckptstore.format import float_split
-from ckptstore.format.frames import Buffer, pack, unpack
-
-__all__ = ["CODECS", "FLOAT_SPLIT", "MAX_CHUNK_BYTES", "RAW", "ZSTD", "Buffer", "best_codec", "decode", "encode"]
+from ckptstore.format.frames import Buffer as Buffer
+from ckptstore.format.frames import pack, unpack
 
 MAX_CHUNK_BYTES = 64 << 20
 """Largest size of a chunk, raw or encoded; a reader rejects larger ones."""
@@ -60,3 +62,38 @@ def decode(codec: str, stored: memoryview, into: memoryview) -> None:
         float_split.decode(_DTYPES[codec], stored, into)
     else:
         raise CorruptObject(f"chunk codec {codec!r} is unknown")
+
+
+class Coding(NamedTuple):
+    """A codec and its level. Only writers need the level: readers decode all levels alike."""
+
+    codec: str
+    level: int = 1
+
+
+CodingPolicy = Callable[[str], Coding]
+"""The coding of each element type."""
+
+
+def off(dtype: str) -> Coding:
+    """No encoding."""
+    return Coding(RAW)
+
+
+def fast(dtype: str) -> Coding:
+    """The smallest coding that keeps up with disks and networks."""
+    return Coding(best_codec(dtype))
+
+
+def smallest(dtype: str) -> Coding:
+    """The smallest coding, however slow."""
+    return Coding(best_codec(dtype), 9)
+
+
+POLICIES: dict[str, CodingPolicy] = {"off": off, "fast": fast, "max": smallest}
+"""Policies by the value of the `compress` option."""
+
+
+def codings(dtype: str) -> tuple[Coding, ...]:
+    """All codings of an element type; each costs more and stores less than the one before."""
+    return tuple(dict.fromkeys(policy(dtype) for policy in POLICIES.values()))

@@ -15,8 +15,7 @@ import numpy as np
 
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
-from ckptstore.format.codecs import RAW, Buffer, encode
-from ckptstore.format.codings import Coding
+from ckptstore.format.codecs import RAW, Buffer, Coding, encode
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Entries, Slices, digest
 from ckptstore.format.dtypes import ITEM_BYTES

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from ckptapi import bodies
-from ckptd.http.rules import RULES
+from ckptd.http.access import RULES
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon

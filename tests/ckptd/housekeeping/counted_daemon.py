@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ckptd import logs
 from ckptd.app import create_app
-from ckptd.configuration import load
 from ckptd.redaction import Redactor
 from ckptd.server import serve
+from ckptd.settings import load
 from ckptstore.errors import ObjectMissing
 from ckptstore.stores import Store, open_store
 from tests.support.stores import Faults, FaultyStore

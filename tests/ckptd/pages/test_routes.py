@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ckptapi import bodies
-from ckptd.http.rules import RULES
+from ckptd.http.access import RULES
 from ckptd.pages.routes import router
 from tests.ckptd.conftest import Served
 from tests.support.checkpoints import write_checkpoint

@@ -33,7 +33,8 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.tombstones import hide, list_hidden, sweep, undelete
 from ckptstore.run import Run
-from ckptstore.stores import Store, multipart, open_store
+from ckptstore.stores import Store, open_store
+from ckptstore.stores import s3 as multipart
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.daemons import running_daemon

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptstore import names
 from ckptstore.commits.commit import StoredReceipt, commit_attempt
-from ckptstore.format.codings import fast
+from ckptstore.format.codecs import fast
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import (

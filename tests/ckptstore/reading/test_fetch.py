@@ -14,7 +14,7 @@ from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.format import planning
-from ckptstore.format.codings import CodingPolicy, fast, off
+from ckptstore.format.codecs import CodingPolicy, fast, off
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads, whole_entries

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ckptstore.errors import CkptError, CorruptObject, StoreReadOnly, StoreUnavailable
-from ckptstore.stores import Store, multipart, open_store
-from ckptstore.stores.multipart import part_bytes
-from ckptstore.stores.s3 import S3Store
+from ckptstore.stores import Store, open_store
+from ckptstore.stores import s3 as multipart
+from ckptstore.stores.s3 import S3Store, part_bytes
 from ckptstore.stores.transfers import Transfers, UploadPart
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
 from tests.conftest import S3Location
