@@ -118,8 +118,9 @@ class Checkpointer:
         and SnapshotTorn names the tensor that changed. If anything but `optim.step()` changes a parameter or optimizer
         state while it is being copied, the save fails: the handle and the next call raise SnapshotTorn, the handles of
         the other ranks RankFailed, and later saves of this rank are copied before they return. Detection compares
-        version counters and, in host memory, samples; see docs/decisions/0015-overlap.md for what it can miss.
-        overlap=False needs no detection.
+        version counters and, in host memory, samples at 16 places of each tensor. It misses a change that bypasses the
+        counters (`.data`, a numpy view) and lies between these places, is undone before the tensor is copied, or is on
+        a GPU. Pass overlap=False if the loop makes such changes.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped, which the handle tells (`skipped`). Raises the

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
@@ -16,50 +19,96 @@ RawMemory = ctypes.Array[ctypes.c_char]
 
 FROZEN_BYTES = 1 << 20
 """Smaller frozen parameters are not tracked, but copied at once."""
-_SAMPLE_BYTES = 64
+_PLACES = 16
+_PLACE_BYTES = 8
+_WHOLE_BYTES = 1 << 10
+"""Smaller tensors are compared whole."""
 _PAGE_BYTES = 4 << 10
 _PAGES = 16
 _VERSION: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
+class Sample(NamedTuple):
+    """Samples of the memory of one tensor. It does not keep the memory alive."""
+
+    base: int
+    """The address of the tensor's storage."""
+    read: Callable[[], bytes]
+    """The current bytes. The memory must still exist."""
+
+
 class ChangeGuard:
-    """Compares leaves after the copy with what they were when they were captured.
+    """Compares leaves with what they were when they were captured: each after its own copy, and all at the end.
 
     It compares version counters, which torch increments with every change in place. Some changes bypass them: through
-    `.data`, in fused kernels, in lists of DTensors. For host memory it therefore also compares the first bytes, which
-    detects any change of all elements.
+    `.data`, in fused kernels, in lists of DTensors. For host memory it therefore also compares samples of the memory,
+    which detect any change of all elements, and the address of the storage.
     """
 
-    def __init__(self, leaves: Leaves, samples: Sequence[RawMemory]) -> None:
-        """samples: the first bytes of each leaf; the transfer keeps that memory alive."""
+    def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
+        """samples, storages: of each leaf. The guard keeps the storages alive."""
         self._leaves = leaves
+        self._storages = storages
         self._samples = samples
-        self._before = self._read()
+        # The counter of a DTensor and that of its local tensor are incremented by different changes.
+        self._counters = list(map(_VERSION, leaves.tensors))
+        same = leaves.origins is leaves.tensors
+        self._origin_counters = self._counters if same else list(map(_VERSION, leaves.origins))
+        self._bytes = [sample.read() for sample in samples]
+        self._torn: set[int] = set()
+
+    def moved(self, index: int) -> bool:
+        """Whether the storage of a leaf has other memory than when it was captured; the old memory may be freed."""
+        return self._storages[index].data_ptr() != self._samples[index].base
+
+    def check(self, index: int) -> bool:
+        """Whether a leaf is unchanged, now and at every earlier check. Does not read memory that was replaced."""
+        leaves, sample = self._leaves, self._samples[index]
+        if (
+            self.moved(index)
+            or _VERSION(leaves.tensors[index]) != self._counters[index]
+            or _VERSION(leaves.origins[index]) != self._origin_counters[index]
+            or sample.read() != self._bytes[index]
+        ):
+            self._torn.add(index)
+        return index not in self._torn
 
     def changed(self) -> list[str]:
-        """The entries that have changed."""
-        pairs = zip(self._leaves.slices, self._before, self._read(), strict=True)
-        return [piece.entry for piece, before, now in pairs if before != now]
-
-    def _read(self) -> list[tuple[int, int, bytes]]:
-        # The counter of a DTensor and that of its local tensor are incremented by different changes.
-        leaves = self._leaves
-        counters, same = list(map(_VERSION, leaves.tensors)), leaves.origins is leaves.tensors
-        return list(
-            zip(
-                counters,
-                counters if same else map(_VERSION, leaves.origins),
-                [memory.raw for memory in self._samples],
-                strict=True,
-            )
-        )
+        """Check all leaves; the entries that have changed, now or at an earlier check."""
+        return [piece.entry for index, piece in enumerate(self._leaves.slices) if not self.check(index)]
 
 
-def sample(tensor: torch.Tensor) -> RawMemory:
-    """The first bytes of a contiguous tensor in host memory; empty for any other tensor."""
-    if not tensor.is_cpu or not tensor.is_contiguous():
-        return memory_at(0, 0)
-    return memory_at(tensor.data_ptr(), min(_SAMPLE_BYTES, tensor.nbytes))
+def sample(tensor: torch.Tensor) -> Sample:
+    """Samples at 16 places of a tensor in host memory, its first and last bytes included; all of a small one.
+
+    Empty for tensors that are not in host memory.
+    """
+    base, num_bytes = tensor.untyped_storage().data_ptr(), tensor.nbytes
+    if not tensor.is_cpu or not num_bytes:
+        return Sample(base, bytes)
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    span_bytes = tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in strides))
+    memory = memoryview(memory_at(tensor.data_ptr(), span_bytes)).cast("B")
+    if span_bytes != num_bytes:  # other tensors have elements in between
+        return Sample(base, partial(_elements, np.frombuffer(memory, np.uint8), _offsets(tensor)))
+    if num_bytes <= _WHOLE_BYTES:
+        return Sample(base, np.frombuffer(memory, np.uint8).tobytes)
+    step = (num_bytes - _PLACE_BYTES) // (_PLACES - 1)
+    width = num_bytes - (_PLACES - 1) * step  # the last place ends with the tensor
+    return Sample(base, np.ndarray(_PLACES, f"V{width}", memory, strides=(step,)).tobytes)
+
+
+def _elements(memory: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> bytes:
+    read: bytes = memory[offsets].tobytes()
+    return read
+
+
+def _offsets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The offsets of the bytes of elements at 16 places of a tensor, first and last included."""
+    places = np.unravel_index(np.linspace(0, tensor.numel() - 1, _PLACES, dtype=np.int64), tensor.shape)
+    steps = zip(places, tensor.stride(), strict=True)
+    first = sum((place * step for place, step in steps), np.zeros(_PLACES, np.int64)) * tensor.element_size()
+    return (first[:, None] + np.arange(tensor.element_size())).reshape(-1)
 
 
 def memory_at(address: int, num_bytes: int) -> RawMemory:

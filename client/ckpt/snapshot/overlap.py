@@ -47,8 +47,8 @@ class BackgroundCopy(Protocol):
     def frozen(self) -> Sequence[Placed]:
         """The copies in the slot of large leaves that are expected not to change."""
 
-    def copy(self) -> None:
-        """Copy host memory, and start the copies of GPUs."""
+    def copy(self, guard: ChangeGuard) -> None:
+        """Copy host memory, and start the copies of GPUs. guard: checks each leaf in host memory after its copy."""
 
     def make_streams_wait(self) -> None:
         """Order later work of the current GPU streams after the copy. Does not wait. Call it after `copy`."""
@@ -160,8 +160,9 @@ class Overlap:
     def _copy(self, pending: PendingCopy, stepped: bool) -> None:
         started, snapshot = time.perf_counter(), pending.snapshot
         assert snapshot.slot is not None
+        assert pending.guard is not None
         try:
-            pending.transfer.copy()
+            pending.transfer.copy(pending.guard)
             pending.copied.set()
             pending.transfer.finish()
             snapshot.updates.measure(stage_s=time.perf_counter() - started)

@@ -14,7 +14,7 @@ import torch
 from ckpt.capture.leaves import Change, Leaf, Leaves
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
-from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, memory_at, sample
+from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample
 from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all, pin
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
@@ -57,7 +57,7 @@ class _DeferredLeaves:
     indexes: list[int] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    samples: list[RawMemory] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
     def add(self, index: int, leaf: Leaf) -> None:
         """Append a leaf."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -34,14 +34,17 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
     writer = StreamWriter(plan_chunks(layout.placed), segment.num_bytes)
     deferred = [_can_overlap(leaf, overlap) for leaf in leaves]
     if overlap is not None and _worthwhile(leaves, deferred):
-        pairs = list(zip(leaves, deferred, strict=True))
-        stream = _Stream(segment, [leaf.tensor if later else leaf.tensor.clone() for leaf, later in pairs], layout)
+        pairs = list(zip(leaves.tensors, deferred, strict=True))
+        waiting = [i for i, waits in enumerate(deferred) if waits]
+        tensors = [tensor.detach() if waits else tensor.clone() for tensor, waits in pairs]
+        stream = _Stream(segment, tensors, layout, {i: number for number, i in enumerate(waiting)})
+        later = leaves.pick(waiting)
+        storages = list(map(torch.Tensor.untyped_storage, later.tensors))
+        guard = ChangeGuard(later, list(map(sample, later.tensors)), storages)
         client.stream(snapshot, writer)
-        later = leaves.pick(i for i, waits in enumerate(deferred) if waits)
-        guard = ChangeGuard(later, list(map(sample, later.tensors)))
         overlap.begin(client, PendingCopy(StreamTransfer(stream, client, snapshot, writer), guard, snapshot))
         return
-    stream = _Stream(segment, leaves.tensors, layout)
+    stream = _Stream(segment, leaves.tensors, layout, {})
     client.stream(snapshot, writer)
     try:
         StreamTransfer(stream, client, snapshot, writer).copy()
@@ -73,14 +76,18 @@ class StreamTransfer:
         self._snapshot = snapshot
         self._writer = writer
 
-    def copy(self) -> None:
-        """Copy everything, and announce all but the last chunk to the saver. Raises the error of a failed save."""
+    def copy(self, guard: ChangeGuard | None = None) -> None:
+        """Copy everything, and announce all but the last chunk to the saver. Raises the error of a failed save.
+
+        guard: checks each leaf with its copy; a leaf that has changed ends the copy.
+        """
         writer, waited_s, started = self._writer, 0.0, time.perf_counter()
         for number, (span, place) in enumerate(zip(writer.spans, writer.places, strict=True)):
             wait_started = time.perf_counter()
             writer.wait(place)
             waited_s += time.perf_counter() - wait_started
-            self._stream.copy(span, place.at)
+            if not self._stream.copy(span, place.at, guard):
+                return
             self._client.staged(self._snapshot.number, min(number + 1, len(writer.spans) - 1))
         writer.check()
         updates = self._snapshot.updates
@@ -99,36 +106,57 @@ class StreamTransfer:
 
 
 class _Stream:
-    """The raw stream of a snapshot, read from live tensors from front to back."""
+    """The raw stream of a snapshot, read from front to back, from tensors whose memory is held from the call on."""
 
-    def __init__(self, segment: Segment, tensors: Sequence[torch.Tensor], layout: SnapshotLayout) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        tensors: Sequence[torch.Tensor],
+        layout: SnapshotLayout,
+        guarded: Mapping[int, int],
+    ) -> None:
+        """guarded: the index in the guard, by the index of the tensor."""
         self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
         pairs = zip(layout.placed, layout.order, strict=True)
-        self._left = iter([(place, tensors[i]) for place, i in pairs if place.slice.bytes])
+        self._left = iter([(place, tensors[i], guarded.get(i)) for place, i in pairs if place.slice.bytes])
         self._at, self._source = 0, torch.empty(0, dtype=torch.uint8)
+        self._guarded: int | None = None
 
     @torch.no_grad()
-    def copy(self, span: ChunkSpan, at: int) -> None:
-        """Copy the next chunk to byte `at` of the slot; the slot holds it on return."""
-        to = self._arena[at : at + span.bytes]
-        for source in self._next(span.at, span.at + span.bytes):
+    def copy(self, span: ChunkSpan, at: int, guard: ChangeGuard | None) -> bool:
+        """Copy the next chunk to byte `at` of the slot; the slot holds it on return.
+
+        False if a tensor of it has changed since it was captured; then the stream is useless.
+        """
+        to, begin, end = self._arena[at : at + span.bytes], span.at, span.at + span.bytes
+        while begin < end:
+            if not self._open(begin, guard):
+                return False
+            size = self._source.element_size()
+            low, high = begin - self._at, min(end - self._at, self._source.nbytes)
+            source = self._source[low // size : high // size]
             if is_plain(source):
                 ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
             else:
                 to[: source.nbytes].view(source.dtype).copy_(source)
-            to = to[source.nbytes :]
+            if not self._unchanged(guard):
+                return False
+            to, begin = to[source.nbytes :], self._at + high
+        return True
 
     def release(self) -> None:
         """Release tensor references."""
         self._left, self._source = iter(()), torch.empty(0, dtype=torch.uint8)
 
-    def _next(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """The elements from byte `begin` to `end` of the stream, tensor by tensor."""
-        while begin < end:
-            if begin == self._at + self._source.nbytes:
-                place, tensor = next(self._left)
-                self._at, self._source = place.at, tensor.detach().reshape(-1)  # a copy, if it is not contiguous
-            size = self._source.element_size()
-            low, high = begin - self._at, min(end - self._at, self._source.nbytes)
-            yield self._source[low // size : high // size]
-            begin = self._at + high
+    def _open(self, begin: int, guard: ChangeGuard | None) -> bool:
+        """Continue with the tensor at byte `begin` of the stream. False if it has changed; it may have no memory."""
+        if begin < self._at + self._source.nbytes:
+            return self._unchanged(guard)
+        place, tensor, self._guarded = next(self._left)
+        unchanged = self._unchanged(guard)
+        if unchanged:
+            self._at, self._source = place.at, tensor.detach().reshape(-1)  # a copy, if it is not contiguous
+        return unchanged
+
+    def _unchanged(self, guard: ChangeGuard | None) -> bool:
+        return guard is None or self._guarded is None or guard.check(self._guarded)

@@ -52,7 +52,7 @@ def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | No
     if overlap is not None and overlap.on:
         transfer = stager.begin(captured.leaves, layout, overlap.can_overlap, overlap.sameness(captured))
         if transfer.under_way:
-            guard = ChangeGuard(transfer.later, transfer.samples)
+            guard = ChangeGuard(transfer.later, transfer.samples, transfer.storages)
             overlap.begin(client, PendingCopy(transfer, guard, snapshot))
             return
         transfer.finish()

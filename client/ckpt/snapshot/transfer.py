@@ -17,7 +17,7 @@ import torch
 
 from ckpt.capture.leaves import Leaf, Leaves
 from ckpt.saver.segment import Segment
-from ckpt.snapshot.guard import RawMemory, sample
+from ckpt.snapshot.guard import ChangeGuard, Sample, sample
 from ckpt.streams import on_stream, side_stream
 from ckptstore.format.shards import Placed
 
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 Move = tuple[int, int, int]
 """Address to copy to, address to copy from, and number of bytes."""
+
+_MOVED_BYTES = 16 << 20
+"""Before each copy of this size the address of the storage is checked."""
 
 GatheredRun = tuple[int, int, int]
 """Address to copy to, offset in the gathered bytes to copy from, and number of bytes."""
@@ -41,19 +44,22 @@ class Transfer:
         """The copies in the slot of large leaves that are expected not to change."""
         self.later = Leaves()
         """The leaves deferred to `copy`."""
-        self.samples: list[RawMemory] = []
-        """The first bytes of each deferred leaf, for ChangeGuard."""
+        self.samples: list[Sample] = []
+        """Samples of each deferred leaf, for ChangeGuard."""
+        self.storages: list[torch.UntypedStorage] = []
+        """The storage of each deferred leaf. Holding them keeps the memory alive."""
         self._moves: Sequence[Move] = ()
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        """Copy to, copy from, and the index of the deferred leaf."""
         self._kept: list[object] = []
         self._devices: dict[torch.device, DeviceCopies] = {}
         self._gathered: Sequence[Move] = ()
 
-    def add_moves(self, moves: Sequence[Move], leaves: Leaves, samples: Sequence[RawMemory]) -> None:
+    def add_moves(self, moves: Sequence[Move], leaves: Leaves, samples: Sequence[Sample]) -> None:
         """Defer copies of host memory; call it before all other add methods. Keeps the memory alive until then."""
         self.later, self.samples = leaves, list(samples)
         self._moves = moves
-        self._kept += map(torch.Tensor.untyped_storage, leaves.tensors)
+        self.storages = list(map(torch.Tensor.untyped_storage, leaves.tensors))
 
     def add_gathered(self, data: bytes, runs: Sequence[GatheredRun]) -> None:
         """Defer copying the gathered bytes to their places in the slot."""
@@ -64,8 +70,8 @@ class Transfer:
 
     def add_copy(self, view: torch.Tensor, leaf: Leaf) -> None:
         """Defer the copy of a tensor in host memory whose bytes are not its elements in order."""
+        self._copies.append((view, leaf.tensor.detach(), len(self.later)))
         self._add_later(leaf)
-        self._copies.append((view, leaf.tensor.detach()))
 
     def add_device_copy(self, view: torch.Tensor, leaf: Leaf, later: bool) -> None:
         """Copy from a GPU, in the order of the current stream or deferred."""
@@ -79,6 +85,7 @@ class Transfer:
     def _add_later(self, leaf: Leaf) -> None:
         self.later.append(leaf)
         self.samples.append(sample(leaf.tensor))
+        self.storages.append(leaf.tensor.untyped_storage())
 
     @property
     def under_way(self) -> bool:
@@ -91,14 +98,20 @@ class Transfer:
             copies.begun()
 
     @torch.no_grad()
-    def copy(self) -> None:
-        """Copy host memory, and start the copies of GPUs."""
+    def copy(self, guard: ChangeGuard) -> None:
+        """Copy host memory, and start the copies of GPUs. guard: checks each leaf in host memory after its copy."""
         for copies in self._devices.values():
             copies.copy()
         move_all(self._gathered)
-        move_all(self._moves)
-        for view, tensor in self._copies:
-            view.copy_(tensor)
+        for index, (to, source, size) in enumerate(self._moves):
+            for at in range(0, size, _MOVED_BYTES):
+                if not guard.moved(index):
+                    ctypes.memmove(to + at, source + at, min(_MOVED_BYTES, size - at))
+            guard.check(index)
+        for view, tensor, index in self._copies:
+            if not guard.moved(index):
+                view.copy_(tensor)
+            guard.check(index)
 
     def make_streams_wait(self) -> None:
         """Order later work of the current streams after the copy. Does not wait. Call it after `copy`."""
@@ -114,7 +127,7 @@ class Transfer:
         """Release the tensors. Call it after `finish`."""
         for copies in self._devices.values():
             copies.release()
-        self.later, self.samples, self._moves, self._gathered = Leaves(), [], (), ()
+        self.later, self.samples, self.storages, self._moves, self._gathered = Leaves(), [], [], (), ()
         self._copies, self._kept = [], []
 
 

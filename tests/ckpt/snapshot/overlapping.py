@@ -15,6 +15,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.snapshot import overlap
+from ckpt.snapshot.guard import ChangeGuard
 from ckpt.snapshot.overlap import Overlap
 from ckpt.snapshot.transfer import Transfer
 from ckptstore.reading.source import StoreSource
@@ -42,10 +43,10 @@ def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator
     `small_bytes` is how small those are that do not wait."""
     brake, copy, before_step = Brake(), Transfer.copy, Overlap.before_step
 
-    def held_copy(transfer: Transfer) -> None:
+    def held_copy(transfer: Transfer, guard: ChangeGuard) -> None:
         assert brake.released.wait(_PATIENCE_S)
         brake.copies += 1
-        copy(transfer)
+        copy(transfer, guard)
 
     def seen_before_step(self: Overlap) -> None:
         brake.at_gate.set()

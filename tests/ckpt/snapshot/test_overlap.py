@@ -214,7 +214,7 @@ def test_a_copy_that_fails_fails_the_save_and_lets_the_optimizer_go_on(
 ) -> None:
     loop = Loop(OPTIMIZERS["adamw"])
 
-    def fail(_: Transfer) -> None:
+    def fail(*_: object) -> None:
         raise OSError("no such memory")
 
     with open_run(tmp_path, slots=1) as checkpointer:

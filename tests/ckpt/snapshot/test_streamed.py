@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -255,3 +257,56 @@ def test_a_state_that_changes_while_it_passes_fails_its_save_and_no_other(tmp_pa
         assert checkpointer.save_async(model, optimizer, 3).result(30).step == 3
         assert checkpointer.counters.failed == 1
     assert [checkpoint.step for checkpoint in StoreSource(open_store(str(tmp_path))).checkpoints("r")] == [3]
+
+
+def _swap_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, 7.0)
+
+
+def _convert(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def _swap_and_back(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        data, parameter.data = parameter.data, torch.full_like(parameter, 7.0)
+        parameter.data = data
+
+
+@pytest.mark.parametrize("change", [_swap_data, _convert, _swap_and_back])
+def test_a_stream_holds_the_memory_of_the_call(change: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    with Checkpointer(str(tmp_path), run="r", staging_bytes=LEAST_BYTES) as checkpointer:
+        checkpointer.prepare(model, optimizer)
+        assert checkpointer.saver_pid is not None
+        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        handle = checkpointer.save_async(model, optimizer, 1)
+        assert not handle.staged()
+        change(model)
+        gc.collect()
+        os.kill(checkpointer.saver_pid, signal.SIGCONT)
+        assert handle.result(60).step == 1
+        other, _ = trained()
+        checkpointer.restore(other, checkpoint=1)
+    assert same_state(dict(other.state_dict()), expected)
+
+
+def test_a_freed_model_is_streamed_to_its_end(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    with Checkpointer(str(tmp_path), run="r", staging_bytes=LEAST_BYTES) as checkpointer:
+        checkpointer.prepare(model, optimizer)
+        assert checkpointer.saver_pid is not None
+        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        handle = checkpointer.save_async(model, optimizer, 1)
+        del model, optimizer
+        gc.collect()
+        os.kill(checkpointer.saver_pid, signal.SIGCONT)
+        handle.result(60)
+        other, _ = trained()
+        checkpointer.restore(other)
+    assert same_state(dict(other.state_dict()), expected)

@@ -1,0 +1,131 @@
+"""The change guard: which changes samples, counters and storage addresses find, and when each leaf is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt.capture.leaves import Change, Leaf, Leaves
+from ckpt.snapshot.guard import ChangeGuard, sample
+from ckptstore.errors import SnapshotTorn
+from ckptstore.format.shards import Slice
+from tests.ckpt.loops import open_run
+from tests.ckpt.snapshot.overlapping import held_copies
+
+PATIENCE_S = 30
+
+
+def guarded(tensor: torch.Tensor) -> ChangeGuard:
+    piece = Slice.whole("t", "float32", tuple(tensor.shape))
+    leaves = Leaves()
+    leaves.append(Leaf(piece, tensor, tensor, Change.STEP))
+    return ChangeGuard(leaves, [sample(tensor)], [tensor.untyped_storage()])
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "whole": lambda: torch.zeros(600, 100),
+    "odd": lambda: torch.zeros(60_007, dtype=torch.uint8),
+    "small": lambda: torch.zeros(16, 16),
+    "transposed": lambda: torch.zeros(600, 100).t(),
+    "columns": lambda: torch.zeros(600, 100)[:, 3:40],
+    "scalar": lambda: torch.zeros(()),
+}
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("element", [0, -1])
+def test_a_change_of_the_first_or_last_element_past_the_counter_is_found(
+    make: Callable[[], torch.Tensor], element: int
+) -> None:
+    tensor = make()
+    guard = guarded(tensor)
+    assert guard.check(0)
+    index = () if not tensor.dim() else (element,) * tensor.dim()
+    tensor.data[index] = 1
+    assert not guard.check(0)
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_a_change_of_a_quarter_past_the_counter_is_found(quarter: int) -> None:
+    tensor = torch.zeros(6000, 60)
+    guard = guarded(tensor)
+    tensor.detach().numpy()[1500 * quarter : 1500 * (quarter + 1)] = 7
+    assert guard.changed() == ["t"]
+
+
+def test_memory_between_the_elements_does_not_count() -> None:
+    whole = torch.zeros(600, 100)
+    guard = guarded(whole[:, 3:40])
+    whole.data[:, :3] = 1
+    whole.data[:, 40:] = 1
+    assert guard.changed() == []
+
+
+def test_a_change_that_is_undone_after_a_check_is_reported_at_the_end() -> None:
+    tensor = torch.zeros(600, 100)
+    guard = guarded(tensor)
+    tensor.data.add_(1)
+    assert not guard.check(0)
+    tensor.data.sub_(1)
+    assert guard.changed() == ["t"]
+
+
+def test_memory_that_was_replaced_is_a_change_and_is_not_read() -> None:
+    tensor = torch.zeros(600, 100)
+    guard = guarded(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert guard.moved(0)
+    assert guard.changed() == ["t"]
+
+
+def test_weights_that_are_swapped_while_they_are_copied_and_swapped_back_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As averages are that are swapped in for a validation."""
+    model = nn.ParameterList(torch.ones(1 << 14) for _ in range(3))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    check = ChangeGuard.check
+
+    def undo_at_once(guard: ChangeGuard, index: int) -> bool:
+        unchanged = check(guard, index)
+        if not unchanged:
+            model[1].data.fill_(1.0)
+        return unchanged
+
+    with open_run(tmp_path) as checkpointer, held_copies() as brake:
+        handle = checkpointer.save_async(model, optim, 1)
+        model[1].data.fill_(2.0)
+        monkeypatch.setattr(ChangeGuard, "check", undo_at_once)
+        brake.released.set()
+        with pytest.raises(SnapshotTorn, match="model/1"):
+            handle.result(PATIENCE_S)
+        assert checkpointer.latest() is None
+
+
+def test_half_of_a_parameter_that_changes_past_the_counter_fails_the_save(tmp_path: Path) -> None:
+    model = nn.Linear(300, 300)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with open_run(tmp_path) as checkpointer, held_copies(release_at_gate=True):
+        handle = checkpointer.save_async(model, optim, 1)
+        model.weight.data[150:] = 7
+        optim.step()
+        with pytest.raises(SnapshotTorn, match="model/weight"):
+            handle.result(PATIENCE_S)
+        assert checkpointer.latest() is None
+
+
+def test_memory_that_is_resized_in_the_middle_of_a_copy_is_not_read(tmp_path: Path) -> None:
+    """By a call that ckpt does not see."""
+    model = nn.ParameterList(torch.ones(1 << 14) for _ in range(3))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with open_run(tmp_path) as checkpointer, held_copies() as brake:
+        handle = checkpointer.save_async(model, optim, 1)
+        with torch.no_grad():
+            model[1].data.resize_(1 << 20)
+        brake.released.set()
+        with pytest.raises(SnapshotTorn, match="model/1"):
+            handle.result(PATIENCE_S)
