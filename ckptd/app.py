@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -13,14 +14,13 @@ from fastapi import Depends, FastAPI
 
 from ckptd.api import changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
-from ckptd.housekeeping.collecting import Collecting
-from ckptd.housekeeping.gauges import Figures, Gauges
-from ckptd.housekeeping.job_handlers import Works
+from ckptd.housekeeping.gauges import EventMetrics, Gauges
+from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
-from ckptd.housekeeping.periodic import Periodic
-from ckptd.housekeeping.policies import Policies
-from ckptd.housekeeping.recovery import Recovering, Recovery
-from ckptd.housekeeping.scrubbing import Scrubbing
+from ckptd.housekeeping.orphans import OrphanCollector
+from ckptd.housekeeping.policies import PolicyLoop
+from ckptd.housekeeping.recovery import Recovery, RecoveryLoop
+from ckptd.housekeeping.scrubbing import Scrubber
 from ckptd.housekeeping.webhooks import Webhooks
 from ckptd.http import openapi, problems
 from ckptd.http.access import authorize
@@ -47,25 +47,25 @@ from ckptd.services import (
     Events,
     Freshness,
     Jobs,
+    Leases,
     Objects,
-    Protection,
     Pruning,
     Restores,
     Retention,
     Services,
-    Synchronizing,
+    StoreSync,
     Tokens,
     Uploads,
 )
-from ckptd.services.deciding import Deciding, Proposals
-from ckptd.services.keeping import Keeping
+from ckptd.services.remote_create import RemoteCreateDecider, RemoteCreateService
 from ckptd.services.restore_leases import RestoreLeases
+from ckptd.services.retention_view import RetentionViews
 from ckptd.settings import AUTH_OFF, Settings
 from ckptd.tracing import Tracer, Tracing, no_span
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.remote_create import ArbitratedStore
 from ckptstore.commits.store_check import examine
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.stores import Store, open_store
 
 _LOG = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ _BACKGROUND_THREADS = 20
 _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
-
-_Work = Periodic | Jobs | Webhooks
+_CHECK_AGAIN_S = 0.5
 
 
 def create_app(settings: Settings, store: Store | None = None, clock: Clock = system_clock) -> FastAPI:
@@ -112,30 +111,30 @@ class _Core:
         self.metrics = Metrics()
         self.database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
         _LOG.info("serving %s with the index at %s", store.url, self.database.url)
-        self.deciding = Deciding(store, DecisionIndex(self.database), clock)
-        self.store = ArbitratedStore(store, self.deciding, clock)
+        self.decider = RemoteCreateDecider(store, DecisionIndex(self.database), clock)
+        self.store = ArbitratedStore(store, self.decider, clock)
         self.log = EventLog(self.database, clock)
         self.index = Index(self.database, self.log)
         self.index.adopt(store.url, clock())
         self.freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
         self.catalog = Catalog(self.index, Listing(self.database), self.freshness, store.url)
-        self.synchronizing = Synchronizing(self.store, self.index, self.freshness, self.metrics, clock)
+        self.store_sync = StoreSync(self.store, self.index, self.freshness, self.metrics, clock)
         self.leadership = Leadership(LeaderIndex(self.database, "janitor"), settings.leader_lease_seconds)
         self.leader_store = LeaderStore(self.store, self.leadership)
         self.waiting = Waiting()
         self.restores = RestoreIndex(self.database)
         self.events = Events(self.log, self.restores, self.waiting.wake)
-        self.log.subscribe(Figures(self.metrics).tell)
+        self.log.subscribe(EventMetrics(self.metrics).count)
         self.metrics.leader.set_function(self.leadership.leads)
 
     def follow(self) -> None:
         """Read the changes of other daemons on the same database, then wake the requests that wait for them."""
         self.catalog.follow()
-        self.events.round()
+        self.events.run_once()
 
     def pruning(self, store: Store) -> Pruning:
         """A pruning service on the store, or on the leader's store."""
-        return Pruning(store, self.synchronizing, self.metrics, self.clock, self.events.pruned)
+        return Pruning(store, self.store_sync, self.metrics, self.clock, self.events.pruned)
 
 
 def _services(core: _Core, cache: BlockCache) -> Services:
@@ -143,28 +142,28 @@ def _services(core: _Core, cache: BlockCache) -> Services:
     objects = Objects(store, core.catalog, cache)
     leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
     pruning = core.pruning(store)
-    works = Works(store, core.synchronizing, clock, core.settings.orphan_grace_seconds)
+    handlers = JobHandlers(store, core.store_sync, clock, core.settings.orphan_grace_seconds)
     return Services(
         catalog=core.catalog,
         contents=Contents(core.catalog, objects),
         events=core.events,
         freshness=core.freshness,
-        jobs=Jobs(JobIndex(core.database), core.events, clock, works.by_kind()),
-        keeping=Keeping(store, clock),
+        jobs=Jobs(JobIndex(core.database), core.events, clock, handlers.by_kind()),
+        retention_views=RetentionViews(store, clock),
         objects=objects,
         probe=partial(examine, store, clock),
-        proposals=Proposals(store),
-        protection=Protection(store, core.catalog, clock),
+        remote_create=RemoteCreateService(store),
+        leases=Leases(store, core.catalog, clock),
         pruning=pruning,
         restores=Restores(store, core.catalog, core.restores, leases, clock, core.events.restore_ended),
-        retention=Retention(store, core.catalog, core.synchronizing, clock),
-        synchronizing=core.synchronizing,
+        retention=Retention(store, core.catalog, core.store_sync, clock),
+        store_sync=core.store_sync,
         tokens=Tokens(TokenIndex(core.database), core.settings.token, clock),
         uploads=Uploads(store, clock),
     )
 
 
-def _serving(core: _Core, services: Services) -> list[_Work]:
+def _serving(core: _Core, services: Services) -> list[_Background]:
     """Background work of every daemon."""
     settings = core.settings
     webhooks = Webhooks(settings.webhook_urls, settings.webhook_secret, core.metrics, core.clock)
@@ -175,10 +174,10 @@ def _serving(core: _Core, services: Services) -> list[_Work]:
         Periodic("sending heartbeats of jobs", services.jobs.watch, every_s=3.0),
         Periodic("following other daemons", core.follow, every_s=0.5),
         Periodic("deleting old events", core.events.forget, every_s=600.0),
-        Periodic("synchronizing", core.synchronizing.round, every_s=settings.poll_seconds),
+        Periodic("synchronizing", core.store_sync.run_once, every_s=settings.poll_seconds),
         Periodic("trimming the cache", services.objects.forget_deleted, every_s=settings.poll_seconds),
-        Periodic("finishing decisions", core.deciding.finish, every_s=60.0),
-        Periodic("renewing the lead", core.leadership.round, every_s=core.leadership.every_s),
+        Periodic("finishing decisions", core.decider.finish, every_s=60.0),
+        Periodic("renewing the lead", core.leadership.run_once, every_s=core.leadership.every_s),
         Periodic("expiring restores", services.restores.watch, every_s=0.5),
         Periodic("deleting old restore sessions", services.restores.forget, every_s=600.0),
         Periodic("reading tokens", services.tokens.refresh, every_s=1.0),
@@ -186,26 +185,26 @@ def _serving(core: _Core, services: Services) -> list[_Work]:
     ]
 
 
-def _housekeeping(core: _Core) -> list[_Work]:
+def _housekeeping(core: _Core) -> list[_Background]:
     """Background work of the leader."""
     settings, store, metrics, clock = core.settings, core.leader_store, core.metrics, core.clock
     recovery = Recovery(store, clock, settings.commit_grace_seconds)
-    recovering = Recovering(store, core.index, recovery, metrics, clock, core.synchronizing.notify)
-    collecting = Collecting(store, metrics, clock, settings.orphan_grace_seconds)
-    policies = Policies(store, core.index, core.pruning(store), metrics, clock)
+    recovery_loop = RecoveryLoop(store, core.index, recovery, metrics, clock, core.store_sync.notify)
+    collector = OrphanCollector(store, metrics, clock, settings.orphan_grace_seconds)
+    policies = PolicyLoop(store, core.index, core.pruning(store), metrics, clock)
     scrub_s = settings.scrub_days * 24 * 3600
-    scrubbing = Scrubbing(store, core.synchronizing, metrics, clock, scrub_s, settings.scrub_bytes_per_second)
+    scrubber = Scrubber(store, core.store_sync, metrics, clock, scrub_s, settings.scrub_bytes_per_second)
     led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))
-    keeping = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
+    restore_leases = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
     led = core.leadership.leads
-    metrics.orphan_bytes.set_function(lambda: collecting.waste().orphans if led() else 0)
-    metrics.tombstoned_bytes.set_function(lambda: collecting.waste().tombstoned if led() else 0)
+    metrics.orphan_bytes.set_function(lambda: collector.waste().orphans if led() else 0)
+    metrics.tombstoned_bytes.set_function(lambda: collector.waste().tombstoned if led() else 0)
     return [
-        Periodic("recovering", recovering.round, every_s=settings.poll_seconds, when=led),
-        Periodic("applying policies", policies.round, every_s=min(5.0, settings.poll_seconds), when=led),
-        Periodic("scrubbing", scrubbing.round, every_s=1.0, when=led),
-        Periodic("collecting", collecting.round, every_s=settings.collect_seconds, when=led),
-        Periodic("renewing leases of restores", keeping.round, every_s=1.0, when=led),
+        Periodic("recovering", recovery_loop.run_once, every_s=settings.poll_seconds, when=led),
+        Periodic("applying policies", policies.run_once, every_s=min(5.0, settings.poll_seconds), when=led),
+        Periodic("scrubbing", scrubber.run_once, every_s=1.0, when=led),
+        Periodic("collecting", collector.run_once, every_s=settings.collect_seconds, when=led),
+        Periodic("renewing leases of restores", restore_leases.run_once, every_s=1.0, when=led),
     ]
 
 
@@ -219,7 +218,7 @@ def _assemble(
     context: Context,
     auth: bool,
     clock: Clock,
-    background: list[_Work],
+    background: list[_Background],
     closing: list[BlockCache | Leadership | Database | Tracer],
 ) -> FastAPI:
     @asynccontextmanager
@@ -253,3 +252,45 @@ def _assemble(
     app.add_middleware(Bounds)
     app.add_middleware(RequestLog, metrics=context.metrics)
     return app
+
+
+class Periodic:
+    """Calls `work` in a thread of its own: at once, then `every_s` seconds after each call ends.
+
+    An error is logged and the calls continue. when: a call that is due is delayed until this returns True.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[], None], every_s: float, when: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._work = work
+        self._every_s = every_s
+        self._when = when
+        self._stop = threading.Event()
+        # A daemon thread: a store that never answers must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Signal the thread to end and wait at most `timeout_s` seconds. Interrupting `work` must be harmless."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            if not self._when():
+                self._stop.wait(min(self._every_s, _CHECK_AGAIN_S))
+                continue
+            try:
+                self._work()
+            except CkptError as error:
+                _LOG.warning("%s failed: %s", self._thread.name, error)
+            except Exception:
+                _LOG.exception("%s failed", self._thread.name)
+            self._stop.wait(self._every_s)
+
+
+_Background = Periodic | Jobs | Webhooks

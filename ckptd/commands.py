@@ -132,7 +132,7 @@ def _create_token(
         list[str] | None, typer.Option("--run", help="Limit the token to these runs. May be repeated.")
     ] = None,
 ) -> None:
-    """Create a token in the database and print its secret. Works with and without a running daemon.
+    """Create a token in the database and print its secret. JobHandlers with and without a running daemon.
 
     Use it for the first admin, and ckptctl token for all others.
     """

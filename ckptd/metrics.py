@@ -10,74 +10,85 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 def method_label(method: str) -> str:
-    """The value of the label `method`; "other" for all unknown ones, because each new value costs memory for good."""
+    """The value of the label `method`; "other" for unknown methods, because label values are never freed."""
     return method if method in _METHODS else "other"
 
 
 class Metrics:
-    """The counters. Any thread may use them."""
+    """The daemon's metrics. Any thread may use them."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._create_request_metrics()
+        self._create_cache_metrics()
+        self._create_event_metrics()
+        self._create_housekeeping_metrics()
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"ckptd_{name}", text, labels, registry=self.registry)
-
-        self.http_requests = counter("http_requests", "Requests answered.", "method", "route", "status")
+    def _create_request_metrics(self) -> None:
+        self.http_requests = self._counter("http_requests", "Requests answered.", "method", "route", "status")
         self.http_seconds = Histogram(
             "ckptd_http_request_seconds", "Time to the end of the response.", ["route"], registry=self.registry
         )
-        self.auth_failures = counter("auth_failures", "Requests whose token was refused.", "reason")
-        self.read_bytes = counter("read_bytes", "Bytes of checkpoints sent to readers.")
-        self.cache_hits = counter("cache_hits", "Pieces served from the cache, or by a read that was in progress.")
-        self.cache_misses = counter("cache_misses", "Pieces read from the store.")
-        self.cache_served_bytes = counter("cache_served_bytes", "Bytes sent to readers through the cache.")
-        self.cache_store_bytes = counter("cache_store_bytes", "Bytes read from the store for readers.")
-        self.cache_evictions = counter("cache_evictions", "Pieces removed from the cache to stay within its limit.")
-        self.cache_failures = counter("cache_failures", "Pieces that could not be written to the cache.")
-        self.cache_bytes = Gauge("ckptd_cache_bytes", "Bytes that the cache holds on disk.", registry=self.registry)
-        self.commit_seconds = Histogram(
-            "ckptd_commit_seconds",
-            "From the capture of a checkpoint to its commit.",
-            buckets=_SLOW,
-            registry=self.registry,
+        self.auth_failures = self._counter("auth_failures", "Requests whose token was refused.", "reason")
+        self.read_bytes = self._counter("read_bytes", "Bytes of checkpoints sent to readers.")
+        self.store_errors = self._counter(
+            "store_errors", "Requests that failed because the store failed.", "op", "code"
         )
-        self.upload_bytes = counter("upload_bytes", "Stored bytes of checkpoints that were committed.")
-        self.verify_failures = counter("verify_failures", "Checkpoints that were found damaged.")
-        self.restore_seconds = Histogram(
-            "ckptd_restore_seconds",
-            "Duration of restore sessions that succeeded.",
-            buckets=_SLOW,
-            registry=self.registry,
+
+    def _create_cache_metrics(self) -> None:
+        self.cache_hits = self._counter(
+            "cache_hits", "Pieces served from the cache, or by a read that was in progress."
         )
-        self.restore_bytes_per_second = Gauge(
-            "ckptd_restore_bytes_per_second",
-            "Speed of the last restore session that succeeded.",
-            registry=self.registry,
+        self.cache_misses = self._counter("cache_misses", "Pieces read from the store.")
+        self.cache_served_bytes = self._counter("cache_served_bytes", "Bytes sent to readers through the cache.")
+        self.cache_store_bytes = self._counter("cache_store_bytes", "Bytes read from the store for readers.")
+        self.cache_evictions = self._counter(
+            "cache_evictions", "Pieces removed from the cache to stay within its limit."
         )
-        self.leader = Gauge(
-            "ckptd_leader", "1 if this daemon is the leader and does the housekeeping.", registry=self.registry
+        self.cache_failures = self._counter("cache_failures", "Pieces that could not be written to the cache.")
+        self.cache_bytes = self._gauge("cache_bytes", "Bytes that the cache holds on disk.")
+
+    def _create_event_metrics(self) -> None:
+        self.commit_seconds = self._slow_histogram("commit_seconds", "From the capture of a checkpoint to its commit.")
+        self.upload_bytes = self._counter("upload_bytes", "Stored bytes of checkpoints that were committed.")
+        self.verify_failures = self._counter("verify_failures", "Checkpoints that were found damaged.")
+        self.restore_seconds = self._slow_histogram("restore_seconds", "Duration of restore sessions that succeeded.")
+        self.restore_bytes_per_second = self._gauge(
+            "restore_bytes_per_second", "Speed of the last restore session that succeeded."
         )
-        self.store_errors = counter("store_errors", "Requests that failed because the store failed.", "op", "code")
-        self.rolled_forward = counter(
+        self.webhooks = self._counter("webhooks", "Events for webhooks.", "outcome")
+
+    def _create_housekeeping_metrics(self) -> None:
+        self.leader = self._gauge("leader", "1 if this daemon is the leader and does the housekeeping.")
+        self.rolled_forward = self._counter(
             "rolled_forward", "Attempts committed by the daemon because their own committer did not."
         )
-        self.orphans_aborted = counter("orphans_aborted", "Unfinished attempts that were aborted and deleted.")
-        self.orphan_freed_bytes = counter("orphan_freed_bytes", "Bytes freed by deleting orphans.")
-        self.orphan_bytes = Gauge(
-            "ckptd_orphan_bytes",
+        self.orphans_aborted = self._counter("orphans_aborted", "Unfinished attempts that were aborted and deleted.")
+        self.orphan_freed_bytes = self._counter("orphan_freed_bytes", "Bytes freed by deleting orphans.")
+        self.orphan_bytes = self._gauge(
+            "orphan_bytes",
             "Bytes of unfinished attempts idle for an hour, at the last collection; 0 if the daemon is not the leader.",
-            registry=self.registry,
         )
-        self.tombstoned_bytes = Gauge(
-            "ckptd_tombstoned_bytes",
+        self.tombstoned_bytes = self._gauge(
+            "tombstoned_bytes",
             "Bytes of deleted checkpoints that wait for their sweep, at the last collection.",
-            registry=self.registry,
         )
-        self.policies_failed = counter("policies_failed", "Runs to which the policies could not be applied.", "code")
-        self.scrubbed = counter("scrubbed", "Checkpoints read completely by the scrub.")
-        self.scrubbed_bytes = counter("scrubbed_bytes", "Bytes read by the scrub.")
-        self.scrub_corrupt = counter("scrub_corrupt", "Checkpoints that the scrub found damaged.")
-        self.prune_deleted = counter("prune_deleted", "Checkpoints deleted by prunes.")
-        self.webhooks = counter("webhooks", "Events for webhooks.", "outcome")
-        self.prune_freed_bytes = counter("prune_freed_bytes", "Stored bytes of the checkpoints that prunes deleted.")
+        self.policies_failed = self._counter(
+            "policies_failed", "Runs to which the policies could not be applied.", "code"
+        )
+        self.scrubbed = self._counter("scrubbed", "Checkpoints read completely by the scrub.")
+        self.scrubbed_bytes = self._counter("scrubbed_bytes", "Bytes read by the scrub.")
+        self.scrub_corrupt = self._counter("scrub_corrupt", "Checkpoints that the scrub found damaged.")
+        self.prune_deleted = self._counter("prune_deleted", "Checkpoints deleted by prunes.")
+        self.prune_freed_bytes = self._counter(
+            "prune_freed_bytes", "Stored bytes of the checkpoints that prunes deleted."
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"ckptd_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"ckptd_{name}", text, registry=self.registry)
+
+    def _slow_histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"ckptd_{name}", text, buckets=_SLOW, registry=self.registry)

@@ -23,7 +23,7 @@ async def notify(request: Request, ctx: Ctx) -> Response:
     """Report a committed attempt: its outcome is read from the store now instead of at the next poll."""
     body = await read_body(request, bodies.NotifyRequest)
     attempt = Attempt.parse(body.attempt)
-    found = await ctx.threads.store(ctx.services.synchronizing.notify, check_run(body.run), attempt)
+    found = await ctx.threads.store(ctx.services.store_sync.notify, check_run(body.run), attempt)
     return json_response(bodies.CheckpointBody.of(found))
 
 
@@ -40,7 +40,7 @@ async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
 @router.post(bodies.REINDEX, **documented(bodies.ReindexBody))
 async def reindex(ctx: Ctx) -> Response:
     """Read every outcome in the store again."""
-    num_runs, num_checkpoints = await ctx.threads.store(ctx.services.synchronizing.reindex)
+    num_runs, num_checkpoints = await ctx.threads.store(ctx.services.store_sync.reindex)
     return json_response(bodies.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
 
 
@@ -49,7 +49,7 @@ async def take_lease(request: Request, ctx: Ctx) -> Response:
     """Protect a checkpoint from deletion for `ttl_s` seconds."""
     body = await read_body(request, bodies.LeaseRequest)
     reference = Reference.parse(body.id)
-    run, lease = await ctx.threads.store(ctx.services.protection.take, reference, body.holder, body.ttl_s)
+    run, lease = await ctx.threads.store(ctx.services.leases.take, reference, body.holder, body.ttl_s)
     return json_response(bodies.LeaseBody(run=run, lease=lease), 201)
 
 
@@ -58,5 +58,5 @@ async def release_lease(
     ctx: Ctx, run: Annotated[str, Path(max_length=128)], lease: Annotated[str, Path(max_length=26)]
 ) -> Response:
     """End a lease. Succeeds if the lease is already gone."""
-    await ctx.threads.store(ctx.services.protection.release, run, lease)
+    await ctx.threads.store(ctx.services.leases.release, run, lease)
     return Response(status_code=204)

@@ -11,7 +11,7 @@ from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx
 from ckptd.http.openapi import documented
-from ckptd.services.deciding import Proposal
+from ckptd.services.remote_create import Proposal
 
 router = APIRouter()
 _MAX_BODY_BYTES = 1 << 20
@@ -24,5 +24,5 @@ async def decide(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     proposal = Proposal.parse(body.run, body.attempt, body.tombstone, body.proposal)
     if proposal.committed is None:
         caller.check_scope(Scope.PRUNE)
-    decided = await ctx.threads.store(ctx.services.proposals.decide, proposal)
+    decided = await ctx.threads.store(ctx.services.remote_create.decide, proposal)
     return json_response(bodies.DecisionBody(document=decided.decode()))

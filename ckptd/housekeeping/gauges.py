@@ -1,4 +1,4 @@
-"""Figures about checkpoints, computed when Prometheus asks."""
+"""EventMetrics about checkpoints, computed when Prometheus asks."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Gauges(Collector):
         yield from (age, step, count, stored, restores)
 
 
-class Figures:
+class EventMetrics:
     """A listener of the log of events. Each event is recorded by one daemon, and so counted once."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def tell(self, events: Sequence[Event]) -> None:
+    def count(self, events: Sequence[Event]) -> None:
         """Count these. Any thread may call."""
         for event in events:
             detail = event.content.detail

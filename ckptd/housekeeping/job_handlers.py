@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptapi.bodies import CollectJob, VerifyJob
-from ckptd.services.jobs import JobProgress, Work
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.jobs import JobHandler, JobProgress
+from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
@@ -20,22 +20,22 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 
 
-class Works:
+class JobHandlers:
     """Runs jobs on one store. Any thread may call any method."""
 
     def __init__(
         self,
         store: Store,
-        synchronizing: Synchronizing,
+        store_sync: StoreSync,
         clock: Clock,
         orphan_grace_s: float,
     ) -> None:
         self._store = store
-        self._synchronizing = synchronizing
+        self._store_sync = store_sync
         self._clock = clock
         self._orphan_grace_s = orphan_grace_s
 
-    def by_kind(self) -> Mapping[type, Work]:
+    def by_kind(self) -> Mapping[type, JobHandler]:
         """What does which kind."""
         return {
             VerifyJob: self.verify,
@@ -53,7 +53,7 @@ class Works:
             progress.say(f"{found.checkpoint.id} {'ok' if found.ok else '; '.join(found.problems[:5])}")
             if not found.ok:
                 corrupt.append(found.checkpoint.id)
-            self._synchronizing.sync_run(found.checkpoint.run)
+            self._store_sync.sync_run(found.checkpoint.run)
         return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}
 
     def collect(self, request: CollectJob, progress: JobProgress) -> dict[str, Any]:

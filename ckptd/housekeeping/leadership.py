@@ -64,7 +64,7 @@ class Leadership:
         with self._lock:
             return self._clock() < self._until
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """Renew, or look whether somebody else does, or take over. Never raises CkptError."""
         try:
             if self._may_hold and self._renew():

@@ -24,7 +24,7 @@ _BY = "ckptd, by the policies"
 _EVERY_S = 3600.0
 
 
-class Policies:
+class PolicyLoop:
     """Applies the policies in the store. For one background thread."""
 
     def __init__(self, store: Store, index: Index, pruning: Pruning, metrics: Metrics, clock: Clock) -> None:
@@ -37,7 +37,7 @@ class Policies:
         self._applied: dict[str, tuple[int, int, float]] = {}
         """Versions of the run in the index and of the policies, and when, that were looked at."""
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """Apply the policies to runs that changed, to all when the policies did, and to each once an hour.
 
         Never raises CkptError: what fails is tried again.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptd.index import Index
 from ckptd.metrics import Metrics
-from ckptd.services.synchronizing import PollPlan
+from ckptd.services.store_sync import PollPlan
 from ckptstore.clock import Clock
 from ckptstore.commits.commit import receipt_ranks
 from ckptstore.errors import CkptError, LeadershipLost, Unavailable
@@ -60,7 +60,7 @@ class Recovery:
         return Run(self._store, name, self._clock)
 
 
-class Recovering:
+class RecoveryLoop:
     """Looks for unfinished attempts in all runs. For one background thread."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Recovering:
         self._on_commit = on_commit
         self._poll_plan = PollPlan(clock)
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """One listing per run; more only where an attempt is not in the index. Never raises CkptError."""
         try:
             runs = self._poll_plan.due(self._index.versions())

@@ -7,7 +7,7 @@ import time
 from collections import deque
 
 from ckptd.metrics import Metrics
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, list_runs
 from ckptstore.errors import CkptError, LeadershipLost
@@ -20,13 +20,13 @@ _LOG = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 3600.0
 
 
-class Scrubbing:
+class Scrubber:
     """Checks one checkpoint per round; what was found is in the store. For one background thread."""
 
     def __init__(
         self,
         store: Store,
-        synchronizing: Synchronizing,
+        store_sync: StoreSync,
         metrics: Metrics,
         clock: Clock,
         every_s: float,
@@ -34,7 +34,7 @@ class Scrubbing:
     ) -> None:
         """every_s: a checkpoint is due again so long after it was last found whole; 0: never."""
         self._store = store
-        self._synchronizing = synchronizing
+        self._store_sync = store_sync
         self._metrics = metrics
         self._clock = clock
         self._every_s = every_s
@@ -43,7 +43,7 @@ class Scrubbing:
         self._checked = Checked()
         self._looked_at = float("-inf")
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """Check the checkpoint that is due first. Never raises CkptError: what fails is tried again."""
         if not self._every_s:
             return
@@ -73,4 +73,4 @@ class Scrubbing:
                 self._metrics.scrub_corrupt.inc()
                 _LOG.error("%s is damaged: %s", found.checkpoint.id, "; ".join(found.problems[:5]))
                 # Now, not at the next listing: nobody should be given it any more.
-                self._synchronizing.sync_run(found.checkpoint.run)
+                self._store_sync.sync_run(found.checkpoint.run)

@@ -20,7 +20,7 @@ from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.runs import RunPageQuery, RunRow, run_row, run_view
 from ckptd.services.callers import Caller
-from ckptd.services.keeping import Kept
+from ckptd.services.retention_view import RetentionView
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.store_check import StoreReport
@@ -117,7 +117,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     checkpoints = await ctx.threads.index(_newest, ctx, run, MOST_CHECKPOINTS)
     if not checkpoints:
         raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
-    kept: Kept | None = await _soon(ctx, ctx.services.keeping.of_run, run)
+    kept: RetentionView | None = await _soon(ctx, ctx.services.retention_views.of_run, run)
     previewed = query.policy
     view = run_view(
         run,
@@ -144,7 +144,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
 async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One checkpoint and its contents."""
     found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
-    kept: Kept | None = await _soon(ctx, ctx.services.keeping.of_run, found.run)
+    kept: RetentionView | None = await _soon(ctx, ctx.services.retention_views.of_run, found.run)
     contents, unread = await _contents(ctx, found)
     restores = await ctx.threads.index(ctx.services.restores.newest, found.run, _RESTORES)
     verified_at = kept.verified.get(found.attempt) if kept else None

@@ -5,17 +5,16 @@ from dataclasses import dataclass
 
 from ckptd.services.catalog import Catalog
 from ckptd.services.contents import Contents
-from ckptd.services.deciding import Proposals
 from ckptd.services.events import Events
 from ckptd.services.freshness import Freshness
 from ckptd.services.jobs import Jobs
-from ckptd.services.keeping import Keeping
 from ckptd.services.objects import Objects
-from ckptd.services.protection import Protection
 from ckptd.services.pruning import Pruning
+from ckptd.services.remote_create import RemoteCreateService
 from ckptd.services.restores import Restores
-from ckptd.services.retention import Retention
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.retention import Leases, Retention
+from ckptd.services.retention_view import RetentionViews
+from ckptd.services.store_sync import StoreSync
 from ckptd.services.tokens import Tokens
 from ckptd.services.uploads import Uploads
 from ckptstore.commits.store_check import StoreReport
@@ -30,16 +29,16 @@ class Services:
     events: Events
     freshness: Freshness
     jobs: Jobs
-    keeping: Keeping
+    leases: Leases
     objects: Objects
     probe: Callable[[], StoreReport]
     """Examines the store."""
-    proposals: Proposals
-    protection: Protection
     pruning: Pruning
+    remote_create: RemoteCreateService
     restores: Restores
     retention: Retention
-    synchronizing: Synchronizing
+    retention_views: RetentionViews
+    store_sync: StoreSync
     tokens: Tokens
     uploads: Uploads
 
@@ -50,15 +49,15 @@ __all__ = [
     "Events",
     "Freshness",
     "Jobs",
-    "Keeping",
+    "Leases",
     "Objects",
-    "Proposals",
-    "Protection",
     "Pruning",
+    "RemoteCreateService",
     "Restores",
     "Retention",
+    "RetentionViews",
     "Services",
-    "Synchronizing",
+    "StoreSync",
     "Tokens",
     "Uploads",
 ]

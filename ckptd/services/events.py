@@ -39,10 +39,10 @@ class Events:
         self._log = log
         self._restores = restores
         self._wake = wake
-        log.subscribe(self.tell)
+        log.subscribe(self.publish)
         self._lock = threading.Lock()
         self._seen: int | None = None
-        self._told: set[str] = set()
+        self._ended: set[str] = set()
 
     def page(self, after: int, run: str | None = None, limit: int = MAX_EVENTS) -> EventPage:
         """Events after an id, of one run or all. Raises InvalidName."""
@@ -63,11 +63,11 @@ class Events:
         """Wake whoever waits for a restore session, and record how it ended, once. Never raises CkptError."""
         self._wake(id)
         with self._lock:
-            if id in self._told:
+            if id in self._ended:
                 return
-            if len(self._told) >= KEPT:
-                self._told.clear()
-            self._told.add(id)
+            if len(self._ended) >= KEPT:
+                self._ended.clear()
+            self._ended.add(id)
         try:
             self._record_end(id)
         except CkptError as error:
@@ -111,7 +111,7 @@ class Events:
             EventContent(kind=EventKind.RESTORE_ENDED, run=restore.run, checkpoint=restore.checkpoint.id, detail=detail)
         )
 
-    def tell(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[Event]) -> None:
         """Wake whoever waits for one of these."""
         self._wake(ANY)
         changed = {event.content.run for event in events if event.content.kind in _OF_CHECKPOINTS}
@@ -123,7 +123,7 @@ class Events:
             if event.content.kind is EventKind.RESTORE_ENDED:
                 self._wake(event.content.detail["restore"])
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """Tell what other daemons on the same database have recorded. For one background thread."""
         if self._seen is None:
             self._seen = self.newest_id()
@@ -131,7 +131,7 @@ class Events:
         found = self._log.after(self._seen, MAX_EVENTS)
         if found:
             self._seen = found[-1].id
-            self.tell(found)
+            self.publish(found)
 
     def forget(self) -> None:
         """Drop the oldest events."""

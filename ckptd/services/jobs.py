@@ -34,7 +34,7 @@ class JobCancelled(Exception):
 
 
 class JobProgress:
-    """What a job says while it works. Each call raises JobCancelled if the job is to end; any thread may call."""
+    """What a job says while it handlers. Each call raises JobCancelled if the job is to end; any thread may call."""
 
     def __init__(self, index: JobIndex, id: str, clock: Clock, by: str) -> None:
         """by: who wants the job."""
@@ -94,18 +94,18 @@ class JobProgress:
             self._cancelled.set()
 
 
-Work = Callable[[Any, JobProgress], dict[str, Any] | None]
+JobHandler = Callable[[Any, JobProgress], dict[str, Any] | None]
 """What a kind of job does, given its request; returns its result."""
 
 
 class Jobs:
     """Starts, watches and ends jobs. Any thread may call any method."""
 
-    def __init__(self, index: JobIndex, events: Events, clock: Clock, works: Mapping[type, Work]) -> None:
+    def __init__(self, index: JobIndex, events: Events, clock: Clock, handlers: Mapping[type, JobHandler]) -> None:
         self._index = index
         self._events = events
         self._clock = clock
-        self._works = works
+        self._handlers = handlers
         self._queue: queue.SimpleQueue[tuple[str, JobRequest, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: dict[str, JobProgress] = {}
@@ -195,7 +195,7 @@ class Jobs:
             now = self._clock()
             if not self._index.change(id, state=JobState.RUNNING, started_at=now, heartbeat_at=now):
                 return  # it was cancelled while it waited
-            result = self._works[type(request)](request, progress)
+            result = self._handlers[type(request)](request, progress)
         except JobCancelled:
             self._end(id, JobState.CANCELLED, **progress.values())
         except CkptError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckptd.metrics import Metrics
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.operator import StoreOperator
@@ -19,7 +19,7 @@ class Pruning:
     def __init__(
         self,
         store: Store,
-        synchronizing: Synchronizing,
+        store_sync: StoreSync,
         metrics: Metrics,
         clock: Clock,
         on_pruned: Callable[[Sequence[Checkpoint]], None],
@@ -27,7 +27,7 @@ class Pruning:
         """on_pruned: called with what a prune removed."""
         self._on_pruned = on_pruned
         self._store = store
-        self._synchronizing = synchronizing
+        self._store_sync = store_sync
         self._metrics = metrics
         self._clock = clock
 
@@ -50,4 +50,4 @@ class Pruning:
         return done
 
     def _operator(self, by: str) -> StoreOperator:
-        return StoreOperator(self._store, self._clock, by, self._synchronizing.sync_run)
+        return StoreOperator(self._store, self._clock, by, self._store_sync.sync_run)

@@ -48,7 +48,7 @@ class RestoreLeases:
             release_lease(self._run(restore.run), restore.lease)
             self._index.release(restore.id)
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """Release what ended sessions hold, renew what live ones need. Never raises CkptError."""
         for restore in self._index.leased():
             try:

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from ckptapi.bodies import PoliciesRequest
 from ckptd.services.catalog import Catalog
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
-from ckptstore.names import Reference
+from ckptstore.commits.leases import release_lease, take_lease
+from ckptstore.errors import InvalidRequest
+from ckptstore.names import Reference, check_run
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import PoliciesInForce
 from ckptstore.retention.tombstones import SWEEP_GRACE_S
+from ckptstore.run import Run
 from ckptstore.stores import Store
+
+_MAX_TTL_S = 7 * 24 * 3600.0
+_MAX_HOLDER = 256
 
 
 class Retention:
     """Finds checkpoints in the index, changes the store, then the index. Any thread may call any method."""
 
-    def __init__(self, store: Store, catalog: Catalog, synchronizing: Synchronizing, clock: Clock) -> None:
+    def __init__(self, store: Store, catalog: Catalog, store_sync: StoreSync, clock: Clock) -> None:
         self._store = store
         self._catalog = catalog
-        self._synchronizing = synchronizing
+        self._store_sync = store_sync
         self._clock = clock
 
     def operator(self, by: str = "") -> StoreOperator:
         """The operator that acts for a caller. A run that it changes is up to date in the index on return."""
-        return StoreOperator(self._store, self._clock, by, self._synchronizing.sync_run, check_deletes=False)
+        return StoreOperator(self._store, self._clock, by, self._store_sync.sync_run, check_deletes=False)
 
     def delete(self, reference: Reference, by: str, reason: str, grace_s: float | None) -> None:
         """Hide a checkpoint, to be deleted after a grace. Raises NoCheckpoint or CheckpointHeld."""
@@ -62,3 +68,29 @@ class Retention:
 
 def _exactly(checkpoint: Checkpoint) -> Reference:
     return Reference(checkpoint.run, checkpoint.step, checkpoint.attempt.ulid)
+
+
+class Leases:
+    """Keeps checkpoints from being deleted while they are read."""
+
+    def __init__(self, store: Store, catalog: Catalog, clock: Clock) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._clock = clock
+
+    def take(self, reference: Reference, holder: str, ttl_s: float) -> tuple[str, str]:
+        """Protect a checkpoint for `ttl_s` seconds; the lease is durable on return. Returns its run and its id.
+
+        Raises InvalidRequest, or NoCheckpoint if the checkpoint is gone or going.
+        """
+        if not 0 < ttl_s <= _MAX_TTL_S:
+            raise InvalidRequest(f"ttl_s {ttl_s} is not allowed", f"Use up to {_MAX_TTL_S:.0f} seconds, and renew")
+        if not 0 < len(holder) <= _MAX_HOLDER:
+            raise InvalidRequest("the holder's name is empty or too long", f"Use 1 to {_MAX_HOLDER} characters")
+        checkpoint = self._catalog.find(reference)
+        lease = take_lease(Run(self._store, checkpoint.run, self._clock), checkpoint.attempt, holder, ttl_s)
+        return checkpoint.run, lease
+
+    def release(self, run: str, lease: str) -> None:
+        """End a lease; one that is gone already is fine."""
+        release_lease(Run(self._store, check_run(run)), lease)

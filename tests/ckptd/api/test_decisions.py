@@ -20,7 +20,7 @@ from ckptapi import bodies
 from ckptapi.arbiter import DaemonArbiter, arbitrated
 from ckptapi.bodies import Scope, TokenRequest
 from ckptd.index import Database, DecisionIndex
-from ckptd.services.deciding import Deciding
+from ckptd.services.remote_create import RemoteCreateDecider
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
@@ -114,9 +114,9 @@ def index(db_url: str) -> Iterator[DecisionIndex]:
 
 @on_both
 def test_the_first_proposal_counts(store: Store, index: DecisionIndex) -> None:
-    deciding = Deciding(store, index, system_clock)
+    decider = RemoteCreateDecider(store, index, system_clock)
     for number in range(10):
-        results = race(*(partial(deciding.decide, f"gpt/commits/{number}", b"%d" % me) for me in range(6)))
+        results = race(*(partial(decider.decide, f"gpt/commits/{number}", b"%d" % me) for me in range(6)))
         assert len(set(results)) == 1, results
         assert store.get(f"gpt/commits/{number}") == results[0]
 
@@ -125,11 +125,11 @@ def test_the_first_proposal_counts(store: Store, index: DecisionIndex) -> None:
 def test_a_decision_that_cannot_be_written_is_not_published_and_finished_later(
     store: Store, index: DecisionIndex
 ) -> None:
-    failing = Deciding(FaultyStore(store, Faults(fail_at=1)), index, system_clock)  # get, then put
+    failing = RemoteCreateDecider(FaultyStore(store, Faults(fail_at=1)), index, system_clock)  # get, then put
     with pytest.raises(StoreUnavailable):
         failing.decide("gpt/commits/a", b"first")
     assert keys(store) == []
-    Deciding(store, index, system_clock).finish()
+    RemoteCreateDecider(store, index, system_clock).finish()
     assert store.get("gpt/commits/a") == b"first"
     assert failing.decide("gpt/commits/a", b"second") == b"first"
 
@@ -137,21 +137,21 @@ def test_a_decision_that_cannot_be_written_is_not_published_and_finished_later(
 @on_both
 def test_what_was_swept_is_not_written_again(store: Store, index: DecisionIndex) -> None:
     clock = MovableClock()
-    deciding = Deciding(store, index, clock)
-    deciding.decide("gpt/commits/a", b"first")
+    decider = RemoteCreateDecider(store, index, clock)
+    decider.decide("gpt/commits/a", b"first")
     store.delete_many(["gpt/commits/a"])
-    assert deciding.decide("gpt/commits/a", b"second") == b"first"
-    deciding.finish()
+    assert decider.decide("gpt/commits/a", b"second") == b"first"
+    decider.finish()
     assert keys(store) == []
     clock.advance(30 * 24 * 3600)
-    deciding.finish()
+    decider.finish()
     assert index.find("gpt/commits/a") is None
 
 
 @on_both
 def test_the_store_counts_where_the_index_has_no_decision(store: Store, index: DecisionIndex) -> None:
     store.put("gpt/commits/a", b"before")
-    assert Deciding(store, index, system_clock).decide("gpt/commits/a", b"after") == b"before"
+    assert RemoteCreateDecider(store, index, system_clock).decide("gpt/commits/a", b"after") == b"before"
 
 
 # Over HTTP.

@@ -235,10 +235,10 @@ def test_events_of_other_daemons_on_the_database_wake_waiters(db_url: str) -> No
     woken: list[str] = []
     ours, theirs = EventLog(database, system_clock), EventLog(database, system_clock)
     events = Events(ours, _NoRestores(), woken.append)  # type: ignore[arg-type]
-    events.round()
+    events.run_once()
     theirs.add(EventContent(kind=EventKind.COMMITTED, run="gpt", checkpoint=f"gpt@1.{new_ulid(0)}"))
     assert woken == []
-    events.round()
+    events.run_once()
     assert {"events", "checkpoints", "checkpoints/gpt"} == set(woken)
     database.close()
 

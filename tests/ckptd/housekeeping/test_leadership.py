@@ -48,11 +48,11 @@ class World:
         self.awake: set[int] = set()
         self._busy: set[int] = set()
 
-    def round(self, who: int, slow: int = 0, before: float = 0.0, after: float = 0.0) -> None:
+    def run_once(self, who: int, slow: int = 0, before: float = 0.0, after: float = 0.0) -> None:
         """One round of one daemon. slow: which of its calls of the database takes so long."""
         self._busy.add(who)
         self.indexes[who].delays = [(0.0, 0.0)] * slow + [(before, after)]
-        self.daemons[who].round()
+        self.daemons[who].run_once()
         self.indexes[who].delays = []
         self._busy.discard(who)
         self.check()
@@ -63,7 +63,7 @@ class World:
             self.time.pass_(min(LEASE_S / 10, end - self.time.now))
             self.check()
             for who in sorted(self.awake - self._busy):
-                self.round(who)
+                self.run_once(who)
 
     def check(self) -> None:
         assert sum(daemon.leads() for daemon in self.daemons) <= 1
@@ -111,8 +111,8 @@ def database(db_url: str) -> Iterator[Database]:
 
 def _pair(database: Database, time: Time) -> tuple[Leadership, Leadership]:
     first, second = (Leadership(LeaderIndex(database, "janitor"), LEASE_S, time) for _ in range(2))
-    first.round()
-    second.round()
+    first.run_once()
+    second.run_once()
     assert (first.leads(), second.leads()) == (True, False)
     return first, second
 
@@ -123,8 +123,8 @@ def test_a_leader_that_shows_signs_of_life_stays(database: Database) -> None:
     first, second = _pair(database, time)
     for _ in range(50):
         time.pass_(first.every_s)
-        first.round()
-        second.round()
+        first.run_once()
+        second.run_once()
         assert (first.leads(), second.leads()) == (True, False)
 
 
@@ -136,25 +136,25 @@ def test_another_one_leads_within_the_lease_and_not_before_the_first_has_stopped
     while not second.leads():
         time.pass_(second.every_s)
         assert not (first.leads() and second.leads())
-        second.round()
+        second.run_once()
     assert not first.leads()
     assert time.now - gone_at <= LEASE_S
-    first.round()
+    first.run_once()
     assert (first.leads(), second.leads()) == (False, True)
 
 
 def test_one_that_leaves_is_followed_at_once(database: Database) -> None:
     first, second = _pair(database, Time())
     first.close()
-    second.round()
+    second.run_once()
     assert (first.leads(), second.leads()) == (False, True)
 
 
 def test_a_claim_whose_reply_was_lost_is_found_by_the_next_round(database: Database) -> None:
     leadership = Leadership(LosingReplies(database, "janitor"), LEASE_S, Time())
-    leadership.round()
+    leadership.run_once()
     assert not leadership.leads()
-    leadership.round()
+    leadership.run_once()
     assert leadership.leads()
 
 
@@ -174,7 +174,7 @@ def test_there_are_never_two_leaders(
     world = World(database, 3)
     for who, awake, slow, before, after, pause in steps:
         world.awake = awake
-        world.round(who, slow, before, after)
+        world.run_once(who, slow, before, after)
         world.pass_(pause)
 
 
@@ -188,7 +188,7 @@ def test_one_that_was_overtaken_writes_nothing(database: Database) -> None:
     time.pass_(LEASE_S)
     with pytest.raises(LeadershipLost), fenced.write():
         pass  # its own clock says so
-    second.round()
+    second.run_once()
     # As if it had looked at its clock just before it was stopped: the database says so.
     time.now -= LEASE_S
     assert first.leads()
@@ -202,7 +202,7 @@ def test_one_that_was_overtaken_writes_nothing(database: Database) -> None:
 def test_no_daemon_takes_over_in_the_middle_of_a_fenced_transaction(database: Database) -> None:
     time = Time()
     first, second = _pair(database, time)
-    taking_over = threading.Thread(target=second.round)
+    taking_over = threading.Thread(target=second.run_once)
     with database.fenced(first.fence).write() as connection:
         time.pass_(LEASE_S)
         taking_over.start()
@@ -210,7 +210,7 @@ def test_no_daemon_takes_over_in_the_middle_of_a_fenced_transaction(database: Da
         assert not second.leads()
         connection.execute(text("UPDATE generation SET value = 1"))
     taking_over.join()
-    second.round()  # on PostgreSQL the claim had waited, and may have given up
+    second.run_once()  # on PostgreSQL the claim had waited, and may have given up
     assert second.leads()
 
 

@@ -18,7 +18,7 @@ from ckptd.index import Database, Filter, Index, Listing, Sort
 from ckptd.metrics import Metrics
 from ckptd.services.catalog import Catalog
 from ckptd.services.freshness import Freshness
-from ckptd.services.synchronizing import IDLE_AFTER_S, IDLE_ROUNDS, Synchronizing
+from ckptd.services.store_sync import IDLE_AFTER_S, IDLE_ROUNDS, StoreSync
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
 from ckptstore.format.records import Policy
@@ -48,16 +48,16 @@ class Daemon:
         freshness = Freshness(clock, 60)
         self.catalog = Catalog(self.index, Listing(database), freshness, store.url)
         view = FaultyStore(store, self.interleaving)
-        self.synchronizing = Synchronizing(view, self.index, freshness, Metrics(), clock)
+        self.store_sync = StoreSync(view, self.index, freshness, Metrics(), clock)
         self._clock = clock
         self._seen = (NEVER, 0.0)
 
-    def round(self) -> bool:
+    def run_once(self) -> bool:
         """One look at the store. Whether it had to show everything: runs that are idle may come later."""
         version = self.index.version(RUN)
         if version != self._seen[0]:
             self._seen = (version, self._clock())
-        self.synchronizing.round()
+        self.store_sync.run_once()
         return self._clock() - self._seen[1] < IDLE_AFTER_S
 
     def disturbed(self, at: int, act: Callable[[], object], work: Callable[[], object]) -> None:
@@ -128,9 +128,9 @@ class IndexLifeCycle(LifeCycle):
     @rule(which=st.integers(0, 1))
     def look(self, which: int) -> None:
         daemon = self.daemons[which]
-        if not daemon.round():
+        if not daemon.run_once():
             for _ in range(IDLE_ROUNDS - 1):
-                daemon.round()
+                daemon.run_once()
         self.compare(daemon)
 
     @rule(which=st.integers(0, 1), hours=st.sampled_from([-30, -1, 1, 30]))
@@ -155,14 +155,14 @@ class IndexLifeCycle(LifeCycle):
             self.act(what, number, grace_s)
             if shared:
                 versions.append(self.index.version(RUN))
-                other.synchronizing.sync_run(RUN)
+                other.store_sync.sync_run(RUN)
                 versions.append(self.index.version(RUN))
 
         work: dict[str, Callable[[], Any]] = {
-            "round": daemon.round,
-            "sync": lambda: daemon.synchronizing.sync_run(RUN),
-            "notify": lambda: attempt and daemon.synchronizing.notify(RUN, attempt),
-            "reindex": daemon.synchronizing.reindex,
+            "round": daemon.run_once,
+            "sync": lambda: daemon.store_sync.sync_run(RUN),
+            "notify": lambda: attempt and daemon.store_sync.notify(RUN, attempt),
+            "reindex": daemon.store_sync.reindex,
         }
         daemon.disturbed(at, happen, work[how])
         if len(set(versions)) == 2:
@@ -176,7 +176,7 @@ class IndexLifeCycle(LifeCycle):
         if attempt is None:
             return
         try:
-            found = self.daemons[which].synchronizing.notify(RUN, attempt)
+            found = self.daemons[which].store_sync.notify(RUN, attempt)
         except NoCheckpoint:
             assert self.lives[attempt].state != "visible"
         else:
@@ -196,7 +196,7 @@ class IndexLifeCycle(LifeCycle):
             daemon = self.daemons[which]
             with pytest.raises(StoreUnavailable):
                 daemon.catalog.latest(RUN)
-        daemon.synchronizing.reindex()
+        daemon.store_sync.reindex()
         self.compare(daemon)
 
     # What must be true.

@@ -12,7 +12,7 @@ import pytest
 from ckptd.index import Database, Filter, Index, Listing, Sort
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.errors import StoreUnavailable
@@ -38,9 +38,9 @@ def _all(database: Database, run: str | None = None) -> list[Checkpoint]:
     return Listing(database).page(Filter(run=run), Sort.RUN, None, 100).checkpoints
 
 
-def _synchronizing(store: Store, index: Index) -> tuple[Synchronizing, Freshness]:
+def _store_sync(store: Store, index: Index) -> tuple[StoreSync, Freshness]:
     freshness = Freshness(system_clock, 60)
-    return Synchronizing(store, index, freshness, Metrics(), system_clock), freshness
+    return StoreSync(store, index, freshness, Metrics(), system_clock), freshness
 
 
 @on_both
@@ -50,23 +50,23 @@ def test_a_round_that_fails_at_any_call_removes_nothing(store: Store, database: 
     write_checkpoint(store, "bert", 1, arrays={})
     index = Index(database)
     counting = Faults()
-    _synchronizing(FaultyStore(store, counting), index)[0].round()
+    _store_sync(FaultyStore(store, counting), index)[0].run_once()
     before = _all(database)
     assert before == [*list_checkpoints(Run(store, "bert")), *list_checkpoints(Run(store, "gpt"))]
     assert len(counting.calls) > 8
     for call in range(len(counting.calls)):
         for reread in (False, True):
-            synchronizing, freshness = _synchronizing(FaultyStore(store, Faults(fail_at=call)), index)
+            store_sync, freshness = _store_sync(FaultyStore(store, Faults(fail_at=call)), index)
             if reread:
                 try:
-                    synchronizing.reindex()
+                    store_sync.reindex()
                 except StoreUnavailable:
                     pass
             else:
-                synchronizing.round()
+                store_sync.run_once()
             assert _all(database) == before, call
-    synchronizing, freshness = _synchronizing(store, index)
-    synchronizing.round()
+    store_sync, freshness = _store_sync(store, index)
+    store_sync.run_once()
     assert freshness.problem() == ""
 
 
@@ -75,7 +75,7 @@ def test_a_volume_unmounted_between_two_listings_is_no_deletion(
 ) -> None:
     write_checkpoint(store, arrays={})
     index = Index(database)
-    _synchronizing(store, index)[0].round()
+    _store_sync(store, index)[0].run_once()
     before = _all(database)
 
     @dataclass
@@ -85,9 +85,9 @@ def test_a_volume_unmounted_between_two_listings_is_no_deletion(
                 (tmp_path / "store").rename(tmp_path / "away")
             return super().around(what, call)
 
-    synchronizing, _ = _synchronizing(FaultyStore(store, Unmounting()), index)
+    store_sync, _ = _store_sync(FaultyStore(store, Unmounting()), index)
     with pytest.raises(StoreUnavailable, match="while it was listed"):
-        synchronizing.sync_run("gpt")
+        store_sync.sync_run("gpt")
     assert _all(database) == before
 
 
@@ -95,11 +95,11 @@ def test_a_volume_unmounted_between_two_listings_is_no_deletion(
 def test_outcomes_are_read_once(store: Store, database: Database) -> None:
     kept = [write_checkpoint(store, step=step, arrays={}) for step in range(5)]
     counting = Faults()
-    synchronizing, _ = _synchronizing(FaultyStore(store, counting), Index(database))
-    synchronizing.round()
+    store_sync, _ = _store_sync(FaultyStore(store, counting), Index(database))
+    store_sync.run_once()
     delete_checkpoint(Run(store, kept[0].run), kept[0].attempt, "test")
     counting.calls.clear()
     for _ in range(3):
-        synchronizing.round()
+        store_sync.run_once()
     assert [call for call in counting.calls if call.startswith("get")] == []
     assert len(_all(database, "gpt")) == 4

@@ -17,7 +17,7 @@ from ckptd.services.catalog import Catalog
 from ckptd.services.freshness import Freshness
 from ckptd.services.restore_leases import RestoreLeases
 from ckptd.services.restores import Restores
-from ckptd.services.synchronizing import Synchronizing
+from ckptd.services.store_sync import StoreSync
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CheckpointHeld, NoCheckpoint, NoRestore, StoreUnavailable, TooManyRestores
@@ -46,7 +46,7 @@ class Services:
         self.ended: list[str] = []
         self.index = RestoreIndex(database)
         index, freshness, metrics = Index(database), Freshness(clock, 60), Metrics()
-        Synchronizing(store, index, freshness, metrics, clock).round()
+        StoreSync(store, index, freshness, metrics, clock).run_once()
         restoring = restoring or store
         self.leases = RestoreLeases(restoring, self.index, metrics, clock, self.ended.append)
         catalog = Catalog(index, Listing(database), freshness, store.url)
@@ -88,13 +88,13 @@ def test_the_lease_lasts_as_long_as_the_session(store: Store, clock: MovableCloc
         services.restores.report(id, 0, _FETCHING)
         services.restores.report(id, 1, _FETCHING)
         services.restores.watch()
-        services.leases.round()
+        services.leases.run_once()
         assert _holders(store, clock) == [f"restore {id}"]
         with pytest.raises(CheckpointHeld):
             delete_checkpoint(run, old.attempt, "test")
     services.restores.report(id, 0, _RESTORED)
     services.restores.report(id, 1, _RESTORED)
-    services.leases.round()
+    services.leases.run_once()
     assert _holders(store, clock) == []
     assert services.ended == [id]
     delete_checkpoint(run, old.attempt, "test")
@@ -107,7 +107,7 @@ def test_a_lease_is_written_only_when_it_needs_to_be(store: Store, clock: Movabl
     services.open()
     counting.calls.clear()
     for _ in range(10):
-        services.leases.round()
+        services.leases.run_once()
     assert counting.calls == []
 
 
@@ -173,7 +173,7 @@ def test_a_lease_that_ran_out_meanwhile_is_taken_again(store: Store, clock: Mova
     id = make(store).open(checkpoint=old).id
     clock.advance(1000)
     back = make(store)
-    back.leases.round()
+    back.leases.run_once()
     assert _holders(store, clock) == [f"restore {id}"]
     assert back.restores.find(id).live
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_was_deleted_meanwhile_ends_the_session(
     clock.advance(1000)
     delete_checkpoint(Run(store, RUN, clock), old.attempt, "test")
     back = make(store)
-    back.leases.round()
+    back.leases.run_once()
     ended = back.restores.find(id)
     assert (ended.state, back.ended) == (RestoreState.FAILED, [id])
     assert f"{old.id} is being deleted" in ended.problem
@@ -200,7 +200,7 @@ def test_a_session_that_ends_while_its_lease_is_renewed_leaves_none(
     id = services.open().id
     clock.advance(400)
     cancelling = Interleaving(0, lambda: services.restores.cancel(id))
-    make(store, FaultyStore(store, cancelling)).leases.round()
+    make(store, FaultyStore(store, cancelling)).leases.run_once()
     assert cancelling.calls[0].startswith(f"put {RUN}/leases/")
     assert _holders(store, clock) == []
 

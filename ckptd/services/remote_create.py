@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 _KEPT_S = 2 * TOMBSTONE_KEPT_S
 
 
-class Deciding:
+class RemoteCreateDecider:
     """The arbiter of a store. For any thread, and for all daemons that share one database."""
 
     def __init__(self, store: Store, index: DecisionIndex, clock: Clock) -> None:
@@ -102,7 +102,7 @@ class Proposal:
         return Proposal(key, document, manifest_key, committed)
 
 
-class Proposals:
+class RemoteCreateService:
     """Decides what is proposed over HTTP. For any thread."""
 
     def __init__(self, store: Store) -> None:

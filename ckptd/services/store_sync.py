@@ -93,7 +93,7 @@ class PollPlan:
         ]
 
 
-class Synchronizing:
+class StoreSync:
     """Reads the store, writes the index. `round` is for one background thread, the rest for any."""
 
     def __init__(self, store: Store, index: Index, freshness: Freshness, metrics: Metrics, clock: Clock) -> None:
@@ -108,7 +108,7 @@ class Synchronizing:
         """Fingerprint and version of runs whose index was found equal to the store."""
         self._lock = threading.Lock()
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """List the runs in which something may have happened, and update the index. Never raises CkptError."""
         began_at = self._clock()
         try:

@@ -10,9 +10,9 @@ import pytest
 
 from ckptd.index import Database, Filter, Index, Listing, Reading, RunChanged, Sort
 from ckptd.metrics import Metrics
-from ckptd.services import synchronizing as module
+from ckptd.services import store_sync as module
 from ckptd.services.freshness import Freshness
-from ckptd.services.synchronizing import IDLE_AFTER_S, IDLE_ROUNDS, PollPlan, Synchronizing
+from ckptd.services.store_sync import IDLE_AFTER_S, IDLE_ROUNDS, PollPlan, StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, NoCheckpoint
@@ -34,8 +34,8 @@ def database(db_url: str) -> Iterator[Database]:
     database.close()
 
 
-def _synchronizing(store: Store, database: Database) -> Synchronizing:
-    return Synchronizing(store, Index(database), Freshness(system_clock, 60), Metrics(), system_clock)
+def _store_sync(store: Store, database: Database) -> StoreSync:
+    return StoreSync(store, Index(database), Freshness(system_clock, 60), Metrics(), system_clock)
 
 
 def _all(database: Database) -> list[Checkpoint]:
@@ -50,11 +50,11 @@ def test_a_poll_costs_four_listings_per_run(store: Store, database: Database) ->
     for run in "ab":
         write_checkpoint(store, run, arrays={})
     counting = Faults()
-    synchronizing = _synchronizing(FaultyStore(store, counting), database)
+    store_sync = _store_sync(FaultyStore(store, counting), database)
     for _ in range(2):
-        synchronizing.round()
+        store_sync.run_once()
     counting.calls.clear()
-    synchronizing.round()
+    store_sync.run_once()
     of_runs = [f"list {run}/{part}/" for run in "ab" for part in ("commits", "labels", "quarantine", "tombstones")]
     assert sorted(counting.calls) == sorted(["list_folders ", *of_runs])
 
@@ -79,19 +79,19 @@ def test_an_outcome_that_is_damaged_after_it_was_read_is_marked(
     store: Store, database: Database, tmp_path: Path
 ) -> None:
     older, newer = (write_checkpoint(store, step=step, arrays={}) for step in (1, 2))
-    synchronizing = _synchronizing(store, database)
+    store_sync = _store_sync(store, database)
     for _ in range(2):
-        synchronizing.round()
+        store_sync.run_once()
     assert Index(database).latest() == newer
     path = _outcome(store, tmp_path, newer)
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     for _ in range(2):
-        synchronizing.round()
+        store_sync.run_once()
         assert [c.state for c in _all(database)] == [State.CORRUPT, State.COMMITTED]
     assert Index(database).latest() == older
     path.write_bytes(whole)
-    synchronizing.round()
+    store_sync.run_once()
     assert _all(database) == [newer, older]
 
 
@@ -103,10 +103,10 @@ def test_a_first_reading_goes_on_where_it_was_interrupted(
         write_checkpoint(store, step=step, arrays={})
     # A run's first three calls are listings; then come four outcomes, and the next batch fails.
     with pytest.raises(CkptError):
-        _synchronizing(FaultyStore(store, Faults(fail_at=8)), database).sync_run("gpt")
+        _store_sync(FaultyStore(store, Faults(fail_at=8)), database).sync_run("gpt")
     assert [c.step for c in _all(database)] == [9, 8, 7, 6]
     counting = Faults()
-    _synchronizing(FaultyStore(store, counting), database).sync_run("gpt")
+    _store_sync(FaultyStore(store, counting), database).sync_run("gpt")
     assert len([call for call in counting.calls if call.startswith("get")]) == 6
     assert _all(database) == list_checkpoints(Run(store, "gpt"))
 
@@ -132,7 +132,7 @@ def test_what_another_daemon_removes_at_any_moment_does_not_come_back(
     store: Store, database: Database, how: str
 ) -> None:
     kept = write_checkpoint(store, step=0, arrays={})
-    other = _synchronizing(store, database)
+    other = _store_sync(store, database)
     hit = True
     at = 0
     while hit:
@@ -144,7 +144,7 @@ def test_what_another_daemon_removes_at_any_moment_does_not_come_back(
             other.sync_run("gpt")
 
         interleaving = Interleaving(at, delete)
-        one = _synchronizing(FaultyStore(store, interleaving), database)
+        one = _store_sync(FaultyStore(store, interleaving), database)
         try:
             if how == "notify":
                 one.notify("gpt", doomed.attempt)
@@ -162,7 +162,7 @@ def test_what_another_daemon_removes_at_any_moment_does_not_come_back(
 
 @on_both
 def test_reindexing_while_commits_arrive_loses_none(store: Store, database: Database) -> None:
-    synchronizing, other = (_synchronizing(store, database) for _ in range(2))
+    store_sync, other = (_store_sync(store, database) for _ in range(2))
     ended = threading.Event()
 
     def commit() -> None:
@@ -176,8 +176,8 @@ def test_reindexing_while_commits_arrive_loses_none(store: Store, database: Data
     committing.start()
     try:
         for _ in range(8):
-            synchronizing.reindex()
-            synchronizing.round()
+            store_sync.reindex()
+            store_sync.run_once()
     finally:
         ended.set()
         committing.join()

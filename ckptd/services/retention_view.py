@@ -17,7 +17,7 @@ from ckptstore.stores import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RetentionView:
     """What the store says about keeping the checkpoints of a run."""
 
     policy: Policy | None
@@ -39,18 +39,18 @@ class Kept:
         return {verdict.checkpoint.attempt: verdict.reasons for verdict in self.evaluate(checkpoints, self.policy)}
 
 
-class Keeping:
+class RetentionViews:
     """Reads policies, holds and findings. Any thread may use it."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
 
-    def of_run(self, run: str) -> Kept:
+    def of_run(self, run: str) -> RetentionView:
         """What is known of one run: a handful of listings. Raises InvalidName, Damaged or Unavailable."""
         named = Run(self._store, run, self._clock)
         in_force = read_policies(self._store)
-        return Kept(
+        return RetentionView(
             policy=policy_for(in_force.policies, run) if in_force is not None else None,
             holds=active_holds(named),
             verified=verified_at(named),

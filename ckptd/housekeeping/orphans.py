@@ -19,7 +19,7 @@ from ckptstore.stores import Store
 _LOG = logging.getLogger(__name__)
 
 
-class Collecting:
+class OrphanCollector:
     """Runs the collector over all runs. For one background thread."""
 
     def __init__(self, store: Store, metrics: Metrics, clock: Clock, grace_s: float) -> None:
@@ -34,7 +34,7 @@ class Collecting:
         found = list(self._waste.values())
         return Waste(sum(waste.orphans for waste in found), sum(waste.tombstoned for waste in found))
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """Collect in every run; one that fails is tried again next time. Never raises CkptError."""
         try:
             check_store(self._store, self._clock)
