@@ -189,8 +189,10 @@ class Checkpointer:
         Keywords whose value is plain data come back in `Restored.values`.
 
         Every chunk is verified before it is placed. Under a process group this is a collective and all ranks get
-        the same checkpoint. Raises StateMismatch before anything is changed; after CorruptObject or an
-        unreachable store, the objects hold a mixture and must not be trained on.
+        the same checkpoint. Optimizer state that the checkpoint does not have is removed. Raises StateMismatch
+        before anything is changed; after CorruptObject or an unreachable store, the objects may hold a mixture and
+        must not be trained on. CorruptObject is also raised if the newest checkpoint is damaged and the one before it
+        does not fit, or with strict=False lacks a tensor that was already overwritten.
         """
         if self._client is not None:
             self.wait()

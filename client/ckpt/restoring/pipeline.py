@@ -18,7 +18,7 @@ from ckpt.capture.train_state import TrainState
 from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
-from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit
+from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit, require_refilled
 from ckpt.restoring.ranks import RankState, share_out
 from ckpt.restoring.resolve import candidates, release_lease, settle, take_lease
 from ckpt.restoring.session import RestoreSession
@@ -32,6 +32,7 @@ from ckptstore.errors import (
     ObjectMissing,
     RankLost,
     RestoreFailed,
+    StateMismatch,
     error_from_code,
 )
 from ckptstore.format.documents import JSON, Manifest
@@ -42,6 +43,10 @@ from ckptstore.reading.source import Source, read_all_local, read_local
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_MIXTURE = (
+    "The objects given to restore may hold a mixture of checkpoints and must not be trained on: build them again, and "
+    "restore a checkpoint that fits them"
+)
 _TRY_NEXT = (CorruptObject, ObjectMissing, NoCheckpoint)
 
 
@@ -106,6 +111,9 @@ class Restorer:
         self._world = world
         self.trains = False
         """Whether some rank restores an optimizer, and so will save; the same on every rank. Set by `restore`."""
+        self._begun: list[str] = []
+        """Ids of checkpoints of which bytes may have been placed."""
+        self._overwritten: set[str] = set()
 
     @gc_paused()
     def restore(self, state: TrainState, reference: Reference, strict: bool) -> Restored | None:
@@ -126,6 +134,10 @@ class Restorer:
                 logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, error)
                 skipped.append((checkpoint.id, str(error)))
                 continue
+            except StateMismatch as error:
+                if not self._begun:
+                    raise
+                raise self._mixture(checkpoint, error) from error
             seconds = time.perf_counter() - started
             logger.info("restored %s: %.1f MB in %.2f s", checkpoint.id, checkpoint.raw_bytes / 1e6, seconds)
             return Restored(
@@ -144,9 +156,17 @@ class Restorer:
             raise CorruptObject(
                 f"none of the {len(skipped)} checkpoints of run {reference.run!r} can be restored; the newest, "
                 f"{skipped[0][0]}: {skipped[0][1]}",
-                "The objects given to restore hold a mixture: build them anew before training",
+                _MIXTURE if self._begun else "Nothing was changed",
             )
         return None
+
+    def _mixture(self, checkpoint: Checkpoint, error: StateMismatch) -> CorruptObject:
+        """The error for an older checkpoint that does not fit, after bytes of a damaged one were placed."""
+        damaged = ", ".join(self._begun)
+        return CorruptObject(
+            f"{damaged} cannot be read to the end, and {checkpoint.id} before it does not fit: {error.message}",
+            _MIXTURE,
+        )
 
     def _begin(self, state: TrainState) -> bool:
         """Let orphaned savers on all hosts finish. Whether some rank has an optimizer."""
@@ -182,6 +202,8 @@ class Restorer:
             manifest, _ = self._together(fetcher.manifest)
             rank_state = self._rank_state(state, checkpoint, manifest, strict)
             plan = self._plan(state, manifest, rank_state, strict)
+            self._begun.append(checkpoint.id)
+            self._overwritten |= plan.overwritten
             self._fetch(fetcher, manifest, plan, session)
             self._together(partial(self._place, plan, rank_state, session))
             session.finish()
@@ -239,7 +261,12 @@ class Restorer:
         plan, unexpected = self._together(work, tell=lambda plan: plan.unexpected)
         # What this rank has no place for may be another pipeline stage's.
         plan.unexpected = sorted(set[str].intersection(*map(set, unexpected)))
-        self._together(partial(require_fit, plan, strict))
+
+        def check() -> None:
+            require_fit(plan, strict)
+            require_refilled(plan, self._overwritten)
+
+        self._together(check)
         return plan
 
     def _fetch(self, fetcher: Fetcher, manifest: Manifest, plan: RestorePlan, session: RestoreSession) -> None:

@@ -6,7 +6,7 @@ What must be done after all bytes are placed is collected as `finish`, to be run
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -54,6 +54,8 @@ class RestorePlan:
     """Items of the checkpoint that nobody asked for."""
     items: list[str] = field(default_factory=list)
     """All that the checkpoint holds."""
+    overwritten: set[str] = field(default_factory=set)
+    """Live state that is filled in place: tensors of modules, and items of optimizers that have state."""
     refused: StateMismatch | None = None
     """Why it cannot be restored, not even with strict=False."""
 
@@ -108,6 +110,7 @@ def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -
                 plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(leaf, f"{item}/{name}")))
             elif part := _fitting(plan, f"{item}/{name}", leaf, target, known.flats.get(id(target))):
                 plan.destinations.fill(leaf["name"], part)
+                plan.overwritten.add(f"{item}/{name}")
                 if id(target) not in known.names and _address(target) not in live():
                     detached[raw] = target
         if detached:
@@ -142,6 +145,8 @@ def _plan_optimizers(
             "Restore without the optimizer; ckpt.load reads the tensors",
         )
     states = dict(_mapping(saved.pop("state"), item))
+    if any(state_holder(optimizer).state for optimizer in optimizers):
+        plan.overwritten.add(item)
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
     give_to_all(tied[0], states, frame["groups"])
     held = {name for group in frame["groups"] for name in group["params"]}
@@ -273,6 +278,13 @@ def require_fit(plan: RestorePlan, strict: bool) -> None:
         _require_all(plan)
     if plan.refused is not None:
         raise plan.refused
+
+
+def require_refilled(plan: RestorePlan, overwritten: Collection[str]) -> None:
+    """StateMismatch if the plan leaves something as an earlier, failed plan has overwritten it."""
+    if left := sorted(set(overwritten) - plan.overwritten - set(plan.items)):
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        raise StateMismatch(f"the checkpoint does not have {', '.join(left[:_SHOWN])}{more}")
 
 
 def _require_all(plan: RestorePlan) -> None:

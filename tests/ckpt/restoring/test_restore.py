@@ -17,7 +17,7 @@ from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
-from ckptstore.errors import CorruptObject, ObjectMissing
+from ckptstore.errors import CorruptObject, ObjectMissing, StateMismatch
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
@@ -106,6 +106,63 @@ def test_an_undecided_attempt_with_a_hostile_receipt_does_not_stop_a_restore(tmp
     assert restored is not None
     assert restored.step == checkpoint.step
     assert same_state(dict(model.state_dict()), state)
+
+
+def save_with_and_without_extra_layer(folder: Path) -> list[Checkpoint]:
+    """Step 0 without and step 1 with the last layer."""
+    saved = []
+    for step, layers in enumerate((2, 3)):
+        with Checkpointer(str(folder), run="r", writer="thread") as checkpointer:
+            saved.append(checkpointer.save(deep(layers), None, step))
+    return saved
+
+
+def deep(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_older_checkpoint_that_does_not_fit_after_a_damaged_one_is_a_mixture(strict: bool, tmp_path: Path) -> None:
+    saved = save_with_and_without_extra_layer(tmp_path)
+    flip(files_of(tmp_path, saved[1])["shard"])
+    with (
+        Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer,
+        pytest.raises(
+            CorruptObject, match=f"{saved[1].id} cannot be read to the end, and {saved[0].id}.*2.weight"
+        ) as e,
+    ):
+        checkpointer.restore(deep(3), strict=strict)
+    assert "must not be trained on" in e.value.hint
+    assert "nothing was changed" not in f"{e.value.message} {e.value.hint}"
+
+
+def test_what_both_checkpoints_lack_is_missing_after_a_damaged_one(tmp_path: Path) -> None:
+    checkpoints, states = save_steps(tmp_path, 2)
+    flip(files_of(tmp_path, checkpoints[1])["shard"])
+    model = nn.Linear(64, 64)
+    model.register_buffer("further", torch.full((3,), 7.0))
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        restored = checkpointer.restore(model, strict=False)
+    assert restored is not None
+    assert (restored.step, restored.missing) == (0, ["model/further"])
+    assert same_state(dict(model.state_dict()), {**states[0], "further": torch.full((3,), 7.0)})
+
+
+def test_an_older_checkpoint_that_does_not_fit_is_a_mismatch_if_nothing_was_read_of_the_damaged_one(
+    tmp_path: Path,
+) -> None:
+    saved = save_with_and_without_extra_layer(tmp_path)
+    flip(files_of(tmp_path, saved[1])["manifest"])
+    model = deep(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        with pytest.raises(StateMismatch, match=r"model/2\.weight") as caught:
+            checkpointer.restore(model)
+        restored = checkpointer.restore(deep(3), strict=False)
+    assert "nothing was changed" in caught.value.hint
+    assert same_state(dict(model.state_dict()), before)
+    assert restored is not None
+    assert restored.missing == ["model/2.weight", "model/2.bias"]
 
 
 def test_what_a_live_run_resumed_from_is_not_pruned_until_it_commits(tmp_path: Path) -> None:
