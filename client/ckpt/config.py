@@ -15,6 +15,7 @@ from ckpt.saver.messages import Setup
 from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
+from ckptstore.stores import resolve_url
 
 _P = ParamSpec("_P")
 _S = TypeVar("_S")
@@ -30,7 +31,8 @@ ReplicaReads = Literal["auto", "broadcast", "daemon", "none"]
 class Config:
     """How one run is saved and restored.
 
-    store: where checkpoints are: a path, file://, s3://, memory:// or any other fsspec URL. Default: CKPT_STORE.
+    store: where checkpoints are: a path, file://, s3://, memory:// or any other fsspec URL. Default: CKPT_STORE. A
+        relative path is resolved at once; a later change of the working directory has no effect.
     run: the training lineage. Default: CKPT_RUN.
     daemon: URL of ckptd. Notified of commits; used for reads if `store` is unset. Default: CKPTD_URL.
     token: bearer token for the daemon. Default: CKPT_TOKEN.
@@ -92,6 +94,9 @@ class Config:
         """Raises InvalidName or InvalidRequest."""
         for name, variable in _VARIABLES.items():
             object.__setattr__(self, name, getattr(self, name) or os.environ.get(variable))
+        if self.store is not None:
+            # The saver starts later, perhaps in another working directory; locks are named by the URL.
+            object.__setattr__(self, "store", resolve_url(self.store))
         object.__setattr__(self, "options", dict(self.options or {}))
         if self.run is None:
             raise InvalidRequest("no run is given", "Pass run= or set CKPT_RUN")

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
 from ckpt.saver.segment import close_after_fork
+from ckptstore.errors import InvalidRequest
 
 _PAUSE_S = 0.05
 
@@ -25,6 +28,7 @@ class SaverLock:
     """The locks of one trainer and its saver. Acquired before the saver starts."""
 
     def __init__(self, store: str, run: str) -> None:
+        """Raises InvalidRequest if the folder of lock files is not this user's alone."""
         self._trainer = _hold(_path(store, run, "trainer"))
         self.saver = _hold(_path(store, run, "saver"))
         """The descriptor that the saver inherits."""
@@ -75,6 +79,27 @@ def _is_held(path: Path) -> bool:
 
 
 def _path(store: str, run: str, role: str) -> Path:
+    return _folder() / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}'.encode())}.{role}"
+
+
+def _folder() -> Path:
+    """This user's folder in the temporary directory. Raises InvalidRequest if another user can reach into it.
+
+    Another user could hold the locks in it, and saves would wait for them without end.
+    """
     folder = Path(tempfile.gettempdir()) / f"ckpt-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}'.encode())}.{role}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    mode = stat.S_IMODE(found.st_mode)
+    for problem, applies in (
+        ("is not a folder", not stat.S_ISDIR(found.st_mode)),
+        (f"belongs to user {found.st_uid}", found.st_uid != os.getuid()),
+        (f"has mode {mode:04o}, so that other users can reach into it", mode & 0o077),
+    ):
+        if applies:
+            raise InvalidRequest(
+                f"the folder of lock files {folder} {problem}",
+                "Remove it, or chmod 700 it if it is yours, or set TMPDIR to a folder that only you can write to",
+            )
+    return folder

@@ -122,11 +122,11 @@ class ProcessWriter:
         self._on_death = on_death
         self._closing = False
         self._sending = threading.Lock()
+        self._saver_lock = SaverLock(setup.store, setup.run)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - read when the saver dies
         ours, theirs = socket.socketpair()
         ours.settimeout(_SEND_TIMEOUT_S)
         with theirs:
-            self._saver_lock = SaverLock(setup.store, setup.run)
             self._process = _start(theirs.fileno(), self._saver_lock.saver, self._stderr.fileno())
             self._saver_lock.inherited()
         self._channel = Channel(ours)

@@ -16,13 +16,25 @@ from ckptstore.stores.wrapping import WrappedStore
 
 __all__ = [
     "PARALLEL_READS", "ObjectInfo", "ObjectReader", "ObjectWriter", "RangeReader", "Store", "WrappedStore",
-    "open_store",
+    "open_store", "resolve_url",
 ]  # fmt: skip
 
+_LOCAL = ("file", "local")
 # A cached listing may lack a checkpoint that was just committed.
 _FRESH = {"use_listings_cache": False}
 # Current services accept signature version 4, also in signed URLs.
 _S3_CONFIG = {"max_pool_connections": 64, "signature_version": "s3v4"}
+
+
+def resolve_url(url: str) -> str:
+    """The URL of the same store for any working directory: paths and file:// become absolute, others stay as given."""
+    scheme, path = _split(url)
+    return LocalStore(path).url if scheme in _LOCAL and path else url
+
+
+def _split(url: str) -> tuple[str, str]:
+    scheme, separator, path = url.partition("://")
+    return (scheme, path) if separator else ("file", url)
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
@@ -32,10 +44,8 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
     the service's library (FSSPEC_S3_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) apply too. Raises UnknownScheme or
     StoreUnavailable; nothing is written.
     """
-    scheme, separator, path = url.partition("://")
-    if not separator:
-        scheme, path = "file", url
-    if scheme in ("", "file", "local"):
+    scheme, path = _split(url)
+    if scheme in ("", *_LOCAL):
         if not scheme or not path:
             raise UnknownScheme(f"store URL {url!r} names no folder", "Write file:///folder or a path")
         return LocalStore(path)
