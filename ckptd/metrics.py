@@ -29,6 +29,9 @@ class Metrics:
         self.http_seconds = Histogram(
             "ckptd_http_request_seconds", "Time to the end of the response.", ["route"], registry=self.registry
         )
+        self.connections_closed = self._counter(
+            "connections_closed", "Connections closed because of a limit.", "reason"
+        )
         self.auth_failures = self._counter("auth_failures", "Requests whose token was refused.", "reason")
         self.read_bytes = self._counter("read_bytes", "Bytes of checkpoints sent to readers.")
         self.store_errors = self._counter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import os
@@ -9,11 +10,14 @@ import socket
 import ssl
 import sys
 import threading
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import STARTUP_FAILURE
 
+from ckptd.http.connections import ConnectionLimits, LimitedListener, TimedProtocol
 from ckptd.http.context import Context
 from ckptd.settings import Settings
 from ckptstore.errors import InvalidRequest
@@ -30,18 +34,30 @@ _REUSED_BYTES = 32 << 20
 class _Server(uvicorn.Server):
     """Unlike uvicorn, waits before it closes the port, and exits normally instead of by the signal."""
 
-    def __init__(self, config: uvicorn.Config, context: Context, notice_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, context: Context, limits: ConnectionLimits, notice_s: float) -> None:
         super().__init__(config)
         self._context = context
+        self._limits = limits
         self._notice_s = notice_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup(await self._bind())
         for server in self.servers:
             for listening in server.sockets:
                 host, port = listening.getsockname()[:2]
                 scheme = "https" if self.config.is_ssl else "http"
                 _LOG.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+
+    async def _bind(self) -> list[socket.socket]:
+        loop, config = asyncio.get_running_loop(), self.config
+        try:
+            bound = await loop.create_server(asyncio.Protocol, config.host, config.port, start_serving=False)
+        except OSError as error:
+            _LOG.error("cannot listen: %s", error)
+            sys.exit(STARTUP_FAILURE)
+        listeners: list[socket.socket] = [LimitedListener(os.dup(own.fileno()), self._limits) for own in bound.sockets]
+        bound.close()
+        return listeners
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._context.leaving:
@@ -69,6 +85,7 @@ def serve(app: FastAPI, settings: Settings) -> None:
         app,
         host=settings.host,
         port=settings.port,
+        loop="asyncio",  # another loop would not accept through LimitedListener
         http="h11",  # limits the size of headers; the faster parser does not
         log_config=None,
         access_log=False,
@@ -79,7 +96,10 @@ def serve(app: FastAPI, settings: Settings) -> None:
         ssl_keyfile=settings.tls_key or None,
     )
     _load(config)
-    _Server(config, app.state.context, settings.notice_seconds).run()
+    context: Context = app.state.context
+    limits = ConnectionLimits(settings.connections_per_client, settings.header_timeout_seconds, context.metrics)
+    config.http_protocol_class = partial(TimedProtocol, limits)  # type: ignore[assignment]
+    _Server(config, context, limits, settings.notice_seconds).run()
     _LOG.info("stopped")
     if _is_stuck():
         # A read from a store that does not respond must not keep the process from exiting. Nothing is lost:

@@ -24,10 +24,10 @@ _CHOICES = {
 }
 _LONGEST = 1e9
 """Upper bound of all numbers of seconds or days; the system cannot wait longer."""
-_POSITIVE = ("poll_seconds", "collect_seconds", "leader_lease_seconds")
+_POSITIVE = ("poll_seconds", "collect_seconds", "leader_lease_seconds", "header_timeout_seconds")
 _NOT_NEGATIVE = (
     "commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds", "scrub_days",
-    "scrub_bytes_per_second", "cache_bytes",
+    "scrub_bytes_per_second", "cache_bytes", "connections_per_client",
 )  # fmt: skip
 
 
@@ -47,6 +47,12 @@ class Settings:
     token: str = _knob("", "A token with all scopes, in addition to those in the index.", secret=True)
     tls_cert: str = _knob("", "PEM file of the certificate and its chain; with --tls-key, serve https only.")
     tls_key: str = _knob("", "PEM file of the certificate's key.")
+    header_timeout_seconds: float = _knob(
+        10.0, "A connection is closed if the headers of its next request are not complete within this time."
+    )
+    connections_per_client: int = _knob(
+        256, "Maximum number of open connections from one address, also if it is a proxy; 0: unlimited."
+    )
     cache: str = _knob("", "Folder for data read from the store. Default: in the user's cache folder.")
     cache_bytes: int = _knob(10 << 30, "Maximum size of the cache; 0: no cache.")
     store_reads: int = _knob(

@@ -1,0 +1,112 @@
+"""Clients that connect and send no request cannot stop the daemon."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.waiting import wait_until
+
+_HALF_A_REQUEST = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: "
+_SHORT = ("--header-timeout-seconds", "1")
+
+
+@contextmanager
+def silent_connections(daemon: Daemon, count: int) -> Iterator[list[socket.socket]]:
+    """Connections of which every other one sends half a request, and the others nothing."""
+    found = urlsplit(daemon.url)
+    with ExitStack() as stack:
+        connections = []
+        for number in range(count):
+            connection = stack.enter_context(socket.create_connection((found.hostname, found.port), timeout=60))
+            if number % 2:
+                connection.sendall(_HALF_A_REQUEST)
+            connections.append(connection)
+        yield connections
+
+
+def num_descriptors(daemon: Daemon) -> int:
+    return len(list(Path(f"/proc/{daemon.process.pid}/fd").iterdir()))
+
+
+def is_alive(daemon: Daemon) -> bool:
+    try:
+        return daemon.get("/livez", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def closed_by(daemon: Daemon, reason: str) -> bool:
+    return f'ckptd_connections_closed_total{{reason="{reason}"}}' in daemon.get("/metrics").text
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("per_client", ["0", "100"])
+def test_silent_connections_leave_descriptors_and_end(tmp_path: Path, per_client: str) -> None:
+    options = (*_SHORT, "--connections-per-client", per_client)
+    with running_daemon(f"file://{tmp_path}/store", options=options) as daemon:
+        before = num_descriptors(daemon)
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (256, 256))
+        with silent_connections(daemon, 400) as connections:
+            assert num_descriptors(daemon) < 256  # some of the reserve may be in use
+            wait_until(lambda: is_alive(daemon), "an answer")
+            wait_until(lambda: all(map(is_closed, connections)), "the end of the silent connections")
+            wait_until(lambda: num_descriptors(daemon) <= before + 32, "the release of their descriptors")
+            assert closed_by(daemon, "header_timeout")
+            assert closed_by(daemon, "descriptors" if per_client == "0" else "client")
+        assert "Too many open files" not in daemon.log()
+
+
+def test_a_kept_connection_with_half_a_request_ends(tmp_path: Path) -> None:
+    with (
+        running_daemon(f"file://{tmp_path}/store", options=_SHORT) as daemon,
+        silent_connections(daemon, 1) as (connection,),
+    ):
+        connection.sendall(_HALF_A_REQUEST + b"x\r\n\r\n")
+        assert b" 200 " in connection.recv(1 << 16)
+        connection.sendall(_HALF_A_REQUEST)
+        wait_until(lambda: is_closed(connection), "the end of the connection")
+
+
+def test_a_refused_request_with_an_endless_body_ends(tmp_path: Path) -> None:
+    """The response is complete, and each byte of the body ends uvicorn's own time-out."""
+    with (
+        running_daemon(f"file://{tmp_path}/store", options=_SHORT) as daemon,
+        silent_connections(daemon, 1) as (connection,),
+    ):
+        connection.sendall(b"POST /nope HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n")
+        assert b" 404 " in connection.recv(1 << 16)
+        connection.sendall(b"x")
+        wait_until(lambda: is_closed(connection), "the end of the connection")
+
+
+def test_a_request_that_waits_longer_than_the_time_out_is_answered(tmp_path: Path) -> None:
+    with running_daemon(f"file://{tmp_path}/store", options=("--header-timeout-seconds", "0.2")) as daemon:
+        assert daemon.get("/v1/checkpoints/latest?run=none&wait=2").json()["code"] == "no_checkpoint"
+
+
+def test_connections_per_client_are_released(tmp_path: Path) -> None:
+    with running_daemon(f"file://{tmp_path}/store", options=("--connections-per-client", "3")) as daemon:
+        for _ in range(3):
+            with silent_connections(daemon, 5) as connections:
+                wait_until(lambda: sum(map(is_closed, connections)) >= 2, "the end of two")
+                assert not all(map(is_closed, connections))
+            wait_until(lambda: is_alive(daemon), "an answer")
