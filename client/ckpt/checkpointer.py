@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +21,6 @@ from ckpt.capture.estimate import estimate_snapshot_bytes
 from ckpt.capture.fingerprint import Capturer
 from ckpt.capture.leaves import Captured
 from ckpt.capture.train_state import Model, Optimizers, TrainState
-from ckpt.closing import close_at_exit
 from ckpt.config import Config, OnBusy, takes
 from ckpt.ranks.world import Agreement, World, meet
 from ckpt.restoring.pipeline import Restored, Restorer
@@ -70,7 +71,7 @@ class Checkpointer:
         self._lease: str | None = None
         self._newest: SaveHandle | None = None
         self._schedules: list[Schedule] = []
-        close_at_exit(self)
+        _close_at_exit(self)
 
     def prepare(self, /, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
         """Agree with the other ranks on who writes what, start the saver, look at the state, and make memory for a
@@ -221,7 +222,7 @@ class Checkpointer:
         overhead: the share of the time that saves may cost training, as measured: what save_async and the gate of
         optim.step() hold it up, and what steps take longer while a save is under way. None: any. seconds: from save to
         save, at least. Of both, the longer interval counts, and never less than twice the time until a save is durable.
-        Without seconds the first save comes soon, to see what it costs. What it cost the rank that it cost most counts.
+        Without seconds the first save comes soon, to see what it costs. The slowest rank's cost is used.
         """
         schedule = Schedule(lambda: self._newest, seconds, overhead, self.config.peer_timeout_s)
         self._schedules.append(schedule)
@@ -373,3 +374,19 @@ def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
     if len(finite) < len(numbers):
         logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - finite.keys()))
     return finite
+
+
+def _close_at_exit(checkpointer: Checkpointer) -> None:
+    """Close it when the interpreter ends, while threads may still be started; until then hold no reference."""
+    reference = weakref.ref(checkpointer)
+
+    def close() -> None:
+        if (found := reference()) is None:
+            return
+        try:
+            found.close()
+        except Exception:
+            logger.exception("a save was not durable when the interpreter ended")
+
+    # atexit itself comes too late: thread pools refuse work by then.
+    threading._register_atexit(close)  # type: ignore[attr-defined]

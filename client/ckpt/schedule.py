@@ -1,7 +1,7 @@
-"""When to save: as often as the measured cost allows, decided by rank 0 and known to all ranks in time.
+"""When to save: as often as the measured cost allows. Rank 0 decides, and all ranks have its decision in time.
 
-Rank 0 decides ahead: up to which step nothing is due, and at which step the next save is. The horizon is pushed on
-long before anybody reaches it, so that ranks answer from what they have heard, without a collective.
+Rank 0 decides ahead: it publishes a horizon and the steps up to it at which to save. It moves the horizon on long
+before any rank reaches it, so ranks answer from the decision they have, without a collective.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from ckpt.ranks.broadcast import Bulletin, Cost, News
+from ckpt.ranks.broadcast import Cost, SaveBroadcast, SaveDecision
 from ckpt.ranks.world import World
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import InvalidRequest, RankLost
 
 LEAD_S = 2.0
-"""How far ahead of rank 0 its decisions reach."""
+"""How far ahead of its own step rank 0 decides."""
 _POLLS_PER_LEAD = 5
-_REMEMBERED = 16  # saves that rank 0 tells of: a rank is never that far behind
+_REMEMBERED = 16  # saves in a decision: no rank is that far behind
 
 
 class Schedule:
-    """Tells the training loop when to save; see `Checkpointer.every`. All but `request` is for the training thread."""
+    """Decides when the training loop saves; see `Checkpointer.every`. All but `request` is for the training thread."""
 
     def __init__(
         self,
@@ -35,13 +35,15 @@ class Schedule:
         clock: Callable[[], float] = time.monotonic,
         lead_s: float = LEAD_S,
     ) -> None:
-        """newest: the save that was begun last."""
+        """newest: the save that began last."""
         if seconds is None and overhead is None:
             raise InvalidRequest("neither seconds nor overhead is given", "Give at least one of them")
         if seconds is not None and not 0 < seconds < math.inf:
             raise InvalidRequest(f"an interval of {seconds} s is not positive", "Give seconds, such as 600")
         if overhead is not None and not 0 < overhead <= 1:
-            raise InvalidRequest(f"overhead {overhead} is no share of time", "Give a number such as 0.01")
+            raise InvalidRequest(
+                f"overhead {overhead} must be above 0 and at most 1", "Give a share of the time, such as 0.01"
+            )
         self._newest = newest
         self._seconds, self._overhead = seconds, overhead
         self._peer_timeout_s = peer_timeout_s
@@ -49,10 +51,10 @@ class Schedule:
         self._lead_s = lead_s
         self._costs = Costs()
         self._rank = 0
-        self._bulletin: Bulletin | None = None
+        self._broadcast: SaveBroadcast | None = None
         self._step: int | None = None
         self._stride = 1
-        self._news = News(-1, 0, ())
+        self._decision = SaveDecision(-1, 0, ())
         self._taken = 0
         self._requests = self._served = 0
 
@@ -60,7 +62,7 @@ class Schedule:
         """Whether to save now. Call it once per step, on every rank with the same, increasing steps.
 
         All ranks get the same answers. Steps may be left out: what was decided for one of them is due at the next
-        call. It takes microseconds; only a rank that is ahead of rank 0's news waits for them, at most
+        call. It takes microseconds; only a rank that is ahead of rank 0's decision waits for the next one, at most
         peer_timeout_s. The first call must come after the process group is made. Raises InvalidRequest or RankLost.
         """
         if self._step is None:
@@ -81,76 +83,76 @@ class Schedule:
         return self._take(step)
 
     def request(self) -> None:
-        """Ask for a save as soon as all ranks can know of it, whatever it costs; on any rank.
+        """Request a save at the next step that all ranks can agree on, whatever it costs; on any rank.
 
         Any thread may call it, and so may a signal handler.
         """
         self._requests += 1
-        if self._bulletin is not None and self._rank:
-            self._bulletin.request()
+        if self._broadcast is not None and self._rank:
+            self._broadcast.request()
 
     def close(self) -> None:
-        """End the thread that speaks with the other ranks. Whoever calls due() afterwards waits in vain."""
-        if self._bulletin is not None:
-            self._bulletin.close()
+        """End the thread that exchanges messages with the other ranks. due() must not be called afterwards."""
+        if self._broadcast is not None:
+            self._broadcast.close()
 
     def _begin(self) -> None:
         world = World(self._peer_timeout_s)
         if world.size > 1:
             self._rank = world.rank
-            self._bulletin = Bulletin(world.private_store(), world.rank, self._lead_s / _POLLS_PER_LEAD)
+            self._broadcast = SaveBroadcast(world.private_store(), world.rank, self._lead_s / _POLLS_PER_LEAD)
             if self._requests and self._rank:
-                self._bulletin.request()
+                self._broadcast.request()
 
     def _listen(self, step: int) -> None:
-        """Of the other ranks: tell what the last save cost, and hear what is decided."""
-        assert self._bulletin is not None
-        self._bulletin.report(Cost(self._taken, self._costs.cost_s))
-        if self._news.horizon < step:
-            self._news = self._bulletin.hear(lambda news: news.horizon >= step, self._peer_timeout_s)
+        """On other ranks: report the cost of the last save, and wait for a decision on this step."""
+        assert self._broadcast is not None
+        self._broadcast.report(Cost(self._taken, self._costs.cost_s))
+        if self._decision.horizon < step:
+            self._decision = self._broadcast.wait_for(lambda decision: decision.horizon >= step, self._peer_timeout_s)
 
     def _decide(self, step: int, now: float) -> None:
-        """Of rank 0: what is still open, far enough ahead."""
-        news, lead = self._news, self._lead()
-        horizon, saves = news.horizon, news.saves
+        """On rank 0: decide on the steps that are still open, far enough ahead."""
+        decision, lead = self._decision, self._lead()
+        horizon, saves = decision.horizon, decision.saves
         wanted = self._requested()
-        pending = news.num_saves > self._taken
-        others_s = self._bulletin.cost.seconds if self._bulletin is not None else 0.0
+        pending = decision.num_saves > self._taken
+        others_s = self._broadcast.cost.seconds if self._broadcast is not None else 0.0
         if not pending and (wanted or self._costs.may_save(now, self._seconds, self._overhead, others_s)):
             save_at = max(step, horizon + 1)
             horizon, saves = save_at, (*saves, save_at)[-_REMEMBERED:]
         if horizon < step + lead / 2:
             horizon = step + lead
-        if (horizon, saves) != (news.horizon, news.saves):
-            self._news = News(horizon, news.num_saves + (saves != news.saves), saves)
-            if self._bulletin is not None:
-                self._bulletin.tell(self._news)
+        if (horizon, saves) != (decision.horizon, decision.saves):
+            self._decision = SaveDecision(horizon, decision.num_saves + (saves != decision.saves), saves)
+            if self._broadcast is not None:
+                self._broadcast.publish(self._decision)
 
     def _lead(self) -> int:
-        """How many steps ahead the horizon is to be."""
-        if self._bulletin is None:
+        """The number of steps from here to the horizon."""
+        if self._broadcast is None:
             return 0
         step_s = self._costs.step_s
         calls = FIRST_AFTER_TICKS if step_s is None else max(1, math.ceil(self._lead_s / max(step_s, 1e-6)))
         return calls * self._stride
 
     def _requested(self) -> bool:
-        asked = self._requests + (self._bulletin.requests if self._bulletin is not None else 0)
+        asked = self._requests + (self._broadcast.requests if self._broadcast is not None else 0)
         requested = asked > self._served
         self._served = asked
         return requested
 
     def _take(self, step: int) -> bool:
-        """Whether saves that were not answered yet are due by now."""
-        news = self._news
-        first = news.num_saves - len(news.saves)
+        """Whether saves that due() has not answered yet are due by now."""
+        decision = self._decision
+        first = decision.num_saves - len(decision.saves)
         if self._taken < first:
             raise RankLost(
                 f"rank {self._rank} is more than {_REMEMBERED} saves behind rank 0",
                 "Every rank calls due() with the same steps",
             )
         before = self._taken
-        self._taken = first + sum(save_at <= step for save_at in news.saves)
+        self._taken = first + sum(save_at <= step for save_at in decision.saves)
         if self._taken > before and self._rank == 0:
             self._costs.asked(self._clock())
         return self._taken > before
@@ -161,7 +163,7 @@ _ENOUGH = 5  # intervals of a kind, before their median is believed
 _DURABLE_SHARE = 0.5  # of the time a save is under way, at most: without the rest there is nothing to compare with
 FIRST_AFTER_TICKS = 8
 FIRST_AFTER_S = 60.0
-"""Only a save tells what one costs: so early comes the first, unless an interval is given."""
+"""The first save is this early, to measure its cost, unless an interval is given."""
 
 
 class Costs:
@@ -186,14 +188,14 @@ class Costs:
 
     @property
     def cost_s(self) -> float:
-        """Of the newest save, by now."""
+        """The cost of the newest save so far."""
         slower = 0.0
         if min(len(self._idle), len(self._busy)) >= _ENOUGH:
             slower = max(0.0, median(self._busy) - median(self._idle))
         return self._waited_s + self._busy_ticks * slower
 
     def tick(self, now: float, newest: SaveHandle | None) -> None:
-        """The loop has come around. newest: the last save that was begun."""
+        """Count one call of the loop. newest: the save that began last."""
         if not self._ticks:
             self._last_at = self._since = now
             self._save = newest
@@ -218,13 +220,13 @@ class Costs:
         times.append(max(0.0, spent_s - (self._waited_s - before)))
 
     def asked(self, now: float) -> None:
-        """A save was asked for; the interval to the next one begins."""
+        """A save is due; the interval to the next one begins."""
         self._since = now
 
     def may_save(self, now: float, seconds: float | None, overhead: float | None, others_s: float = 0.0) -> bool:
         """Whether it is time for the next save: not while one is under way, nor before the last one is paid for.
 
-        others_s: what it cost another rank, for which this one waits in the next collective.
+        others_s: highest cost on another rank, for which this one waits in the next collective.
         """
         if self._under_way:
             return False

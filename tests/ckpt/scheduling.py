@@ -87,7 +87,7 @@ def save_with_a_straggler() -> dict[str, Any]:
             updates.fail(SaveFailed("it does not matter how it ends"))
         dist.barrier()
         if rank == 0 and due and step > due[-1]:
-            wait_until(lambda: schedule._bulletin is not None and schedule._bulletin.cost == (len(due), 2.0))
+            wait_until(lambda: schedule._broadcast is not None and schedule._broadcast.cost == (len(due), 2.0))
     dist.barrier()
     schedule.close()
     return {"due": due}

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ckpt.capture import modules, optimizers
 from ckpt.capture.leaves import dtype_name, tensor_bytes
 from ckpt.capture.ownership import Unit
-from ckpt.capture.parts import Flat, Part, part_of
+from ckpt.capture.parts import Flat, TensorPart, part_of
 from ckpt.capture.train_state import TrainState
 
 _SAMPLE = 64  # elements of each parameter that are compared between ranks
@@ -92,7 +92,7 @@ def _unit(path: str, tensor: torch.Tensor, flat: Flat | None, trusted: bool, buf
     )
 
 
-def _sample(part: Part) -> str:
+def _sample(part: TensorPart) -> str:
     values = part.pieces[0].tensor.reshape(-1)[:_SAMPLE].cpu().contiguous()
     return xxhash.xxh3_64_hexdigest(tensor_bytes(values))
 

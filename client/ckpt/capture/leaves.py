@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckpt.capture.ownership import Ownership
-from ckpt.capture.parts import Flat, Part, part_of
+from ckpt.capture.parts import Flat, TensorPart, part_of
 from ckpt.dtypes import BY_NAME, NAMES
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
@@ -41,7 +41,7 @@ class Change(Enum):
     """Frozen parameters, unless the caller changes them by other means."""
 
 
-class Leaf(NamedTuple):
+class StateLeaf(NamedTuple):
     """A tensor to be staged, and what of which entry it is."""
 
     slice: Slice
@@ -51,7 +51,7 @@ class Leaf(NamedTuple):
     change: Change = Change.ANY_TIME
 
 
-class Leaves(Sequence[Leaf]):
+class Leaves(Sequence[StateLeaf]):
     """Leaves, column by column: every save looks at all of them, and should neither make nor touch an object for each
     that it can do without."""
 
@@ -74,20 +74,20 @@ class Leaves(Sequence[Leaf]):
         return len(self.slices)
 
     @overload
-    def __getitem__(self, index: int) -> Leaf: ...
+    def __getitem__(self, index: int) -> StateLeaf: ...
     @overload
     def __getitem__(self, index: slice) -> Leaves: ...
-    def __getitem__(self, index: int | slice) -> Leaf | Leaves:
+    def __getitem__(self, index: int | slice) -> StateLeaf | Leaves:
         if isinstance(index, slice):
             return self.pick(range(len(self))[index])
-        return Leaf(self.slices[index], self.tensors[index], self.origins[index], self.changes[index])
+        return StateLeaf(self.slices[index], self.tensors[index], self.origins[index], self.changes[index])
 
     @property
     def gpu(self) -> torch.device | None:
         """One that some of them live on; None if there is none."""
         return next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
 
-    def append(self, leaf: Leaf) -> None:
+    def append(self, leaf: StateLeaf) -> None:
         """One more."""
         if not self._own:
             self._own = True
@@ -208,11 +208,13 @@ class Collector:
             self._add(first, dtype, part, tensor, change)
         return first
 
-    def _add(self, name: str, dtype: str, part: Part, origin: torch.Tensor, change: Change) -> None:
+    def _add(self, name: str, dtype: str, part: TensorPart, origin: torch.Tensor, change: Change) -> None:
         for piece in part.pieces:
-            self.captured.leaves.append(Leaf(Slice(name, dtype, part.shape, piece.box), piece.tensor, origin, change))
+            self.captured.leaves.append(
+                StateLeaf(Slice(name, dtype, part.shape, piece.box), piece.tensor, origin, change)
+            )
 
-    def _name(self, path: str, dtype: str, part: Part, owner: int | None) -> tuple[str, str]:
+    def _name(self, path: str, dtype: str, part: TensorPart, owner: int | None) -> tuple[str, str]:
         """A name that is not in use, and the name under which the same memory was seen first.
 
         Memory that belongs to several owners (a step count of many parameters) is kept once for each: ranks that hold

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.capture.parameters import State
+from ckpt.capture.parameters import OptimizerState
 from ckpt.capture.train_state import TrainState
 from ckptstore.errors import StateMismatch, UnsupportedObject
 
@@ -63,11 +63,11 @@ def _as_zero(optimizer: Optimizer) -> Any:
     return optimizer if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
 
 
-def live_state(optimizer: Optimizer, parameter: torch.Tensor, train_state: TrainState) -> State:
+def live_state(optimizer: Optimizer, parameter: torch.Tensor, train_state: TrainState) -> OptimizerState:
     """What the optimizer keeps now for one parameter; tensors alias the live ones."""
     pack, state = train_state.parameters.packs.get(id(parameter)), state_holder(optimizer).state
     if pack is None:
-        return cast(State, state.get(parameter, {}))
+        return cast(OptimizerState, state.get(parameter, {}))
     return pack.take(parameter, state.get(pack.parameter, {}))
 
 

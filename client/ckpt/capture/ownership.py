@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ckpt.capture.parts import Part
+from ckpt.capture.parts import TensorPart
 from ckptstore.errors import LayoutChanged, UnsupportedObject
 
 
@@ -66,7 +66,7 @@ class Ownership:
             raise self._changed(unit, "is new")
         return self.owner[unit] == self.rank
 
-    def writes(self, unit: str, part: Part) -> bool:
+    def writes(self, unit: str, part: TensorPart) -> bool:
         """Whether this rank stores its part of a tensor that belongs to a unit. Raises LayoutChanged for a new one."""
         if part.ranks is not None and unit in self.owner:
             return self.owner[unit] in part.ranks and part.copy == self.turn[unit] % part.copies

@@ -10,7 +10,7 @@ import torch
 
 from ckpt.capture.parts import Flat
 
-State = dict[str, Any]
+OptimizerState = dict[str, Any]
 """What an optimizer keeps for one parameter."""
 
 
@@ -24,13 +24,13 @@ class Pack:
     views: Mapping[str, torch.Tensor]
     """By canonical name: what of the local shard belongs to each parameter in it."""
 
-    def take(self, view: torch.Tensor, state: State) -> State:
+    def take(self, view: torch.Tensor, state: OptimizerState) -> OptimizerState:
         """The part of the flat parameter's state that belongs to one view; what is not flat is everybody's."""
         return {key: self._part(view, value) if self._is_flat(value) else value for key, value in state.items()}
 
-    def join(self, states: Mapping[str, State]) -> State:
+    def join(self, states: Mapping[str, OptimizerState]) -> OptimizerState:
         """The flat parameter's state, from that of the parameters in it."""
-        joined: State = {}
+        joined: OptimizerState = {}
         for name, view in self.views.items():
             for key, value in states.get(name, {}).items():
                 if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.shape != view.shape:

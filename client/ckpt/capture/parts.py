@@ -24,11 +24,11 @@ from ckptstore.errors import UnsupportedObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 
-Run = tuple[int, int]
+IndexRange = tuple[int, int]
 """First index of a dimension, and how many."""
 
 
-class Piece(Struct, frozen=True, gc=False):
+class TensorPiece(Struct, frozen=True, gc=False):
     """One box of a global tensor, and the local memory it lies in."""
 
     box: Box
@@ -36,13 +36,13 @@ class Piece(Struct, frozen=True, gc=False):
     """A view in the box's shape; writing to it changes the live tensor."""
 
 
-class Part(Struct, frozen=True, gc=False):
+class TensorPart(Struct, frozen=True, gc=False):
     """What one rank holds of a global tensor."""
 
     shape: tuple[int, ...]
     """Of the global tensor."""
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     """None of them empty, unless the global tensor is."""
     ranks: tuple[int, ...] | None = None
     """Global ranks among which the tensor is distributed; None: every rank that has it holds all of it."""
@@ -67,7 +67,7 @@ class Flat:
     """Those that hold the rest of it."""
 
 
-def part_of(path: str, tensor: torch.Tensor, flat: Flat | None = None) -> Part:
+def part_of(path: str, tensor: torch.Tensor, flat: Flat | None = None) -> TensorPart:
     """The part that a live tensor is. flat: how FSDP1 keeps the parameter that `tensor` is, or is the state of.
 
     Raises UnsupportedObject for a DTensor with pending sums, or a placement this program does not know.
@@ -78,19 +78,19 @@ def part_of(path: str, tensor: torch.Tensor, flat: Flat | None = None) -> Part:
     if flat is not None and tensor.numel() == flat.stop - flat.start and tensor.dim() == 1:
         return _flat(tensor, flat)
     shape = tuple(tensor.shape)
-    return Part(shape, tensor.dtype, (Piece(boxes.whole(shape), tensor),))
+    return TensorPart(shape, tensor.dtype, (TensorPiece(boxes.whole(shape), tensor),))
 
 
-def _flat(tensor: torch.Tensor, flat: Flat) -> Part:
+def _flat(tensor: torch.Tensor, flat: Flat) -> TensorPart:
     pieces, at = [], 0
     for box in boxes.flat_boxes(flat.shape, flat.start, flat.stop):
         size = prod(boxes.sizes(box))
-        pieces.append(Piece(box, tensor[at : at + size].view(boxes.sizes(box))))
+        pieces.append(TensorPiece(box, tensor[at : at + size].view(boxes.sizes(box))))
         at += size
-    return Part(flat.shape, tensor.dtype, tuple(pieces), flat.ranks)
+    return TensorPart(flat.shape, tensor.dtype, tuple(pieces), flat.ranks)
 
 
-def _distributed(path: str, tensor: DTensor) -> Part:
+def _distributed(path: str, tensor: DTensor) -> TensorPart:
     shape, local = tuple(tensor.shape), tensor.to_local().detach()
     try:
         cut = _mesh_cut(tensor.device_mesh, tensor.placements, shape)
@@ -103,10 +103,10 @@ def _distributed(path: str, tensor: DTensor) -> Part:
             "Redistribute it to Shard and Replicate placements",
         )
     if not prod(shape):
-        pieces: tuple[Piece, ...] = (Piece(boxes.whole(shape), local.new_empty(shape)),)
+        pieces: tuple[TensorPiece, ...] = (TensorPiece(boxes.whole(shape), local.new_empty(shape)),)
     else:
-        pieces = tuple(Piece(box, _narrow(local, box, at)) for box, at in zip(cut.boxes, cut.at, strict=True))
-    return Part(shape, tensor.dtype, pieces, cut.ranks, cut.copy, cut.copies)
+        pieces = tuple(TensorPiece(box, _narrow(local, box, at)) for box, at in zip(cut.boxes, cut.at, strict=True))
+    return TensorPart(shape, tensor.dtype, pieces, cut.ranks, cut.copy, cut.copies)
 
 
 def _narrow(local: torch.Tensor, box: Box, at: Box) -> torch.Tensor:
@@ -159,7 +159,7 @@ def _mesh_cut(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
     )
 
 
-def _before(runs: Sequence[Run], run: Run) -> int:
+def _before(runs: Sequence[IndexRange], run: IndexRange) -> int:
     """How many indices a rank holds before those of a run."""
     return sum(length for _, length in runs[: runs.index(run)])
 
@@ -168,7 +168,7 @@ def _shards(placement: Placement, dimension: int) -> bool:
     return bool(isinstance(placement, Shard | _StridedShard) and placement.dim == dimension)
 
 
-def _runs(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[Run]:
+def _runs(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[IndexRange]:
     """The indices of one dimension that a rank holds: (placement, ranks, own coordinate) by mesh dimension.
 
     fully_shard after tensor parallelism says _StridedShard for "the dimensions to my right were cut first". torch's
@@ -188,7 +188,7 @@ def _runs(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[Run]:
     return runs
 
 
-def _cut(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
+def _cut(runs: Sequence[IndexRange], parts: int, part: int) -> list[IndexRange]:
     """What torch.chunk gives as chunk `part` of `parts`, of the indices in `runs`."""
     total = sum(length for _, length in runs)
     step = -(-total // parts)

@@ -1,6 +1,6 @@
-"""What rank 0 tells the other ranks, and what they ask of it, without anybody waiting for it on the training thread.
+"""Rank 0 publishes when to save; the other ranks request saves and report their costs. No collective.
 
-It goes through the key-value store of the process group, in a thread of each rank.
+A thread of each rank does so through the key-value store of the process group.
 """
 
 from __future__ import annotations
@@ -13,92 +13,103 @@ import msgspec
 
 from ckptstore.errors import RankLost
 
-_NEWS = "news"
+_DECISION = "decision"
 _REQUESTS = "requests"
 _COST = "cost"
 _HURRY_S = 0.02
 _PATIENCE_S = 2.0
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
-    """What is decided: of all steps up to the horizon, those at which to save."""
+class SaveDecision(msgspec.Struct, frozen=True, array_like=True):
+    """The steps at which to save, among all steps up to the horizon."""
 
     horizon: int
     num_saves: int
     saves: tuple[int, ...]
-    """The newest of them; the steps of all before are past."""
+    """The newest ones; the steps of all earlier saves are past."""
 
 
 class Cost(NamedTuple):
-    """What a save cost a rank. The larger one counts: of a later save, or of the same one with more seconds."""
+    """Cost of a save on one rank. The larger one counts: of a later save, or more seconds of the same save."""
 
     save: int
-    """How many were due before it."""
+    """The number of saves that were due before it."""
     seconds: float
 
 
-_WORTH_TELLING = 1.1
-"""A cost that has grown by less since it was told is not told again."""
+_WORTH_REPORTING = 1.1
+"""A cost is reported again when it has grown by this factor."""
 
 
-class Bulletin:
-    """One rank's side of it. tell, hear, request and close belong to the training thread."""
+class SaveBroadcast:
+    """One rank's end. All public methods belong to the training thread; `request` is also safe in a signal handler."""
 
     def __init__(self, store: Any, rank: int, poll_s: float) -> None:
-        """store: a key-value store of torch that all ranks share, for this alone."""
+        """store: a key-value store of torch that all ranks share, used for nothing else."""
         self._store = store
         self._rank = rank
         self._poll_s = poll_s
         self._changed = threading.Condition()
-        self._news: News | None = None
+        self._decision: SaveDecision | None = None
         self._hurry = self._closing = False
         self._error: Exception | None = None
         self._asked = 0
         self._own_cost = Cost(0, 0.0)
-        self.cost = Cost(0, 0.0)
-        """What the last save cost the one of the other ranks that it cost most; for rank 0."""
-        self.requests = 0
-        """How often other ranks have asked for a save; for rank 0."""
-        self._thread = threading.Thread(target=self._run, name="ckpt-bulletin", daemon=True)
+        self._cost = Cost(0, 0.0)
+        self._requests = 0
+        self._thread = threading.Thread(target=self._run, name="ckpt-broadcast", daemon=True)
         self._thread.start()
 
-    def tell(self, news: News) -> None:
-        """Have the others know, soon; rank 0. Raises RankLost if the store is gone."""
+    @property
+    def cost(self) -> Cost:
+        """Highest cost of the last save among the other ranks (rank 0 only)."""
+        with self._changed:
+            return self._cost
+
+    @property
+    def requests(self) -> int:
+        """The number of saves that other ranks have requested (rank 0 only)."""
+        with self._changed:
+            return self._requests
+
+    def publish(self, decision: SaveDecision) -> None:
+        """Publish a decision within the poll interval; rank 0. Raises RankLost if the store is gone."""
         with self._changed:
             self._check()
-            self._news = news
+            self._decision = decision
             self._changed.notify_all()
 
-    def hear(self, enough: Callable[[News], bool], timeout_s: float) -> News:
-        """What rank 0 told last, waiting only if that is not enough. Raises RankLost."""
+    def wait_for(self, enough: Callable[[SaveDecision], bool], timeout_s: float) -> SaveDecision:
+        """The last decision of rank 0; waits only until there is one that is enough. Raises RankLost."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
-            heard = self._changed.wait_for(
-                lambda: self._error or (self._news is not None and enough(self._news)), timeout_s
+            found = self._changed.wait_for(
+                lambda: self._error or (self._decision is not None and enough(self._decision)), timeout_s
             )
             self._hurry = False
             self._check()
-            if not heard:
+            if not found:
                 raise RankLost(
-                    f"rank 0 did not say within {timeout_s:.0f} s whether to save",
+                    f"rank 0 did not publish within {timeout_s:.0f} s whether to save",
                     "Every rank calls due() with the same steps; look at rank 0's log, or raise peer_timeout_s",
                 )
-            assert self._news is not None
-            return self._news
+            assert self._decision is not None
+            return self._decision
 
     def request(self) -> None:
-        """Ask rank 0 for a save. Takes no lock: a signal handler may call it."""
+        """Request a save from rank 0. Takes no lock: a signal handler may call it."""
         self._asked += 1
 
     def report(self, cost: Cost) -> None:
-        """Have rank 0 know what a save has cost this rank so far; other ranks. Waits for nothing."""
-        told = self._own_cost
-        if cost.save > told.save or cost.seconds > _WORTH_TELLING * told.seconds:
-            self._own_cost = cost
+        """Report what a save has cost this rank so far to rank 0; other ranks. Does not block."""
+        with self._changed:
+            told = self._own_cost
+            if cost.save > told.save or cost.seconds > _WORTH_REPORTING * told.seconds:
+                self._own_cost = cost
 
     def close(self) -> None:
-        """Publish what was told last, and end the thread; one that the store keeps waiting is left behind."""
+        """Publish the last decision, and end the thread. A thread that is blocked in the store is left behind."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -114,7 +125,7 @@ class Bulletin:
     def _run(self) -> None:
         try:
             if self._rank == 0:
-                self._publish()
+                self._publish_decisions()
             else:
                 self._listen()
         except Exception as error:
@@ -122,36 +133,39 @@ class Bulletin:
                 self._error = error
                 self._changed.notify_all()
 
-    def _publish(self) -> None:
+    def _publish_decisions(self) -> None:
         told = None
         closing = False
-        self._store.set(_COST, _text(self.cost))  # before any news, and so before anybody has a cost to tell
+        self._store.set(_COST, _text(Cost(0, 0.0)))  # before any decision, and so before any rank has a cost to report
         while not closing:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._news is not told, self._poll_s)  # noqa: B023
-                news, closing = self._news, self._closing
-            if news is not told:
-                self._store.set(_NEWS, msgspec.msgpack.encode(news))
-                told = news
-            self.requests = self._store.add(_REQUESTS, 0)
-            self.cost = _cost(self._store.get(_COST))
+                self._changed.wait_for(lambda: self._closing or self._decision is not told, self._poll_s)  # noqa: B023
+                decision, closing = self._decision, self._closing
+            if decision is not told:
+                self._store.set(_DECISION, msgspec.msgpack.encode(decision))
+                told = decision
+            requests, cost = self._store.add(_REQUESTS, 0), _cost(self._store.get(_COST))
+            with self._changed:
+                self._requests, self._cost = requests, cost
 
     def _listen(self) -> None:
         sent, told = 0, Cost(0, 0.0)
         there = False
         while True:
-            if (cost := self._own_cost) > told:
-                self._tell_cost(cost)
+            with self._changed:
+                cost = self._own_cost
+            if cost > told:
+                self._report_cost(cost)
                 told = cost
             if (asked := self._asked) > sent:
                 self._store.add(_REQUESTS, asked - sent)
                 sent = asked
-            # A get of what is not there yet would hold up every other use of the store.
-            there = there or self._store.check([_NEWS])
-            news = msgspec.msgpack.decode(bytes(self._store.get(_NEWS)), type=News) if there else None
+            # A get of a missing key would block every other use of the store.
+            there = there or self._store.check([_DECISION])
+            decision = msgspec.msgpack.decode(bytes(self._store.get(_DECISION)), type=SaveDecision) if there else None
             with self._changed:
-                if news != self._news:
-                    self._news = news
+                if decision != self._decision:
+                    self._decision = decision
                     self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closing or self._hurry, self._poll_s)
                 if self._hurry:
@@ -159,15 +173,15 @@ class Bulletin:
                 if self._closing:
                     return
 
-    def _tell_cost(self, cost: Cost) -> None:
-        """Unless another rank has told more. All of them may do so at once."""
+    def _report_cost(self, cost: Cost) -> None:
+        """Store a cost unless another rank has reported a higher one. Several ranks may do so at the same time."""
         seen = self._store.get(_COST)
         while _cost(seen) < cost:
             seen = self._store.compare_set(_COST, bytes(seen).decode(), _text(cost))
 
 
 def _text(cost: Cost) -> str:
-    return f"{cost.save} {cost.seconds!r}"  # exactly: it is compared
+    return f"{cost.save} {cost.seconds!r}"  # exact, because it is compared
 
 
 def _cost(text: bytes) -> Cost:

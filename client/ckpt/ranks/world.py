@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,13 +31,18 @@ _BEAT_S = 1.0
 _T = TypeVar("_T")
 
 
+@dataclass(slots=True)
 class _Meetings:
-    """How often the ranks of the present process group have met: all count alike."""
+    """The exchanges of one process group so far. All ranks count alike, so equal counts make equal keys."""
 
     store: Any = None
-    count = 0
-    answers: list[str] = []  # noqa: RUF012 - replaced, never shared
+    count: int = 0
+    answers: list[str] = field(default_factory=list)
     group: Any = None
+
+
+_meetings = _Meetings()
+"""The meetings of the present default process group. Process-wide, like the group: all Worlds share it."""
 
 
 class World:
@@ -56,8 +61,9 @@ class World:
         self._last_beat = 0.0
         if self.size > 1:
             store = dist.distributed_c10d._get_default_store()
-            if store is not _Meetings.store:
-                _Meetings.store, _Meetings.count, _Meetings.answers, _Meetings.group = store, 0, [], None
+            global _meetings
+            if store is not _meetings.store:
+                _meetings = _Meetings(store)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (what JSON and bytes can say), on every rank, by rank. Raises RankLost."""
@@ -105,37 +111,37 @@ class World:
                 return
             self._last_beat = now
             self._beats += 1
-        self._ask(_Meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
+        self._ask(_meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
 
     def private_store(self) -> Any:
         """Keys and values that all ranks share, for one purpose; all ranks ask in the same order. For threads that may
         wait: its calls have no time-out."""
-        _Meetings.count += 1
-        return dist.distributed_c10d.PrefixStore(f"ckpt/{_Meetings.count}", _Meetings.store)
+        _meetings.count += 1
+        return dist.distributed_c10d.PrefixStore(f"ckpt/{_meetings.count}", _meetings.store)
 
     def exchange_group(self) -> dist.ProcessGroup:
         """A process group that moves bytes between hosts' memories; made together when first asked for."""
-        if _Meetings.group is None:
-            _Meetings.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._exchange_s))
-        group: dist.ProcessGroup = _Meetings.group
+        if _meetings.group is None:
+            _meetings.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._exchange_s))
+        group: dist.ProcessGroup = _meetings.group
         return group
 
     def _next_key(self) -> str:
-        _Meetings.count += 1
-        key = f"ckpt/{_Meetings.count}"
+        _meetings.count += 1
+        key = f"ckpt/{_meetings.count}"
         if self.rank == 0:
-            _Meetings.answers.append(key)
+            _meetings.answers.append(key)
         return key
 
     def _forget(self, key: str) -> None:
         """All ranks have come to meeting `key`, so that none has yet to read the answer of an earlier one."""
-        *read, last = _Meetings.answers
-        _Meetings.answers = [last]
+        *read, last = _meetings.answers
+        _meetings.answers = [last]
         for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
-            self._ask(_Meetings.store.delete_key, name)
+            self._ask(_meetings.store.delete_key, name)
 
     def _set(self, key: str, value: Any) -> None:
-        self._ask(_Meetings.store.set, key, msgspec.msgpack.encode(value))
+        self._ask(_meetings.store.set, key, msgspec.msgpack.encode(value))
 
     def _answer(self, key: str) -> Any:
         answer = self._get(key, 0)
@@ -148,7 +154,7 @@ class World:
         heard, deadline = b"", time.monotonic() + self._silence_s
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
         # Store.wait would print a warning each time it is out of time.
-        while not self._ask(_Meetings.store.check, [key]):
+        while not self._ask(_meetings.store.check, [key]):
             self.beat()
             now = self._heard(rank)
             if now != heard:
@@ -159,11 +165,11 @@ class World:
                     "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
                 )
             time.sleep(next(waits))
-        return msgspec.msgpack.decode(bytes(self._ask(_Meetings.store.get, key)))
+        return msgspec.msgpack.decode(bytes(self._ask(_meetings.store.get, key)))
 
     def _heard(self, rank: int) -> bytes:
         name = f"ckpt/beat/{rank}"
-        return bytes(self._ask(_Meetings.store.get, name)) if self._ask(_Meetings.store.check, [name]) else b""
+        return bytes(self._ask(_meetings.store.get, name)) if self._ask(_meetings.store.check, [name]) else b""
 
     def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """What the store answers. Raises RankLost if it is gone, or gives no answer: its calls have no time-out."""

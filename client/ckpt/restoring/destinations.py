@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
-from ckpt.capture.parts import Flat, Part, part_of
+from ckpt.capture.parts import Flat, TensorPart, part_of
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.gpu_copy import LANES, Arrival, Landing, Lane, is_direct
 from ckptstore.errors import CorruptObject, UnsupportedFormat
@@ -49,7 +49,7 @@ class Destinations:
             raise UnsupportedFormat(f"entry {name!r} has type {dtype}, which this torch does not know", "Upgrade torch")
         return BY_NAME[dtype], shape
 
-    def fill(self, name: str, part: Part) -> None:
+    def fill(self, name: str, part: TensorPart) -> None:
         """Have a part of the entry placed where it lives; the shapes agree, another type is cast."""
         for piece in part.pieces:
             self._targets[name, piece.box, _lane_of(piece.tensor)].append(piece.tensor)

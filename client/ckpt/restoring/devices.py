@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from ckpt.restoring.buffers import Mark
+from ckpt.restoring.buffers import CopyFence
 from ckpt.streams import on_stream, side_stream
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class CudaLane:
         with on_stream(self._stream):
             work()
 
-    def mark(self) -> Mark:
+    def fence(self) -> CopyFence:
         """After all work so far."""
         return _EventMark(self._stream)
 

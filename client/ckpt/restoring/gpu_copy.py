@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from msgspec.structs import replace
 
-from ckpt.restoring.buffers import Mark, Ring
+from ckpt.restoring.buffers import BufferPool, CopyFence
 from ckpt.restoring.devices import CudaLane
 from ckptstore.format import boxes
 from ckptstore.format.planning import ChunkRead, Piece, ShardRead
@@ -49,7 +49,7 @@ class Lane(Protocol):
     def run(self, work: Callable[[], None]) -> None:
         """Have the device do what `work` asks of it."""
 
-    def mark(self) -> Mark:
+    def fence(self) -> CopyFence:
         """After all work so far."""
 
     def end(self) -> None:
@@ -120,7 +120,7 @@ class Landing(Receiver):
         largest = max([1, *staged, min(sum(staged), CHUNK_BYTES)])
         self._size = 1 << (largest - 1).bit_length()  # pinned memory comes in powers of two
         num_buffers = min(NUM_BUFFERS, max(2, STAGING_BYTES // self._size))
-        self._ring = Ring(num_buffers, partial(self._lanes[0].staging, self._size))
+        self._pool = BufferPool(num_buffers, partial(self._lanes[0].staging, self._size))
 
     def __getitem__(self, name: str) -> memoryview:
         return self._hosts[name]
@@ -142,7 +142,7 @@ class Landing(Receiver):
         for lane in self._lanes:
             lane.end()
         if error is None:
-            self._ring.drain()
+            self._pool.drain()
 
     def divide(self, read: ShardRead) -> Iterator[ShardRead]:
         """Stretches that a staging buffer has room for."""
@@ -176,14 +176,14 @@ class Landing(Receiver):
     @contextmanager
     def _lent(self) -> Iterator[tuple[torch.Tensor, set[Lane]]]:
         """A staging buffer, until the lanes that are put into the set have come this far."""
-        staging, lanes, marks = self._ring.take(), set[Lane](), list[Mark]()
+        staging, lanes, fences = self._pool.take(), set[Lane](), list[CopyFence]()
         try:
             try:
                 yield staging, lanes
             finally:
-                marks += [lane.mark() for lane in lanes]
+                fences += [lane.fence() for lane in lanes]
         finally:
-            self._ring.give(staging, marks)
+            self._pool.give(staging, fences)
 
     def _stage(self, pieces: Sequence[Piece], sent: list[tuple[Piece, int]]) -> tuple[Piece, ...]:
         """The pieces, with those for devices one after the other in the staging buffer; these are noted."""

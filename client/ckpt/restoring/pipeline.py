@@ -20,7 +20,7 @@ from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit, require_refilled
 from ckpt.restoring.ranks import RankState, share_out
-from ckpt.restoring.resolve import candidates, release_lease, settle, take_lease
+from ckpt.restoring.resolve import candidates, release_lease, take_lease, wait_for_orphan_saver
 from ckpt.restoring.session import RestoreSession
 from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore.clock import system_clock
@@ -172,7 +172,7 @@ class Restorer:
         """Let orphaned savers on all hosts finish. Whether some rank has an optimizer."""
 
         def work() -> bool:
-            settle(self._config)
+            wait_for_orphan_saver(self._config)
             return bool(state.optimizers)
 
         _, with_optimizer = self._together(work, tell=_itself)

@@ -26,7 +26,7 @@ from ckpt.capture.optimizers import (
     parameters_by_name,
     state_holder,
 )
-from ckpt.capture.parts import Flat, Part, part_of
+from ckpt.capture.parts import Flat, TensorPart, part_of
 from ckpt.capture.rng import load_rng_state
 from ckpt.capture.train_state import GRADIENTS, MODEL, RNG, Stateful, TrainState
 from ckpt.restoring.destinations import Destinations
@@ -252,7 +252,7 @@ def _mapping(tree: JSON, path: str) -> list[tuple[str, JSON]]:
     raise CorruptObject(f"the tree of {path!r} is not a dict")
 
 
-def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat | None) -> Part | None:
+def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat | None) -> TensorPart | None:
     """The live part that a saved tensor goes into; None, and noted, if it does not fit."""
     if not (isinstance(leaf, dict) and leaf.get(TAG) == "tensor" and isinstance(target, torch.Tensor)):
         plan.mismatched.append(f"{name}: a tensor on one side only")
@@ -267,7 +267,7 @@ def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat |
     return part
 
 
-def _same(plan: RestorePlan, entry: str, target: torch.Tensor, flat: Flat | None) -> Part | None:
+def _same(plan: RestorePlan, entry: str, target: torch.Tensor, flat: Flat | None) -> TensorPart | None:
     part = part_of(entry, target, flat)
     return part if plan.destinations.describe(entry) == (part.dtype, part.shape) else None
 

@@ -23,7 +23,7 @@ LEASE_S = 24 * 3600.0
 """A run that resumed keeps what it resumed from at most so long, or until its first commit."""
 
 
-def settle(config: Config) -> None:
+def wait_for_orphan_saver(config: Config) -> None:
     """Let a killed predecessor's saver on this host finish its uploads."""
     if config.read_only:
         return

@@ -36,7 +36,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ShardStretch:
     """Neighbouring chunks of one shard that the same ranks need, and who reads them."""
 
     shard: int
@@ -46,7 +46,7 @@ class Stretch:
     reader: int
 
 
-Round = Sequence[Stretch]
+Round = Sequence[ShardStretch]
 
 
 def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
@@ -68,7 +68,7 @@ def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_size: int) -> list[list[Stretch]]:
+def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_size: int) -> list[list[ShardStretch]]:
     """The rounds of stretches that more than one rank needs. Pure; equal on every rank.
 
     needs: by the ranks that need the same.
@@ -80,7 +80,7 @@ def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_siz
     merged = {found: tuple(sorted(rank for ranks in found for rank in ranks)) for found in set(groups.values())}
     ranks_of = {chunk: merged[found] for chunk, found in groups.items() if len(merged[found]) > 1}
     load = [0] * world_size
-    rounds: list[list[Stretch]] = []
+    rounds: list[list[ShardStretch]] = []
     size = ROUND_BYTES
     for shard, chunks, ranks in _neighbours(ranks_of, content):
         stored = int(content.shards[shard].chunks.stored[list(chunks)].sum())
@@ -89,7 +89,7 @@ def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_siz
         if size + stored > ROUND_BYTES:
             rounds.append([])
             size = 0
-        rounds[-1].append(Stretch(shard, chunks, stored, ranks, reader))
+        rounds[-1].append(ShardStretch(shard, chunks, stored, ranks, reader))
         size += stored
     return rounds
 
@@ -177,7 +177,7 @@ class _Exchange:
     def run(self, rounds: Sequence[Round]) -> None:
         """Raises the first error of this rank, after the last round."""
         mine = [stretch for one in rounds for stretch in one if stretch.reader == self._world.rank]
-        reading: dict[Stretch, Future[memoryview]] = {}
+        reading: dict[ShardStretch, Future[memoryview]] = {}
         placing: list[Future[None]] = []
         with (
             ThreadPoolExecutor(self._source.parallel_reads, thread_name_prefix="ckpt-fetch") as readers,
@@ -198,7 +198,7 @@ class _Exchange:
         if self._error is not None:
             raise self._error
 
-    def _read(self, stretch: Stretch) -> memoryview:
+    def _read(self, stretch: ShardStretch) -> memoryview:
         """The stored bytes; after an error zeros, which no checksum of anybody's will match."""
         if self._error is None:
             try:
@@ -207,7 +207,7 @@ class _Exchange:
                 self._error = error
         return memoryview(bytearray(stretch.bytes))
 
-    def _place(self, stretch: Stretch, stored: memoryview) -> None:
+    def _place(self, stretch: ShardStretch, stored: memoryview) -> None:
         at = 0
         for chunk in self._chunks(stretch):
             if self._error is not None:
@@ -220,10 +220,10 @@ class _Exchange:
                 self._error = error
             at += chunk.stored
 
-    def _chunks(self, stretch: Stretch) -> list[ChunkRead]:
+    def _chunks(self, stretch: ShardStretch) -> list[ChunkRead]:
         return [self._own[stretch.shard, chunk] for chunk in stretch.chunks]
 
-    def _pass_on(self, one: Round, stored: Mapping[Stretch, memoryview]) -> list[tuple[Stretch, memoryview]]:
+    def _pass_on(self, one: Round, stored: Mapping[ShardStretch, memoryview]) -> list[tuple[ShardStretch, memoryview]]:
         """Send what this rank read to those who need it, and receive what it needs; a little to each at a time."""
         world = self._world
         outgoing = [[s for s in one if s.reader == world.rank and rank in s.ranks] for rank in range(world.size)]

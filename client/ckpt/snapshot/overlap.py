@@ -26,7 +26,7 @@ from typing import Protocol, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.capture.leaves import Captured, Change, Leaf
+from ckpt.capture.leaves import Captured, Change, StateLeaf
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker
 from ckpt.snapshot.request import Snapshot
@@ -106,7 +106,7 @@ class Overlap:
         self._step_lock = threading.Lock()  # backward passes of several devices step from several threads
         self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
 
-    def can_overlap(self, leaf: Leaf) -> bool:
+    def can_overlap(self, leaf: StateLeaf) -> bool:
         """Whether a leaf can be copied while training continues."""
         if leaf.change is Change.ANY_TIME or not (leaf.tensor.is_cpu or leaf.tensor.is_cuda):
             return False

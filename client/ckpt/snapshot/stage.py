@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt.capture.leaves import Change, Leaf, Leaves
+from ckpt.capture.leaves import Change, Leaves, StateLeaf
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample
 from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all, pin
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
-Later = Callable[[Leaf], bool]
+Later = Callable[[StateLeaf], bool]
 
 _GATHERED_BYTES = 16 << 10
 _ALL_GATHERED_BYTES = 4 << 20
@@ -59,7 +59,7 @@ class _DeferredLeaves:
     changes: list[Change] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
-    def add(self, index: int, leaf: Leaf) -> None:
+    def add(self, index: int, leaf: StateLeaf) -> None:
         """Append a leaf."""
         self.indexes.append(index)
         self.slices.append(leaf.slice)
@@ -174,7 +174,7 @@ class Stager:
             plan.gather()
         return plan
 
-    def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: Leaf, waits: bool) -> None:
+    def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: StateLeaf, waits: bool) -> None:
         if leaf.tensor.is_cuda:
             self.pin(leaf.tensor.device)
             transfer.add_device_copy(view, leaf, waits)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ckpt.capture.leaves import Leaf
+from ckpt.capture.leaves import StateLeaf
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.client import SaveClient
@@ -55,11 +55,11 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
         raise
 
 
-def _can_overlap(leaf: Leaf, overlap: Overlap | None) -> bool:
+def _can_overlap(leaf: StateLeaf, overlap: Overlap | None) -> bool:
     return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.can_overlap(leaf)
 
 
-def _worthwhile(leaves: Sequence[Leaf], deferred: Sequence[bool]) -> bool:
+def _worthwhile(leaves: Sequence[StateLeaf], deferred: Sequence[bool]) -> bool:
     rest = sum(leaf.slice.bytes for leaf, later in zip(leaves, deferred, strict=True) if not later)
     return any(deferred) and rest <= _CLONED_BYTES
 

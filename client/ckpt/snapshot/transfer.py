@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ckpt.capture.leaves import Leaf, Leaves
+from ckpt.capture.leaves import Leaves, StateLeaf
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.guard import ChangeGuard, Sample, sample
 from ckpt.streams import on_stream, side_stream
@@ -68,12 +68,12 @@ class Transfer:
         begin = ctypes.cast(kept, ctypes.c_void_p).value or 0
         self._gathered = [(to, begin + at, size) for to, at, size in runs]
 
-    def add_copy(self, view: torch.Tensor, leaf: Leaf) -> None:
+    def add_copy(self, view: torch.Tensor, leaf: StateLeaf) -> None:
         """Defer the copy of a tensor in host memory whose bytes are not its elements in order."""
         self._copies.append((view, leaf.tensor.detach(), len(self.later)))
         self._add_later(leaf)
 
-    def add_device_copy(self, view: torch.Tensor, leaf: Leaf, later: bool) -> None:
+    def add_device_copy(self, view: torch.Tensor, leaf: StateLeaf, later: bool) -> None:
         """Copy from a GPU, in the order of the current stream or deferred."""
         device = leaf.tensor.device
         if device not in self._devices:
@@ -82,7 +82,7 @@ class Transfer:
             self._add_later(leaf)
         self._devices[device].add(view, leaf.tensor, later)
 
-    def _add_later(self, leaf: Leaf) -> None:
+    def _add_later(self, leaf: StateLeaf) -> None:
         self.later.append(leaf)
         self.samples.append(sample(leaf.tensor))
         self.storages.append(leaf.tensor.untyped_storage())

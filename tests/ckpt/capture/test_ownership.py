@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Placement
 
 from ckpt.capture.ownership import Ownership, Unit, agree
-from ckpt.capture.parts import Flat, Part, Piece, _mesh_cut, part_of
+from ckpt.capture.parts import Flat, TensorPart, TensorPiece, _mesh_cut, part_of
 from ckptstore.errors import LayoutChanged, UnsupportedObject
 from tests.ckpt.capture.meshes import Mesh, placements
 from tests.support.layouts import region
 
 Rank = int
-Parts = dict[Rank, Part]
+Parts = dict[Rank, TensorPart]
 """What each rank holds of one tensor; ranks that hold nothing are absent."""
 AXES = ("pp", "dp", "tp")
 
@@ -47,18 +47,18 @@ class World:
         return [agree(rank, said, split_replicas)[0] for rank in range(self.size)]
 
 
-def unit_of(part: Part, sample: str = "same", buffer: bool = False) -> Unit:
+def unit_of(part: TensorPart, sample: str = "same", buffer: bool = False) -> Unit:
     return Unit(str(part.dtype), part.shape, part.boxes, part.ranks is not None, 4 * prod(part.shape), sample, buffer)
 
 
-def whole(shape: tuple[int, ...]) -> Part:
+def whole(shape: tuple[int, ...]) -> TensorPart:
     return part_of("p", torch.zeros(shape))
 
 
-def on_mesh(mesh: torch.Tensor, coordinate: tuple[int, ...], given: tuple[Placement, ...], shape: Any) -> Part:
+def on_mesh(mesh: torch.Tensor, coordinate: tuple[int, ...], given: tuple[Placement, ...], shape: Any) -> TensorPart:
     cut = _mesh_cut(cast(Any, Mesh(mesh, coordinate)), given, tuple(shape))
-    pieces = tuple(Piece(box, torch.empty(0)) for box in cut.boxes)
-    return Part(tuple(shape), torch.float32, pieces, cut.ranks, cut.copy, cut.copies)
+    pieces = tuple(TensorPiece(box, torch.empty(0)) for box in cut.boxes)
+    return TensorPart(tuple(shape), torch.float32, pieces, cut.ranks, cut.copy, cut.copies)
 
 
 @st.composite

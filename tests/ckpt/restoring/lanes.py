@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from ckpt.restoring import gpu_copy as landing
-from ckpt.restoring.buffers import Mark
+from ckpt.restoring.buffers import CopyFence
 from ckpt.restoring.gpu_copy import LANES
 
 _PATIENCE_S = 60
@@ -46,7 +46,7 @@ class LazyLane:
         with self._changed:
             self._work.append(work)
 
-    def mark(self) -> Mark:
+    def fence(self) -> CopyFence:
         with self._changed:
             return _LaneMark(self, len(self._work))
 

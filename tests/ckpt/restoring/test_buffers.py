@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckpt.restoring.buffers import Ring
+from ckpt.restoring.buffers import BufferPool
 
 _PATIENCE_S = 30
 
@@ -34,9 +34,9 @@ class Flag:
         self._passed.set()
 
 
-def ring_of(count: int) -> Ring[int]:
+def ring_of(count: int) -> BufferPool[int]:
     numbers = iter(range(100))
-    return Ring(count, lambda: next(numbers))
+    return BufferPool(count, lambda: next(numbers))
 
 
 def test_a_buffer_that_is_empty_is_used_before_another_is_made() -> None:
@@ -94,7 +94,7 @@ def test_a_failure_to_empty_or_to_make_one_leaves_no_thread_waiting() -> None:
             raise found
         return found
 
-    ring = Ring(1, make)
+    ring = BufferPool(1, make)
     ring.give(ring.take(), [flag])
     flag.go()
     with pytest.raises(OSError, match="device is gone"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.capture.parts import Part, Piece
+from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.restoring.destinations import Destinations
 from ckptstore.errors import RestoreFailed
 from ckptstore.format.planning import plan_reads
@@ -107,11 +107,11 @@ def test_slices_arrive_wherever_they_live(saved: tuple[str, Any]) -> None:
         turned = torch.zeros(80, 64).t()
         again = torch.zeros(64, 80, dtype=torch.float64)
         pieces = [
-            Piece((0, 3, 160, 50), columns[:, 50:]),
-            Piece((96, 100, 64, 80), turned),
-            Piece((96, 100, 64, 80), again),
+            TensorPiece((0, 3, 160, 50), columns[:, 50:]),
+            TensorPiece((96, 100, 64, 80), turned),
+            TensorPiece((96, 100, 64, 80), again),
         ]
-        destinations.fill(name, Part((160, 192), torch.float32, tuple(pieces)))
+        destinations.fill(name, TensorPart((160, 192), torch.float32, tuple(pieces)))
         destinations.allocate()
         reads = plan_reads(content, destinations.wants())
         with destinations.receiving(reads) as buffers:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from ckpt import Checkpointer
-from ckpt.capture.parts import Part, Piece
+from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.restoring import gpu_copy as landing
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.devices import CudaLane
@@ -139,8 +139,8 @@ def test_slices_arrive_wherever_they_live(tmp_path: Path, pinned: list[torch.Ten
         torch.ones(64, 80),
     )
     box = (96, 100, 64, 80)
-    pieces = [Piece((0, 3, 700, 50), columns[:, 50:]), *(Piece(box, one) for one in (turned, again, host))]
-    destinations.fill("model/plain.weight", Part((700, 512), torch.float32, tuple(pieces)))
+    pieces = [TensorPiece((0, 3, 700, 50), columns[:, 50:]), *(TensorPiece(box, one) for one in (turned, again, host))]
+    destinations.fill("model/plain.weight", TensorPart((700, 512), torch.float32, tuple(pieces)))
     destinations.allocate()
     reads = plan_reads(content, destinations.wants())
     with destinations.receiving(reads) as buffers:

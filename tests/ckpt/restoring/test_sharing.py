@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpt.config import Config, ReplicaReads
 from ckpt.restoring import sharing
 from ckpt.restoring.fetching import how_to_share
-from ckpt.restoring.sharing import Stretch, divide
+from ckpt.restoring.sharing import ShardStretch, divide
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore.format.documents import Chunks, Content, Entries, References, Shard, Slices
@@ -147,7 +147,7 @@ def test_what_auto_means(
 Needs = list[list[tuple[int, int]]]
 
 
-def _divide(content: Content, needs: Needs) -> list[list[Stretch]]:
+def _divide(content: Content, needs: Needs) -> list[list[ShardStretch]]:
     """needs: by rank."""
     ranks = {tuple(need): tuple(r for r, other in enumerate(needs) if other == need) for need in needs}
     return divide(content, {who: need for need, who in ranks.items()}, len(needs))
@@ -218,7 +218,7 @@ def test_readers_have_about_equal_work(case: tuple[Content, Needs]) -> None:
 def test_a_stretch_is_no_larger_than_one_read() -> None:
     content = _content([[4 * MB] * 40])
     needs = [[(0, chunk) for chunk in range(40)]] * 8
-    stretches: list[Stretch] = [stretch for one in _divide(content, needs) for stretch in one]
+    stretches: list[ShardStretch] = [stretch for one in _divide(content, needs) for stretch in one]
     assert {stretch.bytes for stretch in stretches} == {8 * MB}
     assert Counter(stretch.reader for stretch in stretches) == {0: 3, 1: 3, 2: 3, 3: 3, 4: 2, 5: 2, 6: 2, 7: 2}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt.capture.leaves import Change, Leaf, Leaves
+from ckpt.capture.leaves import Change, Leaves, StateLeaf
 from ckpt.snapshot.guard import ChangeGuard, sample
 from ckptstore.errors import SnapshotTorn
 from ckptstore.format.shards import Slice
@@ -22,7 +22,7 @@ PATIENCE_S = 30
 def guarded(tensor: torch.Tensor) -> ChangeGuard:
     piece = Slice.whole("t", "float32", tuple(tensor.shape))
     leaves = Leaves()
-    leaves.append(Leaf(piece, tensor, tensor, Change.STEP))
+    leaves.append(StateLeaf(piece, tensor, tensor, Change.STEP))
     return ChangeGuard(leaves, [sample(tensor)], [tensor.untyped_storage()])
 
 
