@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ckptapi import bodies
 from ckptd.api.checkpoints import CheckpointId, RunQuery
+from ckptd.http.access import validity_of
 from ckptd.http.bodies import json_response
 from ckptd.http.context import Context, Ctx
 from ckptd.http.openapi import documented
@@ -30,6 +31,8 @@ _LOG = logging.getLogger(__name__)
 
 HEARTBEAT_S = 15.0
 """Interval of comments on an idle stream, because proxies close idle connections."""
+VALIDITY_S = 3.0
+"""Interval of checks whether the token of an idle stream is still valid; a stream with events checks each event."""
 SEND_S = 30.0
 """A client that reads nothing for this time is disconnected. It can resume from the id of its last event."""
 _BATCH = 100
@@ -95,19 +98,30 @@ async def _stream(request: Request, ctx: Context, run: str | None, after: int | 
     except BaseException:
         stack.close()
         raise
-    return _EventStream(_messages(ctx, run, position), stack)
+    return _EventStream(_messages(ctx, run, position, validity_of(request)), stack)
 
 
-async def _messages(ctx: Context, run: str | None, position: int) -> AsyncIterator[bytes]:
+async def _messages(
+    ctx: Context, run: str | None, position: int, still_valid: Callable[[], bool]
+) -> AsyncIterator[bytes]:
     yield _message(bodies.OPEN, position, {})
     with ctx.waiting.listen(ANY) as changed:
         while not ctx.waiting.closed:
             changed.clear()
             page = await ctx.threads.index(ctx.services.events.page, position, run, _BATCH)
             for text in _texts(page):
+                if not still_valid():
+                    return
                 yield text
             position = page.last_id
-            if len(page.events) < _BATCH and not await happens(changed, HEARTBEAT_S):
+            if len(page.events) == _BATCH:
+                continue
+            for _ in range(round(HEARTBEAT_S / VALIDITY_S)):
+                if await happens(changed, VALIDITY_S):
+                    break
+                if not still_valid():
+                    return
+            else:
                 yield b":\n\n"
 
 

@@ -21,6 +21,8 @@ from ckptstore.names import Reference
 
 CALLER = "ckptd_caller"
 """The key of the caller in the ASGI scope."""
+STILL_VALID = "ckptd_still_valid"
+"""The key of a function in the ASGI scope that returns whether the caller's token is still valid."""
 _WILD = frozenset("*?")
 
 
@@ -28,6 +30,12 @@ def caller_of(request: Request) -> Caller:
     """The authenticated caller. Raises KeyError without one, so that a wiring mistake denies access."""
     caller: Caller = request.scope[CALLER]
     return caller
+
+
+def validity_of(request: Request) -> Callable[[], bool]:
+    """A function that returns whether the caller's token is still valid: not revoked, replaced or expired."""
+    still_valid: Callable[[], bool] = request.scope[STILL_VALID]
+    return still_valid
 
 
 async def authorize(request: Request) -> None:

@@ -11,7 +11,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ckptd.http.access import CALLER
+from ckptd.http.access import CALLER, STILL_VALID
 from ckptd.http.problems import error_response, problem_response
 from ckptd.http.sharing import ConcurrencyLimit
 from ckptd.http.throttle import WINDOW_S, Throttle
@@ -106,6 +106,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] == "http" and scope["path"] not in PROBES:
+            scope[STILL_VALID] = lambda: True
             scope[CALLER] = self._recognized(scope, self._tokens) if self._tokens else _local(scope)
         await self._app(scope, receive, send)
 
@@ -126,6 +127,7 @@ class Authentication:
             self._failures.labels("wrong_token").inc()
             raise Unauthorized("this token is unknown, revoked or expired", _HOW)
         self._throttle.succeeded(address, secret)
+        scope[STILL_VALID] = lambda: tokens.recognize(secret) is not None
         return caller
 
 

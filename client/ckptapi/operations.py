@@ -105,8 +105,9 @@ class Operations(Connection):
         return self._json("GET", bodies.EVENTS, bodies.EventsBody, params=query)
 
     def event_stream(self, after: int | None = None, run: str | None = None) -> Iterator[bodies.EventBody]:
-        """Events as they happen, after an id or from now on; ends when the daemon shuts down.
+        """Events as they happen, after an id or from now on.
 
+        Ends when the daemon shuts down, or when the token becomes invalid.
         The first one is of kind bodies.OPEN: its id is the start of the stream. One of kind bodies.GAP means that
         events before the next one were deleted.
         """

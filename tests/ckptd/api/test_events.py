@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import time
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from ckptapi import bodies
-from ckptapi.bodies import EventKind
+from ckptapi.bodies import EventKind, RotateRequest, Scope, TokenRequest
 from ckptapi.client import DaemonClient
 from ckptd.index import Database, EventContent, EventLog, Index
 from ckptd.services.events import Events
@@ -176,6 +177,46 @@ def test_a_wait_that_is_over_answers_as_without(watched: tuple[Daemon, Store]) -
     etag = daemon.get("/v1/checkpoints/latest?run=still").headers["etag"]
     answer = daemon.get("/v1/checkpoints/latest?run=still&wait=0.2", headers={"If-None-Match": etag})
     assert answer.status_code == 304
+
+
+@pytest.mark.parametrize("end", ["revoked", "rotated", "expired"])
+def test_a_stream_ends_with_its_token(tmp_path: Path, end: str) -> None:
+    store = open_store(str(tmp_path / "store"))
+    admin = "the bootstrap token of the test"
+    environment = {**os.environ, "CKPTD_TOKEN": admin}
+    with running_daemon(store.url, environment=environment) as daemon, daemon.client(admin) as client:
+        expires_in_s = 10.0 if end == "expired" else None
+        request = TokenRequest(name="reader", scopes=[Scope.READ], expires_in_s=expires_in_s)
+        secret = client.create_token(request).secret
+        with daemon.client(secret) as reader:
+            stream = reader.event_stream()
+            assert next(stream).kind == bodies.OPEN
+            if end == "revoked":
+                client.revoke_token("reader")
+            if end == "rotated":
+                client.rotate_token("reader", RotateRequest(keep_old_s=0))
+            if end == "expired":
+                wait_until(lambda: not is_accepted(daemon, secret), "the end of the token")
+            checkpoint = write_checkpoint(store, "secret-run", 1, SMALL)
+            client.notify("secret-run", checkpoint.attempt)
+            assert list(stream) == []
+
+
+@pytest.mark.timeout(120)
+def test_an_idle_stream_ends_with_its_token(tmp_path: Path) -> None:
+    admin = "the bootstrap token of the test"
+    environment = {**os.environ, "CKPTD_TOKEN": admin}
+    with running_daemon(f"file://{tmp_path}/store", environment=environment) as daemon, daemon.client(admin) as client:
+        secret = client.create_token(TokenRequest(name="reader", scopes=[Scope.READ])).secret
+        with daemon.client(secret) as reader:
+            stream = reader.event_stream()
+            assert next(stream).kind == bodies.OPEN
+            client.revoke_token("reader")
+            assert list(stream) == []
+
+
+def is_accepted(daemon: Daemon, secret: str) -> bool:
+    return daemon.get(bodies.RUNS, headers={"Authorization": f"Bearer {secret}"}).status_code == 200
 
 
 def test_streams_are_limited_per_client(tmp_path: Path) -> None:
