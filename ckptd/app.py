@@ -63,8 +63,8 @@ from ckptd.services.retention_view import RetentionViews
 from ckptd.settings import AUTH_OFF, Settings
 from ckptd.tracing import Tracer, Tracing, no_span
 from ckptstore.clock import Clock, system_clock
-from ckptstore.commits.remote_create import ArbitratedStore
-from ckptstore.commits.store_check import examine
+from ckptstore.commits.remote_create import RemoteCreateStore
+from ckptstore.commits.store_check import run_store_checks
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.stores import Store, open_store
 
@@ -112,7 +112,7 @@ class _Core:
         self.database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
         _LOG.info("serving %s with the index at %s", store.url, self.database.url)
         self.decider = RemoteCreateDecider(store, DecisionIndex(self.database), clock)
-        self.store = ArbitratedStore(store, self.decider, clock)
+        self.store = RemoteCreateStore(store, self.decider, clock)
         self.log = EventLog(self.database, clock)
         self.index = Index(self.database, self.log)
         self.index.adopt(store.url, clock())
@@ -151,7 +151,7 @@ def _services(core: _Core, cache: BlockCache) -> Services:
         jobs=Jobs(JobIndex(core.database), core.events, clock, handlers.by_kind()),
         retention_views=RetentionViews(store, clock),
         objects=objects,
-        probe=partial(examine, store, clock),
+        probe=partial(run_store_checks, store, clock),
         remote_create=RemoteCreateService(store),
         leases=Leases(store, core.catalog, clock),
         pruning=pruning,

@@ -12,7 +12,7 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, list_runs
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.reading.verify import Checked
-from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
+from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub
 from ckptstore.run import Run, identity
 from ckptstore.stores import Store
 
@@ -38,7 +38,7 @@ class Scrubber:
         self._metrics = metrics
         self._clock = clock
         self._every_s = every_s
-        self._pace = Pace(bytes_per_s, clock, time.sleep)
+        self._throttle = RateLimiter(bytes_per_s, clock, time.sleep)
         self._queue: deque[Checkpoint] = deque()
         self._checked = Checked()
         self._looked_at = float("-inf")
@@ -66,7 +66,7 @@ class Scrubber:
         if not self._queue:
             return
         by, checkpoint = f"ckptd {identity()}", self._queue.popleft()
-        for found in scrub(self._store, [checkpoint], by, self._clock, pace=self._pace, checked=self._checked):
+        for found in scrub(self._store, [checkpoint], by, self._clock, throttle=self._throttle, checked=self._checked):
             self._metrics.scrubbed.inc()
             self._metrics.scrubbed_bytes.inc(found.stored_bytes)
             if not found.ok:

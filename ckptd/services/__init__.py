@@ -32,7 +32,7 @@ class Services:
     leases: Leases
     objects: Objects
     probe: Callable[[], StoreReport]
-    """Examines the store."""
+    """Runs the checks of the store."""
     pruning: Pruning
     remote_create: RemoteCreateService
     restores: Restores

@@ -127,8 +127,8 @@ class StoreSync:
     def sync_run(self, run: str, reread: bool = False) -> None:
         """Make the index of one run equal to the store. reread: also outcomes that were read before."""
         done: set[Attempt] = set()
-        in_vain = 0
-        while in_vain < _TRIES:
+        stalled = 0
+        while stalled < _TRIES:
             before = len(done)
             try:
                 # First the index, then the store: a commit that is notified in between is not taken for a deletion.
@@ -136,7 +136,7 @@ class StoreSync:
                 self._update(run, known, self._list(run), reread, done)
                 return
             except RunChanged:
-                in_vain = 0 if len(done) > before else in_vain + 1
+                stalled = 0 if len(done) > before else stalled + 1
         raise IndexUnavailable(f"run {run!r} changes faster than it can be read", "Try again")
 
     def notify(self, run: str, attempt: Attempt) -> Checkpoint:

@@ -12,7 +12,7 @@ from ckptstore.commits import audit, catalog
 from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange, change_labels, with_labels
-from ckptstore.commits.store_check import StoreReport, check_store, examine
+from ckptstore.commits.store_check import StoreReport, check_store, run_store_checks
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference
 from ckptstore.retention import deletion, pins, policy
@@ -135,7 +135,7 @@ class StoreOperator:
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         with self._changing(reference.run) as run:
-            found = deletion.take_back(run, reference, reason)
+            found = deletion.undelete_checkpoint(run, reference, reason)
         return catalog.find(self.store, found)
 
     def deleted(self, run: str) -> list[Deleted]:
@@ -192,7 +192,7 @@ class StoreOperator:
         check_store(self.store, self._clock)
 
     def probe(self) -> StoreReport:
-        return examine(self.store, self._clock)
+        return run_store_checks(self.store, self._clock)
 
     @contextmanager
     def _changing(self, run: str) -> Iterator[Run]:

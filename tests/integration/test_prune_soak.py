@@ -95,7 +95,7 @@ class Soak:
         wanted = Prune(policy, dice.choice([None, *RUNS]), dice.choice([0.0, 0.0, 0.2, 1.0]))
         apply_prunes(self.store, plan_prunes(self.store, wanted, system_clock), system_clock, "pruner", confirmed=True)
 
-    def take_back(self, dice: random.Random) -> None:
+    def undelete(self, dice: random.Random) -> None:
         run = dice.choice(RUNS)
         hidden = list_hidden(Run(self.store, run))
         if hidden:
@@ -128,7 +128,7 @@ def test_nothing_is_lost_broken_or_leaked(tmp_path: Path) -> None:
     soak = Soak(open_store(str(tmp_path / "store")))
     parts = [
         (soak.save, 0.02), (soak.restore, 0.01), (soak.restore, 0.01), (soak.prune, 0.2), (soak.prune, 0.2),
-        (soak.take_back, 0.1), (soak.hold, 0.05), (soak.clean, 0.3), (soak.clean, 0.3),
+        (soak.undelete, 0.1), (soak.hold, 0.05), (soak.clean, 0.3), (soak.clean, 0.3),
     ]  # fmt: skip
     threads = [threading.Thread(target=soak.loop, args=(part, i, pause)) for i, (part, pause) in enumerate(parts)]
     for thread in threads:

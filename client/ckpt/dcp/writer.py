@@ -24,7 +24,7 @@ from ckpt.dcp.items import RankItems
 from ckpt.dcp.naming import nest, parse_checkpoint_id
 from ckpt.saver.encode import encode_by, encode_stream
 from ckpt.saver.upload import upload_shard
-from ckptapi.arbiter import arbitrated
+from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipt
@@ -198,7 +198,7 @@ class StorageWriter(TorchStorageWriter):
     def _open(self) -> Store:
         if not isinstance(self._location, str):
             return self._location
-        return arbitrated(open_store(self._location, self._options), self._daemon, self._token)
+        return with_remote_create(open_store(self._location, self._options), self._daemon, self._token)
 
 
 def _new_checkpoint(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from itertools import chain, islice
 
 from ckpt.config import Config
 from ckpt.saver.lock import wait_for_orphans
-from ckptapi.arbiter import arbitrated
+from ckptapi.remote_create import with_remote_create
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, StoreReadOnly
 from ckptstore.names import Reference
@@ -39,7 +39,7 @@ def _roll_forward(source: Source, config: Config) -> bool:
     """Commit what lacks nothing but the commit; whether there was anything."""
     any_committed = False
     if isinstance(source, StoreSource):
-        run = Run(arbitrated(source.store, config.daemon, config.token), config.run_name)
+        run = Run(with_remote_create(source.store, config.daemon, config.token), config.run_name)
         for attempt in undecided_attempts(run):
             try:
                 if advance(run, attempt):

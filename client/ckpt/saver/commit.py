@@ -13,9 +13,9 @@ from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import SaveJob, Setup
 from ckptstore.commits.commit import (
     StoredReceipt,
+    abort_attempt,
+    aborted_by,
     commit_attempt,
-    decline,
-    declined_by,
     read_outcome,
     read_receipt,
     receipt_ranks,
@@ -81,14 +81,14 @@ def commit(run: Run, setup: Setup, attempt: Attempt, own: StoredReceipt) -> Outc
 
 
 def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
-    declined = declined_by(outcome)
-    if declined is None:
+    abort = aborted_by(outcome)
+    if abort is None:
         return AttemptAborted(f"attempt {attempt} of run {run!r} was aborted by {outcome.by}", "Save again")
     step = f"step {attempt.step} of run {run!r}"
-    if declined.failure is None:
-        return SaveSkipped(f"{step} was skipped by rank {declined.rank}, which was busy with earlier saves")
+    if abort.failure is None:
+        return SaveSkipped(f"{step} was skipped by rank {abort.rank}, which was busy with earlier saves")
     return RankFailed(
-        f"rank {declined.rank} could not save {step}: {declined.failure}",
+        f"rank {abort.rank} could not save {step}: {abort.failure}",
         "Check that rank. Nothing was committed, and earlier checkpoints are unchanged",
     )
 
@@ -100,7 +100,7 @@ def abort_attempts(run: Run, rank: int, attempts: Iterable[Attempt], failure: st
     """
     try:
         for attempt in attempts:
-            decline(run, attempt, rank, failure)
+            abort_attempt(run, attempt, rank, failure)
     except CkptError as error:
         logger.warning("could not abort the attempt; other ranks will wait until their timeout: %s", error)
 

@@ -54,8 +54,8 @@ def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]
 class Encoder:
     """Encodes one snapshot after the other, ahead of the consumer. One thread begins, one consumes."""
 
-    def __init__(self, pace: CpuThrottle, budget_bytes: int = BUDGET_BYTES) -> None:
-        self._throttle = pace
+    def __init__(self, throttle: CpuThrottle, budget_bytes: int = BUDGET_BYTES) -> None:
+        self._throttle = throttle
         self._budget_bytes = budget_bytes
         self._changed = threading.Condition()
         self._held = 0

@@ -25,7 +25,7 @@ from ckpt.saver.notify import Notifier
 from ckpt.saver.streaming import StreamReader
 from ckpt.saver.throttle import CpuThrottle
 from ckpt.saver.upload import Uploaded, upload_shard
-from ckptapi.arbiter import arbitrated
+from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.commit import StoredReceipt
@@ -81,7 +81,7 @@ class SavePipeline:
         if setup.upload_bytes is not None:
             store.upload_bytes = setup.upload_bytes
         # Some stores ignore If-None-Match and would let several committers win; there the daemon decides.
-        self._run = Run(arbitrated(store, setup.daemon, setup.token), setup.run, clock)
+        self._run = Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
         self._setup = setup
         self._report = report
         # Rank 0 commits for all ranks, so only its saver notifies the daemon.

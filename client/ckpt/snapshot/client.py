@@ -24,7 +24,7 @@ from ckpt.snapshot.counters import LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
-from ckptapi.arbiter import arbitrated
+from ckptapi.remote_create import with_remote_create
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.errors import CkptError, SaverDied, SaveSkipped, error_from_code
@@ -276,7 +276,7 @@ class SaveClient:
     def _abort_attempts(self, attempts: Sequence[Attempt], failure: str) -> None:
         """Abort the attempts in place of the dead saver."""
         setup = self._setup
-        store = arbitrated(open_store(setup.store, setup.options), setup.daemon, setup.token)
+        store = with_remote_create(open_store(setup.store, setup.options), setup.daemon, setup.token)
         abort_attempts(Run(store, setup.run), setup.rank, attempts, failure)
 
     def _fail_handle(self, updates: HandleUpdates, error: CkptError) -> None:

@@ -35,7 +35,7 @@ class CollectedBody(msgspec.Struct, frozen=True, kw_only=True):
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     app.command("rm")(remove)
-    app.command("undelete")(take_back)
+    app.command("undelete")(undelete)
     app.command("deleted")(show_deleted)
     app.command("gc")(collect_garbage)
 
@@ -63,7 +63,7 @@ def remove(
     session.screen.emit(CheckpointBody.of(found), [found.id], [f"deleted {found.id}{after}"])
 
 
-def take_back(
+def undelete(
     ctx: typer.Context,
     checkpoint: Annotated[str, typer.Argument(metavar="ID", help="RUN@STEP or RUN@STEP.ULID.")],
     reason: ReasonOption = "",

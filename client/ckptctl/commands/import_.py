@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptapi.arbiter import arbitrated
+from ckptapi.remote_create import with_remote_create
 from ckptctl.importing import ForeignFormat, choose_format, new_attempt, read_foreign, write_checkpoint
 from ckptctl.session import Session
 from ckptstore import human
@@ -51,7 +51,7 @@ def import_checkpoint(
     """
     session: Session = ctx.obj
     # If the store's create-only writes overwrite, the daemon decides who commits.
-    store = arbitrated(session.store("import"), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
+    store = with_remote_create(session.store("import"), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
     run, attempt = new_attempt(store, to, session.clock)
     kind = choose_format(path, format)
     foreign = read_foreign(path, kind, item)

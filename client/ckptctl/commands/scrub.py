@@ -23,7 +23,7 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import Reference
 from ckptstore.reading.verify import Verification
-from ckptstore.retention.scrubbing import Pace, due_for_scrub, scrub
+from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -85,8 +85,8 @@ def _scrub_here(session: Session, wanted: _Wanted) -> None:
     else:
         runs = [Run(store, name, session.clock) for name in session.run_names(wanted.run)]
         due = due_for_scrub(runs, before)[: wanted.limit]
-    pace = Pace(human.parse_size(wanted.rate) if wanted.rate else 0, session.clock, time.sleep)
-    results = list(_scrub(store, due, session.clock, session.screen, pace))
+    throttle = RateLimiter(human.parse_size(wanted.rate) if wanted.rate else 0, session.clock, time.sleep)
+    results = list(_scrub(store, due, session.clock, session.screen, throttle))
     damaged = [result for result in results if not result.ok]
     if not results:
         session.screen.note("no checkpoint is due")
@@ -113,6 +113,8 @@ def _raise_if_damaged(num_damaged: int, num_checked: int) -> None:
         )
 
 
-def _scrub(store: Store, due: list[Checkpoint], clock: Clock, screen: Screen, pace: Pace) -> Iterator[Verification]:
+def _scrub(
+    store: Store, due: list[Checkpoint], clock: Clock, screen: Screen, throttle: RateLimiter
+) -> Iterator[Verification]:
     with screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
-        yield from scrub(store, due, operator(), clock, progress, pace)
+        yield from scrub(store, due, operator(), clock, progress, throttle)

@@ -269,11 +269,11 @@ def _create_manifest(run: Run, manifest: Manifest, attempt: Attempt) -> bytes:
 
 
 _MOST_CHARACTERS = 1000
-_DECLINED = re.compile(r"rank (\d{1,9}) (?:skipped it|failed: (.+))", re.DOTALL)
+_ABORTED_BY = re.compile(r"rank (\d{1,9}) (?:skipped it|failed: (.+))", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
+class AbortedBy:
     """Who took no part in an attempt."""
 
     rank: int
@@ -281,7 +281,7 @@ class Declined:
     """What went wrong there; None if it skipped the attempt."""
 
 
-def decline(run: Run, attempt: Attempt, rank: int, failure: str | None = None) -> None:
+def abort_attempt(run: Run, attempt: Attempt, rank: int, failure: str | None = None) -> None:
     """Decide that an attempt will never be whole; durable on return. Only for a rank that writes no receipt for it.
 
     failure: what went wrong; None if the rank skips the attempt. Raises StoreUnavailable if that could not be told: the
@@ -291,7 +291,7 @@ def decline(run: Run, attempt: Attempt, rank: int, failure: str | None = None) -
     decide(replace(run, by=f"rank {rank} {said}"), attempt, None)
 
 
-def declined_by(outcome: Outcome) -> Declined | None:
+def aborted_by(outcome: Outcome) -> AbortedBy | None:
     """The rank that declined the attempt; None if something else became of it."""
-    match = _DECLINED.fullmatch(outcome.by) if outcome.committed is None else None
-    return Declined(int(match[1]), match[2]) if match else None
+    match = _ABORTED_BY.fullmatch(outcome.by) if outcome.committed is None else None
+    return AbortedBy(int(match[1]), match[2]) if match else None

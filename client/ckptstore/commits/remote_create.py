@@ -1,8 +1,8 @@
-"""Who was first, on stores that cannot tell: some servers accept a create-only write and overwrite all the same.
+"""Create-if-absent for stores that ignore `If-None-Match` and overwrite.
 
-The store is probed before the first decision that this process wants to make. If it is honest, it decides. If not, the
-daemon's database decides, and the daemon writes what was decided into the store before it answers; readers look at
-the store, as everywhere. Without a daemon a decision is a look and a write, which a warning says.
+The store is probed before the first decision of this process. A store that honours create-only writes decides itself.
+Otherwise the daemon's database decides, and the daemon writes the decision to the store before it responds. Readers
+always read the store. Without a daemon, a decision is a read and a write, and a warning is logged.
 docs/decisions/0014 has the sequences.
 """
 
@@ -21,43 +21,43 @@ from ckptstore.stores import Store, WrappedStore
 logger = logging.getLogger(__name__)
 
 
-class Arbiter(Protocol):
-    """Somebody who knows which of several proposals for one key came first. For any thread."""
+class RemoteCreate(Protocol):
+    """A service that records which of several proposals for one key came first. For any thread."""
 
     def decide(self, key: str, proposal: bytes) -> bytes:
-        """What was proposed first for `key`, now or ever; it is in the store on return. May be repeated."""
+        """The first proposal ever made for `key`; it is in the store on return. Idempotent."""
 
 
-class ArbitratedStore(WrappedStore):
-    """A store whose decisions have one winner, as far as there is an arbiter where the store itself is none.
+class RemoteCreateStore(WrappedStore):
+    """A store whose create-only writes have one winner, if the store itself or `remote` guarantees it.
 
-    The first decision may take the time of a probe. All methods as on the store, from any thread.
+    The first decision may take as long as a probe. Any thread may call any method.
     """
 
-    def __init__(self, store: Store, arbiter: Arbiter | None, clock: Clock = system_clock) -> None:
+    def __init__(self, store: Store, remote: RemoteCreate | None, clock: Clock = system_clock) -> None:
         super().__init__(store)
-        self.arbitrated = arbiter is not None
-        self._arbiter = arbiter
+        self.remote_create = remote is not None
+        self._remote = remote
         self._clock = clock
         self._warned = False
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        """By the store, or the arbiter; where there is neither, a look and then a write.
+        """Decided by the store or by `remote`; without either, a read and then a write.
 
-        Raises besides what the store raises: DaemonUnavailable, IndexUnavailable, StoreUnsafe, or Denied. Nothing
-        may be concluded then.
+        Raises what the store raises, or DaemonUnavailable, IndexUnavailable, StoreUnsafe or Denied. After an error the
+        decision is unknown.
         """
         if key.startswith(names.PROBES_PREFIX) or creates_once(self._store, self._clock):
             return self._store.put_if_absent(key, data)
         if not names.is_decision(key):
-            return self._look_and_put(key, data)
-        if self._arbiter is not None:
+            return self._read_and_put(key, data)
+        if self._remote is not None:
             proposal = bytes(data)
-            return self._arbiter.decide(key, proposal) == proposal
+            return self._remote.decide(key, proposal) == proposal
         self._warn()
-        return self._look_and_put(key, data)
+        return self._read_and_put(key, data)
 
-    def _look_and_put(self, key: str, data: Buffer) -> bool:
+    def _read_and_put(self, key: str, data: Buffer) -> bool:
         try:
             self._store.size(key)
         except ObjectMissing:
@@ -69,7 +69,7 @@ class ArbitratedStore(WrappedStore):
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s accepts create-only writes and overwrites: if somebody gives up an attempt at the moment in which "
-                "it is committed, both may win. Name a daemon (CKPTD_URL), whose database decides",
+                "%s accepts create-only writes and overwrites: if an attempt is aborted while it is being committed, "
+                "both may succeed. Set CKPTD_URL to a daemon, whose database then decides",
                 self.url,
             )

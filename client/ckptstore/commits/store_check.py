@@ -1,4 +1,4 @@
-"""Examining a store: does it keep the promises that checkpoints rest on, and how fast is it."""
+"""Checks of a store: whether it keeps the guarantees that checkpoints need, and how fast it is."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ class StoreCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a probe found. It writes a few small objects, and deletes them."""
+    """The results of all checks of a store."""
 
     store: str
     ok: bool
-    """Every check is."""
+    """All checks passed."""
     conditional_writes: bool
-    """Of concurrent creators of one key exactly one wins; without it, two committers could both believe they won."""
+    """Exactly one of several concurrent creators of a key succeeds. Otherwise two committers could both win."""
     clock_skew_s: float | None
-    """The store's clock minus this machine's; None if the store does not tell."""
+    """The store's clock minus this machine's; None if it could not be measured."""
     checks: list[StoreCheck]
 
 
-def examine(store: Store, clock: Clock) -> StoreReport:
-    """Write, read, list, race for and delete some small objects. A store that does not answer fails the checks."""
-    examination = _Examination(store, clock)
-    checks = list(examination.run())
+def run_store_checks(store: Store, clock: Clock) -> StoreReport:
+    """Write, read, list, create concurrently and delete some small objects. An unavailable store fails the checks."""
+    running = _StoreChecks(store, clock)
+    checks = list(running.run())
     once = [check for check in checks if check.name in ("create once", "one winner")]
     return StoreReport(
         store=store.url,
         ok=all(check.ok for check in checks),
         conditional_writes=bool(once) and all(check.ok for check in once),
-        clock_skew_s=examination.skew_s,
+        clock_skew_s=running.skew_s,
         checks=checks,
     )
 
 
-class _Examination:
+class _StoreChecks:
     def __init__(self, store: Store, clock: Clock) -> None:
         self.skew_s: float | None = None
         self._store = store
@@ -75,14 +75,14 @@ class _Examination:
             "list": self._list,
             "create once": self._create_twice,
             "one winner": self._race,
-            "clock": self._look_at_clock,
+            "clock": self._check_clock,
             "delete": self._delete,
         }
         try:
             for name, step in steps.items():
                 yield self._check(name, step)
         finally:
-            with _forgiving():
+            with _ignoring_errors():
                 self._store.delete_many([info.key for info in self._store.list(self._folder)])
 
     def _check(self, name: str, step: Callable[[], str]) -> StoreCheck:
@@ -98,12 +98,12 @@ class _Examination:
         return ""
 
     def _read(self) -> str:
-        return "" if self._store.get(self._folder + "object") == _DATA else "what was written reads differently"
+        return "" if self._store.get(self._folder + "object") == _DATA else "a read returns other bytes than written"
 
     def _read_range(self) -> str:
         buffer = memoryview(bytearray(1000))
         self._store.get_range(self._folder + "object", 500, buffer)
-        return "" if bytes(buffer) == _DATA[500:1500] else "a range holds other bytes than the whole"
+        return "" if bytes(buffer) == _DATA[500:1500] else "a ranged read returns other bytes than a full read"
 
     def _list(self) -> str:
         listed = {info.key: info.bytes for info in self._store.list(self._folder)}
@@ -114,16 +114,16 @@ class _Examination:
         return "" if self._probe.refuses_second else "a second create of the same object was accepted"
 
     def _race(self) -> str:
-        return "" if self._probed().one_wins else "not one of several concurrent creators of an object won"
+        return "" if self._probed().one_wins else "concurrent creates of an object did not have exactly one winner"
 
-    def _look_at_clock(self) -> str:
+    def _check_clock(self) -> str:
         self.skew_s = self._probed().skew_s
         far = abs(self.skew_s) > _SKEW_ALLOWED_S
         return f"the store's clock is {self.skew_s:+.0f} s from this machine's" if far else ""
 
     def _probed(self) -> Probe:
         if self._probe is None:
-            raise StoreUnavailable("this could not be tried", "See the check before it")
+            raise StoreUnavailable("this check could not run", "See the failed check before it")
         return self._probe
 
     def _delete(self) -> str:
@@ -132,15 +132,15 @@ class _Examination:
             self._store.get(self._folder + "object")
         except ObjectMissing:
             return ""
-        return "an object can be read after it was deleted"
+        return "an object is still readable after its deletion"
 
 
 @contextmanager
-def _forgiving() -> Iterator[None]:
+def _ignoring_errors() -> Iterator[None]:
     try:
         yield
     except CkptError:
-        pass  # the checks have said what is wrong
+        pass  # the checks have reported the problem
 
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ logger = logging.getLogger(__name__)
 MAX_SKEW_S = 300.0
 """Ages are compared with graces of hours and of a week."""
 _RACES = 3
-_RACERS = 2  # of more, SeaweedFS makes one wait for a second
+_RACERS = 2  # SeaweedFS delays one of more than two by a second
 
 _found: dict[str, bool] = {}
 _probing = threading.Lock()
@@ -156,23 +156,23 @@ _probing = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a store did with some small objects."""
+    """How a store handled some small objects."""
 
     refuses_second: bool
     """A second create of the same key was refused and changed nothing."""
     one_wins: bool
-    """Of two at once one won."""
+    """Exactly one of two concurrent creates succeeded."""
     skew_s: float
-    """How far the store's clock is ahead of ours, at least; 0 if it may be the same."""
+    """Lower bound of the store's clock minus ours (negative: behind); 0 if they may be equal."""
 
     @property
     def creates_once(self) -> bool:
-        """A create can decide something."""
+        """Create-only writes have exactly one winner."""
         return self.refuses_second and self.one_wins
 
 
 def probe_store(store: Store, clock: Clock) -> Probe:
-    """Create small objects twice, one after the other and at once, and delete them. Raises Unavailable."""
+    """Create small objects twice, sequentially and concurrently, and delete them. Raises Unavailable."""
     with _scratch(store, clock) as key:
         before = clock()
         created = store.put_if_absent(key, b"first\n")
@@ -180,50 +180,48 @@ def probe_store(store: Store, clock: Clock) -> Probe:
         again = store.put_if_absent(key, b"second\n")
         kept = store.get(key) == b"first\n"
         written_at = next(info.modified_at for info in store.list(names.PROBES_PREFIX) if info.key == key)
-    # File systems and S3 tell whole seconds.
+    # File systems and S3 report whole seconds.
     skew_s = min(0.0, written_at + 1 - before) + max(0.0, written_at - after)
     refuses_second = created and not again and kept
     return Probe(refuses_second, all(_one_wins(store, clock) for _ in range(_RACES)), skew_s)
 
 
 def creates_once(store: Store, clock: Clock) -> bool:
-    """Whether create-only has one winner on this store. Asked of a store once in a process. Raises Unavailable."""
+    """Whether create-only has one winner on this store. Probed once per process and store. Raises Unavailable."""
     if store.creates_by_itself:
         return True
     with _probing:
         if store.identity not in _found:
-            _found[store.identity] = _find_out(store, clock)
+            _found[store.identity] = _probe_creates(store, clock)
         return _found[store.identity]
 
 
 def check_store(store: Store, clock: Clock) -> None:
-    """Return if deletions may be judged and decided on this store now.
+    """Return if it is safe to plan and decide deletions on this store now.
 
-    Raises StoreUnsafe if it lets a create overwrite, ClockSkew if its clock and ours are minutes apart, or Unavailable.
+    Raises StoreUnsafe if a create overwrites, ClockSkew if its clock and ours are minutes apart, or Unavailable.
     """
     probe = probe_store(store, clock)
-    if not (probe.creates_once or store.arbitrated):
+    if not (probe.creates_once or store.remote_create):
         raise StoreUnsafe(
             f"{store.url} accepts create-only writes and overwrites",
-            "Two parties could both win a decision: delete through a daemon, whose database decides, or use a store "
-            "that honours If-None-Match; nothing was deleted",
+            "Nothing was deleted. Two processes could both win a decision: delete through a daemon, whose database "
+            "decides, or use a store that honours If-None-Match",
         )
     if abs(probe.skew_s) > MAX_SKEW_S:
         ahead = "ahead of" if probe.skew_s > 0 else "behind"
         raise ClockSkew(
-            f"the clock of {store.url} is {abs(probe.skew_s):.0f} s {ahead} ours, {MAX_SKEW_S:.0f} s are allowed",
-            "Set the clocks; until then nothing can be called old enough to be deleted",
+            f"the clock of {store.url} is {abs(probe.skew_s):.0f} s {ahead} ours, limit: {MAX_SKEW_S:.0f} s",
+            "Synchronize the clocks: until then the age of objects is unknown and nothing is deleted",
         )
 
 
-def _find_out(store: Store, clock: Clock) -> bool:
+def _probe_creates(store: Store, clock: Clock) -> bool:
     try:
         return probe_store(store, clock).creates_once
     except StoreReadOnly as error:
-        # Credentials may be good for one run only.
-        logger.warning(
-            "cannot find out whether %s overwrites on create, and hope that it does not: %s", store.url, error
-        )
+        # The credentials may be limited to one run.
+        logger.warning("cannot check whether %s overwrites on create; assuming that it does not: %s", store.url, error)
         return True
 
 
@@ -232,7 +230,7 @@ def _one_wins(store: Store, clock: Clock) -> bool:
         proposals = [f"racer {number}\n".encode() for number in range(_RACERS)]
         won = list(pool.map(partial(store.put_if_absent, key), proposals))
         kept = store.get(key)
-    # After a lost reply nobody may know that he has won; whoever does must be right.
+    # After a lost reply a winner may be reported as a loser, but a reported winner must be right.
     return all(kept == proposal for proposal, first in zip(proposals, won, strict=True) if first)
 
 

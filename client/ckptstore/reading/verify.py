@@ -61,11 +61,11 @@ def verify(
     progress: Progress = lambda _: None,
     threads: int = DEFAULT_THREADS,
     checked: Checked | None = None,
-    pace: Progress = lambda _: None,
+    throttle: Progress = lambda _: None,
 ) -> Verification:
     """Read and check everything a checkpoint consists of; goes on after a problem, to report all.
 
-    progress is called with stored bytes. checked: these are not read again. pace is called with the bytes that are
+    progress is called with stored bytes. checked: these are not read again. throttle is called with the bytes that are
     read, and may wait. Raises Unavailable if the store cannot answer: that proves nothing.
     """
     if checkpoint.state is State.CORRUPT:
@@ -90,7 +90,7 @@ def verify(
                 known.add(checkpoint, read)
             except (Damaged, ObjectMissing) as error:
                 note(error)
-            pace(read.stored)
+            throttle(read.stored)
         progress(read.stored)
 
     for rank in range(manifest.world_size):

@@ -211,7 +211,7 @@ def _extent(run: Run, attempt: Attempt) -> tuple[int, float]:
     return sum(info.bytes for info in objects), max((info.modified_at for info in objects), default=0.0)
 
 
-def take_back(run: Run, reference: Reference, reason: str = "") -> Reference:
+def undelete_checkpoint(run: Run, reference: Reference, reason: str = "") -> Reference:
     """Take a deletion back for good: the checkpoint is listed and pinned on return. Returns its full name.
 
     Without the pin, the policy that deleted it would do so again at once. A call that fails may be repeated.

@@ -1,7 +1,7 @@
-"""Scrubbing: reading checkpoints whole at rest, those first that nobody has looked at for the longest time.
+"""Scrubbing: full reads of stored checkpoints, the longest unverified first.
 
-Slowly, so that training does not notice; every finding is durable before the next checkpoint, so that whoever is
-stopped goes on where it was.
+Scrubs are rate limited, so that they do not slow down training. Every finding is durable before the next checkpoint
+is read, so that an interrupted scrub resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LEASE_S = 3600.0
 _BURST_S = 0.5
 
 
-class Pace:
-    """Holds those who call it back to so many bytes per second, all together. For any thread."""
+class RateLimiter:
+    """Limits all callers together to `bytes_per_s`. Any thread may call it."""
 
     def __init__(self, bytes_per_s: float, clock: Clock, sleep: Callable[[float], object]) -> None:
         """bytes_per_s: 0 for no limit."""
@@ -42,7 +42,7 @@ class Pace:
         self._free_at = clock()
 
     def __call__(self, count: int) -> None:
-        """`count` bytes were read."""
+        """Record `count` bytes read, and sleep if the callers are ahead of the rate."""
         if not self._bytes_per_s:
             return
         with self._lock:
@@ -56,7 +56,7 @@ class Pace:
 def due_for_scrub(runs: Iterable[Run], older_than: float = float("inf")) -> list[Checkpoint]:
     """Checkpoints never verified, then those verified before `older_than` (seconds since the epoch), oldest first.
 
-    One that is damaged already is not looked at again, unless somebody names it.
+    Checkpoints that are already known to be damaged are left out.
     """
     due = []
     for run in runs:
@@ -74,14 +74,15 @@ def scrub(
     by: str,
     clock: Clock,
     progress: Progress = lambda _: None,
-    pace: Progress = lambda _: None,
+    throttle: Progress = lambda _: None,
     checked: Checked | None = None,
 ) -> Iterator[Verification]:
-    """Read checkpoints one by one, and keep what was found; durable when it is yielded.
+    """Verify checkpoints one by one and record each finding; a finding is durable when it is yielded.
 
-    progress is called with stored bytes that are checked, pace with those that are read, and may wait (Pace); both from
-    several threads. checked: of scrubs that belong to this one. A chunk that several checkpoints need is read once,
-    if it is whole. Those deleted meanwhile are passed over. Raises Unavailable: that proves nothing.
+    progress is called with the number of stored bytes checked. throttle is called with the number of bytes read and may
+    block (RateLimiter). Several threads call both. checked: share one between scrubs that belong together. An intact
+    chunk that several checkpoints need is read once. Checkpoints that are deleted during the scrub are skipped. Raises
+    Unavailable, which is not a finding.
     """
     source = StoreSource(store, clock)
     checked = checked or Checked()
@@ -92,10 +93,10 @@ def scrub(
         except NoCheckpoint:
             continue
         try:
-            # What a finding says of it is asked anew; an outcome that cannot be read is a finding itself.
+            # Ignore an earlier finding and verify again. An unreadable outcome is itself a finding.
             known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
             checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(run)}
-            result = verify(source, known, progress, checked=checked, pace=pace)
+            result = verify(source, known, progress, checked=checked, throttle=throttle)
             record_finding(run, result)
         finally:
             release_lease(run, lease)
@@ -103,7 +104,7 @@ def scrub(
 
 
 def record_finding(run: Run, result: Verification) -> None:
-    """Write down what a verification found; durable on return."""
+    """Record the result of a verification; durable on return."""
     attempt = result.checkpoint.attempt
     finding = Finding(
         format=FORMAT, kind="finding", attempt=str(attempt), at=run.clock(), by=run.by,
@@ -116,7 +117,7 @@ def record_finding(run: Run, result: Verification) -> None:
 
 
 def verified_at(run: Run) -> dict[Attempt, float]:
-    """When attempts were last found whole, by the store's clock."""
+    """When attempts were last found intact, by the store's clock."""
     found = {}
     for info in run.store.list(run.keys.verified):
         try:
@@ -127,6 +128,6 @@ def verified_at(run: Run) -> dict[Attempt, float]:
 
 
 def last_verified(run: Run, checkpoints: list[Checkpoint]) -> Attempt | None:
-    """The newest of these checkpoints that was ever found whole."""
+    """The newest of these checkpoints that a scrub ever found intact."""
     known = verified_at(run)
     return max((c.attempt for c in checkpoints if c.attempt in known), default=None)

@@ -78,11 +78,11 @@ def hide(
     hidden: dict[Attempt, str] = {}
     for attempt in attempts:
         if attempt not in held:
-            hidden[attempt] = _bury(run, attempt, reason, grace_s)
+            hidden[attempt] = _write_tombstone(run, attempt, reason, grace_s)
         progress(attempt)
     late = active_holds(run) if hidden else {}
     for attempt in hidden.keys() & late.keys():
-        if _take_back(run, attempt, [hidden[attempt]]):
+        if _cancel_deletion(run, attempt, [hidden[attempt]]):
             held[attempt] = late[attempt]
     return {attempt: held[attempt] for attempt in attempts if attempt in held}
 
@@ -97,7 +97,7 @@ def undelete(run: Run, attempt: Attempt, reason: str = "") -> None:
     if not ids:
         raise NoCheckpoint(f"{run.id_of(attempt)} is not being deleted", "ckptctl deleted shows what is")
     audit.record(run, Action.UNDELETE, [attempt], reason)
-    if not _take_back(run, attempt, ids):
+    if not _cancel_deletion(run, attempt, ids):
         raise SweepBegun(f"{run.id_of(attempt)} was given up for good", "Its data is going or gone")
 
 
@@ -119,10 +119,10 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
     if due:
         audit.record(run, Action.SWEEP, dict.fromkeys(h.attempt for h in due), "")
     claimed = [h.attempt for h in due if _decide(run, h.attempt, h.id, swept=True).swept]
-    doomed = {*claimed, *(h.attempt for h, fate in decided.items() if fate.swept)}
-    freed = sum(_delete(run, attempt) for attempt in _present(run, doomed))
-    if doomed:
-        unmark(run, [found for found in marks(run) if found.by in doomed])
+    to_delete = {*claimed, *(h.attempt for h, fate in decided.items() if fate.swept)}
+    freed = sum(_delete(run, attempt) for attempt in _present(run, to_delete))
+    if to_delete:
+        unmark(run, [found for found in marks(run) if found.by in to_delete])
     for error in damage.values():
         raise error
     return Swept(tuple(dict.fromkeys(claimed)), freed)
@@ -179,7 +179,7 @@ def delete_data(run: Run, attempt: Attempt) -> int:
     return sum(info.bytes for info in objects)
 
 
-def _bury(run: Run, attempt: Attempt, reason: str, grace_s: float) -> str:
+def _write_tombstone(run: Run, attempt: Attempt, reason: str, grace_s: float) -> str:
     now = run.clock()
     id = new_ulid(now)
     tombstone = Tombstone(
@@ -189,7 +189,7 @@ def _bury(run: Run, attempt: Attempt, reason: str, grace_s: float) -> str:
     return id
 
 
-def _take_back(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
+def _cancel_deletion(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
     """False if one of the tombstones is being swept."""
     if any(_decide(run, attempt, id, swept=False).swept for id in ids):
         return False

@@ -138,8 +138,8 @@ class Store(ABC):
     shared_between_processes: bool = True
     creates_by_itself: bool = False
     """This program implements `put_if_absent` itself; a server's implementation is probed first (remote_create.py)."""
-    arbitrated: bool = False
-    """Create-only writes are decided elsewhere, because the store itself cannot decide them."""
+    remote_create: bool = False
+    """A daemon's database decides create-only writes, because the store itself cannot."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:

@@ -20,7 +20,7 @@ class WrappedStore(Store):
         self.upload_bytes = store.upload_bytes
         self.shared_between_processes = store.shared_between_processes
         self.creates_by_itself = store.creates_by_itself
-        self.arbitrated = store.arbitrated
+        self.remote_create = store.remote_create
 
     def put(self, key: str, data: Buffer) -> None:
         self._store.put(key, data)

@@ -35,10 +35,10 @@ def test_a_dry_run_shows_what_would_go_and_stay_and_why_and_deletes_nothing(fold
 
 
 def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Store) -> None:
-    doomed = [c.id for c in list_checkpoints(Run(filled, "gpt"))[2:]]
+    to_delete = [c.id for c in list_checkpoints(Run(filled, "gpt"))[2:]]
     done = invoke("prune", "--keep", 2, "--yes", "--store", folder)
     assert done.stdout.splitlines() == [
-        *(f"removed {name}" for name in doomed),
+        *(f"removed {name}" for name in to_delete),
         "Hid 3 checkpoints; 6.8 MiB are freed in 24h 00m, ckptctl undelete takes that back until then",
     ]
     assert (done.code, steps(filled, "gpt"), steps(filled, "wide")) == (0, [40, 30], [5])

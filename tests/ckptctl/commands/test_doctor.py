@@ -12,7 +12,7 @@ from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.commits.store_check import examine
+from ckptstore.commits.store_check import run_store_checks
 from ckptstore.stores import open_store
 from tests.support.command_line import invoke
 from tests.support.daemons import Daemon, running_daemon
@@ -74,7 +74,7 @@ class Overwriting(FaultyStore):
 
 
 def test_a_store_that_lies_about_conditions_is_found_out(folder: Path) -> None:
-    found = examine(Overwriting(open_store(str(folder)), Faults()), system_clock)
+    found = run_store_checks(Overwriting(open_store(str(folder)), Faults()), system_clock)
     wrong = [check.name for check in found.checks if not check.ok]
     assert wrong == ["create once", "one winner"]
     assert not found.conditional_writes
@@ -82,7 +82,7 @@ def test_a_store_that_lies_about_conditions_is_found_out(folder: Path) -> None:
 
 
 def test_a_clock_that_is_off_is_found_out(folder: Path) -> None:
-    found = examine(open_store(str(folder)), lambda: system_clock() + 500)
+    found = run_store_checks(open_store(str(folder)), lambda: system_clock() + 500)
     assert [check.name for check in found.checks if not check.ok] == ["clock"]
     assert found.clock_skew_s == pytest.approx(-500, abs=60)
 

@@ -17,14 +17,14 @@ from torch.distributed import checkpoint as dcp
 
 from ckpt.dcp import StorageWriter
 from ckptapi import bodies
-from ckptapi.arbiter import DaemonArbiter, arbitrated
 from ckptapi.bodies import Scope, TokenRequest
+from ckptapi.remote_create import DaemonRemoteCreate, with_remote_create
 from ckptd.index import Database, DecisionIndex
 from ckptd.services.remote_create import RemoteCreateDecider
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
-from ckptstore.commits.remote_create import ArbitratedStore
+from ckptstore.commits.remote_create import RemoteCreateStore
 from ckptstore.errors import (
     AttemptAborted,
     DaemonUnavailable,
@@ -96,8 +96,8 @@ def new_attempt(step: int = 5) -> Attempt:
     return Attempt(step, new_ulid(system_clock()))
 
 
-def impatient(store: Store, daemon: str) -> ArbitratedStore:
-    return ArbitratedStore(store, DaemonArbiter(store, daemon, _TOKEN, patience_s=0))
+def impatient(store: Store, daemon: str) -> RemoteCreateStore:
+    return RemoteCreateStore(store, DaemonRemoteCreate(store, daemon, _TOKEN, patience_s=0))
 
 
 # Where decisions are kept.
@@ -160,13 +160,13 @@ def test_the_store_counts_where_the_index_has_no_decision(store: Store, index: D
 def test_a_lost_database_takes_no_decision_with_it(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
     attempts = [new_attempt(step) for step in range(4)]
     with daemon_of(overwriting, gateway, tmp_path / "first.db", *_CALM) as daemon:
-        store = arbitrated(overwriting, daemon.url, None)
+        store = with_remote_create(overwriting, daemon.url, None)
         outcomes = [decide(Run(store, RUN), attempt, None) for attempt in attempts[:2]]
         receipts = [write_rank(overwriting, RUN, attempt, {}) for attempt in attempts]
         outcomes += [commit_attempt(Run(store, RUN), [receipt]) for receipt in receipts[2:]]
         daemon.kill()
     with daemon_of(overwriting, gateway, tmp_path / "second.db", *_CALM) as daemon:
-        store = arbitrated(overwriting, daemon.url, None)
+        store = with_remote_create(overwriting, daemon.url, None)
         for receipt in receipts[:2]:
             with pytest.raises(AttemptAborted):
                 commit_attempt(Run(store, RUN), [receipt])
@@ -186,13 +186,13 @@ def test_a_commit_needs_a_daemon_and_the_next_one_makes_up_for_it(
     with daemon_of(overwriting, gateway, tmp_path / "index.db") as daemon:
         wait_until(lambda: list_checkpoints(run), "a roll-forward by the daemon")
         outcome = read_outcome(run, Attempt.parse(receipt.receipt.attempt))
-        assert commit_attempt(Run(arbitrated(overwriting, daemon.url, None), RUN), [receipt]) == outcome
+        assert commit_attempt(Run(with_remote_create(overwriting, daemon.url, None), RUN), [receipt]) == outcome
 
 
 def test_pruning_works_through_the_daemon_only(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
     run = Run(overwriting, RUN)
     with daemon_of(overwriting, gateway, tmp_path / "index.db") as daemon, daemon.client() as client:
-        store = arbitrated(overwriting, daemon.url, None)
+        store = with_remote_create(overwriting, daemon.url, None)
         written = [write_checkpoint(store, RUN, step, {}) for step in range(3)]
         assert not client.prune(Prune(Policy(1), RUN, grace_s=0)).held
         assert list_checkpoints(run) == written[2:]

@@ -57,17 +57,17 @@ def _rubbish(store: Store) -> set[str]:
     checkpoints = [write_checkpoint(store, step=step, arrays={}) for step in range(15)]
     for step in range(20, 35):
         write_rank(store, "gpt", Attempt(step, new_ulid(system_clock())), {}, rank=0, world_size=2)
-    doomed = {info.key for info in store.list("")} - before
+    to_delete = {info.key for info in store.list("")} - before
     assert not hide(run, [c.attempt for c in checkpoints], "test", grace_s=0)
     assert [c.id for c in list_checkpoints(run)] == [kept.id]
-    return doomed
+    return to_delete
 
 
 @pytest.mark.parametrize("place", ["after", "before"])
 def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     store: Store, database: str, tmp_path: Path, daemons: ExitStack, place: str
 ) -> None:
-    doomed = _rubbish(store)
+    to_delete = _rubbish(store)
     notes = tmp_path / "deletes"
 
     def start(stop: str) -> Daemon:
@@ -84,10 +84,10 @@ def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     first = start(place)
     wait_until(lambda: _is_stopped(first), "stopping in the middle of a sweep")
     done = len(deletes())
-    assert 0 < done <= STOP_AT < len(doomed)
+    assert 0 < done <= STOP_AT < len(to_delete)
     second = start("never")
     wait_until(lambda: _leads(second), "taking over")
-    wait_until(lambda: doomed.isdisjoint(info.key for info in store.list("gpt/")), "finishing the sweep")
+    wait_until(lambda: to_delete.isdisjoint(info.key for info in store.list("gpt/")), "finishing the sweep")
     first.process.send_signal(signal.SIGCONT)
     wait_until(lambda: "to another daemon" in first.log(), "noticing that another one leads")
     wait_until(lambda: "another daemon leads now" in first.log(), "standing back")
@@ -97,7 +97,7 @@ def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     assert by_first == ([] if place == "after" else [False])
     swept = Counter(key for _, there, key in deletes() if there)
     assert set(swept.values()) == {1}
-    assert doomed <= swept.keys()
+    assert to_delete <= swept.keys()
     assert [c.step for c in list_checkpoints(Run(store, "gpt"))] == [1000]
 
 

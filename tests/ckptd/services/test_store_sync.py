@@ -136,18 +136,18 @@ def test_what_another_daemon_removes_at_any_moment_does_not_come_back(
     hit = True
     at = 0
     while hit:
-        doomed = write_checkpoint(store, step=1, arrays={})
+        to_delete = write_checkpoint(store, step=1, arrays={})
         other.sync_run("gpt")
 
-        def delete(doomed: Checkpoint = doomed) -> None:
-            delete_checkpoint(Run(store, doomed.run), doomed.attempt, "test")
+        def delete(to_delete: Checkpoint = to_delete) -> None:
+            delete_checkpoint(Run(store, to_delete.run), to_delete.attempt, "test")
             other.sync_run("gpt")
 
         interleaving = Interleaving(at, delete)
         one = _store_sync(FaultyStore(store, interleaving), database)
         try:
             if how == "notify":
-                one.notify("gpt", doomed.attempt)
+                one.notify("gpt", to_delete.attempt)
             elif how == "sync_run":
                 one.sync_run("gpt")
             else:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptapi.arbiter import DaemonArbiter, arbitrated
+from ckptapi.remote_create import DaemonRemoteCreate, with_remote_create
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
-from ckptstore.commits.remote_create import ArbitratedStore
+from ckptstore.commits.remote_create import RemoteCreateStore
 from ckptstore.commits.store_check import check_store, creates_once, probe_store
 from ckptstore.errors import StoreUnsafe
 from ckptstore.format.documents import Committed, Outcome
@@ -58,8 +58,8 @@ class Place:
     daemon: str | None = None
     contestants: int = 5
 
-    def open(self, **options: Any) -> ArbitratedStore:
-        return arbitrated(open_store(self.url, {**self.options, **options}), self.daemon, None)
+    def open(self, **options: Any) -> RemoteCreateStore:
+        return with_remote_create(open_store(self.url, {**self.options, **options}), self.daemon, None)
 
     def truth(self) -> Store:
         """The store itself."""
@@ -90,7 +90,7 @@ def one_daemon(gateway: S3Service) -> Iterator[Place]:
 
 
 @pytest.fixture
-def arbitrated_place(one_daemon: Place) -> Place:
+def remote_create_place(one_daemon: Place) -> Place:
     """The same, empty."""
     store = one_daemon.truth()
     store.delete_many(keys(store))
@@ -105,8 +105,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         location = request.getfixturevalue("s3_store")
         # It makes the third one wait for a second.
         return Place(location.url, location.options, contestants=3)
-    arbitrated_place: Place = request.getfixturevalue("arbitrated_place")
-    return arbitrated_place
+    remote_create_place: Place = request.getfixturevalue("remote_create_place")
+    return remote_create_place
 
 
 # Races. A contestant's clock is its signature: the outcome says who made it.
@@ -222,7 +222,7 @@ def test_the_gateway_overwrites_and_is_found_out(overwriting: Store) -> None:
 def test_without_a_daemon_savers_are_warned_and_deleters_refuse(
     overwriting: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = arbitrated(overwriting, None, None)
+    store = with_remote_create(overwriting, None, None)
     run = Run(store, RUN)
     with caplog.at_level(logging.WARNING):
         first, second = (write_checkpoint(store, RUN, step, {}) for step in (1, 2))
@@ -234,7 +234,7 @@ def test_without_a_daemon_savers_are_warned_and_deleters_refuse(
     for unsafe in (overwriting, store):
         with pytest.raises(StoreUnsafe, match="accepts create-only writes and overwrites"):
             check_store(unsafe, system_clock)
-    check_store(arbitrated(overwriting, "http://127.0.0.1:9", None), system_clock)
+    check_store(with_remote_create(overwriting, "http://127.0.0.1:9", None), system_clock)
 
 
 def test_a_store_is_probed_once(s3_service: S3Service) -> None:
@@ -242,7 +242,7 @@ def test_a_store_is_probed_once(s3_service: S3Service) -> None:
         options = {**s3_service.options, "endpoint_url": proxy.url}
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
         for step in range(3):
-            write_checkpoint(arbitrated(open_store(url, options), None, None), RUN, step, {})
+            write_checkpoint(with_remote_create(open_store(url, options), None, None), RUN, step, {})
             probes = [request for request in proxy.requests if names.PROBES_PREFIX in request]
             assert bool(probes) == (step == 0)
             proxy.arm(None)
@@ -298,10 +298,10 @@ def test_replies_of_the_store_get_lost(s3_service: S3Service, fault: Fault) -> N
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_replies_of_a_store_that_overwrites_get_lost(arbitrated_place: Place) -> None:
-    with lossy_proxy(arbitrated_place.options["endpoint_url"]) as proxy:
-        save = partial(save_in_parts, arbitrated_place.open(endpoint_url=proxy.url))
-        check_every_position(proxy, ["reset"], save, arbitrated_place.truth())
+def test_replies_of_a_store_that_overwrites_get_lost(remote_create_place: Place) -> None:
+    with lossy_proxy(remote_create_place.options["endpoint_url"]) as proxy:
+        save = partial(save_in_parts, remote_create_place.open(endpoint_url=proxy.url))
+        check_every_position(proxy, ["reset"], save, remote_create_place.truth())
 
 
 def test_a_store_that_never_answers_a_commit(s3_service: S3Service) -> None:
@@ -317,11 +317,11 @@ def test_a_store_that_never_answers_a_commit(s3_service: S3Service) -> None:
         check_every_position(proxy, ["hang"], commit, truth)
 
 
-def test_replies_of_the_daemon_get_lost(arbitrated_place: Place) -> None:
-    truth = arbitrated_place.truth()
-    assert arbitrated_place.daemon is not None
-    with lossy_proxy(arbitrated_place.daemon) as proxy:
-        store = ArbitratedStore(truth, DaemonArbiter(truth, proxy.url, None, answer_s=0.5))
+def test_replies_of_the_daemon_get_lost(remote_create_place: Place) -> None:
+    truth = remote_create_place.truth()
+    assert remote_create_place.daemon is not None
+    with lossy_proxy(remote_create_place.daemon) as proxy:
+        store = RemoteCreateStore(truth, DaemonRemoteCreate(truth, proxy.url, None, answer_s=0.5))
 
         def save(step: int) -> Outcome:
             receipt = write_rank(store, RUN, Attempt(step, new_ulid(system_clock())), {})

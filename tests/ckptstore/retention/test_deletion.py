@@ -189,11 +189,11 @@ def test_an_outcome_goes_before_receipts_and_receipts_before_shards(store: Store
 
 def _everything(store: Store) -> tuple[Checkpoint, Attempt, MovableClock]:
     """One of each kind: superseded, old, newest, orphan, finished attempt, half deletion, expired lease."""
-    _, _, doomed, newest = write(store, 1, 1, 2, 4)
+    _, _, to_delete, newest = write(store, 1, 1, 2, 4)
     finished = orphan(store, 3, (0, 1))
     orphan(store, 5)
     with pytest.raises(StoreUnavailable):  # dies after its tombstone
-        delete_checkpoint(Run(FaultyStore(store, Faults(3)), RUN), doomed.attempt, "prune")
+        delete_checkpoint(Run(FaultyStore(store, Faults(3)), RUN), to_delete.attempt, "prune")
     take_lease(Run(store, RUN), newest.attempt, "reader", 1.0)
     return newest, finished, MovableClock(ORPHAN_GRACE_S + 60)
 

@@ -45,7 +45,7 @@ def hidden_checkpoint(store: Store) -> Checkpoint:
     return checkpoint
 
 
-def take_back(store: Store, checkpoint: Checkpoint) -> bool:
+def try_to_undelete(store: Store, checkpoint: Checkpoint) -> bool:
     try:
         undelete(Run(store, RUN, by="me"), checkpoint.attempt)
     except (SweepBegun, NoCheckpoint):
@@ -104,7 +104,7 @@ def test_an_undelete_at_every_moment_of_a_sweep(store: Store) -> None:
         won: list[bool] = []
 
         def act(checkpoint: Checkpoint = checkpoint, won: list[bool] = won) -> None:
-            won.append(take_back(store, checkpoint))
+            won.append(try_to_undelete(store, checkpoint))
 
         sweep_all(FaultyStore(store, Interleaving(k, act)))
         exactly_one_won(store, checkpoint, won[0])
@@ -114,12 +114,12 @@ def test_an_undelete_at_every_moment_of_a_sweep(store: Store) -> None:
 
 @in_memory
 def test_a_sweep_at_every_moment_of_an_undelete(store: Store) -> None:
-    calls = count_calls(store, partial(take_back, checkpoint=hidden_checkpoint(store)))
+    calls = count_calls(store, partial(try_to_undelete, checkpoint=hidden_checkpoint(store)))
     results = set()
     for k in range(calls):
         clear(store)
         checkpoint = hidden_checkpoint(store)
-        won = take_back(FaultyStore(store, Interleaving(k, partial(sweep_all, store))), checkpoint)
+        won = try_to_undelete(FaultyStore(store, Interleaving(k, partial(sweep_all, store))), checkpoint)
         exactly_one_won(store, checkpoint, won)
         results.add(won)
     assert results == {True, False}
@@ -130,17 +130,17 @@ def test_an_old_undelete_does_not_undo_the_next_deletion(store: Store) -> None:
     """It stalls before it removes the tombstone; meanwhile others take it back, delete again, and sweep."""
     run = Run(store, RUN, by="me")
     checkpoint = hidden_checkpoint(store)
-    calls = count_calls(store, partial(take_back, checkpoint=checkpoint))
+    calls = count_calls(store, partial(try_to_undelete, checkpoint=checkpoint))
     for k in range(calls):
         clear(store)
         checkpoint = hidden_checkpoint(store)
 
         def act(checkpoint: Checkpoint = checkpoint) -> None:
-            take_back(store, checkpoint)
+            try_to_undelete(store, checkpoint)
             hide(run, [checkpoint.attempt], "again")
             sweep_all(store)
 
-        take_back(FaultyStore(store, Interleaving(k, act)), checkpoint)
+        try_to_undelete(FaultyStore(store, Interleaving(k, act)), checkpoint)
         assert list_checkpoints(run) == []
         exactly_one_won(store, checkpoint, False)
 
@@ -166,8 +166,8 @@ def test_undeletes_sweeps_deleters_and_readers_in_threads(store: Store) -> None:
                 pass
 
         results = race(
-            partial(take_back, store, checkpoint), partial(sweep_all, store), read, delete,
-            partial(take_back, store, checkpoint), partial(sweep_all, store), read,
+            partial(try_to_undelete, store, checkpoint), partial(sweep_all, store), read, delete,
+            partial(try_to_undelete, store, checkpoint), partial(sweep_all, store), read,
         )  # fmt: skip
         assert not [r for r in results if isinstance(r, BaseException)], results
         for found in list_checkpoints(run):
@@ -183,7 +183,7 @@ def _scene(store: Store) -> tuple[Checkpoint, ...]:
     written = write(store, 1, 2, 3, 4, 5)
     hide(Run(store, RUN, by="me"), [c.attempt for c in written[:3]], "test")
     for action, fail_at in ((lambda s: sweep(Run(s, RUN, by="me"), [written[0].attempt]), 8),
-                            (lambda s: take_back(s, written[1]), 3)):  # fmt: skip
+                            (lambda s: try_to_undelete(s, written[1]), 3)):  # fmt: skip
         try:
             action(FaultyStore(store, Faults(fail_at)))
         except StoreUnavailable:

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ckptstore import names
-from ckptstore.commits.remote_create import ArbitratedStore
+from ckptstore.commits.remote_create import RemoteCreateStore
 from ckptstore.errors import InvalidName, ObjectMissing, StoreUnsafe, Unavailable
 from ckptstore.names import Attempt
 from ckptstore.retry import pauses, retry
@@ -23,7 +23,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 
 
-class DaemonArbiter:
+class DaemonRemoteCreate:
     """The database of the daemon at `url`, which must serve the same store.
 
     Requests are retried for `patience_s` if the daemon does not respond; proposals are idempotent.
@@ -32,7 +32,7 @@ class DaemonArbiter:
     def __init__(
         self, store: Store, url: str, token: str | None, patience_s: float = PATIENCE_S, answer_s: float = ANSWER_S
     ) -> None:
-        """store: as it is, to look at what was decided. answer_s: an answer takes no longer."""
+        """store: the unwrapped store, in which decisions are looked up. answer_s: timeout of one request."""
         self._store = store
         self._url = url
         self._token = token
@@ -41,13 +41,13 @@ class DaemonArbiter:
 
     def decide(self, key: str, proposal: bytes) -> bytes:
         """Raises DaemonUnavailable, IndexUnavailable or StoreUnavailable if the decision is unknown; Denied."""
-        # Imported late: most stores need no arbiter, and so no HTTP client.
+        # Imported late: most stores honour create-only writes, so that no HTTP client is needed.
         import httpx
 
         from ckptapi.client import DaemonClient
 
         with closing(DaemonClient(self._url, self._token, httpx.Timeout(self._answer_s), retries=0)) as client:
-            decided = self._ask(client, key, proposal)
+            decided = self._propose(client, key, proposal)
         if self._stored(key) != decided:
             raise StoreUnsafe(
                 f"ckptd at {self._url} decided about {key}, but {self._store.url} does not have the decision",
@@ -55,10 +55,10 @@ class DaemonArbiter:
             )
         return decided
 
-    def _ask(self, client: DaemonClient, key: str, proposal: bytes) -> bytes:
-        run, attempt, tombstone = _subject(key)
+    def _propose(self, client: DaemonClient, key: str, proposal: bytes) -> bytes:
+        run, attempt, tombstone = _parse_key(key)
 
-        def ask() -> bytes:
+        def propose() -> bytes:
             try:
                 return client.decide(run, attempt, proposal, tombstone)
             except Unavailable:
@@ -68,7 +68,7 @@ class DaemonArbiter:
                 raise
 
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self._patience_s)
-        return retry(ask, Unavailable, waits, log_level=logging.WARNING)
+        return retry(propose, Unavailable, waits, log_level=logging.WARNING)
 
     def _stored(self, key: str) -> bytes | None:
         try:
@@ -77,13 +77,13 @@ class DaemonArbiter:
             return None
 
 
-def arbitrated(store: Store, daemon: str | None, token: str | None) -> ArbitratedStore:
-    """The store, with the daemon as arbiter if one is given. Nothing is asked of either before the first decision."""
-    return ArbitratedStore(store, DaemonArbiter(store, daemon, token) if daemon is not None else None)
+def with_remote_create(store: Store, daemon: str | None, token: str | None) -> RemoteCreateStore:
+    """The store; if a daemon is given, its database decides. Sends no request before the first decision."""
+    return RemoteCreateStore(store, DaemonRemoteCreate(store, daemon, token) if daemon is not None else None)
 
 
-def _subject(key: str) -> tuple[str, Attempt, str | None]:
-    """Run, attempt and tombstone of a decision."""
+def _parse_key(key: str) -> tuple[str, Attempt, str | None]:
+    """Run, attempt and tombstone of the decision at `key`."""
     try:
         attempt, tombstone = names.attempt_and_name(key)
     except InvalidName as error:
