@@ -20,6 +20,8 @@ from ckpt.capture.describe import describe
 from ckpt.capture.estimate import estimate_snapshot_bytes
 from ckpt.capture.fingerprint import Capturer
 from ckpt.capture.leaves import Captured
+from ckpt.capture.ownership import Unit
+from ckpt.capture.state import check_others
 from ckpt.capture.train_state import Model, Optimizers, TrainState
 from ckpt.config import Config, OnBusy, takes
 from ckpt.ranks.world import Agreement, World, meet
@@ -84,8 +86,9 @@ class Checkpointer:
         client = self._saving_client()
         self._join()
         client.start()
-        state = TrainState.of(model, optim, extras).without_others()
+        state = TrainState.of(model, optim, extras)
         agreement = self._agree(state)
+        state = state.without_others()
         self._gate(state)  # which steps before the first save come to
         captured = self._capture(state, agreement, grads=False)
         client.expect(estimate_snapshot_bytes(captured, state, agreement.ownership), captured.leaves.gpu, wait=True)
@@ -187,7 +190,8 @@ class Checkpointer:
         checkpoint: a step or an id; by default the newest, or the one before it if the newest turns out
         to be corrupt (`Restored.skipped` says so). strict: every tensor and every keyword must be in the
         checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported.
-        Keywords whose value is plain data come back in `Restored.values`.
+        Keywords whose value is plain data come back in `Restored.values`. Raises UnsupportedObject for a value that a
+        later save would refuse, such as a plain DataLoader.
 
         Every chunk is verified before it is placed. Under a process group this is a collective and all ranks get
         the same checkpoint. Optimizer state that the checkpoint does not have is removed. Raises StateMismatch
@@ -321,7 +325,12 @@ class Checkpointer:
 
     def _meet(self, state: TrainState) -> Agreement:
         world = self._world()
-        return meet(world, lambda: describe(state, sampled=world.size > 1), self.config.split_replicas)
+
+        def described() -> dict[str, Unit]:
+            check_others(state)
+            return describe(state, sampled=world.size > 1)
+
+        return meet(world, described, self.config.split_replicas)
 
     def _agree(self, state: TrainState) -> Agreement:
         agreement = self._meet(state)

@@ -6,10 +6,13 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ckpt import Checkpointer
 from ckptstore.errors import (
@@ -75,6 +78,25 @@ def test_an_unreachable_daemon_does_not_hinder_saving(tmp_path: Path) -> None:
 def test_bad_step(step: object, tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), run="r") as checkpointer, pytest.raises(InvalidName):
         checkpointer.save_async(nn.Linear(2, 2), None, step)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["prepare", "restore", "save"])
+def test_a_plain_data_loader_is_refused_at_once_with_the_way_out(call: str, tmp_path: Path) -> None:
+    loader: DataLoader[int] = DataLoader([1, 2, 3])  # type: ignore[arg-type]
+    arguments = (nn.Linear(2, 2), None, *([1] if call == "save" else []))
+    with (
+        Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer,
+        pytest.raises(UnsupportedObject, match="DataLoader at 'data/0' has no state_dict") as caught,
+    ):
+        getattr(checkpointer, call)(*arguments, data=[loader])
+    assert "torchdata.stateful_dataloader.StatefulDataLoader" in caught.value.hint
+
+
+def test_extras_that_can_be_saved_are_accepted_by_a_restore(tmp_path: Path) -> None:
+    extras: dict[str, Any] = {"epoch": None, "seen": {"a": [1, 2.5, (3,)]}, "mean": torch.ones(2), "counts": np.ones(3)}
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.prepare(nn.Linear(2, 2), None, **extras)
+        assert checkpointer.restore(nn.Linear(2, 2), **extras) is None
 
 
 def test_unsupported_objects_are_named_by_their_path(tmp_path: Path) -> None:

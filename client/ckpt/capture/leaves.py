@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import Flat, TensorPart, part_of
@@ -176,11 +177,8 @@ class Collector:
         self.captured.local[item] = encode_tree(value, item, self._local_leaf)
 
     def _local_leaf(self, path: str, value: Any) -> JSON:
-        if isinstance(value, DTensor):
-            raise UnsupportedObject(
-                f"the tensor at {path!r} is distributed over ranks, and only modules and optimizers are saved so",
-                "Pass the module or optimizer itself instead of its state_dict",
-            )
+        if isinstance(value, torch.Tensor):
+            _not_distributed(path, value)
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > _INLINE_BYTES:
             return {TAG: "tensor", "name": self._store(self._prefix + path, value), **_device(value)}
         if isinstance(value, np.ndarray) and value.nbytes > _INLINE_BYTES:
@@ -236,6 +234,30 @@ class Collector:
         return name, self._seen.setdefault(key, name)
 
 
+def check_local(item: str, value: Any) -> None:
+    """UnsupportedObject if a value of one rank cannot be saved. Copies nothing."""
+
+    def leaf(path: str, found: Any) -> JSON:
+        if isinstance(found, torch.Tensor):
+            dtype_name(path, _not_distributed(path, found))
+            return None
+        if isinstance(found, np.ndarray):
+            _from_array(path, found)
+            return None
+        return small_leaf(path, found)
+
+    encode_tree(value, item, leaf)
+
+
+def _not_distributed(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        raise UnsupportedObject(
+            f"the tensor at {path!r} is distributed over ranks, and only modules and optimizers are saved so",
+            "Pass the module or optimizer itself instead of its state_dict",
+        )
+    return tensor
+
+
 def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
     """The tensor that lies in a tree itself. Raises CorruptObject if it is malformed."""
     try:
@@ -285,6 +307,11 @@ def small_leaf(path: str, value: Any) -> JSON:
         return {TAG: "dtype", "v": NAMES[value]}
     if kind is torch.device:
         return {TAG: "device", "v": str(value)}
+    if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
+        raise UnsupportedObject(
+            f"the {kind.__name__} at {path!r} has no state_dict, so that its position cannot be saved",
+            "Use torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments",
+        )
     raise unsupported(path, value)
 
 

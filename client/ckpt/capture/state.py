@@ -9,7 +9,7 @@ from torch import nn
 
 from ckpt.capture import optimizers
 from ckpt.capture.describe import item_frame, optimizer_frame, state_unit
-from ckpt.capture.leaves import Captured, Change, Collector
+from ckpt.capture.leaves import Captured, Change, Collector, check_local
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import part_of
 from ckpt.capture.rng import rng_state
@@ -49,6 +49,13 @@ def capture_local(collector: Collector, state: TrainState) -> None:
     collector.captured.unwritten[RNG] = rng_state()
     for item, value in state.others.items():
         collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
+
+
+def check_others(state: TrainState) -> None:
+    """UnsupportedObject if plain data cannot be saved; objects with a state_dict are not asked for it."""
+    for item, value in state.others.items():
+        if not isinstance(value, Stateful):
+            check_local(item, value)
 
 
 def _stepped(state: TrainState) -> set[int]:

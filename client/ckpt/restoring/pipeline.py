@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from ckpt.capture.rng import derive_rng_state
+from ckpt.capture.state import check_others
 from ckpt.capture.train_state import TrainState
 from ckpt.config import Config
 from ckpt.ranks.world import World
@@ -169,9 +170,14 @@ class Restorer:
         )
 
     def _begin(self, state: TrainState) -> bool:
-        """Let orphaned savers on all hosts finish. Whether some rank has an optimizer."""
+        """Let orphaned savers on all hosts finish. Whether some rank has an optimizer.
+
+        Raises UnsupportedObject for an extra that a later save would refuse.
+        """
 
         def work() -> bool:
+            if not self._config.read_only:
+                check_others(state)
             wait_for_orphan_saver(self._config)
             return bool(state.optimizers)
 
