@@ -124,7 +124,8 @@ class Checkpointer:
         the other ranks RankFailed, and later saves of this rank are copied before they return. Detection compares
         version counters and, in host memory, samples at 16 places of each tensor. It misses a change that bypasses the
         counters (`.data`, a numpy view) and lies between these places, is undone before the tensor is copied, or is on
-        a GPU. Pass overlap=False if the loop makes such changes.
+        a GPU. Pass overlap=False if the loop makes such changes. Calls that replace the memory of a storage
+        (`share_memory_()`, a queue of torch.multiprocessing, `resize_()`) wait until it is copied.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped, which the handle tells (`skipped`). Raises the

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt.capture.leaves import Captured, Change, StateLeaf
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker
+from ckpt.snapshot.holds import StorageHold, hold_storages, release_storages
 from ckpt.snapshot.request import Snapshot
 from ckptstore.errors import CkptError, SaveFailed, SnapshotTorn
 from ckptstore.format.shards import Placed
@@ -42,6 +43,10 @@ _NAMED = 3
 
 class BackgroundCopy(Protocol):
     """The copy of one snapshot. `copy` and `finish` run on the copier thread, the others on the training thread."""
+
+    @property
+    def storages(self) -> Sequence[torch.UntypedStorage]:
+        """The storages that it reads."""
 
     @property
     def frozen(self) -> Sequence[Placed]:
@@ -83,6 +88,13 @@ class PendingCopy:
             if self.guard is not None:
                 self._changed, self.guard = self.guard.changed(), None
             return self._changed
+
+    def wait_until_read(self) -> None:
+        """Return when the state's memory is no longer read, neither to copy it nor to check it. For any thread."""
+        self.copied.wait()
+        if self.error is None:
+            self.transfer.finish()
+            self.changed_entries()
 
     def release(self) -> None:
         """Release tensor references; the copy is complete."""
@@ -126,7 +138,13 @@ class Overlap:
         """Copy in the background, then submit the job. The previous copy has been joined."""
         self._client, self._pending = client, pending
         stepped, self._stepped = self._stepped, False
-        pending.future = self._copier.submit(self._copy, pending, stepped)
+        hold = StorageHold(pending.transfer.storages, pending.wait_until_read)
+        hold_storages(hold)
+        try:
+            pending.future = self._copier.submit(self._copy, pending, stepped, hold)
+        except BaseException:
+            release_storages(hold)
+            raise
 
     def join(self) -> None:
         """Return when the last snapshot is submitted to the saver or has failed."""
@@ -157,7 +175,7 @@ class Overlap:
         self._remove_hook()
         self._copier.shutdown()
 
-    def _copy(self, pending: PendingCopy, stepped: bool) -> None:
+    def _copy(self, pending: PendingCopy, stepped: bool, hold: StorageHold) -> None:
         started, snapshot = time.perf_counter(), pending.snapshot
         assert snapshot.slot is not None
         assert pending.guard is not None
@@ -174,6 +192,7 @@ class Overlap:
             self._fail(pending, error)
         finally:
             pending.copied.set()
+            release_storages(hold)
 
     def _submit(self, pending: PendingCopy) -> None:
         assert self._client is not None

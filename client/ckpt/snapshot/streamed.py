@@ -42,7 +42,8 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
         storages = list(map(torch.Tensor.untyped_storage, later.tensors))
         guard = ChangeGuard(later, list(map(sample, later.tensors)), storages)
         client.stream(snapshot, writer)
-        overlap.begin(client, PendingCopy(StreamTransfer(stream, client, snapshot, writer), guard, snapshot))
+        transfer = StreamTransfer(stream, client, snapshot, writer, storages)
+        overlap.begin(client, PendingCopy(transfer, guard, snapshot))
         return
     stream = _Stream(segment, leaves.tensors, layout, {})
     client.stream(snapshot, writer)
@@ -70,7 +71,16 @@ class StreamTransfer:
     frozen: Sequence[Placed] = ()
     """Frozen leaves are not tracked: most of the slot has been overwritten at the end of the copy."""
 
-    def __init__(self, stream: _Stream, client: SaveClient, snapshot: Snapshot, writer: StreamWriter) -> None:
+    def __init__(
+        self,
+        stream: _Stream,
+        client: SaveClient,
+        snapshot: Snapshot,
+        writer: StreamWriter,
+        storages: Sequence[torch.UntypedStorage] = (),
+    ) -> None:
+        """storages: those that are read after the call."""
+        self.storages = storages
         self._stream = stream
         self._client = client
         self._snapshot = snapshot
@@ -102,6 +112,7 @@ class StreamTransfer:
 
     def release(self) -> None:
         """Release the last tensor; the stream is copied."""
+        self.storages = ()
         self._stream.release()
 
 
