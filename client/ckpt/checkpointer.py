@@ -114,11 +114,11 @@ class Checkpointer:
         with state_dict/load_state_dict, or plain data; all but modules are kept per rank. RNG state is always kept.
 
         On return training may go on. With an optimizer (and overlap=True) its parameters and state are then still being
-        copied, beside the next forward and backward, and `optim.step()` waits for that; all else is copied on return.
+        copied, during the next forward and backward, and `optim.step()` waits for that; all else is copied on return.
         The snapshot is durable soon even if this process is killed (writer="process") once the copy is taken: when
-        `SaveHandle.staged()` says so, at the latest when `optim.step()` has begun; without overlap, on return.
+        `SaveHandle.staged()` returns True, at the latest when `optim.step()` has begun; without overlap, on return.
 
-        A committed checkpoint is the state at the moment of the call, on every rank; otherwise there is no checkpoint,
+        A committed checkpoint is the state at the time of the call, on every rank; otherwise nothing is committed,
         and SnapshotTorn names the tensor that changed. If anything but `optim.step()` changes a parameter or optimizer
         state while it is being copied, the save fails: the handle and the next call raise SnapshotTorn, the handles of
         the other ranks RankFailed, and later saves of this rank are copied before they return. Detection compares
@@ -128,7 +128,7 @@ class Checkpointer:
         (`share_memory_()`, a queue of torch.multiprocessing, `resize_()`) wait until it is copied.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
-        not. With on_busy="skip" or "supersede" a save may be skipped, which the handle tells (`skipped`). Raises the
+        not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the
         error of an earlier background save, UnsupportedObject, InvalidRequest, LayoutChanged, or at the first save
         RankLost; then nothing was taken.
         """
@@ -154,7 +154,7 @@ class Checkpointer:
         started = time.perf_counter()
         client = self._saving_client()
         self._join()
-        client.start()  # in place of one that died, so that whoever goes on after the error can
+        client.start()  # replaces a client that died, so that saves work again after the error
         client.raise_failure()
         check_step(step)
         agreement = self._agreement or self._agree(state)
@@ -186,10 +186,10 @@ class Checkpointer:
         strict: bool = True,
         **extras: Any,
     ) -> Restored | None:
-        """Give the objects the state of a checkpoint back, in place; None if the run has none yet.
+        """Restore a checkpoint into the objects, in place; None if the run has none yet.
 
         checkpoint: a step or an id; by default the newest, or the one before it if the newest turns out
-        to be corrupt (`Restored.skipped` says so). strict: every tensor and every keyword must be in the
+        to be corrupt (`Restored.skipped` lists it). strict: every tensor and every keyword must be in the
         checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported.
         Keywords whose value is plain data come back in `Restored.values`. Raises UnsupportedObject for a value that a
         later save would refuse, such as a plain DataLoader.

@@ -21,6 +21,7 @@ CHECKED = (
     "client/ckptstore/[cehr]*.py",
     "client/ckptstore/format/*.py",
     "client/ckptstore/stores/*.py",
+    "client/ckpt/**/*.py",
     "client/ckptapi/**/*.py",
     "ckptd/*.py",
     "ckptd/api/*.py",

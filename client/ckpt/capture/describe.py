@@ -17,14 +17,14 @@ from ckpt.capture.train_state import TrainState
 
 _SAMPLE = 64  # elements of each parameter that are compared between ranks
 _FRAME = Unit("", (), (), False, 0)
-"""State without tensors of its own: whoever is first to hold it speaks for it."""
+"""State without tensors of its own: its first holder writes it."""
 
 
 @torch.no_grad()
 def describe(state: TrainState, sampled: bool) -> dict[str, Unit]:
-    """The units this rank holds some of.
+    """The units that this rank holds, in whole or in part.
 
-    sampled: also digest some values of those whose placements do not tell whether ranks hold copies.
+    sampled: also digest some values of the units whose placements do not show whether ranks hold copies.
     Raises UnsupportedObject for what cannot be stored.
     """
     state.reshard()

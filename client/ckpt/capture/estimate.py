@@ -1,4 +1,4 @@
-"""Forecast: how many bytes a save will stage, before there is a first one. Copies nothing, meets nobody."""
+"""Estimate of the bytes that a save stages, before the first save. Does not copy, and is not a collective."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def _without_state(optimizer: Optimizer, state: TrainState) -> Iterator[tuple[di
 
 
 def _rehearse(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, dimensions: int) -> _Kept:
-    """What such an optimizer keeps for such a parameter: told by a step of another one, on a tiny parameter."""
+    """The state such an optimizer keeps for such a parameter, measured by a step of another on a tiny parameter."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
-        return _Kept()  # who knows what else its step does
+        return _Kept()  # its step may have side effects
     tiny = torch.nn.Parameter(torch.zeros((3, 5)[2 - dimensions :], dtype=dtype))
     tiny.grad = torch.zeros_like(tiny)
     options = {

@@ -32,7 +32,7 @@ _INLINE_BYTES = 64 << 10
 
 
 class Change(Enum):
-    """When the memory of a leaf may change, as far as its place in the training loop tells."""
+    """When the memory of a leaf may change, as far as its role in the training loop shows."""
 
     ANY_TIME = 0
     """Buffers, gradients, averages, whatever a caller passed."""
@@ -63,13 +63,13 @@ class Leaves(Sequence[StateLeaf]):
         origins: list[torch.Tensor] | None = None,
         changes: list[Change] | None = None,
     ) -> None:
-        """The lists are used as they are, and never changed. origins: None if each tensor is its own."""
+        """The lists are used without a copy, and never changed. origins: None if each tensor is its own."""
         self.slices = slices or []
         self.tensors = tensors or []
         self.origins = self.tensors if origins is None else origins
         self.changes = changes or []
         self._own = False
-        """Whether nobody else has the lists."""
+        """Whether this object alone holds the lists."""
 
     def __len__(self) -> int:
         return len(self.slices)
@@ -118,7 +118,7 @@ class Captured:
     trees: dict[str, JSON] = field(default_factory=dict)
     local: dict[str, JSON] = field(default_factory=dict)
     unwritten: dict[str, Any] = field(default_factory=dict)
-    """More for `local`: values that nobody changes any more."""
+    """More values for `local`, which no longer change."""
     aliases: dict[str, str] = field(default_factory=dict)
     sameness: object | None = None
     """If two captures have the same object here, their leaves are the same slices and lie in the same memory."""
@@ -346,7 +346,7 @@ def dtype_name(path: str, tensor: torch.Tensor) -> str:
 
 
 def _from_array(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
-    # dtype.name does not tell byte orders apart.
+    # dtype.name does not distinguish byte orders.
     if type(array) is not np.ndarray or NUMPY.get(array.dtype.name) != array.dtype:
         raise UnsupportedObject(
             f"array at {path!r} is a {type(array).__name__} of type {array.dtype}",

@@ -30,11 +30,11 @@ class Unit(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     boxes: tuple[tuple[int, ...], ...]
     distributed: bool
-    """Whether placements tell how ranks share it."""
+    """Whether placements define how ranks share it."""
     bytes: int
-    """Of the whole tensor."""
+    """Size of the whole tensor."""
     sample: str = msgspec.field(default="")
-    """Digest of some values, where nothing but they can tell whether ranks hold copies of one tensor."""
+    """Digest of some values, where only they show whether ranks hold copies of one tensor."""
     buffer: bool = False
 
     @property

@@ -22,14 +22,14 @@ class Pack:
     local: torch.Tensor
     """This rank's shard of it: one dimension."""
     views: Mapping[str, torch.Tensor]
-    """By canonical name: what of the local shard belongs to each parameter in it."""
+    """The part of the local shard that belongs to each parameter in it, by canonical name."""
 
     def take(self, view: torch.Tensor, state: OptimizerState) -> OptimizerState:
-        """The part of the flat parameter's state that belongs to one view; what is not flat is everybody's."""
+        """The part of the flat parameter's state that belongs to one view; other state goes to every view."""
         return {key: self._part(view, value) if self._is_flat(value) else value for key, value in state.items()}
 
     def join(self, states: Mapping[str, OptimizerState]) -> OptimizerState:
-        """The flat parameter's state, from that of the parameters in it."""
+        """The flat parameter's state, joined from the state of the parameters in it."""
         joined: OptimizerState = {}
         for name, view in self.views.items():
             for key, value in states.get(name, {}).items():
@@ -53,11 +53,11 @@ class Parameters:
     """The parameters of all modules, by id. Valid as long as the modules stay as they are."""
 
     names: dict[int, str] = field(default_factory=dict)
-    """Under which optimizers' state is kept."""
+    """The names under which optimizer state is stored."""
     units: dict[int, str] = field(default_factory=dict)
-    """Of ownership: item/name."""
+    """The ownership unit of each parameter: item/name."""
     flats: dict[int, Flat] = field(default_factory=dict)
-    """What FSDP1 keeps here of those that it flattens."""
+    """The range of each flattened parameter that FSDP1 keeps on this rank."""
     packs: dict[int, Pack] = field(default_factory=dict)
     """By id of the flat parameter, and of each view."""
 

@@ -1,9 +1,9 @@
-"""Parts: what of a global tensor lies in this process, told by placements alone. No collective, no copy.
+"""The part of a global tensor that this process holds, derived from placements. Not a collective; copies nothing.
 
 DTensor covers fully_shard (FSDP2), hybrid sharding and tensor parallelism on a mesh of any dimensions. Flat covers
-FullyShardedDataParallel (FSDP1), which keeps a range of a parameter's row-major elements. All else is whole. There is a
-part for each tensor of a state: msgspec's structs are quicker to make than data classes, and the garbage collector
-need not look at them.
+FullyShardedDataParallel (FSDP1), which keeps a range of a parameter's row-major elements. Any other tensor is
+whole. Each tensor of a state has a part, so parts are msgspec structs: faster to create than data classes, and not
+tracked by the garbage collector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 
 IndexRange = tuple[int, int]
-"""First index of a dimension, and how many."""
+"""First index in a dimension, and the number of indices."""
 
 
 class TensorPiece(Struct, frozen=True, gc=False):
@@ -37,13 +37,13 @@ class TensorPiece(Struct, frozen=True, gc=False):
 
 
 class TensorPart(Struct, frozen=True, gc=False):
-    """What one rank holds of a global tensor."""
+    """The part of a global tensor that one rank holds."""
 
     shape: tuple[int, ...]
-    """Of the global tensor."""
+    """Shape of the global tensor."""
     dtype: torch.dtype
     pieces: tuple[TensorPiece, ...]
-    """None of them empty, unless the global tensor is."""
+    """Each piece is non-empty, unless the global tensor is empty."""
     ranks: tuple[int, ...] | None = None
     """Global ranks among which the tensor is distributed; None: every rank that has it holds all of it."""
     copy: int = 0
@@ -52,7 +52,7 @@ class TensorPart(Struct, frozen=True, gc=False):
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Of all pieces."""
+        """The boxes of all pieces."""
         return tuple(piece.box for piece in self.pieces)
 
 

@@ -87,7 +87,7 @@ class TrainState:
         return known
 
     def prefix(self, item: str) -> str:
-        """Of the names of a module item's parameters: optimizers know those of the model by their bare names."""
+        """Prefix of a module item's parameter names in optimizer state; the model's names have none."""
         return "" if item == MODEL else f"{item}."
 
     def all_names(self) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,7 @@
-"""This process among its ranks. A single process is a world of one.
+"""This process among its ranks. A single process is a world of size 1.
 
-Ranks speak through the key-value store that every process group has, not in collectives: it works beside any backend,
-touches no GPU, and whoever is missing can be named. Nothing here is called on the training thread after the first save.
+Ranks exchange values through the key-value store of the process group, not through collectives: it works with any
+backend, does not use a GPU, and lost ranks can be named. The training thread calls nothing here after the first save.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class World:
                 found = [self._get(f"{key}/{rank}", rank)[0] for rank in range(self.size)]
             except RankLost as error:
                 self._set(key, [None, error.message, error.hint])
-                # The store may end with this process, and the others are to hear first who is lost.
+                # The store may end with this process: first let the other ranks read which rank is lost.
                 time.sleep(2 * _LONGEST_POLL_S)
                 raise
             self._set(key, [found])
@@ -151,14 +151,14 @@ class World:
 
     def _get(self, key: str, rank: int) -> Any:
         """The value that `rank` sets. Raises RankLost if it gives no sign of life meanwhile."""
-        heard, deadline = b"", time.monotonic() + self._silence_s
+        last_beat, deadline = b"", time.monotonic() + self._silence_s
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
         # Store.wait would print a warning each time it is out of time.
         while not self._ask(_meetings.store.check, [key]):
             self.beat()
-            now = self._heard(rank)
-            if now != heard:
-                heard, deadline = now, time.monotonic() + self._silence_s
+            beat = self._beat_of(rank)
+            if beat != last_beat:
+                last_beat, deadline = beat, time.monotonic() + self._silence_s
             if time.monotonic() > deadline:
                 raise RankLost(
                     f"rank {rank} of {self.size} gave no sign of life for {self._silence_s:.0f} s",
@@ -167,7 +167,7 @@ class World:
             time.sleep(next(waits))
         return msgspec.msgpack.decode(bytes(self._ask(_meetings.store.get, key)))
 
-    def _heard(self, rank: int) -> bytes:
+    def _beat_of(self, rank: int) -> bytes:
         name = f"ckpt/beat/{rank}"
         return bytes(self._ask(_meetings.store.get, name)) if self._ask(_meetings.store.check, [name]) else b""
 
@@ -203,16 +203,16 @@ class Agreement:
 
 
 def meet(world: World, describe: Callable[[], dict[str, Unit]], split_replicas: bool) -> Agreement:
-    """Say what this rank holds, hear what the others hold, and conclude. A collective of all ranks.
+    """Exchange the units that every rank holds, and agree on their owners. A collective of all ranks.
 
-    Each list of units goes to the others once, however many ranks hold alike. Raises the first rank's error from
+    Each distinct list of units is sent once, even if several ranks hold it. Raises the first rank's error from
     `describe`, on every rank; UnsupportedObject; RankLost.
     """
     try:
         units = describe()
-    except Exception as error:  # whatever it is, the others wait to hear of it
-        told = error if isinstance(error, CkptError) else SaveFailed(f"cannot describe its state: {error!r}")
-        world.gather([told.code, told.message, told.hint])
+    except Exception as error:  # of any type: the other ranks wait for an answer
+        failure = error if isinstance(error, CkptError) else SaveFailed(f"cannot describe its state: {error!r}")
+        world.gather([failure.code, failure.message, failure.hint])
         raise
     packed = msgspec.msgpack.encode({name: msgspec.structs.replace(u, boxes=()) for name, u in units.items()})
     said = world.gather([new_ulid(system_clock())])

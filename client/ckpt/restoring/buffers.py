@@ -1,4 +1,4 @@
-"""A few buffers that go round: filled, emptied by somebody who takes his time, and filled again. For any threads."""
+"""A pool of a few reused buffers: filled, emptied asynchronously, and filled again. Thread-safe."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _T = TypeVar("_T")
 
 
 class CopyFence(Protocol):
-    """A place in the work of whoever empties buffers."""
+    """A point in the work queue of the consumer that empties buffers."""
 
     def done(self) -> bool:
         """Whether all work before it is done."""
 
     def wait(self) -> None:
-        """Return when it is. Raises what went wrong."""
+        """Return when all work before it is done. Raises the error of that work."""
 
 
 class BufferPool(Generic[_T]):
-    """At most `num_buffers`, made as they are needed. Who takes one gives it back, whatever happens."""
+    """At most `num_buffers` buffers, made on demand. The caller must give each one back, also after an error."""
 
     def __init__(self, num_buffers: int, make: Callable[[], _T]) -> None:
         self._to_make = num_buffers
@@ -31,9 +31,9 @@ class BufferPool(Generic[_T]):
         self._full: deque[tuple[_T, Sequence[CopyFence]]] = deque()
 
     def take(self) -> _T:
-        """A buffer that nobody uses. If none is empty and none can be made, it waits for the one that was given first.
+        """An unused buffer. If none is empty and none can be made, waits for the one that was given back first.
 
-        Raises what making a buffer raised, or emptying it; then there is one less, until another is made in its place.
+        Raises the error of making or emptying a buffer. That buffer is dropped, and a later call makes another.
         """
         buffer, fences = self._next()
         try:
@@ -47,7 +47,7 @@ class BufferPool(Generic[_T]):
             raise
 
     def give(self, buffer: _T, fences: Sequence[CopyFence]) -> None:
-        """The buffer is empty at these fences."""
+        """Give a buffer back; it is empty once these fences are done."""
         with self._changed:
             if fences:
                 self._full.append((buffer, fences))
@@ -56,7 +56,7 @@ class BufferPool(Generic[_T]):
             self._changed.notify()
 
     def drain(self) -> None:
-        """Return when all that were given back are empty. Raises what emptying one raised."""
+        """Return when all buffers that were given back are empty. Raises the error of emptying one."""
         with self._changed:
             full, self._full = self._full, deque()
         for buffer, fences in full:
@@ -65,7 +65,7 @@ class BufferPool(Generic[_T]):
             self.give(buffer, ())
 
     def _next(self) -> tuple[_T | None, Sequence[CopyFence]]:
-        """A buffer, and what to wait for; None for one that is to be made."""
+        """A buffer and the fences to wait for; None if the caller must make one."""
         with self._changed:
             while True:
                 if self._empty:

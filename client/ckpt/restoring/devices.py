@@ -24,32 +24,32 @@ class CudaLane:
         self._stream = side_stream(device)
 
     def begin(self) -> None:
-        """What was asked of the current stream so far comes first: memory that is written to may still be in use."""
+        """Order the lane after all work queued on the current stream: the memory to be written may still be in use."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """Pinned memory; ordinary, with a warning, where none can be had: copies then take longer.
+        """Pinned memory, or pageable memory with a warning if pinning fails: copies then take longer.
 
-        torch keeps pinned memory that is no longer used for whoever needs some next.
+        torch caches pinned memory that is no longer used for the next allocation.
         """
         with torch.cuda.device(self._device):
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
-                logger.warning("%d bytes cannot be pinned, so that the restore takes longer: %s", num_bytes, error)
+                logger.warning("cannot pin %d bytes, so the restore takes longer: %s", num_bytes, error)
                 return torch.empty(num_bytes, dtype=torch.uint8)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Have the GPU do what `work` asks of it; returns at once."""
+        """Queue the operations of `work` on the GPU; returns at once."""
         with on_stream(self._stream):
             work()
 
     def fence(self) -> CopyFence:
-        """After all work so far."""
+        """A fence after all work queued so far."""
         return _EventMark(self._stream)
 
     def end(self) -> None:
-        """What is asked of the current stream from now on comes after all work so far. Does not wait."""
+        """Order later work on the current stream after all work queued here. Does not wait."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 

@@ -89,7 +89,7 @@ class Fetcher:
 
 
 def how_to_share(config: Config, world_size: int) -> Literal["broadcast", "daemon", "none"]:
-    """What replica_reads="auto" means here; a single rank has nobody to share with."""
+    """The meaning of replica_reads="auto" here; a single rank shares with no other."""
     if world_size > 1 and config.replica_reads in ("auto", "broadcast"):
         return "broadcast"
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1

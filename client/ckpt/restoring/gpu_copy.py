@@ -27,7 +27,7 @@ from ckptstore.reading.fetch import Buffers, Receiver
 NUM_BUFFERS = 16
 """Each of the eight threads that read fills one while another is being emptied."""
 STAGING_BYTES = 128 << 20
-"""Of all buffers together; two of the largest chunk if that is more."""
+"""Total size of the buffers; at least two of the largest chunk."""
 _STAGED = ""
 """Name of the staging buffer among those of a chunk."""
 _ALIGNED = 64
@@ -87,7 +87,7 @@ class Arrival:
             self._pass_on()
 
     def _bytes(self) -> torch.Tensor:
-        """The box, in row-major order: the memory of a target that lies so, or else as much besides."""
+        """Memory for the box in row-major order: a target's own if it has that layout, otherwise a new tensor's."""
         with self._lock:
             if self._memory is None:
                 first = self._targets[0]

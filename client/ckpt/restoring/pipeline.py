@@ -64,7 +64,7 @@ class Restored:
     unexpected: list[str]
     mismatched: list[str]
     unused: list[str]
-    """Items of the checkpoint that nobody asked for."""
+    """Items of the checkpoint that the caller did not request."""
     notes: list[str]
     """What became of state that belongs to ranks, if their number has changed."""
     seconds: float
@@ -181,7 +181,7 @@ class Restorer:
             wait_for_orphan_saver(self._config)
             return bool(state.optimizers)
 
-        _, with_optimizer = self._together(work, tell=_itself)
+        _, with_optimizer = self._together(work, report=_itself)
         return any(with_optimizer)
 
     def _next(self, found: Iterator[Checkpoint]) -> Checkpoint | None:
@@ -191,7 +191,7 @@ class Restorer:
             checkpoint = next(found, None)
             return None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
 
-        _, answers = self._together(ask, tell=_itself)
+        _, answers = self._together(ask, report=_itself)
         return None if answers[0] is None else msgspec.convert(answers[0], CheckpointBody).checkpoint()
 
     def _try(
@@ -225,7 +225,7 @@ class Restorer:
         if self._config.daemon is None:
             return
         key = self._world.broadcast(new_ulid(system_clock()))
-        _, joined = self._together(partial(session.join, checkpoint, key), tell=_itself)
+        _, joined = self._together(partial(session.join, checkpoint, key), report=_itself)
         if not all(joined):
             session.fail(RuntimeError("not all ranks could join"))
 
@@ -238,7 +238,7 @@ class Restorer:
             leases.append(lease)
 
     def _rank_state(self, state: TrainState, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> RankState:
-        """The items of this rank. Under another world size rank 0 reads all, for everybody."""
+        """The items of this rank. Under another world size rank 0 reads all items, for every rank."""
         world = self._world
         if manifest.world_size == world.size:
             local, _ = self._together(partial(read_local, self._source, checkpoint, manifest, world.rank))
@@ -247,8 +247,8 @@ class Restorer:
         def read() -> list[dict[str, JSON]]:
             return read_all_local(self._source, checkpoint, manifest) if world.rank == 0 else []
 
-        _, told = self._together(read, tell=_itself)
-        share = partial(share_out, told[0], world.rank, world.size, state.others, strict)
+        _, states = self._together(read, report=_itself)
+        share = partial(share_out, states[0], world.rank, world.size, state.others, strict)
         rank_state, _ = self._together(share)
         if world.rank == 0:
             for note in rank_state.notes:
@@ -264,7 +264,7 @@ class Restorer:
                 plan.missing.remove(item)
             return plan
 
-        plan, unexpected = self._together(work, tell=lambda plan: plan.unexpected)
+        plan, unexpected = self._together(work, report=lambda plan: plan.unexpected)
         # What this rank has no place for may be another pipeline stage's.
         plan.unexpected = sorted(set[str].intersection(*map(set, unexpected)))
 
@@ -309,26 +309,26 @@ class Restorer:
         if rank_state.seed is not None:
             derive_rng_state(rank_state.seed)
 
-    def _together(self, work: Callable[[], _T], tell: Callable[[_T], Any] | None = None) -> tuple[_T, list[Any]]:
-        """Work on all ranks, and hear what each has to tell of its result; an error of one rank is every rank's.
+    def _together(self, work: Callable[[], _T], report: Callable[[_T], Any] | None = None) -> tuple[_T, list[Any]]:
+        """Run `work` on all ranks, and gather `report` of every rank's result. Raises one rank's error on all ranks.
 
-        Of several errors the one counts that no other checkpoint would cure.
+        If several ranks fail, an error that another checkpoint would not cure takes precedence.
         """
         error: CkptError | None = None
         result: _T | None = None
-        told = None
+        reported = None
         try:
             result = work()
-            told = tell(result) if tell is not None else None
+            reported = report(result) if report is not None else None
         except RankLost:
             raise
         except CkptError as caught:
             error = caught
         except Exception as caught:
-            # The others must not wait for a rank that will never answer.
+            # The other ranks must not wait for a rank that will never answer.
             error = RestoreFailed(f"rank {self._world.rank} cannot restore: {caught!r}")
             error.__cause__ = caught
-        answers = self._world.gather([told] if error is None else [error.code, error.message, error.hint])
+        answers = self._world.gather([reported] if error is None else [error.code, error.message, error.hint])
         errors = [
             error if rank == self._world.rank and error is not None else error_from_code(*answer)
             for rank, answer in enumerate(answers)

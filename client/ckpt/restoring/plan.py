@@ -49,9 +49,9 @@ class RestorePlan:
     unexpected: list[str] = field(default_factory=list)
     """In the checkpoint's part that was wanted, and without a place on this rank."""
     mismatched: list[str] = field(default_factory=list)
-    """Of another shape (left as it was) or type (cast), or of another class of optimizer (given all the same)."""
+    """Different shape (left unchanged), different dtype (cast), or different optimizer class (loaded anyway)."""
     unused: list[str] = field(default_factory=list)
-    """Items of the checkpoint that nobody asked for."""
+    """Items of the checkpoint that the caller did not request."""
     items: list[str] = field(default_factory=list)
     """All that the checkpoint holds."""
     overwritten: set[str] = field(default_factory=set)

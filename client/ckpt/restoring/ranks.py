@@ -1,9 +1,9 @@
-"""State that belongs to ranks, when there are as many as at the save, and when there are not. Pure.
+"""Per-rank state under a different world size than at the save. Pure.
 
-Under another world size, for each item: what no two ranks had differently is everybody's. Random numbers: a rank that
-existed goes on with its own, a further one with numbers derived from an existing one's; so it is with those of a single
-rank, too. A data loader that can take the states of all ranks (`load_state_dicts`) redistributes them. Anything else is
-refused, or with strict=False taken from rank (own rank modulo saved ranks).
+An item that was equal on all saved ranks goes to every rank. RNG state that differed, or that a single rank saved: a
+rank that existed at the save keeps its own, and an additional rank derives a seed from a saved one. An object that can
+take the states of all ranks (`load_state_dicts`), such as a data loader, redistributes them. Anything else is refused,
+or with strict=False taken from rank (own rank modulo saved ranks).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ Items = Mapping[str, JSON]
 
 @runtime_checkable
 class Redistributable(Protocol):
-    """A data loader, say, that can share out its position anew under another number of ranks."""
+    """An object that can redistribute its state to another number of ranks, such as a data loader."""
 
     def load_state_dicts(self, states: Sequence[Any]) -> Any:
-        """Take this rank's share of what all saved ranks had, given in rank order."""
+        """Take this rank's share of the states of all saved ranks, given in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank takes over."""
+    """The saved state that one rank restores."""
 
     items: dict[str, JSON] = field(default_factory=dict)
     redistributed: dict[str, list[JSON]] = field(default_factory=dict)
-    """For objects that take the states of all ranks."""
+    """The states of all saved ranks, for objects that redistribute them."""
     seed: int | None = None
-    """For random numbers, if they are derived."""
+    """Seed of the random numbers, if they are derived."""
     notes: tuple[str, ...] = ()
-    """What the user should know."""
+    """Messages for the user."""
 
 
 def share_out(
     saved: Sequence[Items], rank: int, world_size: int, objects: Mapping[str, Any], strict: bool
 ) -> RankState:
-    """What `rank` of `world_size` takes over of the saved ranks' items, when their number was another.
+    """The state that `rank` of `world_size` restores from the items of another number of saved ranks.
 
-    objects: what will take the items, by name. Raises StateMismatch if strict and an item fits nobody.
+    objects: the objects to restore, by item. Raises StateMismatch if strict and an item cannot be redistributed.
     """
     own = saved[rank % len(saved)]
     chosen: dict[str, JSON] = {}
@@ -92,7 +92,7 @@ def _notes(
         numbers += f", {_ranks(count, world_size)} with derived ones"
     notes = [f"saved by {count}, restored by {world_size} ranks: {numbers}"]
     if redistributed:
-        notes.append(f"{', '.join(sorted(redistributed))}: the states of all ranks were shared out anew")
+        notes.append(f"{', '.join(sorted(redistributed))}: the states of all ranks were redistributed")
     if different:
         notes.append(f"{', '.join(sorted(different))}: taken from rank (own rank modulo {count})")
     return tuple(notes)

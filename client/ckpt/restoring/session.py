@@ -24,7 +24,7 @@ _WAIT_S = 30.0
 
 
 class RestoreSession:
-    """This rank's part in one session, or in none: then nothing is said to anybody. `progress` is for any thread."""
+    """This rank's part in one session; without `join`, it reports nothing. `progress` may be called from any thread."""
 
     def __init__(self, config: Config, rank: int, world_size: int) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class RestoreSession:
                 self._done, self._total = 0, total_bytes
 
     def progress(self, num_bytes: int) -> None:
-        """So many bytes more are fetched."""
+        """Add to the number of fetched bytes."""
         with self._lock:
             self._done += num_bytes
 

@@ -1,8 +1,8 @@
-"""One read for all replicas: what several ranks need is read by one of them and passed on, in memory.
+"""One read for all replicas: one rank reads the chunks that several ranks need, and sends them to the others.
 
-All ranks hear what each needs, and come to the same division of work: every stretch of chunks that several ranks need
-is given to the one of them with the least to read so far. Stretches are exchanged in rounds of bounded size while
-the next are being read and the last decoded. Stored bytes travel, and each rank checks them itself.
+All ranks exchange their needs and compute the same division of work: each stretch of chunks that several ranks need is
+read by the one of them with the fewest bytes to read so far. Stretches are exchanged in rounds of bounded size, while
+the next ones are read and the last ones decoded. Ranks send stored bytes, and each rank verifies them itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
     if world.rank == 0:
         try:
             data = read()
-        except Exception as caught:  # whatever it is, the others wait to hear of it
+        except Exception as caught:  # of any type: the other ranks wait for an answer
             error = caught
     size = world.broadcast(None if error is not None else len(data))
     if error is not None:
@@ -199,11 +199,11 @@ class _Exchange:
             raise self._error
 
     def _read(self, stretch: ShardStretch) -> memoryview:
-        """The stored bytes; after an error zeros, which no checksum of anybody's will match."""
+        """The stored bytes; after an error zeros, which will not match any rank's checksum."""
         if self._error is None:
             try:
                 return fetch_stored(self._source, self._checkpoint, ShardRead(tuple(self._chunks(stretch))))
-            except Exception as error:  # whatever it is, the others wait for the bytes
+            except Exception as error:  # of any type: the other ranks wait for the bytes
                 self._error = error
         return memoryview(bytearray(stretch.bytes))
 

@@ -64,7 +64,7 @@ def test_a_loader_that_can_gets_the_states_of_all_ranks(world_size: int) -> None
         state = share_out(saved, rank, world_size, {"loader": Loader()}, strict=True)
         assert state.redistributed == {"loader": [{"at": 1}, {"at": 2}]}
         assert state.items == {}
-        assert "loader: the states of all ranks were shared out anew" in state.notes
+        assert "loader: the states of all ranks were redistributed" in state.notes
 
 
 def test_state_that_fits_no_rank_is_refused_with_a_hint() -> None:
