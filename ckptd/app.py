@@ -10,8 +10,10 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.routing import APIRoute
 
+from ckptapi import bodies
 from ckptd.api import changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
 from ckptd.housekeeping.gauges import EventMetrics, Gauges
@@ -245,6 +247,7 @@ def _assemble(
     openapi.install(app)
     for module in (probes, checkpoints, changes, decisions, restores, retention, events, jobs, tokens, pages):
         app.include_router(module.router)
+        _answer_head(app, module.router)
     # The last one added is the outermost.
     known = context.services.tokens if auth else None
     app.add_middleware(Authentication, tokens=known, metrics=context.metrics)
@@ -252,6 +255,22 @@ def _assemble(
     app.add_middleware(Bounds)
     app.add_middleware(RequestLog, metrics=context.metrics)
     return app
+
+
+def _answer_head(app: FastAPI, router: APIRouter) -> None:
+    """Answer HEAD like GET; the server omits the body. Streams of events never end, so they have no HEAD."""
+    routes = [route for route in router.routes if isinstance(route, APIRoute)]
+    answered = {route.path for route in routes if "HEAD" in (route.methods or ())} | {bodies.EVENTS}
+    for route in routes:
+        if "GET" in (route.methods or ()) and route.path not in answered:
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                status_code=route.status_code,
+                response_class=route.response_class,
+                include_in_schema=False,
+            )
 
 
 class Periodic:

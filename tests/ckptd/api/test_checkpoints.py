@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -59,6 +60,18 @@ def test_latest_as_json_and_as_text(served: Served) -> None:
     assert served.daemon.get("/checkpoints/latest?run=gpt&format=text").text == f"{served.newest.id}\n"
     # bert@5 was committed last: without a run, that counts.
     assert served.daemon.get("/checkpoints/latest?format=text").text.startswith("bert@5.")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/livez", "/checkpoints/latest?run=gpt", "/checkpoints/latest?run=none", "/v1/runs", "/"],
+)
+def test_head_is_get_without_the_body(served: Served, path: str) -> None:
+    whole = served.daemon.get(path)
+    head = httpx.head(served.daemon.url + path)
+    assert (head.status_code, head.content) == (whole.status_code, b"")
+    for name in ("content-type", "etag"):
+        assert head.headers.get(name) == whole.headers.get(name)
 
 
 def test_latest_is_not_sent_twice(served: Served) -> None:

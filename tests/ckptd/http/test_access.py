@@ -156,6 +156,17 @@ def test_a_bound_token_does_its_work_on_its_own_run(guarded: Guarded) -> None:
         client.latest("bert")
 
 
+def test_head_requires_what_get_requires(guarded: Guarded) -> None:
+    for path in (
+        f"/checkpoints/latest?run={guarded.other.run}",
+        f"{bodies.CHECKPOINTS}/{guarded.other.id}",
+        "/metrics",
+    ):
+        assert guarded.http.head(path).status_code == 401
+        assert guarded.ask("bound", "HEAD", path).status_code == 403
+    assert guarded.ask("bound", "HEAD", f"/checkpoints/latest?run={guarded.mine.run}").status_code == 200
+
+
 def test_ids_of_another_runs_restores_and_jobs_are_refused(guarded: Guarded) -> None:
     body = {"run": "bert", "key": "k", "world_size": 1, "rank": 0, "ttl_s": 60}
     restore = guarded.ask("read", "POST", bodies.RESTORES, json=body).json()["id"]
