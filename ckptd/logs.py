@@ -1,4 +1,4 @@
-"""Log lines on stderr, as text or JSON, with the request id and without secrets."""
+"""Logs to stderr, as text or JSON, with the request id and without secrets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _JsonFormatter(logging.Formatter):
         self._redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
-        # Redact before encoding as JSON: an escape inside a secret would hide it.
+        # Redact before encoding as JSON: an escape sequence would hide a secret from the redactor.
         line = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),

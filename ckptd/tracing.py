@@ -1,6 +1,7 @@
-"""Traces, if a collector is configured: a span per request, and one per call to the index or the store.
+"""Traces, if a collector is configured: a span per request, and one per call to the index or store.
 
-OpenTelemetry comes with the extra `otel` and is loaded only if it is used. Spans join the caller's trace (traceparent).
+OpenTelemetry comes with the extra `otel` and is imported only if tracing is on. Spans join the caller's trace
+(traceparent).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ckptd.metrics import method_label
 from ckptstore.errors import InvalidRequest
 
 Span = Callable[[str], AbstractContextManager[Any]]
-"""Opens a span that ends with the block."""
+"""Opens a span; it ends when the context exits."""
 _TIMEOUT_S = 2
 
 
 def no_span(_: str) -> AbstractContextManager[None]:
-    """Used when tracing is off."""
+    """A span that does nothing, for when tracing is off."""
     return nullcontext()
 
 
@@ -69,7 +70,7 @@ class Tracing:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Trace one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,1 +1,1 @@
-"""What the daemon does without a request: follow the store, recover, sweep, scrub, apply policies."""
+"""Background work of the daemon: recovery, garbage collection, scrubbing, policies, webhooks, leader election."""

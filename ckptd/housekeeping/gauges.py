@@ -1,4 +1,4 @@
-"""EventMetrics about checkpoints, computed when Prometheus asks."""
+"""Gauges of checkpoints, computed at each Prometheus scrape, and metrics of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptstore.errors import IndexUnavailable
 
 
 class Gauges(Collector):
-    """The newest checkpoint of each run, the restore sessions, and how far the index may be behind the store."""
+    """The newest checkpoint of each run, the restore sessions, and the lag of the index behind the store."""
 
     def __init__(self, index: Index, restores: RestoreIndex, freshness: Freshness, clock: Clock) -> None:
         self._index = index
@@ -26,11 +26,11 @@ class Gauges(Collector):
         self._clock = clock
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that registering asks no database."""
+        """Empty, so that registration does not query the database."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Read the index; without a database only the lag is left."""
+        """Read the index; if the database is unavailable, only the lag is returned."""
         lag = GaugeMetricFamily("ckptd_index_lag_seconds", "Time since the index was known to equal the store.")
         lag.add_metric([], self._freshness.lag_s())
         yield lag
@@ -59,13 +59,13 @@ class Gauges(Collector):
 
 
 class EventMetrics:
-    """A listener of the log of events. Each event is recorded by one daemon, and so counted once."""
+    """Updates metrics from the event log. Each event is recorded by one daemon, and therefore counted once."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def count(self, events: Sequence[Event]) -> None:
-        """Count these. Any thread may call."""
+        """Add events to the metrics. Any thread may call."""
         for event in events:
             detail = event.content.detail
             if event.content.kind is EventKind.COMMITTED and "save_seconds" in detail:

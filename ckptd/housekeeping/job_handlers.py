@@ -1,4 +1,4 @@
-"""What the kinds of jobs do."""
+"""The handler of each kind of job."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ class JobHandlers:
         self._orphan_grace_s = orphan_grace_s
 
     def by_kind(self) -> Mapping[type, JobHandler]:
-        """What does which kind."""
+        """The handlers by the type of their request."""
         return {
             VerifyJob: self.verify,
             CollectJob: self.collect,
         }
 
     def verify(self, request: VerifyJob, progress: JobProgress) -> dict[str, Any]:
-        """Read checkpoints whole, from the store itself; a damaged one is corrupt from now on."""
+        """Read checkpoints completely, from the store; damaged ones are marked corrupt."""
         chosen = self._chosen(request)
         progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
         corrupt: list[str] = []
         num_checked = 0
         for found in scrub(self._store, chosen, progress.by, self._clock, progress.advance):
             num_checked += 1
-            progress.say(f"{found.checkpoint.id} {'ok' if found.ok else '; '.join(found.problems[:5])}")
+            progress.log(f"{found.checkpoint.id} {'ok' if found.ok else '; '.join(found.problems[:5])}")
             if not found.ok:
                 corrupt.append(found.checkpoint.id)
             self._store_sync.sync_run(found.checkpoint.run)
         return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}
 
     def collect(self, request: CollectJob, progress: JobProgress) -> dict[str, Any]:
-        """Collect orphans, half deletions and expired leases."""
+        """Collect orphans, interrupted deletions and expired leases."""
         runs = self._runs(request.run)
         check_store(self._store, self._clock)
         progress.expect(len(runs), "runs")
@@ -68,12 +68,12 @@ class JobHandlers:
             num_rolled_forward += len(found.rolled_forward)
             freed += found.freed_bytes
             if found.aborted or found.freed_bytes:
-                progress.say(f"{run}: gave up {len(found.aborted)} attempts, freed {found.freed_bytes} bytes")
+                progress.log(f"{run}: aborted {len(found.aborted)} attempts, freed {found.freed_bytes} bytes")
             progress.advance(1)
         return {"aborted": num_aborted, "rolled_forward": num_rolled_forward, "freed_bytes": freed}
 
     def _chosen(self, request: VerifyJob) -> list[Checkpoint]:
-        """What is known to be damaged is read again only if it is named: it may have been repaired."""
+        """The checkpoints to verify. Known corrupt ones are included only if named: they may have been repaired."""
         if request.checkpoint is not None:
             return [catalog.find(self._store, Reference.parse(request.checkpoint))]
         listed = (
@@ -88,6 +88,6 @@ class JobHandlers:
         if check_run(run) not in runs:
             url = self._store.url
             raise NoCheckpoint(
-                f"run {run!r} has no checkpoint in {url}", "ckptctl runs, or GET /v1/runs, shows the runs"
+                f"run {run!r} has no checkpoint in {url}", "ckptctl runs, or GET /v1/runs, lists the runs"
             )
         return [run]

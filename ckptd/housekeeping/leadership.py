@@ -1,9 +1,9 @@
-"""One daemon at a time does the work that only one should do: roll-forward, collection, retention, scrubbing.
+"""Leader election: one daemon at a time does roll-forward, collection, retention and scrubbing.
 
-The leader renews a row of the index. It believes that it leads for half of the lease, from the moment at which it
-*began* to write the renewal. Another daemon takes over when it has *seen* the row unchanged for three quarters of the
-lease. Each measures on its own monotonic clock, so that no two clocks are compared, and a quarter of the lease lies
-between the end of one belief and the beginning of the next (docs/decisions/0013).
+The leader renews a row of the index. It considers itself the leader for half of the lease, counted from the time at
+which it *began* to write the renewal. Another daemon takes over after it has *seen* the row unchanged for three
+quarters of the lease. Each daemon uses its own monotonic clock, so that clocks are never compared. A quarter of the
+lease lies between the end of one leadership and the start of the next (docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ckptstore.names import new_ulid
 from ckptstore.stores import ObjectWriter, Store, WrappedStore
 
 _LOG = logging.getLogger(__name__)
-_BELIEF = 0.5
-_SILENCE = 0.75
-_ROUND = 0.1
+_LEADS_FOR = 0.5
+_TAKE_OVER_AFTER = 0.75
+_RENEW_EVERY = 0.1
 _DELETES = 100
 
 
 def boot_clock() -> float:
-    """Seconds since the machine started, those that it slept included; nobody can set it."""
+    """Seconds since the machine booted, including suspended time; this clock cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Leadership:
-    """Whether this daemon leads. `round` is for one background thread, the rest for any."""
+    """Whether this daemon is the leader. `run_once` is for one background thread, the rest for any."""
 
     def __init__(self, index: LeaderIndex, lease_s: float, clock: Callable[[], float] = boot_clock) -> None:
-        """lease_s: so soon at the latest another daemon leads, if this one is gone. clock: monotonic."""
+        """lease_s: the longest time until another daemon takes over if this one is gone. clock: monotonic."""
         self._index = index
         self._lease_s = lease_s
         self._clock = clock
@@ -56,40 +56,40 @@ class Leadership:
 
     @property
     def every_s(self) -> float:
-        """Between two rounds."""
-        return self._lease_s * _ROUND
+        """Seconds between two rounds."""
+        return self._lease_s * _RENEW_EVERY
 
     def leads(self) -> bool:
-        """True if no other daemon can lead for some time to come."""
+        """True if this daemon is the leader, and no other daemon can be for some time."""
         with self._lock:
             return self._clock() < self._until
 
     def run_once(self) -> None:
-        """Renew, or look whether somebody else does, or take over. Never raises CkptError."""
+        """Renew the lease, check whether another daemon does, or take over. Never raises CkptError."""
         try:
             if self._may_hold and self._renew():
                 return
             self._watch()
         except IndexUnavailable as error:
-            _LOG.warning("cannot renew or look at the leader's lease: %s", error)
+            _LOG.warning("cannot renew or read the leader's lease: %s", error)
 
     def close(self) -> None:
-        """Lead no more, and let others begin at once; what is under way is stopped by its next check."""
+        """Resign, so that another daemon can take over at once; running work is stopped by its next check."""
         with self._lock:
             self._until = -inf
         if self._may_hold:
             try:
                 self._index.resign(self._holder)
             except IndexUnavailable as error:
-                _LOG.warning("the next leader has to wait until our lease has run out: %s", error)
+                _LOG.warning("cannot resign; the next leader must wait until this lease expires: %s", error)
 
     def check(self) -> None:
-        """Raise LeadershipLost unless this daemon leads; to be called right before anything is changed."""
+        """Raise LeadershipLost unless this daemon is the leader. Call it immediately before each change."""
         if not self.leads():
-            raise LeadershipLost("this daemon does not lead, or could not say so in time", "Another one goes on")
+            raise LeadershipLost("this daemon is not the leader, or its lease expired", "Another daemon takes over")
 
     def fence(self, connection: Connection) -> None:
-        """The same for a transaction: while it lasts, no other daemon can begin to lead."""
+        """The same within a transaction: until it ends, no other daemon can become the leader."""
         self.check()
         self._index.fence(connection, self._holder, self._epoch)
 
@@ -100,9 +100,9 @@ class Leadership:
             self._may_hold = False
             with self._lock:
                 self._until = -inf
-            _LOG.warning("another daemon leads now")
+            _LOG.warning("another daemon is now the leader")
             return False
-        self._believe(epoch, began)
+        self._extend(epoch, began)
         return True
 
     def _watch(self) -> None:
@@ -110,27 +110,27 @@ class Leadership:
         now = self._clock()
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
-        if seen.holder and now - self._seen_at < self._lease_s * _SILENCE:
+        if seen.holder and now - self._seen_at < self._lease_s * _TAKE_OVER_AFTER:
             return
-        # Before the attempt: if its reply is lost, the next round finds out by renewing.
+        # Set before the claim: if its reply is lost, the renewal in the next round shows the result.
         self._may_hold = True
         epoch = self._index.claim(self._holder, seen)
         if epoch is None:
             self._may_hold = False
             return
-        self._believe(epoch, now)
-        _LOG.info("leads, epoch %d", epoch)
+        self._extend(epoch, now)
+        _LOG.info("this daemon is now the leader, epoch %d", epoch)
 
-    def _believe(self, epoch: int, since: float) -> None:
+    def _extend(self, epoch: int, since: float) -> None:
         with self._lock:
             self._epoch = epoch
-            self._until = since + self._lease_s * _BELIEF
+            self._until = since + self._lease_s * _LEADS_FOR
 
 
 class LeaderStore(WrappedStore):
     """A store that only the leader can change. Raises LeadershipLost.
 
-    What was asked of the store before this process was stopped may still happen after it wakes: one operation.
+    If the process is suspended between check and operation, one operation may still happen after it resumes.
     """
 
     def __init__(self, store: Store, leadership: Leadership) -> None:
@@ -153,7 +153,7 @@ class LeaderStore(WrappedStore):
         return self._store.open_writer(key, size_hint)
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """As the leader: checked before each key, and before each request that a store makes of many."""
+        """Leadership is checked before each key, and before each batch of keys."""
         left = iter(keys)
         while batch := list(islice(left, _DELETES)):
             self._store.delete_many(self._checked(batch))

@@ -1,7 +1,4 @@
-"""Collects orphans: unfinished attempts nobody works on any more, half deletions, expired leases.
-
-Work of the leader.
-"""
+"""Collects orphans: abandoned attempts, interrupted deletions, expired leases. Only the leader does this."""
 
 from __future__ import annotations
 
@@ -30,12 +27,12 @@ class OrphanCollector:
         self._waste: dict[str, Waste] = {}
 
     def waste(self) -> Waste:
-        """What the last round left in all runs. Any thread may ask."""
+        """Bytes left in all runs by the last round. Any thread may call."""
         found = list(self._waste.values())
         return Waste(sum(waste.orphans for waste in found), sum(waste.tombstoned for waste in found))
 
     def run_once(self) -> None:
-        """Collect in every run; one that fails is tried again next time. Never raises CkptError."""
+        """Collect in every run; a run that fails is tried again in the next round. Never raises CkptError."""
         try:
             check_store(self._store, self._clock)
             runs = list_runs(self._store)
@@ -43,7 +40,7 @@ class OrphanCollector:
             for run in runs:
                 self._collect(run)
         except LeadershipLost as error:
-            _LOG.warning("leaves the collection to another daemon: %s", error)
+            _LOG.warning("leaving orphan collection to another daemon: %s", error)
         except CkptError as error:
             self._count(error)
 
@@ -61,7 +58,12 @@ class OrphanCollector:
         self._metrics.orphans_aborted.inc(len(collected.aborted))
         self._metrics.orphan_freed_bytes.inc(collected.freed_bytes)
         if collected.aborted:
-            _LOG.info("gave up %d attempts of run %s, %d bytes", len(collected.aborted), name, collected.freed_bytes)
+            _LOG.info(
+                "aborted %d orphaned attempts of run %s and freed %d bytes",
+                len(collected.aborted),
+                name,
+                collected.freed_bytes,
+            )
 
     def _count(self, error: CkptError) -> None:
         _LOG.warning("cannot collect orphans: %s", error)

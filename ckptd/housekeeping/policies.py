@@ -1,6 +1,6 @@
 """Applies the retention policies in force after each commit and once an hour.
 
-Applying them is work of the leader. What they delete is hidden first and can be taken back for their grace.
+Only the leader does this. Removed checkpoints are hidden first, and can be restored during the grace period.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class PolicyLoop:
     """Applies the policies in the store. For one background thread."""
 
     def __init__(self, store: Store, index: Index, pruning: Pruning, metrics: Metrics, clock: Clock) -> None:
-        """store, pruning: those of the leader."""
+        """store, pruning: must be fenced, so that only the leader can change the store."""
         self._store = store
         self._index = index
         self._pruning = pruning
         self._metrics = metrics
         self._clock = clock
         self._applied: dict[str, tuple[int, int, float]] = {}
-        """Versions of the run in the index and of the policies, and when, that were looked at."""
+        """By run: its version in the index, the version of the policies, and the time when they were last applied."""
 
     def run_once(self) -> None:
-        """Apply the policies to runs that changed, to all when the policies did, and to each once an hour.
+        """Apply the policies to changed runs, to all runs if the policies changed, and to each run once an hour.
 
-        Never raises CkptError: what fails is tried again.
+        Never raises CkptError: a run that fails is tried again.
         """
         try:
             in_force = read_policies(self._store)
@@ -56,7 +56,7 @@ class PolicyLoop:
                 try:
                     self._apply(run, in_force)
                 except LeadershipLost as error:
-                    _LOG.warning("leaves the policies to another daemon: %s", error)
+                    _LOG.warning("leaving the policies to another daemon: %s", error)
                     return
                 except CkptError as error:
                     self._count(run, error)

@@ -1,4 +1,4 @@
-"""Commits finished attempts whose committer died. Work of the leader."""
+"""Commits finished attempts whose committer died. Only the leader does this."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _LOG = logging.getLogger(__name__)
 class _Seen:
     num_receipts: int
     since: float
-    settled: bool = False
+    tried: bool = False
 
 
 class Recovery:
-    """Watches attempts that have no outcome yet. For one thread."""
+    """Tracks attempts that have no outcome yet. For one thread."""
 
     def __init__(self, store: Store, clock: Clock, grace_s: float) -> None:
-        """grace_s: how long no receipt may have been added before we take the committer for dead."""
+        """grace_s: the committer counts as dead after this time without a new receipt."""
         self._store = store
         self._clock = clock
         self._grace_s = grace_s
         self._seen: dict[str, dict[Attempt, _Seen]] = {}
 
     def advance_run(self, run: str) -> list[Attempt]:
-        """Commit what is finished and was left alone for the grace; returns what is committed now."""
+        """Commit finished attempts that were unchanged for the grace period; returns those that are committed now."""
         undecided = undecided_attempts(self._run(run))
         before = self._seen.get(run, {})
         self._seen[run] = {attempt: self._look(run, attempt, before.get(attempt)) for attempt in undecided}
@@ -49,11 +49,11 @@ class Recovery:
         return before if before and before.num_receipts == count else _Seen(count, self._clock())
 
     def _advance(self, run: str, attempt: Attempt, seen: _Seen) -> bool:
-        if seen.settled or not seen.num_receipts or self._clock() - seen.since < self._grace_s:
+        if seen.tried or not seen.num_receipts or self._clock() - seen.since < self._grace_s:
             return False
         committed = advance(self._run(run), attempt)
-        # Not committed means that receipts are missing or damaged: worth another look when there are more.
-        seen.settled = True
+        # Not committed: receipts are missing or damaged. Try again when there are more.
+        seen.tried = True
         return committed
 
     def _run(self, name: str) -> Run:
@@ -61,7 +61,7 @@ class Recovery:
 
 
 class RecoveryLoop:
-    """Looks for unfinished attempts in all runs. For one background thread."""
+    """Finds unfinished attempts in all runs. For one background thread."""
 
     def __init__(
         self,
@@ -80,20 +80,20 @@ class RecoveryLoop:
         self._poll_plan = PollPlan(clock)
 
     def run_once(self) -> None:
-        """One listing per run; more only where an attempt is not in the index. Never raises CkptError."""
+        """List each run once, and again only if an attempt is not in the index. Never raises CkptError."""
         try:
             runs = self._poll_plan.due(self._index.versions())
         except CkptError as error:
-            _LOG.warning("cannot look for unfinished attempts: %s", error)
+            _LOG.warning("cannot check for unfinished attempts: %s", error)
             return
         for run in runs:
             try:
                 self._recover(run)
             except LeadershipLost as error:
-                _LOG.warning("leaves unfinished attempts to another daemon: %s", error)
+                _LOG.warning("leaving unfinished attempts to another daemon: %s", error)
                 return
             except CkptError as error:
-                _LOG.warning("cannot look for unfinished attempts of run %s: %s", run, error)
+                _LOG.warning("cannot check for unfinished attempts of run %s: %s", run, error)
                 if isinstance(error, Unavailable):
                     self._metrics.store_errors.labels("recover", error.code).inc()
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints at rest, slowly, those first that nobody has looked at for the longest time. Work of the leader."""
+"""Verifies stored checkpoints at a limited rate, least recently verified first. Only the leader does this."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ckptstore.run import Run, identity
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
-_LOOK_AGAIN_S = 3600.0
+_LIST_AGAIN_S = 3600.0
 
 
 class Scrubber:
-    """Checks one checkpoint per round; what was found is in the store. For one background thread."""
+    """Verifies one checkpoint per round and records the result in the store. For one background thread."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Scrubber:
         every_s: float,
         bytes_per_s: float,
     ) -> None:
-        """every_s: a checkpoint is due again so long after it was last found whole; 0: never."""
+        """every_s: a checkpoint is due this long after it last passed verification; 0 disables scrubbing."""
         self._store = store
         self._store_sync = store_sync
         self._metrics = metrics
@@ -41,16 +41,16 @@ class Scrubber:
         self._throttle = RateLimiter(bytes_per_s, clock, time.sleep)
         self._queue: deque[Checkpoint] = deque()
         self._checked = Checked()
-        self._looked_at = float("-inf")
+        self._listed_at = float("-inf")
 
     def run_once(self) -> None:
-        """Check the checkpoint that is due first. Never raises CkptError: what fails is tried again."""
+        """Verify the checkpoint that is most overdue. Never raises CkptError: a failure is retried."""
         if not self._every_s:
             return
         try:
             self._scrub_next()
         except LeadershipLost as error:
-            _LOG.warning("leaves the scrub to another daemon: %s", error)
+            _LOG.warning("leaving the scrub to another daemon: %s", error)
             self._queue.clear()
         except CkptError as error:
             _LOG.warning("cannot scrub: %s", error)
@@ -58,11 +58,11 @@ class Scrubber:
 
     def _scrub_next(self) -> None:
         now = self._clock()
-        if not self._queue and now - self._looked_at >= min(_LOOK_AGAIN_S, self._every_s):
+        if not self._queue and now - self._listed_at >= min(_LIST_AGAIN_S, self._every_s):
             self._checked = Checked()
             runs = [Run(self._store, name, self._clock) for name in list_runs(self._store)]
             self._queue.extend(due_for_scrub(runs, now - self._every_s))
-            self._looked_at = now
+            self._listed_at = now
         if not self._queue:
             return
         by, checkpoint = f"ckptd {identity()}", self._queue.popleft()
@@ -72,5 +72,5 @@ class Scrubber:
             if not found.ok:
                 self._metrics.scrub_corrupt.inc()
                 _LOG.error("%s is damaged: %s", found.checkpoint.id, "; ".join(found.problems[:5]))
-                # Now, not at the next listing: nobody should be given it any more.
+                # Now, not at the next listing: readers must not receive it any more.
                 self._store_sync.sync_run(found.checkpoint.run)

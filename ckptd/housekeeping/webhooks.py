@@ -1,7 +1,7 @@
-"""Webhooks: what happened, posted to URLs that the settings name, and to no others.
+"""Webhooks: events, posted to the URLs in the settings and to no others.
 
-Only this daemon's own events, so that of several daemons on one database one posts each. What is not delivered when
-the daemon ends is lost here; the events themselves are kept, and GET /v1/events has them.
+Each daemon posts only its own events, so that several daemons on one database post each event once. Events that are
+not delivered when the daemon exits are not posted later; GET /v1/events still returns them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIN_SECRET = 16
 
 
 class Webhooks:
-    """Posts events. `offer` is for any thread and never waits."""
+    """Posts events. `offer` is for any thread and never blocks."""
 
     def __init__(
         self,
@@ -44,29 +44,29 @@ class Webhooks:
         clock: Clock,
         pause: Callable[[threading.Event, float], object] = threading.Event.wait,
     ) -> None:
-        """pause: waits for an event, or so many seconds. Raises InvalidRequest."""
+        """pause: waits for an event, or N seconds. Raises InvalidRequest."""
         for url in urls:
             check_url(url)
         if urls and len(secret) < _MIN_SECRET:
             raise InvalidRequest(
-                f"webhook_secret has less than {_MIN_SECRET} characters",
-                "Set CKPTD_WEBHOOK_SECRET: receivers tell our posts from others by it",
+                f"webhook_secret has fewer than {_MIN_SECRET} characters",
+                "Set CKPTD_WEBHOOK_SECRET: receivers authenticate posts with it",
             )
         self._hooks = [_Hook(url, secret, metrics, clock, pause) for url in urls]
 
     def offer(self, events: Sequence[Event]) -> None:
-        """Post these soon."""
+        """Queue events for posting."""
         wanted = [event for event in events if event.content.kind in KINDS]
         for hook in self._hooks:
             hook.offer(wanted)
 
     def start(self) -> None:
-        """Begin to post."""
+        """Start the posting threads."""
         for hook in self._hooks:
             hook.thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop after the post under way."""
+        """Stop after the current post, waiting at most `timeout_s` seconds per webhook."""
         for hook in self._hooks:
             hook.stop()
         for hook in self._hooks:
@@ -80,11 +80,11 @@ def check_url(url: str) -> None:
     except httpx.InvalidURL as error:
         raise InvalidRequest(f"webhook {url!r} is not a URL: {error}", "Write https://host/path") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidRequest(f"webhook {url!r} is not an address of HTTP", "Write https://host/path")
+        raise InvalidRequest(f"webhook {url!r} is not an HTTP URL", "Write https://host/path")
 
 
 def sign(secret: str, at: int, body: bytes) -> str:
-    """What the header X-Ckptd-Signature holds: the moment, and an HMAC-SHA256 of it and the body."""
+    """The value of the header X-Ckptd-Signature: the time, and an HMAC-SHA256 of the time and the body."""
     digest = hmac.new(secret.encode(), b"%d." % at + body, sha256).hexdigest()
     return f"t={at},v1={digest}"
 
@@ -125,7 +125,7 @@ class _Hook:
             _LOG.warning("dropped the %d oldest events for webhook %s: it is too slow", too_many, self._host)
 
     def _loop(self) -> None:
-        # No redirects: they would lead to addresses that nobody configured.
+        # Do not follow redirects: they lead to addresses that are not configured.
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as client:
             while not self.stopping.is_set():
                 with self._lock:
@@ -145,10 +145,10 @@ class _Hook:
             problem, again = self._post(client, event)
         self._metrics.webhooks.labels("failed" if problem else "delivered").inc()
         if problem:
-            _LOG.warning("webhook %s did not take event %d: %s", self._host, event.id, problem)
+            _LOG.warning("webhook %s did not accept event %d: %s", self._host, event.id, problem)
 
     def _post(self, client: httpx.Client, event: Event) -> tuple[str, bool]:
-        """What went wrong, and whether to try again."""
+        """The problem (empty on success), and whether to try again."""
         content = event.content
         body = msgspec.json.encode(
             EventBody(
@@ -168,7 +168,7 @@ class _Hook:
             "X-Ckptd-Signature": sign(self._secret, int(self._clock()), body),
         }
         try:
-            # Streamed, and not read: an answer of any size costs no memory.
+            # Stream the response and do not read it: its size must not cost memory.
             with client.stream("POST", self._url, content=body, headers=headers) as response:
                 status = response.status_code
         except httpx.HTTPError as error:

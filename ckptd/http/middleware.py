@@ -18,7 +18,7 @@ from ckptd.http.throttle import WINDOW_S, Throttle
 from ckptd.logs import FIELDS, REQUEST_ID
 from ckptd.metrics import Metrics, method_label
 from ckptd.redaction import mask_passwords
-from ckptd.services.callers import ANYBODY, Caller
+from ckptd.services.callers import ANONYMOUS, Caller
 from ckptd.services.tokens import Tokens
 from ckptd.settings import is_loopback
 from ckptstore.errors import CkptError, Denied, Forbidden, TooManyFailures, Unauthorized, Unavailable
@@ -139,7 +139,7 @@ def _local(scope: Scope) -> Caller:
             f"without tokens this daemon answers only on loopback addresses, not on {(host or '')[:80]!r}",
             "Use http://127.0.0.1, or run the daemon with tokens",
         )
-    return ANYBODY
+    return ANONYMOUS
 
 
 def _request_id(given: str) -> str:

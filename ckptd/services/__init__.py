@@ -1,4 +1,4 @@
-"""The daemon's rules: plain blocking code, run in threads. No HTTP, no SQL."""
+"""The daemon's business logic: plain blocking code, run in threads, without HTTP and SQL."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from ckptstore.commits.store_check import StoreReport
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """All of them, as the API uses them."""
+    """All services, as the API uses them."""
 
     catalog: Catalog
     contents: Contents

@@ -1,4 +1,4 @@
-"""Answers about checkpoints, from the index, as far as it may be believed."""
+"""Answers about checkpoints from the index, as long as the index is fresh enough."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference
 
 _ANSWERS_KEPT = 10_000
-_HOW = "ckptctl ls, or GET /v1/checkpoints, shows what there is"
+_HOW = "ckptctl ls, or GET /v1/checkpoints, lists the checkpoints"
 
 
 class Catalog:
-    """Which checkpoints there are. Raises StoreUnavailable where the index cannot know."""
+    """The checkpoints in the index. Raises StoreUnavailable if the index may be stale."""
 
     def __init__(self, index: Index, listing: Listing, freshness: Freshness, store_url: str) -> None:
         self._index = index
@@ -30,7 +30,7 @@ class Catalog:
         """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
         if known := self.cached_latest(run):
             return known
-        # First the generation, then the question: the answer is of that generation or newer.
+        # Read the generation before the query: the answer is of that generation or newer.
         generation = self._index.seen
         found = self._index.find(Reference(run, None)) if run is not None else self._index.latest()
         self._freshness.check(run, found is not None)
@@ -44,9 +44,9 @@ class Catalog:
         return found
 
     def cached_latest(self, run: str | None) -> Checkpoint | None:
-        """The same without asking the database, if nothing has changed since it was asked; else None.
+        """The same without a database query; None if the index has changed since the last query.
 
-        What another daemon changed shows after the next `follow`.
+        Changes by other daemons are seen after the next `follow`.
         """
         generation, found = self._latest.get(run, (-1, None))
         if found is None or generation != self._index.seen:
@@ -55,7 +55,7 @@ class Catalog:
         return found
 
     def follow(self) -> None:
-        """Look for changes made by other daemons. Raises IndexUnavailable."""
+        """Check for changes by other daemons. Raises IndexUnavailable."""
         self._index.look()
 
     def find(self, reference: Reference) -> Checkpoint:
@@ -71,13 +71,13 @@ class Catalog:
         return found
 
     def page(self, wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Found:
-        """Checkpoints that meet conditions, in an order, after a place."""
+        """A page of the checkpoints that match a filter, in the given order, after a key."""
         found = self._listing.page(wanted, sort, after, limit)
         self._freshness.check(wanted.one_run, bool(found.checkpoints or after))
         return found
 
     def runs(self) -> list[RunSummary]:
-        """All runs, in order."""
+        """All runs, sorted by name."""
         found = self._index.summaries()
         self._freshness.check(None, bool(found))
         return found

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint: its shards and entries, read from its manifest."""
+"""The shards and entries of a checkpoint, read from its manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEPT_BYTES = 4 << 20
 
 
 class Contents:
-    """Parses manifests, one at a time, because a large one takes much memory. Any thread may use it."""
+    """Parses manifests one at a time, because large ones need much memory. Any thread may use it."""
 
     def __init__(self, catalog: Catalog, objects: Objects) -> None:
         self._catalog = catalog
@@ -71,7 +71,8 @@ class Contents:
         checkpoint = self._catalog.find(reference)
         if checkpoint.manifest_bytes > MAX_MANIFEST_BYTES:
             raise InvalidRequest(
-                f"the manifest of {checkpoint.id} has {checkpoint.manifest_bytes} bytes", "Read it: .../manifest"
+                f"the manifest of {checkpoint.id} has {checkpoint.manifest_bytes} bytes",
+                "Download it instead: GET .../manifest",
             )
         with self._lock:
             content = self._kept.get(checkpoint.manifest_digest)

@@ -1,4 +1,4 @@
-"""Events: recorded in the index, told at once to whoever waits in this process."""
+"""Events: recorded in the index, and published at once to the requests that wait in this process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckptstore.names import check_run
 _LOG = logging.getLogger(__name__)
 KEPT = 10_000
 ANY = "events"
-"""What is woken for any event."""
+"""The topic of all events."""
 CHECKPOINTS = "checkpoints"
-"""What is woken when a checkpoint of any run came or went; with a slash and the run, for one run."""
+"""The topic of checkpoints that are committed, deleted or corrupt; for one run, append a slash and its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class EventPage:
     events: list[Event]
     last_id: int
     gap: bool
-    """Some after the id are not kept any more."""
+    """Whether some events after the id have been deleted."""
 
 
 class Events:
     """Reads and records events. Any thread may use it."""
 
     def __init__(self, log: EventLog, restores: RestoreIndex, wake: Callable[[str], None]) -> None:
-        """wake: called with what to wake, from any thread."""
+        """wake: called with a topic or the id of a restore session, from any thread."""
         self._log = log
         self._restores = restores
         self._wake = wake
@@ -52,15 +52,15 @@ class Events:
         return EventPage(found, last, gap=after < oldest - 1 and after != 0)
 
     def of_checkpoint(self, id: str) -> list[Event]:
-        """What is known to have happened to one checkpoint, oldest first."""
+        """The events of one checkpoint, oldest first."""
         return self._log.after(0, MAX_EVENTS, checkpoint=id)
 
     def newest_id(self) -> int:
-        """The id after which everything is news."""
+        """The id of the newest event."""
         return self._log.bounds()[1]
 
     def restore_ended(self, id: str) -> None:
-        """Wake whoever waits for a restore session, and record how it ended, once. Never raises CkptError."""
+        """Wake requests that wait for a restore session and record its end, once. Never raises CkptError."""
         self._wake(id)
         with self._lock:
             if id in self._ended:
@@ -74,12 +74,12 @@ class Events:
             _LOG.warning("cannot record the end of restore %s: %s", id, error)
 
     def job_ended(self, job: Job) -> None:
-        """Record how a job ended."""
+        """Record the end of a job."""
         detail = {"job": job.id, "kind": job.kind, "state": job.state, "code": job.code, "problem": job.problem}
         self._log.add(EventContent(kind=EventKind.JOB_ENDED, run=job.request.get("run"), detail=detail))
 
     def pruned(self, removed: Sequence[Checkpoint]) -> None:
-        """Record what a prune removed, run by run. Never raises CkptError: it is done."""
+        """Record the checkpoints that a prune removed, per run. Never raises CkptError: the prune is already done."""
         by_run: dict[str, list[Checkpoint]] = {}
         for checkpoint in removed:
             by_run.setdefault(checkpoint.run, []).append(checkpoint)
@@ -97,7 +97,7 @@ class Events:
             return
         known = self._log.after(0, MAX_EVENTS, checkpoint=restore.checkpoint.id)
         if any(event.content.detail.get("restore") == id for event in known):
-            return  # by this daemon before it was restarted, or by another one
+            return  # recorded by this daemon before a restart, or by another daemon
         detail = {
             "restore": id,
             "key": restore.key,
@@ -112,7 +112,7 @@ class Events:
         )
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Wake whoever waits for one of these."""
+        """Wake the requests that wait for one of these events."""
         self._wake(ANY)
         changed = {event.content.run for event in events if event.content.kind in _OF_CHECKPOINTS}
         if changed:
@@ -124,7 +124,7 @@ class Events:
                 self._wake(event.content.detail["restore"])
 
     def run_once(self) -> None:
-        """Tell what other daemons on the same database have recorded. For one background thread."""
+        """Publish events that other daemons on the same database have recorded. For one background thread."""
         if self._seen is None:
             self._seen = self.newest_id()
             return
@@ -134,7 +134,7 @@ class Events:
             self.publish(found)
 
     def forget(self) -> None:
-        """Drop the oldest events."""
+        """Delete the oldest events."""
         self._log.trim(KEPT)
 
 

@@ -1,7 +1,7 @@
-"""Whether the index may be believed. "There is none" is only said of a store that was listed just now.
+"""Whether the index is fresh enough to answer. "No checkpoint" is only reported if the store was listed recently.
 
-A trainer that is told "no checkpoint" starts from scratch, so the absence of one must never be
-concluded from a store that did not answer.
+A trainer that receives "no checkpoint" starts from scratch, so absence must never be concluded from a store that
+did not answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptstore.errors import CkptError, Damaged, IndexUnavailable, StoreUnavaila
 
 
 class Freshness:
-    """What the last listings of the store came to. Any thread may ask or tell."""
+    """Results of the last listings of the store. Any thread may call any method."""
 
     def __init__(self, clock: Clock, stale_after_s: float) -> None:
         self._clock = clock
@@ -27,7 +27,7 @@ class Freshness:
         self._failures: dict[str | None, CkptError] = {}
 
     def report(self, began_at: float, runs: Collection[str], failures: Mapping[str, CkptError]) -> None:
-        """A round that began at `began_at` listed the store; some of its runs may have failed."""
+        """Record a round that began at `began_at` and listed the store; some runs may have failed."""
         with self._lock:
             self._listed_at = began_at
             self._synced = (self._synced & set(runs)) | (set(runs) - failures.keys())
@@ -36,7 +36,7 @@ class Freshness:
                 self._succeeded_at = began_at
 
     def report_failure(self, error: CkptError) -> None:
-        """A round could not even list the runs."""
+        """Record a round that could not list the runs."""
         with self._lock:
             self._failures = {None: error}
 
@@ -52,17 +52,17 @@ class Freshness:
         return doubt.message if doubt else ""
 
     def check(self, run: str | None, found: bool) -> None:
-        """Raise if the index cannot answer a question about `run` (None: about all).
+        """Raise if the index cannot answer a query for `run` (None: for all runs).
 
-        found: what the index has is believed once the run was read whole; that something is missing is
-        believed only if the last listing succeeded, and not long ago. Raises StoreUnavailable, or what trying
-        again cannot heal: UnsupportedFormat, because to skip what we cannot read is to resume from the wrong step.
+        found: whether the index has a result. A result is valid once the run has been read completely. An empty
+        result is valid only if the last listing succeeded, and recently. Raises StoreUnavailable, or an error that a
+        retry cannot fix, such as UnsupportedFormat: skipping an unreadable checkpoint would resume from the wrong step.
         """
         with self._lock:
             doubt = self._doubt(run, found)
         if doubt is not None:
             kind = type(doubt) if isinstance(doubt, Damaged | IndexUnavailable) else StoreUnavailable
-            raise kind(doubt.message, doubt.hint or "The index may not equal the store: wait until /readyz says ready")
+            raise kind(doubt.message, doubt.hint or "The index may be stale: wait until GET /readyz reports ready")
 
     def _doubt(self, run: str | None, found: bool) -> CkptError | None:
         failures = {name: error for name, error in self._failures.items() if run is None or name in (None, run)}

@@ -1,4 +1,4 @@
-"""Jobs: long work in the background, with progress, a log and a way to end it."""
+"""Jobs: long background work with progress, a log and cancellation."""
 
 from __future__ import annotations
 
@@ -22,57 +22,56 @@ _LOG = logging.getLogger(__name__)
 WORKERS = 2
 MAX_LIVE = 100
 _SILENT_S = 15.0
-_HEARD_EVERY_S = 3.0
-_TOLD_EVERY_S = 0.3
+_REPORT_EVERY_S = 0.3
 _LOG_CHARACTERS = 64 << 10
 _KEPT_S = 7 * 24 * 3600.0
 _KEPT_ENDED = 500
 
 
 class JobCancelled(Exception):
-    """Somebody asked the job to end, or the daemon ends."""
+    """The job was cancelled, or the daemon is shutting down."""
 
 
 class JobProgress:
-    """What a job says while it handlers. Each call raises JobCancelled if the job is to end; any thread may call."""
+    """Progress reports of a running job. Each call raises JobCancelled if the job must end; any thread may call."""
 
     def __init__(self, index: JobIndex, id: str, clock: Clock, by: str) -> None:
-        """by: who wants the job."""
+        """by: the caller that submitted the job."""
         self.by = by
         self._index = index
         self._id = id
         self._clock = clock
         self._lock = threading.Lock()
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self._cancelled = threading.Event()
         self._values: dict[str, Any] = {"done": 0.0, "total": 0.0, "unit": "", "log": ""}
 
     def expect(self, total: float, unit: str) -> None:
-        """So much is to be done."""
+        """Set the total amount of work."""
         self._note(True, total=float(total), unit=unit)
 
     def advance(self, count: float) -> None:
-        """So much more is done."""
+        """Add to the amount of work that is done."""
         with self._lock:
             self._values["done"] += count
         self._note(False)
 
-    def say(self, line: str) -> None:
-        """A line for the log."""
+    def log(self, line: str) -> None:
+        """Append a line to the log of the job."""
         with self._lock:
             self._values["log"] = (self._values["log"] + line + "\n")[-_LOG_CHARACTERS:]
         self._note(False)
 
     def cancel(self) -> None:
-        """Make the next call raise."""
+        """Make the next call raise JobCancelled."""
         self._cancelled.set()
 
-    def live(self) -> None:
-        """Write a sign of life."""
+    def heartbeat(self) -> None:
+        """Write a heartbeat to the index."""
         self._write()
 
     def values(self) -> dict[str, Any]:
-        """Everything it said, for the index."""
+        """Everything reported so far, as columns of the index."""
         with self._lock:
             return dict(self._values)
 
@@ -81,9 +80,9 @@ class JobProgress:
             raise JobCancelled
         with self._lock:
             self._values |= values
-            due = at_once or self._clock() - self._told_at >= _TOLD_EVERY_S or self._clock() < self._told_at
+            due = at_once or self._clock() - self._reported_at >= _REPORT_EVERY_S or self._clock() < self._reported_at
             if due:
-                self._told_at = self._clock()
+                self._reported_at = self._clock()
         if due:
             self._write()
             if self._cancelled.is_set():
@@ -95,11 +94,11 @@ class JobProgress:
 
 
 JobHandler = Callable[[Any, JobProgress], dict[str, Any] | None]
-"""What a kind of job does, given its request; returns its result."""
+"""Runs a job of one kind, given its request; returns its result."""
 
 
 class Jobs:
-    """Starts, watches and ends jobs. Any thread may call any method."""
+    """Starts, monitors and ends jobs. Any thread may call any method."""
 
     def __init__(self, index: JobIndex, events: Events, clock: Clock, handlers: Mapping[type, JobHandler]) -> None:
         self._index = index
@@ -110,16 +109,16 @@ class Jobs:
         self._lock = threading.Lock()
         self._running: dict[str, JobProgress] = {}
         self._waiting: set[str] = set()
-        # Daemon threads: a store that never answers must not keep the process from ending.
+        # Daemon threads: a store that never answers must not keep the process from exiting.
         self._threads = [threading.Thread(target=self._loop, name=f"job-{n}", daemon=True) for n in range(WORKERS)]
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the worker threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ask what runs to end, and wait no longer than `timeout_s`; the rest is interrupted."""
+        """Cancel running jobs and wait at most `timeout_s` seconds. Jobs that are still running are interrupted."""
         for _ in self._threads:
             self._queue.put(None)
         with self._lock:
@@ -129,9 +128,11 @@ class Jobs:
             thread.join(timeout_s / WORKERS)
 
     def submit(self, request: JobRequest, by: str = "ckptd") -> Job:
-        """Write a job down; it runs when a worker is free. by: who wants it. Raises TooManyRequests."""
+        """Enqueue a job; it runs when a worker is free. by: the caller that submits it. Raises TooManyRequests."""
         if len(self._index.live(MAX_LIVE)) >= MAX_LIVE:
-            raise TooManyRequests(f"{MAX_LIVE} jobs wait or run", "Wait, or cancel some: DELETE /v1/jobs/{id}")
+            raise TooManyRequests(
+                f"{MAX_LIVE} jobs are queued or running", "Wait, or cancel some: DELETE /v1/jobs/{id}"
+            )
         now = self._clock()
         body: dict[str, Any] = msgspec.to_builtins(request)
         kind = body.pop("kind")
@@ -146,7 +147,10 @@ class Jobs:
         """One job. Raises NoJob."""
         found = self._index.find(check_ulid(id))
         if found is None:
-            raise NoJob(f"there is no job {id}", "It ended long ago, or the daemon's database was deleted")
+            raise NoJob(
+                f"there is no job {id}",
+                "It ended long ago, or the daemon's database was deleted; GET /v1/jobs lists the jobs",
+            )
         return found
 
     def newest(self, limit: int) -> list[Job]:
@@ -154,7 +158,7 @@ class Jobs:
         return self._index.newest(limit)
 
     def cancel(self, id: str) -> Job:
-        """Ask a job to end: it does so at its next step, wherever it runs. One that has ended stays. Raises NoJob."""
+        """Cancel a job: it ends at its next report, on any daemon. A job that has ended is unchanged. Raises NoJob."""
         job = self.find(id)
         if job.state is JobState.QUEUED:
             self._end(id, JobState.CANCELLED)
@@ -167,11 +171,11 @@ class Jobs:
         return self.find(id)
 
     def watch(self) -> None:
-        """Give signs of life, and end jobs whose daemon is gone. For one background thread."""
+        """Send heartbeats, and end jobs whose daemon is gone. For one background thread."""
         with self._lock:
             running, waiting = list(self._running.values()), list(self._waiting)
         for progress in running:
-            progress.live()
+            progress.heartbeat()
         for id in waiting:
             self._index.change(id, heartbeat_at=self._clock())
         now = self._clock()
@@ -194,7 +198,7 @@ class Jobs:
         try:
             now = self._clock()
             if not self._index.change(id, state=JobState.RUNNING, started_at=now, heartbeat_at=now):
-                return  # it was cancelled while it waited
+                return  # cancelled while it was queued
             result = self._handlers[type(request)](request, progress)
         except JobCancelled:
             self._end(id, JobState.CANCELLED, **progress.values())
@@ -217,7 +221,7 @@ class Jobs:
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """A job as the wire wants it."""
+    """A job as it is sent over HTTP."""
     values = asdict(job)
     del values["heartbeat_at"]
     return values

@@ -1,4 +1,4 @@
-"""The stored objects of a checkpoint, read piece by piece through the cache. The reader has the checksums."""
+"""The stored objects of a checkpoint, read in pieces through the cache. The reader verifies the checksums."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SIZES_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object of an attempt. It never changes: attempts are not rewritten."""
+    """One object of an attempt. It is immutable: attempts are never rewritten."""
 
     key: str
     bytes: int
     version: str
-    """Differs between any two objects that were ever served under one URL."""
+    """Unique among all objects that were ever served under one URL."""
 
 
 class Objects:
-    """Reads what the store holds of a checkpoint. Raises NoCheckpoint, ObjectMissing or Unavailable."""
+    """Reads the objects of checkpoints. Raises NoCheckpoint, ObjectMissing or Unavailable."""
 
     def __init__(self, store: Store, catalog: Catalog, cache: BlockCache) -> None:
         self._store = store
@@ -51,36 +51,36 @@ class Objects:
         return self._object(RunKeys(reference.run).receipt(attempt, rank))
 
     def read(self, stored: StoredObject, offset: int, count: int, fresh: bool = False) -> memoryview:
-        """Bytes from `offset`: as many of `count` as come in one piece, at least one.
+        """At least one and at most `count` bytes from `offset`: those that are in the same piece.
 
-        fresh: from the store itself. Raises CorruptObject if the object ends before.
+        fresh: bypass the cache. Raises CorruptObject if the object ends earlier.
         """
         if fresh:
             return self._cache.read_past(stored.key, offset, min(count, BLOCK_BYTES))
         return self._cache.read(stored.key, stored.bytes, offset, count)
 
     def read_all(self, stored: StoredObject) -> bytes:
-        """The whole of a small object, checked by its caller."""
+        """The whole of a small object; the caller verifies it."""
         data = bytearray()
         while len(data) < stored.bytes:
             data += self.read(stored, len(data), stored.bytes - len(data))
         return bytes(data)
 
     def forget_deleted(self) -> None:
-        """Drop from the cache what belongs to no checkpoint any more. Never raises CkptError."""
+        """Remove the pieces of deleted checkpoints from the cache. Never raises CkptError."""
         for run, attempt in self._cache.owners():
             try:
                 self._catalog.find(Reference(run, attempt.step, attempt.ulid))
             except NoCheckpoint:
                 self._cache.drop(run, attempt)
             except Unavailable:
-                return  # nobody knows what is deleted: next time
+                return  # deletions cannot be determined now: try in the next round
 
     def _attempt(self, reference: Reference) -> Attempt:
         try:
             return self._catalog.find(reference).attempt
         except (NoCheckpoint, StoreUnavailable):
-            # A reader with a lease may finish although its checkpoint was hidden meanwhile.
+            # A reader with a lease may finish although its checkpoint has been hidden since.
             if reference.step is None or reference.ulid is None:
                 raise
             attempt = Attempt(reference.step, reference.ulid)

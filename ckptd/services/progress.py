@@ -1,4 +1,4 @@
-"""What reports mean for a restore session: when it ends, who is silent, who is behind. Pure."""
+"""The state of a restore session from the reports of its ranks: its end, silent ranks, stragglers. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED = 16
 
 
 def join(restore: Restore, before: RankProgress | None, rank: int, now: float) -> tuple[Restore, RankProgress | None]:
-    """A rank is there. One that joins again keeps what it said before."""
+    """Add a rank to a session. A rank that joins again keeps its earlier report."""
     if not restore.live:
         return restore, before
     if before is not None:
@@ -26,9 +26,9 @@ def join(restore: Restore, before: RankProgress | None, rank: int, now: float) -
 def advance(
     restore: Restore, before: RankProgress | None, rank: int, report: RankReport, now: float
 ) -> tuple[Restore, RankProgress | None]:
-    """A rank says how far it is; the last rank to be restored and the first to fail end the session.
+    """Apply the report of a rank; the last restored rank and the first failed rank end the session.
 
-    What has ended does not change any more. A restored rank can fail but not go back: reports may overtake each other.
+    An ended session does not change. A restored rank can fail but not go back: reports may arrive out of order.
     """
     if not restore.live:
         return restore, before
@@ -37,44 +37,44 @@ def advance(
     if joined.phase is Phase.RESTORED and report.phase is not Phase.FAILED:
         return restore, joined
     problem = report.problem.replace("\0", "?")[:_MAX_PROBLEM]
-    said = RankProgress(rank, report.phase, report.done_bytes, report.total_bytes, now, problem)
+    latest = RankProgress(rank, report.phase, report.done_bytes, report.total_bytes, now, problem)
     restore = replace(
         restore,
-        num_restored=restore.num_restored + (said.phase is Phase.RESTORED) - (joined.phase is Phase.RESTORED),
-        done_bytes=restore.done_bytes + said.done_bytes - joined.done_bytes,
-        total_bytes=restore.total_bytes + said.total_bytes - joined.total_bytes,
+        num_restored=restore.num_restored + (latest.phase is Phase.RESTORED) - (joined.phase is Phase.RESTORED),
+        done_bytes=restore.done_bytes + latest.done_bytes - joined.done_bytes,
+        total_bytes=restore.total_bytes + latest.total_bytes - joined.total_bytes,
     )
-    if said.phase is Phase.FAILED:
-        why = problem or "it did not say why"
+    if latest.phase is Phase.FAILED:
+        why = problem or "it gave no reason"
         restore = replace(restore, state=RestoreState.FAILED, ended_at=now, problem=f"rank {rank} failed: {why}")
     elif restore.num_restored == restore.world_size:
         restore = replace(restore, state=RestoreState.RESTORED, ended_at=now)
-    return restore, said
+    return restore, latest
 
 
 def fraction(progress: RankProgress) -> float:
-    """How much of its restore a rank has done, from 0 to 1."""
+    """The fraction of its restore that a rank has done, from 0 to 1."""
     if progress.phase is Phase.RESTORED:
         return 1.0
     return min(1.0, progress.done_bytes / progress.total_bytes) if progress.total_bytes else 0.0
 
 
 def mean(restore: Restore, ranks: Iterable[RankProgress]) -> float:
-    """How much of a session is done, from 0 to 1."""
+    """The fraction of a session that is done, from 0 to 1."""
     return sum(map(fraction, ranks)) / restore.world_size
 
 
 def slowest(ranks: Iterable[RankProgress]) -> RankProgress | None:
-    """The rank that has done least, of those that joined and are not restored."""
+    """The rank with the least progress among those that joined and are not restored."""
     waiting = (progress for progress in ranks if progress.phase is not Phase.RESTORED)
     return min(waiting, key=lambda progress: (fraction(progress), progress.rank), default=None)
 
 
 def stragglers(restore: Restore, ranks: Sequence[RankProgress], now: float) -> list[int]:
-    """Ranks that are behind: not restored, and done with less than half of what the median rank has done, or
-    silent for more than a quarter of what is allowed. By rank, MAX_STRAGGLERS at most.
+    """Ranks that are not restored and are behind: less than half of the median rank's progress, or silent for more
+    than a quarter of ttl_s. Sorted, MAX_STRAGGLERS at most.
 
-    Ranks that never joined have done nothing and have been silent from the beginning.
+    Ranks that never joined have no progress and have been silent since the session began.
     """
     if not restore.live:
         return []
@@ -91,9 +91,9 @@ def stragglers(restore: Restore, ranks: Sequence[RankProgress], now: float) -> l
 
 
 def silence(restore: Restore, ranks: Sequence[RankProgress], now: float, since: float) -> str:
-    """Who was silent for the whole of ttl_s, and where they were: why the session expires. Empty: nobody.
+    """Why the session expires: the ranks that were silent for all of ttl_s, with their phases. Empty if none was.
 
-    since: silence before this moment does not count, because nobody listened.
+    since: silence before this time does not count, because no daemon was running to receive reports.
     """
     last_call = now - restore.ttl_s
     if since > last_call:
@@ -110,7 +110,7 @@ def silence(restore: Restore, ranks: Sequence[RankProgress], now: float, since: 
     if not silent:
         return ""
     more = f" and {num_silent - _NAMED} more" if num_silent > _NAMED else ""
-    return f"no word for {restore.ttl_s:g} s from {', '.join(silent[:_NAMED])}{more}"
+    return f"no report for {restore.ttl_s:g} s from {', '.join(silent[:_NAMED])}{more}"
 
 
 def _median(world_size: int, fractions: Sequence[float]) -> float:

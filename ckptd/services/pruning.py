@@ -1,4 +1,4 @@
-"""Prunes: planned from the store itself, never from the index, so that a stale index cannot delete."""
+"""Prunes, planned from the store and never from the index, so that a stale index cannot cause deletions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptstore.stores import Store
 
 
 class Pruning:
-    """Prunes, and counts what was removed. Any thread may call any method."""
+    """Prunes, and counts the removed checkpoints. Any thread may call any method."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Pruning:
         clock: Clock,
         on_pruned: Callable[[Sequence[Checkpoint]], None],
     ) -> None:
-        """on_pruned: called with what a prune removed."""
+        """on_pruned: called with the checkpoints that a prune removed."""
         self._on_pruned = on_pruned
         self._store = store
         self._store_sync = store_sync
@@ -32,15 +32,15 @@ class Pruning:
         self._clock = clock
 
     def prune(self, prune: Prune, dry_run: bool, by: str) -> PrunePlan:
-        """Plan, and without dry_run hide; what was removed is gone from all listings on return.
+        """Plan, and without dry_run hide; removed checkpoints are gone from all listings on return.
 
-        by: the caller, for the audit log. Raises what Operator.prune raises.
+        by: the caller, for the audit log. Raises the errors of Operator.prune.
         """
         plan = self._operator(by).plan_prune(prune)
         return plan if dry_run else self.apply(prune, plan, by)
 
     def apply(self, prune: Prune, plan: PrunePlan, by: str) -> PrunePlan:
-        """Hide what the plan removes. Raises what Operator.prune raises."""
+        """Hide the checkpoints that the plan removes. Raises the errors of Operator.prune."""
         if not plan.remove:
             return plan
         done = self._operator(by).prune(prune, plan)

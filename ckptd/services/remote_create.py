@@ -1,7 +1,7 @@
-"""Decides who was first, on a store that accepts create-only writes and overwrites.
+"""Decides create-only writes for stores that ignore If-None-Match and overwrite (docs/decisions/0014).
 
-A decision is made in the index and then written to the store, and only then told to anybody. So whoever knows of a
-decision can rely on the store, and an index that is lost takes no decision with it that anybody knows of.
+A decision is made in the index, then written to the store, and only then returned. A process that has received a
+decision can therefore rely on the store. Losing the index does not lose any decision that was returned.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _KEPT_S = 2 * TOMBSTONE_KEPT_S
 
 
 class RemoteCreateDecider:
-    """The arbiter of a store. For any thread, and for all daemons that share one database."""
+    """Decides which document is stored. For any thread, and for all daemons that share one database."""
 
     def __init__(self, store: Store, index: DecisionIndex, clock: Clock) -> None:
-        """store: as it is, without an arbiter."""
+        """store: the plain store, without remote creates."""
         self._store = store
         self._index = index
         self._clock = clock
 
     def decide(self, key: str, proposal: bytes) -> bytes:
-        """What was proposed first for `key`; it is in the store on return, or has been deleted since.
+        """The first document proposed for `key`; it is in the store on return, or has been deleted since.
 
-        Raises IndexUnavailable, or what the store raises: then it may be decided, and asking again tells.
+        Raises IndexUnavailable, or an error of the store. The decision may have been made then: call again.
         """
         found = self._index.find(key)
         if found is None:
@@ -46,7 +46,7 @@ class RemoteCreateDecider:
         return found.document
 
     def finish(self) -> None:
-        """Write to the store what a daemon decided and could not write; forget what nobody can contradict any more.
+        """Write decisions to the store that a daemon could not write; delete those that can no longer be contradicted.
 
         Never raises CkptError.
         """
@@ -64,7 +64,7 @@ class RemoteCreateDecider:
             return None
 
     def _store_if_needed(self, decision: Decision) -> None:
-        # Once only: what has been swept since must not come back.
+        # Only once: an object that has been swept since must not come back.
         if not decision.stored:
             self._store.put(decision.key, decision.document)
             self._index.mark_stored(decision.key)
@@ -72,18 +72,18 @@ class RemoteCreateDecider:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What somebody wants to be decided."""
+    """A document that a client proposes for a decision."""
 
     key: str
-    """Of the object that would say so."""
+    """Key of the object that records the decision."""
     document: bytes
     manifest_key: str
     committed: Committed | None
-    """What it would commit; None if it is about deleting."""
+    """The manifest that it would commit; None if the proposal is part of a deletion."""
 
     @staticmethod
     def parse(run: str, attempt: str, tombstone: str | None, text: str) -> Proposal:
-        """Raises InvalidName, or InvalidRequest if `text` is no document about this attempt or tombstone."""
+        """Raises InvalidName, or InvalidRequest if `text` is not a document of this attempt or tombstone."""
         named, document = Attempt.parse(attempt), text.encode()
         manifest_key = RunKeys(run).manifest(named)
         try:
@@ -96,31 +96,33 @@ class Proposal:
                 key = RunKeys(run).fate(named, tombstone)
                 fits, committed = (fate.attempt, fate.tombstone) == (attempt, tombstone), None
         except Damaged as error:
-            raise InvalidRequest(error.message, "Send the document as it would be stored") from error
+            raise InvalidRequest(error.message, "Send the document exactly as it would be stored") from error
         if not fits:
-            raise InvalidRequest("the proposal is about another attempt or tombstone", "Name the one it is about")
+            raise InvalidRequest(
+                "the proposal names another attempt or tombstone", "Send the names that are in the document"
+            )
         return Proposal(key, document, manifest_key, committed)
 
 
 class RemoteCreateService:
-    """Decides what is proposed over HTTP. For any thread."""
+    """Decides proposals that arrive over HTTP. For any thread."""
 
     def __init__(self, store: Store) -> None:
-        """store: with its arbiter, if it needs one."""
+        """store: with remote creates, if it needs them."""
         self._store = store
 
     def decide(self, proposal: Proposal) -> bytes:
-        """What was decided, now or before; in the store on return.
+        """The winning document, decided now or earlier; it is in the store on return.
 
-        Raises InvalidRequest if it would commit what is not there, ObjectMissing if what was decided has been deleted
-        since, or Unavailable: asking again tells.
+        Raises InvalidRequest if it would commit a manifest that is not there, ObjectMissing if the winning document
+        has been deleted since, or Unavailable: the decision may have been made then, so call again.
         """
         if proposal.committed is not None and self._size(proposal.key) is None:
             expected, found = proposal.committed.bytes, self._size(proposal.manifest_key)
             if found != expected:
                 where = self._store.object_url(proposal.manifest_key)
                 raise InvalidRequest(
-                    f"{where} has {found or 'no'} bytes, the proposal says {expected}",
+                    f"{where} has {found or 'no'} bytes, but {expected} in the proposal",
                     "Does the daemon serve the store that the trainer writes to?",
                 )
         if self._store.put_if_absent(proposal.key, proposal.document):

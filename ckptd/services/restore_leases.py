@@ -1,4 +1,4 @@
-"""The leases of restore sessions: taken when one begins, renewed while it lives, released when it has ended."""
+"""Leases of restore sessions: taken at the start, renewed while the session is live, released after its end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
 _OUTLIVES_S = 600.0
-"""So much longer than the allowed silence a lease lasts: a daemon that is away may come back."""
+"""How long a lease outlasts the ttl_s of its session, so that a daemon has time to restart."""
 
 
 class RestoreLeases:
-    """Reports only touch the index; what has to wait for the store happens here."""
+    """Reports only change the index; all work that waits for the store is here."""
 
     def __init__(
         self, store: Store, index: RestoreIndex, metrics: Metrics, clock: Clock, on_end: Callable[[str], None]
     ) -> None:
-        """on_end: called with the id of a session that had to be ended."""
+        """on_end: called with the id of a session that fails because its lease is lost."""
         self._store = store
         self._index = index
         self._metrics = metrics
@@ -34,7 +34,7 @@ class RestoreLeases:
         self._on_end = on_end
 
     def take(self, checkpoint: Checkpoint, id: str, ttl_s: float) -> tuple[str, float]:
-        """Protect the checkpoint of a session that begins. Returns the lease and until when it holds.
+        """Protect the checkpoint of a new session. Returns the lease and its expiry time.
 
         Durable on return. Raises NoCheckpoint if the checkpoint is being deleted, or Unavailable.
         """
@@ -43,13 +43,13 @@ class RestoreLeases:
         return take_lease(self._run(checkpoint.run), checkpoint.attempt, _holder(id), duration), until
 
     def release(self, restore: Restore) -> None:
-        """Let the checkpoint go; done already is fine. Raises Unavailable."""
+        """Release the lease of a session. Idempotent. Raises Unavailable."""
         if restore.lease is not None:
             release_lease(self._run(restore.run), restore.lease)
             self._index.release(restore.id)
 
     def run_once(self) -> None:
-        """Release what ended sessions hold, renew what live ones need. Never raises CkptError."""
+        """Release the leases of ended sessions and renew those of live ones. Never raises CkptError."""
         for restore in self._index.leased():
             try:
                 if restore.live:
@@ -57,7 +57,7 @@ class RestoreLeases:
                 else:
                     self.release(restore)
             except CkptError as error:
-                _LOG.warning("cannot keep the lease of restore %s: %s", restore.id, error)
+                _LOG.warning("cannot renew or release the lease of restore %s: %s", restore.id, error)
                 if isinstance(error, Unavailable):
                     self._metrics.store_errors.labels("restore", error.code).inc()
 
@@ -76,12 +76,12 @@ class RestoreLeases:
             try:
                 lease, _ = self.take(checkpoint, restore.id, restore.ttl_s)
             except NoCheckpoint as error:
-                problem = f"{error.message}: its lease ran out while no daemon was there to renew it"
+                problem = f"{error.message}: its lease expired while no daemon was running to renew it"
                 self._index.end(restore.id, RestoreState.FAILED, problem, now)
                 self._on_end(restore.id)
                 return
         if not self._index.renew(restore.id, lease, now + duration):
-            # It ended in this moment, and its lease may have been released before we wrote it again.
+            # The session has just ended, and its lease may have been released before we renewed it.
             release_lease(self._run(restore.run), lease)
 
 

@@ -1,4 +1,4 @@
-"""Restore sessions: all ranks of a job restore one checkpoint, which is resolved once and held by a lease."""
+"""Restore sessions: all ranks of a job restore one checkpoint, resolved once and protected by a lease."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreView:
-    """A session as people look at it."""
+    """A session with its computed progress, for display."""
 
     restore: Restore
     expires_at: float | None
-    """When it expires if nobody reports any more; None once it ended."""
+    """When the session expires without further reports; None once it has ended."""
     progress: float | None = None
     stragglers: tuple[int, ...] = ()
     slowest: RankProgress | None = None
     ranks: tuple[RankProgress, ...] | None = None
-    """None: they were not looked at."""
+    """None if the ranks were not read."""
 
 
 class Restores:
-    """Joins, reports, ends. Any thread may call any method."""
+    """Creates, updates and ends restore sessions. Any thread may call any method."""
 
     def __init__(
         self,
@@ -71,34 +71,34 @@ class Restores:
         self._on_end = on_end
         self._started_at = clock()
 
-    def join(self, asked: RestoreRequest) -> Restore | None:
-        """Let a rank join the session of its job; None if there is none yet. Asks the index only.
+    def join(self, request: RestoreRequest) -> Restore | None:
+        """Let a rank join the session of its job; None if there is no session yet. Reads the index only.
 
-        Raises InvalidName, InvalidRequest, RestoreMismatch, or RestoreEnded with what became of it.
+        Raises InvalidName, InvalidRequest, RestoreMismatch, or RestoreEnded with the state of the session.
         """
-        _check(asked)
-        found = self._index.find_key(asked.run, asked.key)
-        return self._join(found, asked) if found is not None else None
+        _check(request)
+        found = self._index.find_key(request.run, request.key)
+        return self._join(found, request) if found is not None else None
 
-    def open(self, asked: RestoreRequest) -> tuple[Restore, bool]:
-        """Resolve the checkpoint, take a lease, begin a session and join it; False if another caller was faster.
+    def open(self, request: RestoreRequest) -> tuple[Restore, bool]:
+        """Resolve the checkpoint, take a lease, create a session and join it; False if another caller created it first.
 
-        Session and lease are durable on return. Raises what join raises, NoCheckpoint, CorruptObject, TooManyRestores
-        or Unavailable.
+        Session and lease are durable on return. Raises the errors of join, NoCheckpoint, CorruptObject,
+        TooManyRestores or Unavailable.
         """
-        _check(asked)
+        _check(request)
         if self._index.count_by_state()[RestoreState.RESTORING] >= MAX_LIVE:
             raise TooManyRestores(
-                f"{MAX_LIVE} restores are under way", "Wait, or cancel some: DELETE /v1/restores/{id}"
+                f"{MAX_LIVE} restores are in progress", "Wait, or cancel some: DELETE /v1/restores/{id}"
             )
-        restore = self._begin(asked)
+        restore = self._begin(request)
         found = self._index.create(restore)
         if found.id != restore.id:
             self._leases.release(restore)
-        return self._join(found, asked), found.id == restore.id
+        return self._join(found, request), found.id == restore.id
 
     def report(self, id: str, rank: int, report: RankReport) -> Restore:
-        """Note how far a rank is; durable on return. A session that has ended is returned as it ended.
+        """Record the progress of a rank; durable on return. A session that has ended is returned unchanged.
 
         Raises NoRestore or InvalidRequest.
         """
@@ -108,12 +108,12 @@ class Restores:
             _check_rank(rank, restore.world_size)
             return progress.advance(restore, before, rank, report, now)
 
-        return self._told(id, self._index.change(check_ulid(id), rank, rule))
+        return self._announce(id, self._index.change(check_ulid(id), rank, rule))
 
     def cancel(self, id: str) -> Restore:
-        """End a session and release its lease; one that has ended stays as it ended. Raises NoRestore."""
+        """Cancel a session and release its lease; the state of an ended session is unchanged. Raises NoRestore."""
         restore = self._index.end(check_ulid(id), RestoreState.CANCELLED, "", self._clock())
-        restore = self._told(id, restore)
+        restore = self._announce(id, restore)
         self._leases.release(restore)
         return restore
 
@@ -122,17 +122,17 @@ class Restores:
         return self._known(id, self._index.find(check_ulid(id)))
 
     def view(self, id: str, with_ranks: bool) -> RestoreView:
-        """One session, if asked for with its ranks. Raises NoRestore."""
+        """One session, with its ranks if `with_ranks`. Raises NoRestore."""
         restore = self.find(id)
         if with_ranks:
-            return self._look_at_ranks(restore)
+            return self._view_ranks(restore)
         return RestoreView(restore=restore, expires_at=self._expires_at(restore) if restore.live else None)
 
     def newest(self, run: str | None, limit: int) -> list[RestoreView]:
-        """Sessions of one run or all, newest first; at the ranks of those that are under way."""
+        """Sessions of one run or all, newest first; live ones with their ranks."""
         found = self._index.newest(check_run(run) if run is not None else None, limit)
         return [
-            self._look_at_ranks(restore) if restore.live else RestoreView(restore=restore, expires_at=None)
+            self._view_ranks(restore) if restore.live else RestoreView(restore=restore, expires_at=None)
             for restore in found
         ]
 
@@ -144,49 +144,51 @@ class Restores:
                 continue
             problem = progress.silence(restore, self._index.ranks(restore.id), now, self._started_at)
             if problem:
-                self._told(restore.id, self._index.end(restore.id, RestoreState.EXPIRED, problem, now))
+                self._announce(restore.id, self._index.end(restore.id, RestoreState.EXPIRED, problem, now))
 
     def forget(self) -> None:
-        """Drop sessions that ended long ago."""
+        """Delete sessions that ended long ago."""
         self._index.forget(self._clock() - _KEPT_S, _KEPT_ENDED)
 
-    def _begin(self, asked: RestoreRequest) -> Restore:
+    def _begin(self, request: RestoreRequest) -> Restore:
         now = self._clock()
         id = new_ulid(now)
-        for checkpoint in self._candidates(asked):
+        for checkpoint in self._candidates(request):
             try:
-                lease, until = self._leases.take(checkpoint, id, asked.ttl_s)
+                lease, until = self._leases.take(checkpoint, id, request.ttl_s)
             except NoCheckpoint:
-                continue  # its deletion began in this moment
+                continue  # its deletion has just begun
             return Restore(
                 id=id,
-                run=asked.run,
-                key=asked.key,
+                run=request.run,
+                key=request.key,
                 checkpoint=checkpoint,
-                world_size=asked.world_size,
-                ttl_s=asked.ttl_s,
+                world_size=request.world_size,
+                ttl_s=request.ttl_s,
                 created_at=now,
                 lease=lease,
                 lease_until=until,
             )
-        raise self._none_left(_reference(asked))
+        raise self._not_found(_reference(request))
 
-    def _none_left(self, reference: Reference) -> CkptError:
-        """An unmounted volume looks like an empty one: none is what the index, just listed, does not know either."""
+    def _not_found(self, reference: Reference) -> CkptError:
+        """An unmounted volume looks empty: a checkpoint is absent only if the fresh index does not list it either."""
         try:
             known = self._catalog.find(reference)
         except NoCheckpoint as error:
             return error
-        # A checkpoint that is named may have been deleted since; the newest of a run never is.
+        # A named checkpoint may have just been deleted; the newest of a run never is.
         if reference.step is not None and reference.run in catalog.list_runs(self._store):
             return NoCheckpoint(f"{known.id} was deleted just now", "Restore another checkpoint")
-        return StoreUnavailable(f"{self._store.url} does not list {known.id}", "Is the volume mounted? Then try again")
+        return StoreUnavailable(
+            f"{self._store.url} does not list {known.id}", "Check that the volume is mounted, then try again"
+        )
 
-    def _candidates(self, asked: RestoreRequest) -> Iterable[Checkpoint]:
-        """From the store itself: a commit counts from the moment it is made, not from when the index has it."""
-        reference = _reference(asked)
+    def _candidates(self, request: RestoreRequest) -> Iterable[Checkpoint]:
+        """Read from the store, because the index may not contain the newest commit yet."""
+        reference = _reference(request)
         if reference.step is None:
-            return catalog.newest_first(Run(self._store, asked.run))
+            return catalog.newest_first(Run(self._store, request.run))
         try:
             found = catalog.find(self._store, reference)
         except NoCheckpoint:
@@ -195,11 +197,11 @@ class Restores:
             raise CorruptObject(f"{found.id} cannot be restored: {found.problem}", "Restore another checkpoint")
         return [found]
 
-    def _join(self, restore: Restore, asked: RestoreRequest) -> Restore:
-        _check_same(restore, asked)
+    def _join(self, restore: Restore, request: RestoreRequest) -> Restore:
+        _check_same(restore, request)
         now = self._clock()
         joined = self._index.change(
-            restore.id, asked.rank, lambda current, before: progress.join(current, before, asked.rank, now)
+            restore.id, request.rank, lambda current, before: progress.join(current, before, request.rank, now)
         )
         joined = self._known(restore.id, joined)
         if not joined.live:
@@ -210,7 +212,7 @@ class Restores:
             )
         return joined
 
-    def _look_at_ranks(self, restore: Restore) -> RestoreView:
+    def _view_ranks(self, restore: Restore) -> RestoreView:
         ranks = self._index.ranks(restore.id)
         return RestoreView(
             restore=restore,
@@ -222,14 +224,14 @@ class Restores:
         )
 
     def _expires_at(self, restore: Restore) -> float:
-        """When a live session expires if nobody reports any more."""
+        """When a live session expires without further reports."""
         since = self._index.oldest_report(restore.id)
         if since is None or restore.num_joined < restore.world_size:
             since = restore.created_at if since is None else min(since, restore.created_at)
-        # While no daemon was there, nobody could report.
+        # Ranks could not report while no daemon was running.
         return max(since, self._started_at) + restore.ttl_s
 
-    def _told(self, id: str, restore: Restore | None) -> Restore:
+    def _announce(self, id: str, restore: Restore | None) -> Restore:
         restore = self._known(id, restore)
         if not restore.live:
             self._on_end(id)
@@ -243,38 +245,38 @@ class Restores:
         return restore
 
 
-def _check(asked: RestoreRequest) -> None:
-    check_run(asked.run)
-    if not _KEY.fullmatch(asked.key):
+def _check(request: RestoreRequest) -> None:
+    check_run(request.run)
+    if not _KEY.fullmatch(request.key):
         raise InvalidName(
-            f"key {asked.key[:200]!r} is not allowed",
+            f"key {request.key[:200]!r} is not allowed",
             "Use 1 to 128 letters, digits, '.', '_', ':' or '-', starting with a letter or digit",
         )
-    _check_rank(asked.rank, asked.world_size)
-    if _reference(asked).run != asked.run:
+    _check_rank(request.rank, request.world_size)
+    if _reference(request).run != request.run:
         raise InvalidRequest(
-            f"{asked.checkpoint} is not a checkpoint of run {asked.run!r}", "A restore stays within its run"
+            f"{request.checkpoint} is not a checkpoint of run {request.run!r}", "Name a checkpoint of that run"
         )
 
 
 def _check_rank(rank: int, world_size: int) -> None:
     if not 0 <= rank < world_size:
-        raise InvalidRequest(f"rank {rank} is not one of {world_size}", f"Use 0 to {world_size - 1}")
+        raise InvalidRequest(f"rank {rank} is not in a world of {world_size} ranks", f"Use 0 to {world_size - 1}")
 
 
-def _check_same(restore: Restore, asked: RestoreRequest) -> None:
-    if asked.world_size != restore.world_size:
+def _check_same(restore: Restore, request: RestoreRequest) -> None:
+    if request.world_size != restore.world_size:
         raise RestoreMismatch(
-            f"restore {restore.id} has {restore.world_size} ranks, rank {asked.rank} says {asked.world_size}",
+            f"restore {restore.id} has {restore.world_size} ranks, but rank {request.rank} sent {request.world_size}",
             "Use a new key for every restore of a job",
         )
-    wanted, got = _reference(asked), restore.checkpoint
+    wanted, got = _reference(request), restore.checkpoint
     if wanted.step not in (None, got.step) or wanted.ulid not in (None, got.attempt.ulid):
         raise RestoreMismatch(
-            f"restore {restore.id} is of {got.id}, rank {asked.rank} wants {asked.checkpoint}",
-            "All ranks restore one checkpoint; leave it open, or name the same",
+            f"restore {restore.id} restores {got.id}, but rank {request.rank} requested {request.checkpoint}",
+            "All ranks restore one checkpoint: name the same one, or none",
         )
 
 
-def _reference(asked: RestoreRequest) -> Reference:
-    return Reference(asked.run, None) if asked.checkpoint is None else Reference.parse(asked.checkpoint)
+def _reference(request: RestoreRequest) -> Reference:
+    return Reference(request.run, None) if request.checkpoint is None else Reference.parse(request.checkpoint)

@@ -1,4 +1,4 @@
-"""What operators decide about checkpoints: pins, labels, deletions that can be undone, policies; and the audit log."""
+"""Operations on checkpoints: pins, labels, reversible deletions, policies, and leases for readers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Retention:
         self._clock = clock
 
     def operator(self, by: str = "") -> StoreOperator:
-        """The operator that acts for a caller. A run that it changes is up to date in the index on return."""
+        """A store operator that acts for a caller. Runs that it changes are up to date in the index on return."""
         return StoreOperator(self._store, self._clock, by, self._store_sync.sync_run, check_deletes=False)
 
     def delete(self, reference: Reference, by: str, reason: str, grace_s: float | None) -> None:
-        """Hide a checkpoint, to be deleted after a grace. Raises NoCheckpoint or CheckpointHeld."""
+        """Hide a checkpoint; it is deleted after the grace period. Raises NoCheckpoint or CheckpointHeld."""
         found = self._catalog.find(reference)
         self.operator(by).delete(found, SWEEP_GRACE_S if grace_s is None else grace_s, reason)
 
@@ -52,7 +52,7 @@ class Retention:
         return NamedPin(id=found.id, name=name)
 
     def unpin(self, reference: Reference, name: str, by: str) -> None:
-        """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
+        """Remove a pin. Idempotent. Raises InvalidName or NoCheckpoint."""
         self.operator(by).unpin(self._catalog.find(reference), name)
 
     def label(self, reference: Reference, change: LabelChange, by: str, reason: str) -> Checkpoint:
@@ -71,7 +71,7 @@ def _exactly(checkpoint: Checkpoint) -> Reference:
 
 
 class Leases:
-    """Keeps checkpoints from being deleted while they are read."""
+    """Protects checkpoints from deletion for readers that have no access to the store."""
 
     def __init__(self, store: Store, catalog: Catalog, clock: Clock) -> None:
         self._store = store
@@ -81,10 +81,12 @@ class Leases:
     def take(self, reference: Reference, holder: str, ttl_s: float) -> tuple[str, str]:
         """Protect a checkpoint for `ttl_s` seconds; the lease is durable on return. Returns its run and its id.
 
-        Raises InvalidRequest, or NoCheckpoint if the checkpoint is gone or going.
+        Raises InvalidRequest, or NoCheckpoint if the checkpoint is deleted or being deleted.
         """
         if not 0 < ttl_s <= _MAX_TTL_S:
-            raise InvalidRequest(f"ttl_s {ttl_s} is not allowed", f"Use up to {_MAX_TTL_S:.0f} seconds, and renew")
+            raise InvalidRequest(
+                f"ttl_s {ttl_s} is not allowed", f"Use at most {_MAX_TTL_S:.0f} seconds, and renew the lease"
+            )
         if not 0 < len(holder) <= _MAX_HOLDER:
             raise InvalidRequest("the holder's name is empty or too long", f"Use 1 to {_MAX_HOLDER} characters")
         checkpoint = self._catalog.find(reference)
@@ -92,5 +94,5 @@ class Leases:
         return checkpoint.run, lease
 
     def release(self, run: str, lease: str) -> None:
-        """End a lease; one that is gone already is fine."""
+        """End a lease. Idempotent."""
         release_lease(Run(self._store, check_run(run)), lease)

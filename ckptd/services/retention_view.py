@@ -1,4 +1,4 @@
-"""Why checkpoints stay, as far as the index and a few listings tell: for people who look, not for prunes."""
+"""Why checkpoints are kept, from the index and a few listings: for display, not for prunes."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from ckptstore.stores import Store
 
 @dataclass(frozen=True, slots=True)
 class RetentionView:
-    """What the store says about keeping the checkpoints of a run."""
+    """Policy, holds and verifications of one run, read from the store."""
 
     policy: Policy | None
-    """In force for the run; None: it is never pruned."""
+    """The policy in force for the run; None if the run is never pruned."""
     holds: Holds
     verified: Mapping[Attempt, float]
-    """When attempts were last found whole, by the store's clock."""
+    """When each attempt last passed verification, by the store's clock."""
     now: float
 
     def evaluate(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[KeepDecision]:
-        """What a policy would do to these checkpoints of the run, the way a prune judges."""
+        """The decisions that a prune would make about these checkpoints of the run."""
         newest = max((c.attempt for c in checkpoints if c.attempt in self.verified), default=None)
         return evaluate(policy, checkpoints, self.holds, self.now, newest)
 
     def reasons(self, checkpoints: Sequence[Checkpoint]) -> dict[Attempt, tuple[str, ...]]:
-        """Why each of them stays; without a policy, what holds it."""
+        """The reasons to keep each checkpoint; without a policy, its holds."""
         if self.policy is None:
             return {c.attempt: tuple(self.holds.get(c.attempt, ())) for c in checkpoints}
-        return {verdict.checkpoint.attempt: verdict.reasons for verdict in self.evaluate(checkpoints, self.policy)}
+        return {decision.checkpoint.attempt: decision.reasons for decision in self.evaluate(checkpoints, self.policy)}
 
 
 class RetentionViews:
-    """Reads policies, holds and findings. Any thread may use it."""
+    """Reads policies, holds and verifications. Any thread may use it."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
 
     def of_run(self, run: str) -> RetentionView:
-        """What is known of one run: a handful of listings. Raises InvalidName, Damaged or Unavailable."""
+        """The view of one run; takes a few listings. Raises InvalidName, Damaged or Unavailable."""
         named = Run(self._store, run, self._clock)
         in_force = read_policies(self._store)
         return RetentionView(

@@ -1,8 +1,8 @@
-"""Makes the index equal to the store: by rounds of listings, by notification, or by reading everything again.
+"""Keeps the index equal to the store: by periodic listings, by notifications, or by reading everything again.
 
-What is removed from the index was missing from a listing that succeeded, while its run was there. What was read is
-written only if nobody has changed the run meanwhile, in this daemon or in another one that shares the index: else it
-may be old news, and the run is looked at again.
+A checkpoint is removed from the index only if a successful listing lacks it and its run still exists. Results are
+written only if the run has not been changed meanwhile, by this daemon or by another one that shares the index.
+Otherwise they may be outdated, and the run is read again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOG = logging.getLogger(__name__)
 _READERS = 16
 _LISTERS = 4
 _BATCH = 1000
-"""Outcomes that are read before they are written, so that a first reading that is interrupted goes on."""
+"""Outcomes per write to the index, so that an interrupted first read resumes."""
 _TRIES = 10
 IDLE_AFTER_S = 600.0
 IDLE_ROUNDS = 6
@@ -57,20 +57,20 @@ IDLE_ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """What the store says of a run."""
+    """The listing of one run."""
 
     outcomes: Mapping[Attempt, Stamp]
-    """Those that are not hidden, by falling step."""
+    """Attempts that are not hidden, newest step first."""
     damaged: frozenset[Attempt]
     labels: Mapping[Attempt, int]
-    """The newest version of the labels of those that have some."""
+    """The newest label version of each attempt that has labels."""
     fingerprint: int
 
 
 class PollPlan:
-    """Which runs a round looks at: those that changed within ten minutes, and each sixth time the others.
+    """Selects the runs that a round lists: those that changed in the last ten minutes, and others every sixth round.
 
-    For one thread. A listing costs time and money: thousands of runs that ended must not slow down those that go on.
+    For one thread. Listings cost time and money: thousands of ended runs must not slow down the active ones.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -79,7 +79,7 @@ class PollPlan:
         self._changed: dict[str, tuple[int, float]] = {}
 
     def due(self, versions: Mapping[str, int]) -> list[str]:
-        """Of all runs, given with their versions, those of this round. A run seen for the first time is due."""
+        """The runs to list in this round. versions: of all runs. A run seen for the first time is due."""
         now = self._clock()
         number = next(self._rounds)
         self._changed = {
@@ -94,7 +94,7 @@ class PollPlan:
 
 
 class StoreSync:
-    """Reads the store, writes the index. `round` is for one background thread, the rest for any."""
+    """Reads the store and writes the index. `run_once` is for one background thread, the rest for any."""
 
     def __init__(self, store: Store, index: Index, freshness: Freshness, metrics: Metrics, clock: Clock) -> None:
         self._store = store
@@ -109,7 +109,7 @@ class StoreSync:
         self._lock = threading.Lock()
 
     def run_once(self) -> None:
-        """List the runs in which something may have happened, and update the index. Never raises CkptError."""
+        """List the runs that are due, and update the index. Never raises CkptError."""
         began_at = self._clock()
         try:
             versions = self._list_runs()
@@ -125,13 +125,13 @@ class StoreSync:
         self._freshness.report(began_at, versions, failures)
 
     def sync_run(self, run: str, reread: bool = False) -> None:
-        """Make the index of one run equal to the store. reread: also outcomes that were read before."""
+        """Make the index of one run equal to the store. reread: also read outcomes that are indexed already."""
         done: set[Attempt] = set()
         stalled = 0
         while stalled < _TRIES:
             before = len(done)
             try:
-                # First the index, then the store: a commit that is notified in between is not taken for a deletion.
+                # Read the index before the store: a commit notified in between must not look like a deletion.
                 known = self._index.attempts(run)
                 self._update(run, known, self._list(run), reread, done)
                 return
@@ -140,7 +140,7 @@ class StoreSync:
         raise IndexUnavailable(f"run {run!r} changes faster than it can be read", "Try again")
 
     def notify(self, run: str, attempt: Attempt) -> Checkpoint:
-        """Index an attempt if the store says that it is committed; the word of the notifier counts for nothing.
+        """Index an attempt if it is committed in the store; the notification itself is not trusted.
 
         Raises NoCheckpoint if it is not committed or is being deleted, AttemptAborted, or Unavailable.
         """
@@ -166,7 +166,7 @@ class StoreSync:
     def reindex(self) -> tuple[int, int]:
         """Read every outcome again. Returns the numbers of runs and checkpoints.
 
-        A store that lists nothing is believed here, and here only. Raises Unavailable: what was read before is kept.
+        Only this method accepts an empty store. Raises Unavailable; runs that were read until then stay indexed.
         """
         began_at = self._clock()
         known = self._index.versions()
@@ -179,19 +179,19 @@ class StoreSync:
         return len(summaries), sum(summary.num_checkpoints for summary in summaries)
 
     def _list_runs(self) -> dict[str, int]:
-        """The runs of the store with their versions in the index, 0 for new ones; those that are gone are dropped."""
+        """The runs of the store with their versions in the index, 0 for new ones; drops deleted runs from the index."""
         known = self._index.versions()
         runs = list_runs(self._store)
         if known and not runs:
             raise StoreUnavailable(
-                f"{self._store.url} lists no run, but held {len(known)} before: is the volume mounted?",
+                f"{self._store.url} lists no runs, but had {len(known)} before: is the volume mounted?",
                 "If it was emptied on purpose, POST /v1/reindex",
             )
         self._forget(known, runs)
         return {run: known.get(run, 0) for run in runs}
 
     def _forget(self, known: Mapping[str, int], listed: Collection[str]) -> None:
-        # First the index, then the store, here too: a run that was notified in between has another version.
+        # The index was read before the store here too: a run notified in between has another version.
         present = set(listed)
         vanished = {run: version for run, version in known.items() if run not in present}
         if vanished:
@@ -210,7 +210,7 @@ class StoreSync:
         return None
 
     def _list(self, run: str) -> _Listing:
-        # Outcomes first: a checkpoint hidden in between has its tombstone already.
+        # List outcomes first: a checkpoint hidden in between already has its tombstone.
         outcomes = list(self._store.list(self._run(run).keys.commits))
         hidden = hidden_attempts(self._run(run))
         damaged = quarantined_attempts(self._run(run))
@@ -220,7 +220,7 @@ class StoreSync:
             try:
                 attempt = names.attempt_and_name(info.key)[0]
             except InvalidName:
-                continue  # not ours
+                continue  # not written by ckptd
             stamps[attempt] = Stamp(info.bytes, info.modified_at, labels.get(attempt, 0))
         for attempt in hidden:
             stamps.pop(attempt, None)
@@ -228,12 +228,12 @@ class StoreSync:
         return _Listing(stamps, frozenset(damaged), labels, fingerprint)
 
     def _update(self, run: str, known: IndexedAttempts, listing: _Listing, reread: bool, done: set[Attempt]) -> None:
-        """Read what is new and write it, batch by batch. done: those that were written, in earlier tries as well."""
+        """Read new outcomes and index them in batches. done: attempts indexed so far, including earlier tries."""
         indexed = {**known.checkpoints, **known.aborted}
         gone = [attempt for attempt in indexed if attempt not in listing.outcomes]
         if gone:
             self._still_there(run)
-        # What looks broken is read every time, but only news is written.
+        # Attempts that look corrupt are read every time, but only changes are written.
         suspect = known.corrupt ^ (listing.damaged & known.checkpoints.keys())
         unread = [
             attempt
@@ -257,7 +257,9 @@ class StoreSync:
     def _still_there(self, run: str) -> None:
         # A volume that is unmounted between two listings looks like a run without outcomes.
         if run not in list_runs(self._store):
-            raise StoreUnavailable(f"{self._store.url} lost run {run!r} while it was listed", "Is the volume mounted?")
+            raise StoreUnavailable(
+                f"{self._store.url} lost run {run!r} while it was listed", "Check that the volume is mounted"
+            )
 
     def _read_all(self, run: str, attempts: Collection[Attempt], gone: list[Attempt], listing: _Listing) -> Reading:
         with ThreadPoolExecutor(_READERS) as pool:
@@ -293,13 +295,13 @@ class StoreSync:
         return Run(self._store, name, self._clock)
 
     def _count(self, error: CkptError) -> None:
-        _LOG.warning("cannot follow the store: %s", error)
+        _LOG.warning("cannot synchronize with the store: %s", error)
         if isinstance(error, Unavailable):
             self._metrics.store_errors.labels("sync", error.code).inc()
 
 
 def _without(reading: Reading, known: IndexedAttempts) -> Reading:
-    """Without what was known to be corrupt, and looks as it did."""
+    """The reading without corrupt checkpoints that are indexed and unchanged."""
 
     def is_changed(checkpoint: Checkpoint) -> bool:
         attempt = checkpoint.attempt

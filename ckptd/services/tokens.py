@@ -1,8 +1,8 @@
-"""Bearer tokens: made, recognized, rotated, revoked.
+"""Bearer tokens: creation, recognition, rotation, revocation.
 
-A secret has 256 random bits, so one SHA-256 hides it as well as any slower hash would. Recognizing one takes no
-database: what is known is read again every second, so that a token made or revoked elsewhere counts within a second,
-and a database that is away locks nobody out.
+A secret has 256 random bits, so one SHA-256 protects it as well as a slower hash would. Recognition does not query
+the database: tokens are reloaded every second, so that changes by other daemons take effect within a second, and
+callers are not locked out while the database is unavailable.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MAX_KEEP_S = 30 * 24 * 3600.0
 
 
 class Tokens:
-    """The tokens in force. Any thread may call any method; only `recognize` never waits."""
+    """The tokens in force. Any thread may call any method; only `recognize` never blocks on the database."""
 
     def __init__(self, index: TokenIndex, bootstrap: str, clock: Clock) -> None:
-        """bootstrap: a secret from the settings that may do everything; empty: there is none."""
+        """bootstrap: the secret of an admin token from the settings; empty if there is none."""
         self._index = index
         self._bootstrap = _digest(bootstrap) if bootstrap else ""
         self._clock = clock
@@ -44,7 +44,7 @@ class Tokens:
         self._used: dict[str, float] = {}
 
     def recognize(self, secret: str) -> Caller | None:
-        """Whose secret this is; None if it is nobody's, or no longer."""
+        """The caller with this secret; None if it is unknown, expired or revoked."""
         digest = _digest(secret)
         if self._bootstrap and compare_digest(digest, self._bootstrap):
             return Caller(BOOTSTRAP, frozenset({Scope.ADMIN}))
@@ -57,16 +57,16 @@ class Tokens:
         return Caller(token.name, token.scopes, token.runs)
 
     def any(self) -> bool:
-        """Whether anybody could be recognized at all."""
+        """Whether there is any token."""
         return bool(self._bootstrap or self._known)
 
     def refresh(self) -> None:
-        """Read them again. Raises IndexUnavailable; then those known before stay in force."""
-        with self._reading:  # else a slow reader could bring back what was revoked meanwhile
+        """Reload the tokens. Raises IndexUnavailable; the tokens loaded before stay in force then."""
+        with self._reading:  # a slow reader must not restore a token that was revoked meanwhile
             self._known = MappingProxyType({token.name: token for token in self._index.all()})
 
     def note_use(self) -> None:
-        """Write down when each was last used. For one background thread. Raises IndexUnavailable."""
+        """Record when each token was last used. For one background thread. Raises IndexUnavailable."""
         with self._lock:
             used, self._used = self._used, {}
         try:
@@ -78,38 +78,38 @@ class Tokens:
             raise
 
     def list(self) -> list[TokenBody]:
-        """All of them, by name; when they were used is right to a minute."""
+        """All tokens, by name; `used_at` is accurate to a minute."""
         return [_body(token) for token in self._index.all()]
 
-    def create(self, asked: TokenRequest, by: str) -> NewTokenBody:
-        """Make one; durable and in force on return. Raises InvalidName, InvalidRequest or TokenExists."""
-        _check(asked)
-        secret = _new_secret(asked.name)
+    def create(self, request: TokenRequest, by: str) -> NewTokenBody:
+        """Create a token; durable and in force on return. Raises InvalidName, InvalidRequest or TokenExists."""
+        _check(request)
+        secret = _new_secret(request.name)
         now = self._clock()
         token = Token(
-            name=asked.name,
+            name=request.name,
             digest=_digest(secret),
-            scopes=frozenset(asked.scopes),
-            runs=tuple(asked.runs),
+            scopes=frozenset(request.scopes),
+            runs=tuple(request.runs),
             created_at=now,
             created_by=by,
-            expires_at=now + asked.expires_in_s if asked.expires_in_s is not None else None,
+            expires_at=now + request.expires_in_s if request.expires_in_s is not None else None,
         )
         self._index.create(token)
         self.refresh()
         return NewTokenBody(token=_body(token), secret=secret)
 
-    def rotate(self, name: str, asked: RotateRequest) -> NewTokenBody:
+    def rotate(self, name: str, request: RotateRequest) -> NewTokenBody:
         """Give a token a new secret; durable and in force on return. Raises InvalidRequest or NoToken."""
-        if not 0 <= asked.keep_old_s <= _MAX_KEEP_S:
-            raise InvalidRequest(f"keep_old_s is {asked.keep_old_s}", f"Use 0 to {_MAX_KEEP_S:.0f} seconds")
+        if not 0 <= request.keep_old_s <= _MAX_KEEP_S:
+            raise InvalidRequest(f"keep_old_s is {request.keep_old_s}", f"Use 0 to {_MAX_KEEP_S:.0f} seconds")
         secret = _new_secret(name)
-        token = self._index.rotate(name, _digest(secret), self._clock() + asked.keep_old_s)
+        token = self._index.rotate(name, _digest(secret), self._clock() + request.keep_old_s)
         self.refresh()
         return NewTokenBody(token=_body(token), secret=secret)
 
     def revoke(self, name: str) -> None:
-        """Remove a token; on return it is refused here, and by other daemons a second later. Raises NoToken."""
+        """Revoke a token; this daemon refuses it on return, other daemons within a second. Raises NoToken."""
         self._index.delete(name)
         self.refresh()
 
@@ -122,20 +122,24 @@ def _accepts(token: Token, digest: str, now: float) -> bool:
     return compare_digest(digest, token.previous or "") and now < (token.previous_until or 0)
 
 
-def _check(asked: TokenRequest) -> None:
-    if not _NAME.fullmatch(asked.name) or asked.name == BOOTSTRAP:
+def _check(request: TokenRequest) -> None:
+    if not _NAME.fullmatch(request.name) or request.name == BOOTSTRAP:
         raise InvalidName(
-            f"token name {asked.name[:80]!r} is not allowed",
+            f"token name {request.name[:80]!r} is not allowed",
             f"Use 1 to 64 lower-case letters, digits, '.' and '-', and not {BOOTSTRAP!r}",
         )
-    if not asked.scopes:
-        raise InvalidRequest("a token without a scope is good for nothing", f"Scopes are {', '.join(Scope)}")
-    if Scope.ADMIN in asked.scopes and asked.runs:
-        raise InvalidRequest("an admin cannot be bound to runs", "Admins make tokens: give it other scopes")
-    if len(asked.runs) > _MAX_GLOBS or not all(_GLOB.fullmatch(glob) for glob in asked.runs):
-        raise InvalidRequest(f"runs {asked.runs[:3]} are not allowed", f"Use up to {_MAX_GLOBS} names with * and ?")
-    if asked.expires_in_s is not None and not 0 < asked.expires_in_s <= _MAX_S:
-        raise InvalidRequest(f"expires_in_s is {asked.expires_in_s}", "Use seconds, ten years at most")
+    if not request.scopes:
+        raise InvalidRequest("a token needs at least one scope", f"Scopes are {', '.join(Scope)}")
+    if Scope.ADMIN in request.scopes and request.runs:
+        raise InvalidRequest(
+            "an admin token cannot be bound to runs", "Admins can create tokens for all runs: use other scopes"
+        )
+    if len(request.runs) > _MAX_GLOBS or not all(_GLOB.fullmatch(glob) for glob in request.runs):
+        raise InvalidRequest(f"runs {request.runs[:3]} are not allowed", f"Use up to {_MAX_GLOBS} names with * and ?")
+    if request.expires_in_s is not None and not 0 < request.expires_in_s <= _MAX_S:
+        raise InvalidRequest(
+            f"expires_in_s is {request.expires_in_s}", "Use a positive number of seconds, at most ten years"
+        )
 
 
 def _new_secret(name: str) -> str:

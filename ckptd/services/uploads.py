@@ -1,4 +1,4 @@
-"""Live uploads: attempts that are neither committed nor aborted, and how far they are."""
+"""Live uploads: attempts that are neither committed nor aborted, with their progress."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MOST_MISSING = 100
 
 
 class Uploads:
-    """Looks at attempts in the store. Any thread may use it."""
+    """Reads attempts from the store. Any thread may use it."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
 
     def live(self, run: str | None) -> list[AttemptBody]:
-        """The attempts of one run or all that have no outcome, oldest first, some hundred at most.
+        """The newest MAX_ATTEMPTS attempts without an outcome, of one run or all, oldest first.
 
-        Asks the store: a listing for each run, and one for each attempt. Raises InvalidName or Unavailable.
+        Lists the store: once per run, and once per attempt. Raises InvalidName or Unavailable.
         """
         runs: Iterable[str] = list_runs(self._store) if run is None else [check_run(run)]
         found = [(name, attempt) for name in runs for attempt in undecided_attempts(Run(self._store, name))]
@@ -65,4 +65,4 @@ class Uploads:
         try:
             return read_receipt(Run(self._store, run), attempt, min(ranks)).receipt.world_size
         except (Damaged, ObjectMissing):
-            return None  # nobody will commit it
+            return None  # this attempt will not be committed

@@ -26,9 +26,11 @@ CHECKED = (
     "ckptd/*.py",
     "ckptd/api/*.py",
     "ckptd/cache/*.py",
+    "ckptd/housekeeping/*.py",
     "ckptd/http/*.py",
     "ckptd/index/**/*.py",
     "ckptd/pages/*.py",
+    "ckptd/services/*.py",
 )
 """Globs of the files that are checked. Python files are checked whole: docstrings, comments and messages."""
 

@@ -129,7 +129,7 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
     through, direct = both(daemon, folder, "deleted", "-o", "json")
     assert through.json == direct.json
     assert [(body["id"], body["reason"], body["by"]) for body in through.json] == [
-        (oldest.id, "diverged & blown up", "anybody")
+        (oldest.id, "diverged & blown up", "anonymous")
     ]
     done = invoke("undelete", "gpt@10", "--reason", "it did not", "--url", daemon.url)
     assert (done.code, done.stdout) == (0, f"{oldest.id} is back, and stays until ckptctl unpin gpt@10 undeleted\n")
@@ -174,8 +174,8 @@ def test_policies_are_changed(daemon: Daemon, folder: Path, tmp_path: Path) -> N
             assert (through.code, through.stdout) == (direct.code, direct.stdout)
     history = invoke("policy", "history", "--url", daemon.url, "-o", "json").json
     assert [(version["version"], version["reason"], version["by"]) for version in history] == [
-        (2, "", "anybody"),
-        (1, "space", "anybody"),
+        (2, "", "anonymous"),
+        (1, "space", "anonymous"),
     ]
     assert invoke("policy", "set", "--run", "gpt", "--keep", 400, "--url", daemon.url).code == 0
     assert "keep_last: 400" in invoke("policy", "show", "--run", "gpt", "--store", folder).stdout

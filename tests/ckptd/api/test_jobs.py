@@ -283,7 +283,7 @@ def test_the_number_of_jobs_is_limited(bench: Any) -> None:
 def test_a_log_keeps_its_newest_lines(bench: Any) -> None:
     def work(_: object, progress: JobProgress) -> None:
         for number in range(20_000):
-            progress.say(f"line {number}")
+            progress.log(f"line {number}")
 
     made = bench(work)
     log = made.ended(made.jobs.submit(bodies.CollectJob())).log

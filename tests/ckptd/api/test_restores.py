@@ -168,15 +168,15 @@ def test_an_unmounted_volume_is_not_an_empty_one(tmp_path: Path) -> None:
 def test_ranks_that_disagree_are_refused(store: Store, client: DaemonClient, run: str) -> None:
     first, second = _write(store, run, 1, 2)
     session = client.join_restore(run, "k", 4, 0)
-    with pytest.raises(RestoreMismatch, match="has 4 ranks, rank 1 says 8"):
+    with pytest.raises(RestoreMismatch, match="has 4 ranks, but rank 1 sent 8"):
         client.join_restore(run, "k", 8, 1)
-    with pytest.raises(RestoreMismatch, match=f"is of {second.id}, rank 1 wants {first.id}"):
+    with pytest.raises(RestoreMismatch, match=f"restores {second.id}, but rank 1 requested {first.id}"):
         client.join_restore(run, "k", 4, 1, checkpoint=first.id)
     for same in (None, second.id, f"{run}@2", f"{run}@latest"):
         assert client.join_restore(run, "k", 4, 1, checkpoint=same).id == session.id
-    with pytest.raises(InvalidRequest, match="rank 4 is not one of 4"):
+    with pytest.raises(InvalidRequest, match="rank 4 is not in a world of 4 ranks"):
         client.join_restore(run, "k", 4, 4)
-    with pytest.raises(InvalidRequest, match="rank 4 is not one of 4"):
+    with pytest.raises(InvalidRequest, match="rank 4 is not in a world of 4 ranks"):
         client.report_restore(session.id, 4, Phase.FETCHING)
     with pytest.raises(InvalidRequest, match="is not a checkpoint of run"):
         client.join_restore(run, "k3", 4, 0, checkpoint="other@1")
@@ -245,7 +245,7 @@ def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client
             time.sleep(0.05)
         session = poll.result()
     assert session.state is RestoreState.EXPIRED
-    assert session.problem.startswith("no word for 2 s from ")
+    assert session.problem.startswith("no report for 2 s from ")
     assert session.problem.endswith("rank 1 (planning)")
     assert session.ended_at is not None
     assert session.ended_at - session.created_at >= 2

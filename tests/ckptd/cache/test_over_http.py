@@ -233,5 +233,5 @@ def test_a_store_that_does_not_answer_empties_no_cache(store: Store, tmp_path: P
     shutil.move(tmp_path / "store", tmp_path / "away")
     (tmp_path / "store").touch()  # not a folder: an error, and no empty store
     with running_daemon(store.url, options=options, ready=False) as daemon:
-        wait_until(lambda: daemon.log().count("cannot follow the store") >= 3, "three rounds")
+        wait_until(lambda: daemon.log().count("cannot synchronize with the store") >= 3, "three rounds")
         assert _cache(daemon, "bytes") == _SIZE

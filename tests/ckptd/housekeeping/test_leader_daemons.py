@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 LEASE_S = 3.0
 """For a busy machine. test_leadership.py holds them to the second, by a clock that it moves itself."""
-_LEADS = "leads, epoch"
+_LEADS = "is now the leader, epoch"
 _OPTIONS = ("--leader-lease-seconds", str(LEASE_S), "--collect-seconds", "0.2", "--orphan-grace-seconds", "0")
 
 
@@ -90,7 +90,7 @@ def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     wait_until(lambda: to_delete.isdisjoint(info.key for info in store.list("gpt/")), "finishing the sweep")
     first.process.send_signal(signal.SIGCONT)
     wait_until(lambda: "to another daemon" in first.log(), "noticing that another one leads")
-    wait_until(lambda: "another daemon leads now" in first.log(), "standing back")
+    wait_until(lambda: "another daemon is now the leader" in first.log(), "standing back")
 
     by_first = [there for pid, there, _ in deletes() if pid == first.process.pid][done:]
     # What was on its way when it was stopped is one delete, of what was gone already.

@@ -83,7 +83,7 @@ def test_a_long_problem_is_cut_and_a_missing_one_named() -> None:
     assert said is not None
     assert (len(said.problem), "\0" in said.problem, len(restore.problem) < 1100) == (1000, False, True)
     restore, _ = progress.advance(_restore(), None, 3, RankReport(phase=Phase.FAILED), 1001)
-    assert restore.problem == "rank 3 failed: it did not say why"
+    assert restore.problem == "rank 3 failed: it gave no reason"
 
 
 _REPORTS = st.builds(
@@ -146,7 +146,7 @@ def test_silence_names_ranks_and_where_they_were() -> None:
     restore = _restore(4)
     assert progress.silence(restore, ranks, _BEGAN + 99, since=0) == ""
     said = progress.silence(restore, ranks, _BEGAN + 101, since=0)
-    assert said == "no word for 100 s from rank 1 (fetching), rank 3 (never joined)"
+    assert said == "no report for 100 s from rank 1 (fetching), rank 3 (never joined)"
     assert progress.silence(restore, ranks, _BEGAN + 101, since=_BEGAN + 2) == ""
 
 

@@ -134,7 +134,7 @@ def test_a_daemon_that_was_away_does_not_blame_the_ranks(store: Store, clock: Mo
     back.restores.watch()
     ended = back.restores.find(id)
     assert (ended.state, back.ended) == (RestoreState.EXPIRED, [id])
-    assert ended.problem == "no word for 100 s from rank 0 (fetching), rank 1 (never joined)"
+    assert ended.problem == "no report for 100 s from rank 0 (fetching), rank 1 (never joined)"
 
 
 def test_a_rank_that_never_joins_ends_it_although_the_others_report(
@@ -151,7 +151,7 @@ def test_a_rank_that_never_joins_ends_it_although_the_others_report(
         assert services.restores.find(id).live
     clock.advance(2)
     services.restores.watch()
-    assert services.restores.find(id).problem == "no word for 100 s from rank 1 (never joined)"
+    assert services.restores.find(id).problem == "no report for 100 s from rank 1 (never joined)"
 
 
 def test_a_rank_that_is_restored_may_be_silent(store: Store, clock: MovableClock, make: Make) -> None:
