@@ -11,7 +11,7 @@ from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, list_runs
 from ckptstore.errors import CkptError, LeadershipLost
-from ckptstore.reading.verify import Checked
+from ckptstore.reading.verify import VerifiedChunks
 from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub
 from ckptstore.run import Run, identity
 from ckptstore.stores import Store
@@ -40,7 +40,7 @@ class Scrubber:
         self._every_s = every_s
         self._throttle = RateLimiter(bytes_per_s, clock, time.sleep)
         self._queue: deque[Checkpoint] = deque()
-        self._checked = Checked()
+        self._checked = VerifiedChunks()
         self._listed_at = float("-inf")
 
     def run_once(self) -> None:
@@ -59,7 +59,7 @@ class Scrubber:
     def _scrub_next(self) -> None:
         now = self._clock()
         if not self._queue and now - self._listed_at >= min(_LIST_AGAIN_S, self._every_s):
-            self._checked = Checked()
+            self._checked = VerifiedChunks()
             runs = [Run(self._store, name, self._clock) for name in list_runs(self._store)]
             self._queue.extend(due_for_scrub(runs, now - self._every_s))
             self._listed_at = now

@@ -1,7 +1,6 @@
-"""Names of runs, attempts, checkpoints and objects: validated on every way in. No I/O.
+"""Names of runs, attempts, checkpoints and objects, validated wherever they enter. No I/O.
 
-A name that passes here contains no separator and no dot-dot, so that joining names
-can never leave the store's root.
+A valid name contains no separator and no "..", so that joined names never leave the root of the store.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def check_pin(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attempt:
-    """One try to write one step of one run: the step and a ULID. Orders by step."""
+    """One attempt to save a step of a run: the step and a ULID. Sorted by step, then ULID."""
 
     step: int
     ulid: str
@@ -85,7 +84,7 @@ class Attempt:
 
     @staticmethod
     def parse(text: str) -> Attempt:
-        """The attempt that `str` wrote, or InvalidName."""
+        """The inverse of `str`. Raises InvalidName."""
         step, dash, ulid = text.partition("-")
         if not dash or len(step) != 12 or not (step.isascii() and step.isdigit()):
             raise InvalidName(f"{text!r} is not an attempt", "An attempt is named <12-digit step>-<ULID>")
@@ -93,13 +92,13 @@ class Attempt:
 
 
 def new_ulid(now: float) -> str:
-    """A fresh ULID for the moment `now` (seconds since the epoch)."""
-    # Not ULID.from_timestamp: its generator counts up within a millisecond, in a forked process too.
+    """A new ULID for the time `now` (seconds since the epoch)."""
+    # Not ULID.from_timestamp: within a millisecond its generator increments, also in a forked process.
     return str(ULID(int(now * 1000).to_bytes(6, "big") + os.urandom(10)))
 
 
 def derive_ulid(session: str, step: int, count: int) -> str:
-    """The ULID of the `count`-th save of `step` in a session: equal on all ranks without asking them.
+    """The ULID of the `count`-th save of `step` in a session: equal on all ranks without communication.
 
     Keeps the session's 48-bit time and replaces its 80 random bits by a hash.
     """
@@ -109,23 +108,23 @@ def derive_ulid(session: str, step: int, count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A checkpoint as people name it: run@step, run@step.ulid or run@latest (step None)."""
+    """A checkpoint in user input: run@step, run@step.ulid or run@latest (step None)."""
 
     run: str
     step: int | None
     ulid: str | None = None
 
     def __str__(self) -> str:
-        """What `parse` takes."""
+        """The inverse of `parse`."""
         step = LATEST if self.step is None else self.step
         return f"{self.run}@{step}.{self.ulid}" if self.ulid else f"{self.run}@{step}"
 
     @staticmethod
     def parse(text: str) -> Reference:
-        """The reference that `text` spells, or InvalidName."""
+        """Raises InvalidName if `text` is not a reference."""
         match = _REFERENCE.fullmatch(text)
         if match is None or (match["step"] == LATEST and match["ulid"]):
-            raise InvalidName(f"{text!r} is not a checkpoint id", "Write RUN@STEP, RUN@STEP.ULID or RUN@latest")
+            raise InvalidName(f"{text!r} is not a checkpoint id", "Use RUN@STEP, RUN@STEP.ULID or RUN@latest")
         step = None if match["step"] == LATEST else int(match["step"])
         ulid = check_ulid(match["ulid"]) if match["ulid"] else None
         return Reference(check_run(match["run"]), step, ulid)
@@ -137,7 +136,7 @@ def checkpoint_id(run: str, attempt: Attempt) -> str:
 
 
 def shard_name(rank: int) -> str:
-    """The file that `rank` writes."""
+    """The name of the shard that `rank` writes."""
     return f"shard-{rank:05d}.ckpt"
 
 
@@ -187,12 +186,12 @@ class RunKeys:
 
     @property
     def references(self) -> str:
-        """Prefix of all marks: which attempt references which."""
+        """Prefix of all marks of references between attempts."""
         return f"{self.run}/references/"
 
     @property
     def verified(self) -> str:
-        """Prefix of the records of checkpoints that a scrub found whole."""
+        """Prefix of the records of checkpoints that a scrub found intact."""
         return f"{self.run}/verified/"
 
     @property
@@ -214,7 +213,7 @@ class RunKeys:
         return f"{self.tombstones}{attempt}.{check_ulid(id)}.json"
 
     def fate(self, attempt: Attempt, id: str) -> str:
-        """The create-only object that decides whether the tombstone `id` is swept or taken back."""
+        """The create-only object that decides whether the tombstone `id` is swept or undeleted."""
         return f"{self.fates}{attempt}.{check_ulid(id)}.json"
 
     def pin(self, attempt: Attempt, name: str) -> str:
@@ -234,7 +233,7 @@ class RunKeys:
         return f"{self.leases}{check_ulid(id)}.json"
 
     def verified_record(self, attempt: Attempt) -> str:
-        """The record that a scrub found a checkpoint whole."""
+        """The record that a scrub found a checkpoint intact."""
         return f"{self.verified}{attempt}.json"
 
     def quarantine_record(self, attempt: Attempt) -> str:
@@ -268,17 +267,17 @@ def attempt_and_name(key: str) -> tuple[Attempt, str]:
 
 
 def receipt_rank(key: str) -> int | None:
-    """The rank whose receipt is at `key`, or None if no receipt is."""
+    """The rank of the receipt at `key`; None if `key` is not that of a receipt."""
     match = _RECEIPT.fullmatch(key)
     return int(match[1]) if match else None
 
 
 def is_decision(key: str) -> bool:
-    """Whether creating this object first decides something. Other objects are the same from every writer."""
+    """Whether the first creator of this object decides. Other objects are equal from every writer."""
     return key.startswith(POLICIES_PREFIX) or key.partition("/")[2].startswith(("commits/", "fates/"))
 
 
-# Store-wide objects. No run is named like their folders.
+# Store-wide objects. A run name cannot start with an underscore.
 
 POLICIES_PREFIX = "_policies/"
 PROBES_PREFIX = "_probes/"

@@ -1,4 +1,4 @@
-"""Everything an operator does to checkpoints, once: on a store here, through a daemon in ckptapi.client."""
+"""Operations on checkpoints: the protocol, and its implementation for a store (ckptapi.client: for a daemon)."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class Operator(Protocol):
-    """What operators do. Any thread may call any method. Every method raises Unavailable."""
+    """The operations of an operator. Any thread may call any method. Every method may raise Unavailable."""
 
     def read_past_caches(self) -> None:
-        """Read the store itself from now on, past every cache."""
+        """Bypass all caches from now on."""
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """All checkpoints of a run, newest step first."""
 
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
-        """Hide a checkpoint, to be deleted after the grace; durable on return.
+        """Hide a checkpoint and delete it after the grace; hidden durably on return.
 
         Raises NoCheckpoint or CheckpointHeld.
         """
@@ -54,7 +54,7 @@ class Operator(Protocol):
         """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
 
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
-        """Remove a pin; one that is gone already is fine. Raises InvalidName or NoCheckpoint."""
+        """Remove a pin. Idempotent. Raises InvalidName or NoCheckpoint."""
 
     def pins(self, run: str) -> list[NamedPin]:
         """All pins of a run, newest step first. Raises InvalidName."""
@@ -63,40 +63,41 @@ class Operator(Protocol):
         """Change tags and metrics; durable on return. Raises InvalidRequest or NoCheckpoint."""
 
     def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
-        """Who set out to do what to checkpoints of a run, newest first. Raises InvalidName."""
+        """The audit log of a run, newest entry first. Raises InvalidName."""
 
     def policies(self) -> PoliciesInForce:
-        """The policies in force; version 0: none were ever set."""
+        """The policies in force; version 0: policies were never set."""
 
     def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
         """The newest versions of the policies, newest first."""
 
     def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
-        """Put policies in force in place of version `expected`, 0 for none; durable on return.
+        """Replace version `expected` of the policies (0 for none); durable on return.
 
         Raises InvalidPolicy, or PoliciesChanged if that is not the newest version.
         """
 
     def plan_prune(self, prune: Prune) -> PrunePlan:
-        """What a prune would delete and what would stay, and why. Deletes nothing.
+        """Which checkpoints a prune would delete and keep, and why. Deletes nothing.
 
-        Raises NoCheckpoint if no run that is named has a checkpoint, or InvalidPolicy if no policy is in force.
+        Raises NoCheckpoint if runs are given and no matching run has a checkpoint, or InvalidPolicy if neither the
+        prune nor the store has a policy.
         """
 
     def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
-        """Delete what the policy does not keep. What the returned plan removes is gone from listings on return.
+        """Delete what the policy does not keep. Checkpoints that the returned plan removes are no longer listed.
 
-        plan: the plan that the caller has seen; a store follows it, a daemon plans again. progress is called with
-        stored bytes. Raises what `plan_prune` raises, TooMuchToDelete unless the prune is confirmed, StoreUnsafe or
-        ClockSkew.
+        plan: the plan that the caller has seen; a store follows it, a daemon plans again. progress is called with the
+        number of stored bytes. Raises what `plan_prune` raises, TooMuchToDelete unless the prune is confirmed,
+        StoreUnsafe or ClockSkew.
         """
 
     def probe(self) -> StoreReport:
-        """Check what the store must do, with a few small objects."""
+        """Run the checks of the store, with a few small objects."""
 
 
 class StoreOperator:
-    """An operator on a store itself."""
+    """Operates directly on a store."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class StoreOperator:
         on_change: Callable[[str], object] = lambda _: None,
         check_deletes: bool = True,
     ) -> None:
-        """by: who acts, for the audit log; empty: this process. on_change: called with each run that was changed.
+        """by: the caller, for the audit log; empty: this process. on_change: called with each run that was changed.
 
         check_deletes: probe the store before a single deletion; False for a caller that probes it regularly.
         """
@@ -184,11 +185,11 @@ class StoreOperator:
         return apply_prunes(self.store, plan, self._clock, self._by, prune.confirmed, done, self._on_change)
 
     def collect(self, run: str, grace_s: float = deletion.ORPHAN_GRACE_S) -> Collected:
-        """Sweep what is due and finish what crashes left, in one run. Ages need agreeing clocks: see `check`."""
+        """Sweep what is due and clean up after crashes, in one run. Needs synchronized clocks: see `check`."""
         return deletion.collect(self.run(run), grace_s)
 
     def check(self) -> None:
-        """Return if deletions may be decided on this store now. Raises StoreUnsafe, ClockSkew or Unavailable."""
+        """Return if it is safe to delete on this store now. Raises StoreUnsafe, ClockSkew or Unavailable."""
         check_store(self.store, self._clock)
 
     def probe(self) -> StoreReport:
@@ -196,7 +197,7 @@ class StoreOperator:
 
     @contextmanager
     def _changing(self, run: str) -> Iterator[Run]:
-        # A change that fails may have been made in part.
+        # A failed change may have been applied in part.
         try:
             yield self.run(run)
         finally:

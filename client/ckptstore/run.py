@@ -1,4 +1,4 @@
-"""One run of a store, and the process that acts on it."""
+"""A run of a store, with the clock and the identity of the caller."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ckptstore.stores import Store
 
 
 def identity() -> str:
-    """This process as documents name it: host and process id."""
+    """The identity of this process in documents: host and process id."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a store: the store, the run's name, the clock, and who acts. Raises InvalidName."""
+    """A run of a store: the store, the name of the run, the clock, and the caller. Raises InvalidName."""
 
     store: Store
     name: str
     clock: Clock = system_clock
     by: str = field(default_factory=identity)
-    """The caller, as outcomes, tombstones and the audit log name it."""
+    """The identity of the caller in outcomes, tombstones and the audit log."""
     keys: RunKeys = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

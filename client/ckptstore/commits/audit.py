@@ -1,7 +1,7 @@
-"""Who deleted what, when and why: one object per action in the store, never changed, forgotten after a year.
+"""The audit log: who changed which checkpoints, when and why. One immutable object per action, kept for a year.
 
-A record is durable before its action begins. After a crash the log may therefore name what was not done;
-what was done is never missing.
+A record is durable before its action begins. After a crash the log may therefore contain an action that was not
+carried out, but no action is missing from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEPT_S = 365 * 24 * 3600.0
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Who set out to do what to which checkpoints, when and why."""
+    """One action: who started it, on which checkpoints, when and why."""
 
     run: str
     action: Action
@@ -51,7 +51,7 @@ def operator() -> str:
 
 
 def record(run: Run, action: Action, attempts: Iterable[Attempt], reason: str) -> None:
-    """Write down what is about to be done; durable on return."""
+    """Record an action that is about to begin; durable on return."""
     now = run.clock()
     document = AuditRecord(
         format=FORMAT,
@@ -85,5 +85,5 @@ def _written_at(key: str) -> float:
     try:
         ulid = names.check_ulid(key.rsplit("/", 1)[-1].removesuffix(".json"))
     except InvalidName:
-        return float("inf")  # not ours
+        return float("inf")  # a foreign object
     return ULID.from_str(ulid).timestamp

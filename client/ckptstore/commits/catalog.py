@@ -1,8 +1,8 @@
 """Which checkpoints exist: the committed outcomes of a store, newest first.
 
-There is no mutable pointer and no guessing from folders: a checkpoint exists if its outcome says
-committed and no tombstone hides it. Where two attempts of one step are committed, the later
-commit is the step's checkpoint and the earlier one is superseded.
+There is no mutable pointer, and folders prove nothing: a checkpoint exists if its outcome is committed and no
+tombstone hides it. If two attempts of one step are committed, the later commit is the step's checkpoint and the
+earlier one is superseded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READERS = 16
 
 
 class State(StrEnum):
-    """What a listing knows of a checkpoint."""
+    """The state of a checkpoint in a listing."""
 
     COMMITTED = "committed"
     SUPERSEDED = "superseded"
@@ -47,9 +47,9 @@ class Checkpoint:
     world_size: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
-    """Of its own."""
+    """Stored bytes of its own chunks."""
     referenced_bytes: int = 0
-    """Stored bytes of earlier checkpoints that it needs as well."""
+    """Stored bytes of the chunks that it references in earlier checkpoints."""
     num_entries: int = 0
     num_shards: int = 0
     manifest_digest: str = ""
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @property
     def needed_bytes(self) -> int:
-        """Stored bytes that a reader of all of it reads."""
+        """Stored bytes that a full read needs."""
         return self.stored_bytes + self.referenced_bytes
 
     def holder(self, attempt: str | None) -> Checkpoint:
@@ -80,26 +80,26 @@ class Checkpoint:
 
     @property
     def save_seconds(self) -> float:
-        """From capture to commit."""
+        """Time from capture to commit."""
         return max(0.0, self.committed_at - self.created_at)
 
 
 def list_runs(store: Store) -> list[str]:
-    """The runs that have something in the store."""
+    """The names of the runs that have a folder in the store."""
     return [name for name in store.list_folders("") if _is_run(name)]
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
-    """All checkpoints of a run that are not being deleted, by falling step; reads every outcome."""
+    """All checkpoints of a run that are not being deleted, newest step first; reads every outcome."""
     attempts = visible_attempts(run)
     damaged = set(quarantined_attempts(run))
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(lambda attempt: _read(run, attempt, damaged), attempts))
+        found = list(pool.map(lambda attempt: _read_checkpoint(run, attempt, damaged), attempts))
     return [c for group in _by_step(c for c in found if c is not None) for c in group]
 
 
 def latest(run: Run) -> Checkpoint:
-    """The newest checkpoint of a run: the highest step. Reads outcomes from the top until one counts.
+    """The newest checkpoint of a run: the highest step. Reads outcomes, newest first, until one is usable.
 
     Raises NoCheckpoint if the run has none.
     """
@@ -107,27 +107,27 @@ def latest(run: Run) -> Checkpoint:
         return checkpoint
     raise NoCheckpoint(
         f"run {run.name!r} has no checkpoint in {run.store.url}",
-        "The first save is still under way, or the run's name or the store is another",
+        "The first save may not have finished yet. Otherwise check the names of the run and the store",
     )
 
 
 def newest_first(run: Run) -> Iterator[Checkpoint]:
-    """The checkpoints of a run that a restore may use, from the highest step down, read as they are asked for."""
+    """The checkpoints of a run that a restore may use, newest step first. Outcomes are read lazily."""
     return (c for c in candidates(run) if c.state is State.COMMITTED)
 
 
 def candidates(run: Run) -> Iterator[Checkpoint]:
-    """As newest_first, with those whose outcome is corrupt, so that a restore can say what it skips."""
+    """Like newest_first, but includes corrupt checkpoints, so that a restore can report what it skips."""
     decided = decided_attempts(run)  # first, as in visible_attempts
     if not decided:
         return
-    with ThreadPoolExecutor(3) as pool:  # a request each, and the first outcome is likely to be asked for
-        newest = pool.submit(_find, run, decided[0])
+    with ThreadPoolExecutor(3) as pool:  # one request each; the first outcome is likely to be needed
+        newest = pool.submit(_load, run, decided[0])
         hidden, damaged = pool.submit(hidden_attempts, run), pool.submit(quarantined_attempts, run)
     visible, quarantine = _without(decided, hidden.result()), set(damaged.result())
 
     def read(attempt: Attempt) -> Checkpoint | None:
-        return _judged(newest.result() if attempt == decided[0] else _find(run, attempt), quarantine)
+        return _apply_quarantine(newest.result() if attempt == decided[0] else _load(run, attempt), quarantine)
 
     for _, attempts in groupby(visible, key=lambda attempt: attempt.step):
         found = (read(attempt) for attempt in attempts)
@@ -136,7 +136,7 @@ def candidates(run: Run) -> Iterator[Checkpoint]:
 
 
 def find(store: Store, reference: Reference) -> Checkpoint:
-    """The checkpoint that a reference names, even if it is corrupt. Raises NoCheckpoint."""
+    """The checkpoint of a reference, even if it is corrupt. Raises NoCheckpoint."""
     run = Run(store, reference.run)
     if reference.step is None:
         return latest(run)
@@ -144,7 +144,7 @@ def find(store: Store, reference: Reference) -> Checkpoint:
         attempt = Attempt(reference.step, reference.ulid)
         hidden = attempt in hidden_attempts(run)
         damaged = quarantined_attempts(run)
-        checkpoint = None if hidden else _read(run, attempt, damaged)
+        checkpoint = None if hidden else _read_checkpoint(run, attempt, damaged)
         found = [checkpoint] if checkpoint else []
     else:
         found = [c for c in candidates(run) if c.step == reference.step]
@@ -157,7 +157,7 @@ def find(store: Store, reference: Reference) -> Checkpoint:
 
 
 def decided_attempts(run: Run) -> list[Attempt]:
-    """Attempts that have an outcome, committed or aborted, by falling step."""
+    """Attempts that have an outcome, committed or aborted, newest step first."""
     return _attempts(info.key for info in run.store.list(run.keys.commits))
 
 
@@ -172,8 +172,8 @@ def quarantined_attempts(run: Run) -> list[Attempt]:
 
 
 def visible_attempts(run: Run) -> list[Attempt]:
-    """Attempts that have an outcome and no tombstone, by falling step."""
-    # Outcomes first: a checkpoint deleted in between has its tombstone already.
+    """Attempts that have an outcome and no tombstone, newest step first."""
+    # Outcomes first: a checkpoint that is deleted between the two listings already has its tombstone.
     decided = decided_attempts(run)
     return _without(decided, hidden_attempts(run))
 
@@ -184,7 +184,7 @@ def _without(attempts: Iterable[Attempt], hidden: Iterable[Attempt]) -> list[Att
 
 
 def from_outcome(outcome: Outcome) -> Checkpoint | None:
-    """The checkpoint that an outcome describes; None if it is aborted."""
+    """The checkpoint of a committed outcome; None if it is aborted."""
     if outcome.committed is None:
         return None
     summary = outcome.committed.summary
@@ -207,7 +207,7 @@ def from_outcome(outcome: Outcome) -> Checkpoint | None:
 
 
 def supersede(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """The checkpoints of one step with all but the latest commit marked superseded, latest first. Pure."""
+    """The checkpoints of one step, latest commit first, with all others marked superseded. Pure."""
     ordered = sorted(checkpoints, key=lambda c: (c.state is State.COMMITTED, c.committed_at, c.attempt), reverse=True)
     return [
         c if i == 0 or c.state is State.CORRUPT else replace(c, state=State.SUPERSEDED) for i, c in enumerate(ordered)
@@ -220,16 +220,16 @@ def _by_step(checkpoints: Iterable[Checkpoint]) -> Iterator[list[Checkpoint]]:
 
 
 def quarantined(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as one whose bytes were found damaged. Pure."""
-    return replace(checkpoint, state=State.CORRUPT, problem=f"{checkpoint.id} was found damaged when it was read whole")
+    """The checkpoint, marked corrupt because its bytes were found damaged. Pure."""
+    return replace(checkpoint, state=State.CORRUPT, problem=f"{checkpoint.id} was found damaged by a full read")
 
 
-def _read(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
-    return _judged(_find(run, attempt), damaged)
+def _read_checkpoint(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
+    return _apply_quarantine(_load(run, attempt), damaged)
 
 
-def _find(run: Run, attempt: Attempt) -> Checkpoint | None:
-    # A newer format is not damage: to skip it would be to resume from the wrong step.
+def _load(run: Run, attempt: Attempt) -> Checkpoint | None:
+    # A newer format is not damage and raises: skipping it would resume from the wrong step.
     try:
         outcome = read_outcome(run, attempt)
     except CorruptObject as error:
@@ -237,7 +237,7 @@ def _find(run: Run, attempt: Attempt) -> Checkpoint | None:
     return from_outcome(outcome) if outcome else None
 
 
-def _judged(found: Checkpoint | None, damaged: Collection[Attempt]) -> Checkpoint | None:
+def _apply_quarantine(found: Checkpoint | None, damaged: Collection[Attempt]) -> Checkpoint | None:
     if found is None or found.state is State.CORRUPT or found.attempt not in damaged:
         return found
     return quarantined(found)
@@ -249,7 +249,7 @@ def _attempts(keys: Iterable[str]) -> list[Attempt]:
         try:
             found.append(names.attempt_and_name(key)[0])
         except InvalidName:
-            continue  # not ours: an operator's note, a half-copied file
+            continue  # a foreign object: an operator's note, a partial copy
     return sorted(found, reverse=True)
 
 

@@ -3,12 +3,12 @@
 Order of events for one attempt (docs/decisions/0001):
 
     1. every rank makes its shard durable, then writes its receipt
-    2. a committer sees all receipts, merges them, creates manifest.json.zst, and holds what they reference
+    2. a committer reads all receipts, merges them, creates manifest.json.zst, and marks the attempts they reference
     3. it creates the outcome as committed        <- from here on the checkpoint exists
 
-A collector of orphans creates the same outcome as aborted instead of 3. Create-only means that one
-of them wins; whoever loses reads the outcome and obeys. Any party may do 2 and 3: the merge
-is deterministic, so that a roll-forward after a crash gives the same manifest.
+Instead of 3, a collector of orphans creates the same outcome as aborted. Create-only means that one of them wins;
+the loser reads the outcome and follows it. Any process may do 2 and 3: the merge is deterministic, so that a
+roll-forward after a crash yields the same manifest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore import names
-from ckptstore.commits.references import lost, mark, referenced_attempts
+from ckptstore.commits.references import mark, reference_lost, referenced_attempts
 from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
 from ckptstore.format.columns import Column, column, concatenate
 from ckptstore.format.documents import (
@@ -47,7 +47,7 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class StoredReceipt:
-    """A receipt and the bytes it was read from."""
+    """A receipt and its stored bytes."""
 
     receipt: Receipt
     data: bytes
@@ -64,13 +64,13 @@ def read_receipt(run: Run, attempt: Attempt, rank: int) -> StoredReceipt:
 
 
 def receipt_ranks(run: Run, attempt: Attempt) -> set[int]:
-    """The ranks whose receipt is there."""
+    """The ranks that have written their receipt."""
     found = (names.receipt_rank(info.key) for info in run.store.list(run.keys.attempt(attempt)))
     return {rank for rank in found if rank is not None}
 
 
 def read_outcome(run: Run, attempt: Attempt) -> Outcome | None:
-    """The decision about an attempt, or None while there is none."""
+    """The outcome of an attempt; None if it is not decided yet."""
     key = run.keys.outcome(attempt)
     try:
         data = run.store.get(key)
@@ -85,26 +85,26 @@ def read_outcome(run: Run, attempt: Attempt) -> Outcome | None:
 def commit_attempt(run: Run, receipts: Sequence[StoredReceipt]) -> Outcome:
     """Merge all receipts of an attempt and commit it; the checkpoint is durable on return.
 
-    receipts: those of all ranks, in rank order. Safe to call twice, and from several processes.
-    Raises AttemptAborted if the collector decided otherwise, ReferenceLost if what it references is deleted,
-    StoreUnavailable if the decision could not be learned: then nothing may be concluded, and calling again settles it.
+    receipts: of all ranks, in rank order. Idempotent, and safe from several processes.
+    Raises AttemptAborted if the attempt was aborted, ReferenceLost if a checkpoint that it references is deleted,
+    StoreUnavailable if the outcome could not be read: it is then unknown, and another call returns it.
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
     data = _create_manifest(run, manifest, attempt)
-    _hold_referenced(run, manifest, attempt)
+    _mark_referenced(run, manifest, attempt)
     committed = Committed(digest=digest(data), bytes=len(data), summary=_summarize(manifest))
     outcome = decide(run, attempt, committed)
     if outcome.committed is None:
         raise AttemptAborted(
             f"attempt {attempt} of run {run.name!r} was aborted by {outcome.by} before it was complete",
-            "Save again; if saves take longer than the collector's grace, raise the grace",
+            "Save again. If saves take longer than the grace of the collector, increase the grace",
         )
     return outcome
 
 
-def _hold_referenced(run: Run, manifest: Manifest, attempt: Attempt) -> None:
-    """Keep what the attempt references from being deleted, from here on until the attempt itself is."""
+def _mark_referenced(run: Run, manifest: Manifest, attempt: Attempt) -> None:
+    """Keep the referenced attempts from being deleted until this attempt itself is deleted."""
     needed = referenced_attempts(manifest.content)
     if not needed:
         return
@@ -112,13 +112,13 @@ def _hold_referenced(run: Run, manifest: Manifest, attempt: Attempt) -> None:
     for other in needed:
         outcome = read_outcome(run, other)
         if outcome is None or outcome.committed is None:
-            raise lost(run, attempt, other)
+            raise reference_lost(run, attempt, other)
 
 
 def decide(run: Run, attempt: Attempt, committed: Committed | None) -> Outcome:
-    """Create the outcome of an attempt, or obey the one that is there. Durable on return.
+    """Create the outcome of an attempt, or return the existing one. Durable on return.
 
-    The nonce tells a lost reply from a lost race: after a refusal or an error the object is read back.
+    The nonce distinguishes a lost reply from a lost race: after a refusal or an error the object is read back.
     """
     now = run.clock()
     proposal = Outcome(
@@ -140,8 +140,8 @@ def decide(run: Run, attempt: Attempt, committed: Committed | None) -> Outcome:
         if outcome is not None:
             return outcome
     raise failure or StoreUnavailable(
-        f"cannot learn the outcome of attempt {attempt} of run {run.name!r} in {run.store.url}",
-        "Nothing is lost: the attempt is committed or collected when the store answers again",
+        f"cannot read the outcome of attempt {attempt} of run {run.name!r} in {run.store.url}",
+        "Nothing is lost: the attempt is committed or collected when the store is available again",
     )
 
 
@@ -159,9 +159,9 @@ def roll_forward(run: Run, attempt: Attempt) -> Outcome | None:
 
 
 def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
-    """The manifest that follows from all receipts of an attempt, in rank order. Pure.
+    """The manifest of an attempt, from the receipts of all ranks in rank order. Pure.
 
-    Raises CorruptObject if they do not belong together.
+    Raises CorruptObject if the receipts do not belong together.
     """
     first = receipts[0].receipt
     for rank, stored in enumerate(receipts):
@@ -184,7 +184,7 @@ def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
         content=_merge_content([stored.receipt.content for stored in receipts]),
         metrics=first.metrics,
     )
-    # What no reader would take must not be committed.
+    # A manifest that readers would reject must not be committed.
     check_manifest(manifest, f"the manifest of attempt {first.attempt}")
     check_cover(manifest.content)
     _check_trees(manifest.content)
@@ -208,7 +208,7 @@ def _merge_content(contents: Sequence[Content]) -> Content:
                 entries.dtype.append(dtype)
                 entries.shape.append(shape)
             elif (entries.dtype[at], entries.shape[at]) != (dtype, shape):
-                raise CorruptObject(f"two ranks disagree about the type or shape of entry {name!r}")
+                raise CorruptObject(f"two ranks have different types or shapes of entry {name!r}")
         slices = content.slices
         columns["entry"].append(column(index[name] for name in content.entries.name)[slices.entry])
         columns["shard"].append(slices.shard + len(shards))
@@ -219,7 +219,7 @@ def _merge_content(contents: Sequence[Content]) -> Content:
         shards.extend(content.shards)
         for alias, name in content.aliases.items():
             if aliases.setdefault(alias, name) != name:
-                raise CorruptObject(f"two ranks disagree about the entry that {alias!r} is another name of")
+                raise CorruptObject(f"two ranks have different targets of alias {alias!r}")
         for item, tree in content.trees.items():
             trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
     all_derived = concatenate(derived)
@@ -231,7 +231,7 @@ def _merge_content(contents: Sequence[Content]) -> Content:
 
 
 def _check_trees(content: Content) -> None:
-    """CorruptObject if a tensor of a tree is no entry: the ranks misunderstood who writes it."""
+    """Raises CorruptObject if a tensor of a tree is not an entry: every rank left it to another one."""
     known = set(content.entries.name)
     for item, tree in content.trees.items():
         for path, leaf in leaves(tree, item):
@@ -259,11 +259,11 @@ def _create_manifest(run: Run, manifest: Manifest, attempt: Attempt) -> bytes:
     data = pack_manifest(manifest)
     if run.store.put_if_absent(key, data):
         return data
-    # Another version of zstd may have packed the same content into other bytes: theirs count.
+    # Another version of zstd may have compressed the same content to other bytes. The stored bytes count.
     stored = run.store.get(key)
     if stored != data and manifest_bytes(parse_manifest(stored, key)) != manifest_bytes(manifest):
         raise CorruptObject(
-            f"{run.store.object_url(key)} is not what the receipts say", "The attempt cannot be committed"
+            f"{run.store.object_url(key)} does not match the receipts", "The attempt cannot be committed"
         )
     return stored
 
@@ -274,24 +274,24 @@ _ABORTED_BY = re.compile(r"rank (\d{1,9}) (?:skipped it|failed: (.+))", re.DOTAL
 
 @dataclass(frozen=True, slots=True)
 class AbortedBy:
-    """Who took no part in an attempt."""
+    """The rank that aborted an attempt."""
 
     rank: int
     failure: str | None
-    """What went wrong there; None if it skipped the attempt."""
+    """The error on that rank; None if it skipped the attempt."""
 
 
 def abort_attempt(run: Run, attempt: Attempt, rank: int, failure: str | None = None) -> None:
-    """Decide that an attempt will never be whole; durable on return. Only for a rank that writes no receipt for it.
+    """Abort an attempt; durable on return. Only for a rank that does not write its receipt.
 
-    failure: what went wrong; None if the rank skips the attempt. Raises StoreUnavailable if that could not be told: the
-    other ranks wait in vain, then.
+    failure: the error; None if the rank skips the attempt. Raises StoreUnavailable if the outcome could not be written:
+    the other ranks then wait until their timeout.
     """
-    said = f"failed: {failure[:_MOST_CHARACTERS]}" if failure else "skipped it"
-    decide(replace(run, by=f"rank {rank} {said}"), attempt, None)
+    cause = f"failed: {failure[:_MOST_CHARACTERS]}" if failure else "skipped it"
+    decide(replace(run, by=f"rank {rank} {cause}"), attempt, None)
 
 
 def aborted_by(outcome: Outcome) -> AbortedBy | None:
-    """The rank that declined the attempt; None if something else became of it."""
+    """The rank that aborted the attempt; None if it was committed, or aborted by another process."""
     match = _ABORTED_BY.fullmatch(outcome.by) if outcome.committed is None else None
     return AbortedBy(int(match[1]), match[2]) if match else None

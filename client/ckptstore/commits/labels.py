@@ -1,8 +1,8 @@
 """Labels: tags and further metrics of a checkpoint, which people and evaluation jobs add after its commit.
 
-A commit is never rewritten. Labels lie beside it, as versions of one create-only object: of two who change the same
-version one is told that the other was faster, and does it again on top. The highest version counts; the ones below are
-removed when it is durable.
+A commit is never rewritten. Labels are stored separately, as versions of one create-only object. Of two writers that
+change the same version one is refused, and applies its change to the new version. The highest version is valid; lower
+ones are removed when it is durable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptstore.names import Attempt
 from ckptstore.run import Run
 
 MAX_LABELS = 64
-"""Tags of a checkpoint at most, and as many metrics."""
+"""Maximum number of tags of a checkpoint, and of metrics."""
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
@@ -36,13 +36,13 @@ _TRIES = 20
 
 @dataclass(frozen=True, slots=True)
 class LabelChange:
-    """What to set, and with None what to remove. A metric that is removed is again as it was saved."""
+    """Tags and metrics to set, or to remove if None. A removed metric gets the value that was saved."""
 
     tags: Mapping[str, str | None] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Return if it makes sense. Raises InvalidRequest."""
+        """Raises InvalidRequest if a name or a value is not allowed."""
         for name in (*self.tags, *self.metrics):
             if not _NAME.fullmatch(name):
                 raise InvalidRequest(
@@ -54,51 +54,51 @@ class LabelChange:
                 raise InvalidRequest(f"the value of tag {name!r} is not allowed", "Use up to 256 printable characters")
         for name, number in self.metrics.items():
             if number is not None and not isfinite(number):
-                raise InvalidRequest(f"metric {name!r} is {number}", "Use a finite number")
+                raise InvalidRequest(f"metric {name!r} cannot be {number}", "Use a finite number")
 
 
 def change_labels(run: Run, attempt: Attempt, change: LabelChange, reason: str = "") -> Labels:
-    """Change the labels of a checkpoint; durable on return. Changes of several people all count.
+    """Change the labels of a checkpoint; durable on return. Concurrent changes are all applied.
 
     Raises InvalidRequest, or NoCheckpoint if the checkpoint is being deleted.
     """
     change.check()
-    audit.record(run, Action.LABEL, [attempt], reason or _said(change))
+    audit.record(run, Action.LABEL, [attempt], reason or _describe(change))
     for _ in range(_TRIES):
         versions = label_versions(run).get(attempt, [])
         try:
             before = _read(run, attempt, versions[-1]) if versions else None
         except ObjectMissing:
-            continue  # somebody was faster
-        after = _changed(attempt, before, change, run.by, run.clock())
+            continue  # another writer was faster
+        after = _apply(attempt, before, change, run.by, run.clock())
         key = run.keys.labels_version(attempt, after.version)
         if run.store.put_if_absent(key, seal(after)) or _read_if_there(run, attempt, after.version) == after:
-            # A lost reply makes the winner look like the loser: what is there tells.
+            # After a lost reply the winner looks like the loser: the stored object decides.
             if max(label_versions(run).get(attempt, [0])) > after.version:
-                # Made in the place of one that was removed because a later one is there, which does not know of it.
+                # This version had been removed because a later one exists, which does not include this change.
                 run.store.delete_many([key])
                 continue
             run.store.delete_many(run.keys.labels_version(attempt, version) for version in versions)
             _check_still_there(run, attempt, key)
             return after
-    raise StoreUnavailable(f"the labels of {run.id_of(attempt)} change faster than they can be read", "Try again")
+    raise StoreUnavailable(f"the labels of {run.id_of(attempt)} are changed too often by other writers", "Try again")
 
 
 def label_versions(run: Run) -> dict[Attempt, list[int]]:
-    """The versions of labels that are there, rising; usually one. One listing."""
+    """The stored versions of labels in ascending order, usually one per attempt. One listing."""
     found: dict[Attempt, list[int]] = {}
     for info in run.store.list(run.keys.labels):
         try:
             attempt, version = names.attempt_and_name(info.key)
         except InvalidName:
-            continue  # not ours
+            continue  # a foreign object
         if version.isascii() and version.isdigit():
             found.setdefault(attempt, []).append(int(version))
     return {attempt: sorted(versions) for attempt, versions in found.items()}
 
 
 def read_labels(run: Run, attempts: Iterable[Attempt] | None = None) -> dict[Attempt, Labels]:
-    """The labels of these attempts, or of all of a run. Labels that are damaged are left out, with a warning."""
+    """The labels of these attempts, or of all attempts of a run. Damaged labels are left out, with a warning."""
     there = label_versions(run)
     wanted = [attempt for attempt in (there if attempts is None else attempts) if attempt in there]
     if not wanted:
@@ -109,7 +109,7 @@ def read_labels(run: Run, attempts: Iterable[Attempt] | None = None) -> dict[Att
 
 
 def newest_labels(run: Run, attempt: Attempt, version: int) -> Labels | None:
-    """The labels of one checkpoint, of which a listing told `version`; None if they are gone, or damaged."""
+    """The labels of one checkpoint; None if they are deleted or damaged. version: the newest one in a listing."""
     for _ in range(_TRIES):
         try:
             return _read(run, attempt, version)
@@ -126,19 +126,19 @@ def newest_labels(run: Run, attempt: Attempt, version: int) -> Labels | None:
 
 
 def labelled(checkpoint: Checkpoint, labels: Labels | None) -> Checkpoint:
-    """The checkpoint with its tags, and with metrics that were added or corrected after the save. Pure."""
+    """The checkpoint with its tags, and with metrics that were added or changed after the save. Pure."""
     if labels is None:
         return checkpoint
     return replace(checkpoint, tags=labels.tags, metrics={**checkpoint.metrics, **labels.metrics})
 
 
 def with_labels(run: Run, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """These checkpoints of a run with their labels: one listing, and a read for each that has some."""
+    """These checkpoints of a run with their labels: one listing, and one read per labelled checkpoint."""
     found = read_labels(run, [checkpoint.attempt for checkpoint in checkpoints])
     return [labelled(checkpoint, found.get(checkpoint.attempt)) for checkpoint in checkpoints]
 
 
-def _changed(attempt: Attempt, before: Labels | None, change: LabelChange, by: str, now: float) -> Labels:
+def _apply(attempt: Attempt, before: Labels | None, change: LabelChange, by: str, now: float) -> Labels:
     tags = {**(before.tags if before else {}), **change.tags}
     metrics = {**(before.metrics if before else {}), **change.metrics}
     after = Labels(
@@ -152,7 +152,7 @@ def _changed(attempt: Attempt, before: Labels | None, change: LabelChange, by: s
         at=now,
     )
     if max(len(after.tags), len(after.metrics)) > MAX_LABELS:
-        raise InvalidRequest(f"a checkpoint has at most {MAX_LABELS} tags, and as many metrics", "Remove some")
+        raise InvalidRequest(f"a checkpoint has at most {MAX_LABELS} tags and {MAX_LABELS} metrics", "Remove some")
     return after
 
 
@@ -169,15 +169,15 @@ def _read_if_there(run: Run, attempt: Attempt, version: int) -> Labels | None:
 
 
 def _check_still_there(run: Run, attempt: Attempt, key: str) -> None:
-    """Labels that nobody would see or sweep are not left behind."""
+    """Remove labels that were written after the checkpoint was swept: no sweep would find them."""
     if attempt not in decided_attempts(run):
         run.store.delete_many([key])
-        raise NoCheckpoint(f"{run.id_of(attempt)} was deleted", "ckptctl ls shows what there is")
+        raise NoCheckpoint(f"{run.id_of(attempt)} was deleted", "ckptctl ls lists the checkpoints")
     if attempt in hidden_attempts(run):
-        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "ckptctl undelete takes that back")
+        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "ckptctl undelete restores it")
 
 
-def _said(change: LabelChange) -> str:
+def _describe(change: LabelChange) -> str:
     return ", ".join(
         f"{name}-" if value is None else f"{name}={value}" for name, value in {**change.tags, **change.metrics}.items()
     )

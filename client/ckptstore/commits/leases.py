@@ -1,8 +1,7 @@
 """Leases: expiring claims of readers, which keep a checkpoint from being deleted.
 
-A reader writes its lease and then looks for a tombstone; a deleter writes its tombstone and then
-looks for leases. With a store that shows every finished write to every later read, at least one of the two sees
-the other and gives way.
+A reader writes its lease and then lists tombstones; a deleter writes its tombstone and then lists leases. On a store
+with read-after-write consistency, at least one of the two sees the other and backs off.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float) -> str:
 
 
 def renew_lease(run: Run, lease: str, attempt: Attempt, holder: str, ttl_s: float) -> None:
-    """Let a lease that still holds last `ttl_s` seconds from now; durable on return.
+    """Extend an active lease to `ttl_s` seconds from now; durable on return.
 
-    One that has expired cannot be renewed: take another, because a deletion may have begun.
+    An expired lease must not be renewed, because a deletion may have begun: take a new one.
     """
     document = Lease(format=FORMAT, kind="lease", attempt=str(attempt), holder=holder, expires_at=run.clock() + ttl_s)
     run.store.put(run.keys.lease(lease), seal(document))
 
 
 def release_lease(run: Run, lease: str) -> None:
-    """End a lease; one that is gone already is fine."""
+    """End a lease. Idempotent."""
     run.store.delete_many([run.keys.lease(lease)])
 
 
 def active_leases(run: Run) -> dict[Attempt, list[str]]:
-    """Who holds which attempt now. A damaged lease holds nothing: it names no attempt that can be trusted."""
+    """The holders of unexpired leases of each attempt. A damaged lease protects nothing: its attempt is unknown."""
     now = run.clock()
     held: dict[Attempt, list[str]] = defaultdict(list)
     for info in run.store.list(run.keys.leases):
@@ -57,7 +56,7 @@ def active_leases(run: Run) -> dict[Attempt, list[str]]:
 
 
 def expired_leases(run: Run) -> list[str]:
-    """Keys of leases that protect nothing any more."""
+    """Keys of leases that are expired or damaged."""
     now = run.clock()
     listed = list(run.store.list(run.keys.leases))
     return [info.key for info in listed if (lease := _read(run.store, info)) is None or lease.expires_at <= now]

@@ -1,8 +1,8 @@
-"""Which checkpoints hold chunks that others reference: one small object per pair, so that a listing is enough.
+"""Marks: which checkpoints reference chunks of others. One small object per pair, so that a listing is enough.
 
-A committer writes these objects, then looks for tombstones of what it references, and only then commits; they go when
-the data of the referencing attempt has gone. So a referenced checkpoint is held exactly as a pinned one is, by whoever
-may still come to use it: also by one that is hidden, and by one whose committer died (docs/decisions/0018).
+A committer writes the marks, then lists the tombstones of the referenced attempts, and only then commits. Marks are
+removed after the data of the referencing attempt. Until then they protect a checkpoint exactly as a pin does, even if
+the referencing attempt is hidden or its committer died (docs/decisions/0018).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ckptstore.names import Attempt
 from ckptstore.run import Run
 
 _NAMED = 3
-"""Referencing checkpoints that are named; there may be thousands."""
+"""Number of referencing checkpoints that a reason names; there may be thousands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """That `by` references chunks of `attempt`."""
+    """Attempt `by` references chunks of `attempt`."""
 
     attempt: Attempt
     by: Attempt
 
 
 def referenced_attempts(content: Content) -> list[Attempt]:
-    """Whose chunks a checkpoint needs besides its own, by rising step. Pure."""
+    """The other attempts whose chunks a checkpoint needs, oldest step first. Pure."""
     found = {attempt for shard in content.shards if shard.references for attempt in shard.references.attempts}
     return sorted(map(Attempt.parse, found))
 
 
 def mark(run: Run, by: Attempt, attempts: Collection[Attempt]) -> None:
-    """Hold what an attempt references, before it is committed; durable on return.
+    """Protect the attempts that `by` references, before it is committed; durable on return.
 
-    Raises ReferenceLost if one of them is being deleted: then the attempt must not be committed. The marks stay all the
-    same, because somebody else may have committed the attempt meanwhile; collection removes them.
+    Raises ReferenceLost if one of them is being deleted: then the attempt must not be committed. The marks stay in that
+    case, because another process may have committed the attempt already; a collection removes them.
     """
     for attempt in attempts:
         document = ReferenceMark(format=FORMAT, kind="reference", attempt=str(attempt), by=str(by), at=run.clock())
@@ -49,35 +49,35 @@ def mark(run: Run, by: Attempt, attempts: Collection[Attempt]) -> None:
     hidden = {attempt for attempt, _ in _parsed(info.key for info in run.store.list(run.keys.tombstones))}
     for attempt in attempts:
         if attempt in hidden:
-            raise lost(run, by, attempt)
+            raise reference_lost(run, by, attempt)
 
 
-def lost(run: Run, by: Attempt, attempt: Attempt) -> ReferenceLost:
-    """The error for an attempt that cannot be committed any more."""
+def reference_lost(run: Run, by: Attempt, attempt: Attempt) -> ReferenceLost:
+    """The error for an attempt that can no longer be committed."""
     return ReferenceLost(
         f"{run.id_of(by)} references chunks of {run.id_of(attempt)}, which is deleted",
-        "Save again: what cannot be referenced is stored",
+        "Save again: the new attempt stores these chunks itself",
     )
 
 
 def marks(run: Run) -> list[Mark]:
-    """All of a run."""
+    """All marks of a run."""
     found = []
     for attempt, name in _parsed(info.key for info in run.store.list(run.keys.references)):
         try:
             found.append(Mark(attempt, Attempt.parse(name)))
         except InvalidName:
-            continue  # not ours
+            continue  # a foreign object
     return found
 
 
 def unmark(run: Run, listed: Iterable[Mark]) -> None:
-    """Remove marks of attempts whose data has gone, for good: nobody can commit them any more."""
+    """Remove marks of attempts whose data is deleted: they can no longer be committed."""
     run.store.delete_many([run.keys.reference(found.attempt, found.by) for found in listed])
 
 
 def reasons(run: Run) -> dict[Attempt, list[str]]:
-    """Why attempts must stay: `referenced:ID`, for the newest few of those that reference them."""
+    """Why attempts must stay: `referenced:ID` for the newest few referencing attempts, and a count of the others."""
     by: dict[Attempt, list[Attempt]] = defaultdict(list)
     for found in marks(run):
         by[found.attempt].append(found.by)
@@ -95,4 +95,4 @@ def _parsed(keys: Iterable[str]) -> Iterator[tuple[Attempt, str]]:
         try:
             yield names.attempt_and_name(key)
         except InvalidName:
-            continue  # not ours
+            continue  # a foreign object

@@ -1,1 +1,1 @@
-"""Reading checkpoints: from where, the fetching of verified chunks, and verification of whole checkpoints."""
+"""Reading checkpoints: sources, fetching of verified chunks, and verification of whole checkpoints."""

@@ -1,8 +1,8 @@
-"""Reading: fetch what was planned, verify, decode, place.
+"""Reading: fetch planned reads, verify, decode and place the chunks.
 
-Every chunk is checked against its checksum before it counts. Uncompressed ones are read from local disks straight
-into their destination and checked there; all others before a byte of them reaches it. Chunks that lie together are
-read at once, however many tensors they belong to: what costs time there is the interpreter, not the bytes.
+Every chunk is checked against its checksum before it is used. Uncompressed chunks on local disks are read directly into
+their destination and checked there; all others are checked before any byte reaches the destination. Adjacent chunks
+are read together, regardless of the tensors they belong to: the cost is in the interpreter, not in the bytes.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from ckptstore.reading.source import Source
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 
 Progress = Callable[[int], None]
-"""Called with the number of raw bytes just done; from any thread."""
+"""Called with the number of raw bytes just completed; from any thread."""
 Buffers = Mapping[str, memoryview]
-"""Writable bytes by the names that pieces give."""
+"""Writable bytes by buffer name, as in `Piece.buffer`."""
 
 
 class Receiver(Mapping[str, memoryview]):
-    """Buffers of which some are not memory of the host, so that their bytes pass through memory that is lent."""
+    """Buffers that are partly not in host memory, so that their bytes pass through staging memory."""
 
     @abstractmethod
     def divide(self, read: ShardRead) -> Iterable[ShardRead]:
-        """Parts of a stretch, each of which there is memory for."""
+        """Split a read into parts that each fit into staging memory."""
 
     @abstractmethod
     def receive(self, read: ShardRead) -> AbstractContextManager[tuple[ShardRead, Buffers]]:
-        """Such a part, with lent memory in the place of what is not the host's. What lies there at the end of the block
-        is sent on, unless it raised."""
+        """Such a part, with staging memory in place of device buffers. The context manager sends the staged bytes to
+        the device on exit, unless the block raised."""
 
 
 _CACHED_BYTES = 1 << 20
-"""Read at once; stays in a processor's cache until it is hashed."""
+"""Bytes read at once: they stay in the CPU cache until they are hashed."""
 DEFAULT_THREADS = PARALLEL_READS
 _ELEMENTS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 class Scratch:
-    """Memory for the bytes of one chunk or stretch at a time, used again and again by one thread."""
+    """Reusable memory for one chunk or range at a time. For one thread."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 
     def take(self, num_bytes: int) -> memoryview:
-        """Writable, of this size; what was taken before is given up."""
+        """Writable memory of this size; invalidates what was returned before."""
         if len(self._memory) < num_bytes:
             self._memory = np.empty(num_bytes, np.uint8).data
         return self._memory[:num_bytes]
@@ -75,14 +75,14 @@ def fetch(
 ) -> None:
     """Fetch, verify and decode the chunks, and place their pieces. threads: None for what suits the source.
 
-    Returns when all bytes are checked and placed. On the first error the rest is given up, and buffers hold a
-    mixture, damaged bytes among it.
+    Returns when all bytes are checked and placed. The first error stops the fetch; the contents of the buffers are then
+    undefined and may be damaged.
     """
     threads = threads or source.parallel_reads
     if isinstance(buffers, Receiver):
         reads = [part for read in reads for part in buffers.divide(read)]
     elif source.longest_read:
-        # About two for each thread at least: whoever is done first takes over from the others.
+        # At least about two per thread, so that a thread that finishes early can take over from others.
         share = min(source.longest_read, sum(read.bytes for read in reads) // (2 * threads))
         reads = join(reads, share + READ_BYTES // 2)
     threads = max(1, min(threads, len(reads)))
@@ -95,7 +95,7 @@ def fetch(
                 while not stop.is_set() and (read := stretches.take(thread)) is not None:
                     with received(read, buffers) as (part, one.buffers):
                         one.fetch(part)
-        except BaseException:  # an interrupt as well: the pool waits for all that is begun
+        except BaseException:  # also KeyboardInterrupt: the pool waits for running work
             stop.set()
             raise
 
@@ -107,12 +107,12 @@ def fetch(
 
 
 def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[ShardRead, Buffers]]:
-    """What to read, and buffers of the host to put it into; at the end of the block it is on its way to `buffers`."""
+    """What to read, and host buffers to read into. On exit the bytes are in `buffers`, or being copied there."""
     return buffers.receive(read) if isinstance(buffers, Receiver) else nullcontext((read, buffers))
 
 
 class _Fetch:
-    """What one thread has open."""
+    """The open shard and the scratch memory of one thread."""
 
     def __init__(self, source: Source, checkpoint: Checkpoint, progress: Progress) -> None:
         self.buffers: Buffers = {}
@@ -130,7 +130,7 @@ class _Fetch:
         self._close()
 
     def fetch(self, read: ShardRead) -> None:
-        """All chunks of a stretch, to where they go."""
+        """Fetch all chunks of a read and place them."""
         shard = self._open(read)
         shard.expect(read.offset, read.bytes)
         if not shard.small_reads:
@@ -140,13 +140,13 @@ class _Fetch:
                 self._place(chunk, stored[chunk.offset - read.offset :][: chunk.stored])
                 self._progress(chunk.raw)
             return
-        for chunks in _together(read.chunks):
+        for chunks in _adjacent(read.chunks):
             first = chunks[0]
-            target = _own_memory(first, self.buffers) if first.codec == RAW else None
+            target = _contiguous_target(first, self.buffers) if first.codec == RAW else None
             if target is not None and first.stored > _CACHED_BYTES:
                 self._read_into(shard, first, target)
             else:
-                self._read_together(shard, chunks)
+                self._read_adjacent(shard, chunks)
             self._progress(sum(chunk.raw for chunk in chunks))
 
     def _open(self, read: ShardRead) -> ObjectReader:
@@ -161,12 +161,12 @@ class _Fetch:
         if shard is not None:
             shard.close()
 
-    def _read_together(self, shard: ObjectReader, chunks: Sequence[ChunkRead]) -> None:
-        """Read chunks that adjoin, each raw one where it belongs, and check them while they are in the cache."""
+    def _read_adjacent(self, shard: ObjectReader, chunks: Sequence[ChunkRead]) -> None:
+        """Read adjacent chunks, raw ones into their destination, and check them while they are in the CPU cache."""
         rest = self._stored.take(sum(chunk.stored for chunk in chunks))
         parts, placed = [], []
         for chunk in chunks:
-            part = _own_memory(chunk, self.buffers) if chunk.codec == RAW else None
+            part = _contiguous_target(chunk, self.buffers) if chunk.codec == RAW else None
             placed.append(part is not None)
             if part is None:
                 part, rest = rest[: chunk.stored], rest[chunk.stored :]
@@ -179,21 +179,21 @@ class _Fetch:
                 self._place(chunk, part)
 
     def _read_into(self, shard: ObjectReader, chunk: ChunkRead, target: memoryview) -> None:
-        """The same for one that is too large to stay in the cache: part by part."""
+        """Read one raw chunk that is too large for the CPU cache into its destination, part by part."""
         seen = xxhash.xxh3_128()
         for at in range(0, chunk.stored, _CACHED_BYTES):
             part = target[at : at + _CACHED_BYTES]
             shard.read(chunk.offset + at, part)
             seen.update(part)
         if seen.hexdigest() != chunk.digest:
-            raise _wrong(self._checkpoint, chunk)
+            raise _checksum_error(self._checkpoint, chunk)
 
     def _place(self, chunk: ChunkRead, stored: memoryview) -> None:
         place_chunk(self._checkpoint, chunk, stored, self.buffers, self._raw)
 
 
-def _together(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
-    """Runs of chunks without gaps that are read at once."""
+def _adjacent(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
+    """Groups of chunks without gaps between them, each read at once."""
     run: list[ChunkRead] = []
     end = size = 0
     for chunk in chunks:
@@ -207,7 +207,7 @@ def _together(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
 
 
 def fetch_stored(source: Source, checkpoint: Checkpoint, read: ShardRead) -> memoryview:
-    """The stored bytes of a stretch, unchecked. Raises CorruptObject, ObjectMissing or Unavailable."""
+    """The stored bytes of a range, unchecked. Raises CorruptObject, ObjectMissing or Unavailable."""
     stored = np.empty(read.bytes, np.uint8).data
     with source.open_shard(checkpoint.holder(read.attempt), read.shard) as shard:
         shard.read(read.offset, stored)
@@ -215,17 +215,17 @@ def fetch_stored(source: Source, checkpoint: Checkpoint, read: ShardRead) -> mem
 
 
 def check_chunk(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) -> None:
-    """CorruptObject unless the stored bytes are those that were written."""
+    """Raises CorruptObject unless the stored bytes match the checksum."""
     if digest(stored) != chunk.digest:
-        raise _wrong(checkpoint, chunk)
+        raise _checksum_error(checkpoint, chunk)
 
 
 def place_chunk(
     checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, buffers: Buffers, scratch: Scratch | None = None
 ) -> None:
-    """Check and decode one chunk, and place its pieces. Raises CorruptObject, before anything is placed."""
+    """Check and decode one chunk, and place its pieces. Raises CorruptObject before it places anything."""
     check_chunk(checkpoint, chunk, stored)
-    target = _own_memory(chunk, buffers)
+    target = _contiguous_target(chunk, buffers)
     if target is not None:
         _decode(checkpoint, chunk, stored, target)
         return
@@ -237,15 +237,15 @@ def place_chunk(
         _place(piece, raw, buffers[piece.buffer])
 
 
-def _own_memory(chunk: ChunkRead, buffers: Buffers) -> memoryview | None:
-    """Where the decoded bytes of the chunk lie in the end, if it is one place."""
+def _contiguous_target(chunk: ChunkRead, buffers: Buffers) -> memoryview | None:
+    """The destination of the decoded chunk if it is contiguous in one buffer, else None."""
     first = chunk.pieces[0]
     if len(chunk.pieces) == 1 and first.is_flat and first.shape[0] * first.item == chunk.raw:
         return buffers[first.buffer][first.to : first.to + chunk.raw]
     return None
 
 
-def _wrong(checkpoint: Checkpoint, chunk: ChunkRead) -> CorruptObject:
+def _checksum_error(checkpoint: Checkpoint, chunk: ChunkRead) -> CorruptObject:
     return CorruptObject(f"{chunk.name} of {checkpoint.id} does not match its checksum")
 
 
@@ -272,9 +272,9 @@ _T = TypeVar("_T")
 
 
 class Stretches(Generic[_T]):
-    """Items in order, for several threads. Disks and kernels like readers that go straight on.
+    """Ordered items for several threads. Each thread has a contiguous part, because sequential reads are fastest.
 
-    Who has done his own stretch takes over the back half of the longest that is left.
+    A thread that finishes its part takes over the back half of the longest remaining part.
     """
 
     def __init__(self, items: Sequence[_T], threads: int) -> None:

@@ -1,4 +1,4 @@
-"""Where checkpoints are read from: a store, or a daemon that has the store. One interface for both."""
+"""Sources of checkpoints: one interface for a store and for a daemon that serves a store."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Source(Protocol):
 
     url: str
     parallel_reads: int
-    """How many stretches of shards at a time are fastest."""
+    """Number of concurrent range reads that is fastest."""
     longest_read: int
-    """Bytes of such a stretch that are worth one request."""
+    """Largest useful size of one range read, in bytes; 0: no preference."""
 
     def runs(self) -> list[str]:
         """Names of the runs."""
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
-        """All checkpoints of a run, by falling step."""
+        """All checkpoints of a run, newest step first."""
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
-        """What a restore tries in turn, by falling step, as it is asked for; corrupt ones only to be reported."""
+        """Checkpoints for a restore to try, newest step first, read lazily. Corrupt ones are included for reports."""
 
     def latest(self, run: str | None = None) -> Checkpoint:
         """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
 
     def find(self, reference: Reference) -> Checkpoint:
-        """The checkpoint that a reference names. Raises NoCheckpoint."""
+        """The checkpoint of a reference. Raises NoCheckpoint."""
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """The stored manifest, unchecked."""
@@ -53,20 +53,20 @@ class Source(Protocol):
         """The stored receipt of a rank, unchecked."""
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
-        """Read stored bytes of a shard, unchecked."""
+        """Open a reader of the stored bytes of a shard, which are not checked."""
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
-        """Protect a checkpoint from deletion for `ttl_s` seconds; returns the lease's id. Raises NoCheckpoint."""
+        """Protect a checkpoint from deletion for `ttl_s` seconds; returns the id of the lease. Raises NoCheckpoint."""
 
     def release_lease(self, run: str, lease: str) -> None:
-        """End a lease; one that is gone already is fine."""
+        """End a lease. Idempotent."""
 
     def close(self) -> None:
-        """Give up connections; the source is not used after it."""
+        """Close all connections; the source must not be used afterwards."""
 
 
 class StoreSource:
-    """Reads straight from the store."""
+    """Reads directly from the store."""
 
     def __init__(self, store: Store, clock: Clock = system_clock) -> None:
         self.store = store
@@ -76,7 +76,7 @@ class StoreSource:
         self._clock = clock
 
     def runs(self) -> list[str]:
-        """Folders of the store that have a run's name."""
+        """Folders of the store whose name is a valid run name."""
         return catalog.list_runs(self.store)
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
@@ -85,21 +85,21 @@ class StoreSource:
         return with_labels(named, catalog.list_checkpoints(named))
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
-        """Reads outcomes from the top."""
+        """Reads outcomes, newest step first."""
         return catalog.candidates(self._run(run))
 
     def latest(self, run: str | None = None) -> Checkpoint:
-        """Reads outcomes from the top of one run, or of each."""
+        """Reads outcomes of one run or of every run, newest step first."""
         if run is not None:
             return self._labelled(catalog.latest(self._run(run)))
         newest = chain.from_iterable(_first(catalog.newest_first(self._run(name))) for name in self.runs())
         found = max(newest, key=lambda checkpoint: checkpoint.committed_at, default=None)
         if found is None:
-            raise NoCheckpoint(f"no run has a checkpoint in {self.url}", "Is this the right store?")
+            raise NoCheckpoint(f"no run has a checkpoint in {self.url}", "Check the URL of the store")
         return self._labelled(found)
 
     def find(self, reference: Reference) -> Checkpoint:
-        """Reads the outcomes of one step, or from the top."""
+        """Reads outcomes, newest step first, or only the one that is named."""
         return self._labelled(catalog.find(self.store, reference))
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
@@ -111,11 +111,11 @@ class StoreSource:
         return self.store.get(self._run(checkpoint.run).keys.receipt(checkpoint.attempt, rank))
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
-        """As the store reads."""
+        """A reader of the store."""
         return self.store.open_reader(self._run(checkpoint.run).keys.shard(checkpoint.attempt, shard))
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
-        """Writes a lease object, then looks for a tombstone."""
+        """Writes a lease object, then lists tombstones."""
         return leases.take_lease(self._run(checkpoint.run), checkpoint.attempt, holder, ttl_s)
 
     def release_lease(self, run: str, lease: str) -> None:
@@ -138,7 +138,7 @@ def read_manifest(source: Source, checkpoint: Checkpoint) -> Manifest:
 
 
 def check_manifest_data(checkpoint: Checkpoint, data: bytes) -> Manifest:
-    """The manifest in `data`, if it is that of the checkpoint. Raises Damaged."""
+    """The manifest in `data`, checked to be that of the checkpoint. Raises Damaged."""
     key = f"{checkpoint.id}/manifest.json.zst"
     manifest = parse_manifest(data, key, expected=checkpoint.manifest_digest)
     if (manifest.run, manifest.attempt) != (checkpoint.run, str(checkpoint.attempt)):
@@ -153,12 +153,12 @@ def read_receipt(source: Source, checkpoint: Checkpoint, manifest: Manifest, ran
 
 
 def read_local(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> dict[str, JSON]:
-    """What belongs to a rank alone, from its receipt. Raises Damaged, ObjectMissing or Unavailable."""
+    """The rank-local state in the receipt of a rank. Raises Damaged, ObjectMissing or Unavailable."""
     return parse_local(*_receipt_data(source, checkpoint, manifest, rank))
 
 
 def read_all_local(source: Source, checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, JSON]]:
-    """The same of all ranks, read several at a time."""
+    """The rank-local state of all ranks, read concurrently."""
     with ThreadPoolExecutor(_RECEIPT_THREADS, thread_name_prefix="ckpt-receipts") as pool:
         return list(pool.map(partial(read_local, source, checkpoint, manifest), range(manifest.world_size)))
 

@@ -1,4 +1,4 @@
-"""Checking one checkpoint on demand: every document and every chunk, against the checksum above it."""
+"""Verification of one checkpoint: every document and every chunk is checked against its parent's checksum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptstore.reading.source import Source, read_manifest, read_receipt
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a check found. `problems` is empty if every byte is as it was written."""
+    """The result of a verification. `problems` is empty if every byte is intact."""
 
     checkpoint: Checkpoint
     num_chunks: int
@@ -31,25 +31,25 @@ class Verification:
         return not self.problems
 
 
-class Checked:
-    """Chunks that were found whole and that several checkpoints need, so that they are read once. For any thread."""
+class VerifiedChunks:
+    """Intact chunks that several checkpoints need, so that each is read once. For any thread."""
 
     def __init__(self) -> None:
         self.referenced: set[tuple[str, Attempt]] = set()
-        """Runs and attempts whose chunks others need; nothing is remembered of chunks that nobody else asks for."""
+        """Runs and attempts whose chunks other checkpoints need. Only chunks of these are remembered."""
         self._found: set[bytes] = set()
 
     def __contains__(self, chunk: tuple[Checkpoint, ChunkRead]) -> bool:
         return _identity(*chunk) in self._found
 
     def add(self, checkpoint: Checkpoint, read: ChunkRead) -> None:
-        """It was found whole."""
+        """Record that a chunk is intact."""
         if read.attempt is not None or (checkpoint.run, checkpoint.attempt) in self.referenced:
             self._found.add(_identity(checkpoint, read))
 
 
 def _identity(checkpoint: Checkpoint, read: ChunkRead) -> bytes:
-    """The same for the same place and the same checksum."""
+    """A hash of the chunk's place and checksum."""
     holder = read.attempt or str(checkpoint.attempt)
     place = (checkpoint.run, holder, read.shard, read.offset, read.stored, read.raw, read.codec, read.digest)
     return blake2b(repr(place).encode(), digest_size=16).digest()
@@ -60,13 +60,13 @@ def verify(
     checkpoint: Checkpoint,
     progress: Progress = lambda _: None,
     threads: int = DEFAULT_THREADS,
-    checked: Checked | None = None,
+    checked: VerifiedChunks | None = None,
     throttle: Progress = lambda _: None,
 ) -> Verification:
-    """Read and check everything a checkpoint consists of; goes on after a problem, to report all.
+    """Read and check every document and chunk of a checkpoint; continues after a problem, to report all of them.
 
-    progress is called with stored bytes. checked: these are not read again. throttle is called with the bytes that are
-    read, and may wait. Raises Unavailable if the store cannot answer: that proves nothing.
+    progress is called with the number of stored bytes checked. checked: chunks that are not read again. throttle is
+    called with the number of bytes read, and may block. Raises Unavailable, which is not a finding.
     """
     if checkpoint.state is State.CORRUPT:
         return Verification(checkpoint, 0, 0, (checkpoint.problem,))
@@ -75,7 +75,7 @@ def verify(
         check_cover(manifest.content)
     except (Damaged, ObjectMissing) as error:
         return Verification(checkpoint, 0, 0, (str(error),))
-    known = checked or Checked()
+    known = checked or VerifiedChunks()
     problems: list[str] = []
     lock = threading.Lock()
 
@@ -108,6 +108,6 @@ def _each(reads: Sequence[ChunkRead], check: Callable[[ChunkRead], None], thread
         try:
             for future in [pool.submit(check, read) for read in reads]:
                 future.result()
-        except BaseException:  # an interrupt as well: the pool would wait for all that is queued
+        except BaseException:  # also KeyboardInterrupt: the pool would wait for all queued work
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -1,1 +1,1 @@
-"""What stays and what goes: policies, holds, deletion in two phases, scrubs, labels, the log of who did what."""
+"""Retention: policies, pins, prunes, two-phase deletion and scrubs."""

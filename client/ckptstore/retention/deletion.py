@@ -1,8 +1,7 @@
-"""Pruning runs and collecting orphans, so that a crash at any point leaves a legal state.
+"""Deletion of checkpoints and collection of orphans. A crash at any point leaves a valid state.
 
-A prune hides what its policy does not keep (tombstones.py); a collection sweeps what was hidden for its grace.
-An orphan (an attempt that was never decided) is first decided as aborted, then deleted.
-Deletes are idempotent; whoever finds half of one finishes it.
+A deletion hides checkpoints (tombstones.py); a collection sweeps those whose grace is over. An orphan (an attempt
+without an outcome) is first aborted, then deleted. Deletions are idempotent, and any process may finish a partial one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.records import Action
 from ckptstore.names import Attempt, Reference
-from ckptstore.retention.pins import hold
+from ckptstore.retention.pins import write_pin
 from ckptstore.retention.tombstones import (
     SWEEP_GRACE_S,
     TOMBSTONE_KEPT_S,
@@ -45,7 +44,7 @@ from ckptstore.retention.tombstones import (
 from ckptstore.run import Run
 
 ORPHAN_GRACE_S = 24 * 3600.0
-"""An attempt without an outcome is left alone until its newest object is this old."""
+"""An attempt without an outcome is not aborted before its newest object is this old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +52,32 @@ class Collected:
     """What a collection did to one run."""
 
     swept: tuple[Attempt, ...]
-    """Hidden before, gone for good now."""
+    """Hidden before, and permanently deleted now."""
     rolled_forward: tuple[Attempt, ...]
     aborted: tuple[Attempt, ...]
     freed_bytes: int
 
 
 def delete_checkpoint(run: Run, attempt: Attempt, reason: str, grace_s: float = 0.0) -> None:
-    """Delete one checkpoint, whatever its policy says: hidden on return, and with a grace of 0 gone for good.
+    """Delete one checkpoint, regardless of policies: hidden on return; with a grace of 0 permanently deleted.
 
-    Raises CheckpointHeld if something holds it; nothing has changed then.
+    Raises CheckpointHeld if something holds it; nothing is changed in that case.
     """
     held = hide(run, [attempt], reason, grace_s)
     if held:
         raise CheckpointHeld(
             f"{run.id_of(attempt)} is held by {', '.join(held[attempt])}",
-            "Try again when it is released; unpin it; delete first what references its chunks",
+            "Wait for the lease to end, remove the pin, or delete the referencing checkpoints first",
         )
     if not grace_s:
         sweep(run, only=[attempt])
 
 
 def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> Collected:
-    """Sweep what is due, and finish what crashes left: half deletions, finished but uncommitted attempts, orphans.
+    """Sweep what is due, and clean up after crashes: partial deletions, complete but uncommitted attempts, orphans.
 
-    grace_s: how long nothing was written to an orphan. Ages are differences between the store's own times and
-    `clock`, which must not be minutes apart (store_check.check_store).
+    grace_s: an orphan is aborted after nothing was written to it for this time. Ages are differences between the
+    store's times and `run.clock`, which must not be minutes apart (store_check.check_store).
     """
     swept = sweep(run)
     freed = swept.freed_bytes
@@ -100,7 +99,7 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> Collected:
 
 
 def advance(run: Run, attempt: Attempt) -> bool:
-    """Commit an undecided attempt if all of its receipts are there. True if it is now committed."""
+    """Commit an undecided attempt if all of its receipts exist. True if it is now committed."""
     try:
         return roll_forward(run, attempt) is not None
     except (AttemptAborted, ReferenceLost, Damaged, ObjectMissing):  # missing: another collector was faster
@@ -108,7 +107,7 @@ def advance(run: Run, attempt: Attempt) -> bool:
 
 
 def undecided_attempts(run: Run) -> list[Attempt]:
-    """Attempts that wrote something and have neither an outcome nor a tombstone, by rising step."""
+    """Attempts that have data but neither an outcome nor a tombstone, oldest step first."""
     present = _attempts_with_data(run)
     known = {*decided_attempts(run), *hidden_attempts(run)}
     return [attempt for attempt in present if attempt not in known]
@@ -125,7 +124,7 @@ def _attempts_with_data(run: Run) -> Sequence[Attempt]:
 
 
 def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
-    """True if the attempt is decided as aborted, by us now or by anybody before."""
+    """True if the attempt is aborted, by this call or earlier."""
     try:
         outcome = read_outcome(run, attempt)
     except Damaged:
@@ -139,7 +138,7 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
 
 
 def _forget(run: Run) -> None:
-    """Remove expired leases, old records, and what no committer and no deleter can contradict any more."""
+    """Remove expired leases, old records, and decisions so old that no committer or deleter can still conflict."""
     run.store.delete_many(expired_leases(run))
     forget_tombstones(run)
     audit.forget_old(run)
@@ -151,8 +150,8 @@ def _forget(run: Run) -> None:
 
 
 def _forget_marks(run: Run) -> None:
-    """Remove marks of attempts that are gone: given up, or swept by somebody who crashed."""
-    # Marks first: an attempt that marks something has written its receipts before.
+    """Remove marks of attempts without data: aborted, or swept by a process that crashed."""
+    # Marks first: an attempt writes its receipts before its marks.
     listed = marks(run)
     if listed:
         present = set(_attempts_with_data(run))
@@ -170,22 +169,22 @@ def _forget_aborted(run: Run, key: str) -> None:
 
 
 UNDELETED = "undeleted"
-"""The pin of what was taken back."""
+"""The name of the pin that an undelete adds."""
 _IDLE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Bytes that a run takes in the store beside its checkpoints."""
+    """Bytes in the store that belong to a run but to none of its visible checkpoints."""
 
     orphans: int
-    """Of attempts that were never decided, and to which nothing was written for an hour."""
+    """Bytes of undecided attempts that were not written to for an hour."""
     tombstoned: int
-    """Of checkpoints that are hidden and not swept yet."""
+    """Bytes of checkpoints that are hidden and not swept yet."""
 
 
 class Deleted(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that is hidden and can be taken back until `until`."""
+    """A checkpoint that is hidden and can be undeleted until `until`."""
 
     id: str
     by: str
@@ -195,7 +194,7 @@ class Deleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_waste(run: Run) -> Waste:
-    """What could be freed: lists each such attempt. Changes nothing."""
+    """The bytes that a collection could free. Lists every such attempt; changes nothing."""
     cutoff = run.clock() - _IDLE_S
     undecided = (_extent(run, attempt) for attempt in undecided_attempts(run))
     hidden = {found.attempt for found in list_hidden(run)}
@@ -206,20 +205,20 @@ def measure_waste(run: Run) -> Waste:
 
 
 def _extent(run: Run, attempt: Attempt) -> tuple[int, float]:
-    """Bytes of an attempt, and when it was last written to."""
+    """The bytes of an attempt, and the time of its last write."""
     objects = list(run.store.list(run.keys.attempt(attempt)))
     return sum(info.bytes for info in objects), max((info.modified_at for info in objects), default=0.0)
 
 
 def undelete_checkpoint(run: Run, reference: Reference, reason: str = "") -> Reference:
-    """Take a deletion back for good: the checkpoint is listed and pinned on return. Returns its full name.
+    """Undo a deletion permanently: the checkpoint is listed and pinned on return. Returns its full name.
 
-    Without the pin, the policy that deleted it would do so again at once. A call that fails may be repeated.
-    Raises NoCheckpoint or SweepBegun: nothing is pinned then.
+    Without the pin, the policy that deleted it would delete it again. A call that fails may be repeated.
+    Raises NoCheckpoint or SweepBegun: the checkpoint is not pinned in that case.
     """
     attempt = find_hidden(run, reference)
-    # The pin first: nobody finds the checkpoint without it.
-    hold(run, attempt, UNDELETED)
+    # The pin first: the checkpoint is never listed without it.
+    write_pin(run, attempt, UNDELETED)
     try:
         undelete(run, attempt, reason)
     except SweepBegun:
@@ -229,7 +228,7 @@ def undelete_checkpoint(run: Run, reference: Reference, reason: str = "") -> Ref
 
 
 def list_deleted(run: Run) -> list[Deleted]:
-    """The hidden checkpoints of a run whose data is still there, by falling step."""
+    """The hidden checkpoints of a run that still have their data, newest step first."""
     left = set(decided_attempts(run))
     swept = {names.attempt_and_name(info.key) for info in run.store.list(run.keys.fates)}
     found = []

@@ -1,6 +1,6 @@
 """Pins: named holds of checkpoints that never expire, one object each.
 
-The key of a pin says all that counts, so that a listing is enough, and a damaged pin still holds.
+The key of a pin contains the attempt and the name, so that a listing is enough and a damaged pin still holds.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def list_pins(run: Run) -> list[NamedPin]:
 
 
 def pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
-    """Keep a checkpoint until the pin is removed; durable on return. Pinned under that name already is fine.
+    """Keep a checkpoint until the pin is removed; durable on return. Idempotent.
 
-    Raises InvalidName, or NoCheckpoint if the checkpoint is being deleted: nothing is pinned then.
+    Raises InvalidName, or NoCheckpoint if the checkpoint is being deleted: it is not pinned in that case.
     """
-    hold(run, attempt, name, reason)
+    write_pin(run, attempt, name, reason)
     if attempt in hidden_attempts(run):
         run.store.delete_many([run.keys.pin(attempt, name)])
-        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "ckptctl undelete takes that back")
+        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "ckptctl undelete restores it")
 
 
-def hold(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
-    """What `pin` does, of a hidden checkpoint too: that stays hidden, and is not swept. Raises InvalidName."""
+def write_pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
+    """Like `pin`, but also pins a hidden checkpoint, which stays hidden and is not swept. Raises InvalidName."""
     key = run.keys.pin(attempt, name)
     audit.record(run, Action.PIN, [attempt], reason or name)
     document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=run.by, at=run.clock(), reason=reason)
@@ -54,20 +54,20 @@ def hold(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
 
 
 def unpin(run: Run, attempt: Attempt, name: str) -> None:
-    """Remove a pin; gone on return. One that is gone already is fine."""
+    """Remove a pin. Idempotent."""
     key = run.keys.pin(attempt, name)
     audit.record(run, Action.UNPIN, [attempt], name)
     run.store.delete_many([key])
 
 
 def pinned(run: Run) -> dict[Attempt, list[str]]:
-    """The names under which attempts are pinned."""
+    """The names of the pins of each pinned attempt."""
     found: dict[Attempt, list[str]] = defaultdict(list)
     for info in run.store.list(run.keys.pins):
         try:
             attempt, name = names.attempt_and_name(info.key)
         except InvalidName:
-            continue  # not ours
+            continue  # a foreign object
         found[attempt].append(name)
     return dict(found)
 
@@ -77,13 +77,13 @@ Holds = Mapping[Attempt, list[str]]
 
 
 def active_holds(run: Run) -> Holds:
-    """Everything that holds checkpoints of a run now. A new kind of hold is added here, and nowhere else."""
+    """Everything that holds checkpoints of a run now. A new kind of hold is added only here."""
     held: dict[Attempt, list[str]] = defaultdict(list)
     for attempt, pin_names in pinned(run).items():
         held[attempt] += [f"pin:{name}" for name in pin_names]
     for attempt, holders in leases.active_leases(run).items():
         held[attempt] += [f"lease:{holder}" for holder in holders]
-    # Last: a saver holds what it references by a lease until the references are marked.
+    # Last: a saver protects what it references by a lease until it has written the marks.
     for attempt, found in references.reasons(run).items():
         held[attempt] += found
     return dict(held)

@@ -1,7 +1,7 @@
-"""Retention: from a policy and the checkpoints of one run to the reasons why each one stays. Pure: no I/O, no clock.
+"""Retention policies: why each checkpoint of a run stays, and the versions of the policies in the store.
 
-A checkpoint stays if any rule gives a reason, or if something holds it. The newest one and the last one that was
-found whole always stay.
+A checkpoint stays if any rule gives a reason or if something holds it. The newest one and the one that was last
+verified as intact always stay. `evaluate` is pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PERIODS: dict[str, Callable[[float], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class KeepDecision:
-    """One checkpoint and why it stays; no reasons: it goes."""
+    """A checkpoint and the reasons why it stays; without any reason it is deleted."""
 
     checkpoint: Checkpoint
     reasons: tuple[str, ...]
@@ -48,10 +48,10 @@ def evaluate(
     now: float,
     verified: Attempt | None = None,
 ) -> list[KeepDecision]:
-    """The decision about each checkpoint of one run, in the order given.
+    """The decision about each checkpoint of one run, in the given order.
 
-    holds: why attempts must stay whatever the policy says. verified: the one that was last found whole. Corrupt
-    ones stay until somebody looks at them: what they were cannot be known, or may be worth repairing.
+    holds: why attempts must stay regardless of the policy. verified: the attempt that was last found intact. Corrupt
+    checkpoints stay until an operator examines them: their metrics may be unknown, and a repair may be possible.
     """
     usable = sorted((c for c in checkpoints if c.state is State.COMMITTED), key=lambda c: c.step, reverse=True)
     reasons = _limited(policy, usable, _by_rules(policy, usable, now))
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[Attempt, list[str]]:
-    """usable: by falling step."""
+    """The reasons that the rules give. usable: newest step first."""
     reasons: dict[Attempt, list[str]] = defaultdict(list)
     for i, checkpoint in enumerate(usable[: policy.keep_last], 1):
         reasons[checkpoint.attempt].append(f"last-{i}")
@@ -93,7 +93,7 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
 
 
 def _first_of_each(every: int, usable: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """The lowest step from each multiple up to the next one. Before the first multiple only step 0 counts."""
+    """The lowest step from each multiple up to the next. Before the first multiple only step 0 qualifies."""
     if not every:
         return []
     first = {c.step // every: c for c in usable if c.step >= every or c.step == 0}
@@ -101,7 +101,7 @@ def _first_of_each(every: int, usable: Sequence[Checkpoint]) -> list[Checkpoint]
 
 
 def _ranked(best: Best, usable: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Those that have the metric, the best first; of equal ones the newer."""
+    """The checkpoints that have the metric, best first; equal values newest first."""
     have = [c for c in usable if isfinite(c.metrics.get(best.metric, float("nan")))]
     return sorted(have, key=lambda c: c.metrics[best.metric], reverse=best.highest)
 
@@ -109,7 +109,7 @@ def _ranked(best: Best, usable: Sequence[Checkpoint]) -> list[Checkpoint]:
 def _limited(
     policy: Policy, usable: Sequence[Checkpoint], reasons: dict[Attempt, list[str]]
 ) -> dict[Attempt, list[str]]:
-    """The reasons of the newest that fit into `max_bytes` together."""
+    """The reasons, without those of checkpoints that exceed `max_bytes`, counted from the newest."""
     if not policy.max_bytes:
         return reasons
     if policy == Policy(max_bytes=policy.max_bytes):
@@ -128,7 +128,7 @@ _MAX_GRACE_S = 365 * 24 * 3600.0
 
 
 def policy_for(policies: PolicySet, run: str) -> Policy | None:
-    """What to keep of a run; None: it is never pruned. Pure."""
+    """The policy of a run; None: it is never pruned. Pure."""
     for override in policies.overrides:
         if fnmatchcase(run, override.runs):
             return override.rules
@@ -136,20 +136,20 @@ def policy_for(policies: PolicySet, run: str) -> Policy | None:
 
 
 def check_policies(policies: PolicySet) -> None:
-    """Return if the policies make sense. Raises InvalidPolicy."""
+    """Raises InvalidPolicy if a value is not allowed."""
     if len(policies.overrides) > _MAX_OVERRIDES:
-        raise InvalidPolicy(f"{len(policies.overrides)} overrides are too many", f"Up to {_MAX_OVERRIDES}; use globs")
+        raise InvalidPolicy(f"{len(policies.overrides)} overrides are too many", f"Use at most {_MAX_OVERRIDES}")
     for override in policies.overrides:
         if not 0 < len(override.runs) <= 128:
-            raise InvalidPolicy(f"{override.runs!r} is no glob of runs", "Write one like exp-*")
+            raise InvalidPolicy(f"{override.runs!r} is not a glob of runs", "Use 1 to 128 characters, such as exp-*")
     if not 0 <= policies.grace_s <= _MAX_GRACE_S:
-        raise InvalidPolicy(f"grace_s cannot be {policies.grace_s}", "Use 0 seconds to a year")
+        raise InvalidPolicy(f"grace_s cannot be {policies.grace_s}", "Use 0 to 31536000 seconds (a year)")
     if not 0 < policies.max_delete_fraction <= 1:
-        raise InvalidPolicy(f"max_delete_fraction cannot be {policies.max_delete_fraction}", "Use 0 to 1, without 0")
+        raise InvalidPolicy(f"max_delete_fraction cannot be {policies.max_delete_fraction}", "Use a number in (0, 1]")
 
 
 class PoliciesInForce(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of the policies; version 0: none were ever set."""
+    """One version of the policies; version 0: policies were never set."""
 
     version: int
     policies: PolicySet
@@ -159,7 +159,7 @@ class PoliciesInForce(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(found: PoliciesVersion | None) -> PoliciesInForce:
-        """The version that was read from the store."""
+        """From the stored version; None gives version 0."""
         if found is None:
             return PoliciesInForce(version=0, policies=PolicySet())
         return PoliciesInForce(
@@ -168,16 +168,16 @@ class PoliciesInForce(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_policies(store: Store) -> PoliciesVersion | None:
-    """The policies in force; None if there never were any.
+    """The policies in force; None if policies were never set.
 
-    Raises Damaged if the newest version cannot be read: an older one is no substitute, it may delete more.
+    Raises Damaged if the newest version cannot be read: an older version must not replace it, as it may delete more.
     """
     versions = _versions(store)
     return _read(store, versions[-1]) if versions else None
 
 
 def policies_history(store: Store, limit: int = 100) -> list[PoliciesVersion]:
-    """The newest versions, the newest first. Those that are damaged are left out."""
+    """The newest versions, newest first. Damaged versions are left out."""
     found = []
     for version in reversed(_versions(store)[-limit:]):
         try:
@@ -192,8 +192,8 @@ def change_policies(
 ) -> PoliciesVersion:
     """Put new policies in force; durable on return.
 
-    expected: the version they were made from, 0 for none. Raises InvalidPolicy, or PoliciesChanged if that is not
-    the newest any more.
+    expected: the version that they replace, 0 for none. Raises InvalidPolicy, or PoliciesChanged if that is not the
+    newest version.
     """
     check_policies(policies)
     versions = _versions(store)
@@ -214,7 +214,7 @@ def change_policies(
 
 def _changed(expected: int, newest: int) -> PoliciesChanged:
     return PoliciesChanged(
-        f"the policies are at version {newest}, not {expected}", "Look at the new version, then change that"
+        f"the policies are at version {newest}, not {expected}", "Read the new version and apply the change to it"
     )
 
 

@@ -1,6 +1,6 @@
-"""A prune of one run, of some or of all: plan what a policy does not keep, then delete it.
+"""Prunes of one or several runs: plan which checkpoints a policy does not keep, then delete them.
 
-It hides what the policy does not keep (tombstones.py). A collection sweeps it when the grace is over (deletion.py).
+A prune hides these checkpoints (tombstones.py). A collection sweeps them when the grace is over (deletion.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptstore.stores import Store
 
 POLICIES_IN_FORCE = "the policies in force"
 MAX_DELETE_FRACTION = 0.9
-"""The largest part of a run that a prune removes unless a person confirmed the plan."""
+"""The largest fraction of a run that a prune removes unless a person confirmed the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +32,28 @@ class Prune:
     """A request to prune."""
 
     policy: Policy | None = None
-    """None: the policies in force, which may leave runs alone."""
+    """None: the policies in force, which may exclude runs."""
     runs: str | None = None
-    """A glob; None: all."""
+    """A glob of run names; None: all runs."""
     grace_s: float | None = None
-    """Between hiding and deleting; None: the grace of the policies in force, or a day. 0: deleted at once."""
+    """Time between hiding and deletion; None: the grace of the policies in force, or a day. 0: deleted immediately."""
     confirmed: bool = False
-    """A person confirmed or forced the plan: it may remove any part of a run."""
+    """A person confirmed or forced the plan: it may remove any fraction of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What a prune would do to one run or several; after it was applied, what it did."""
+    """The decisions of a prune about one or several runs; after it was applied, its result."""
 
     decisions: tuple[KeepDecision, ...]
     runs: tuple[str, ...] = ()
-    """The runs it covers, also those without a checkpoint."""
+    """The runs that it covers, including those without a checkpoint."""
     grace_s: float = 0.0
     max_delete_fraction: float = MAX_DELETE_FRACTION
     reason: str = "prune"
     """For the audit log."""
     held: tuple[Checkpoint, ...] = ()
-    """Spared when the plan was applied, because a lease or pin had been taken since it was made."""
+    """Not deleted, because a lease or pin was taken between planning and applying."""
 
     @property
     def keep(self) -> list[KeepDecision]:
@@ -62,12 +62,12 @@ class PrunePlan:
 
     @property
     def remove(self) -> list[Checkpoint]:
-        """The checkpoints that go."""
+        """The checkpoints that are deleted."""
         return [d.checkpoint for d in self.decisions if not d.reasons and d.checkpoint not in self.held]
 
     @property
     def freed_bytes(self) -> int:
-        """Stored bytes of the checkpoints that go."""
+        """Stored bytes of the checkpoints that are deleted."""
         return sum(checkpoint.stored_bytes for checkpoint in self.remove)
 
     def by_run(self) -> list[tuple[str, PrunePlan]]:
@@ -78,19 +78,19 @@ class PrunePlan:
         return [(run, replace(self, decisions=tuple(decisions), runs=(run,))) for run, decisions in found.items()]
 
     def check_fractions(self) -> None:
-        """Raises TooMuchToDelete if a run would lose a larger part of its checkpoints than is allowed."""
+        """Raises TooMuchToDelete if a run would lose more than `max_delete_fraction` of its checkpoints."""
         for run, plan in self.by_run():
             share = len(plan.remove) / max(1, len(plan.decisions))
             if share > self.max_delete_fraction:
                 raise TooMuchToDelete(
-                    f"{len(plan.remove)} of the {len(plan.decisions)} checkpoints of run {run!r} would go: "
-                    f"{share:.0%}, and {self.max_delete_fraction:.0%} are allowed",
-                    "Look at the plan (--dry-run), then force it if it is meant",
+                    f"the prune would delete {len(plan.remove)} of {len(plan.decisions)} checkpoints of run {run!r}: "
+                    f"{share:.0%}, and the limit is {self.max_delete_fraction:.0%}",
+                    "Check the plan (--dry-run), then force the prune if the plan is right",
                 )
 
 
 def plan_prune(run: Run, policy: Policy) -> PrunePlan:
-    """What would go and what would stay of one run, and why. Deletes nothing."""
+    """The decision about each checkpoint of one run. Deletes nothing."""
     checkpoints = with_labels(run, list_checkpoints(run))
     verified = last_verified(run, checkpoints)
     # Holds last: a hold that is taken while the rest is read is seen.
@@ -98,14 +98,14 @@ def plan_prune(run: Run, policy: Policy) -> PrunePlan:
 
 
 def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
-    """What would go and what would stay, run by run. Deletes nothing.
+    """The decisions about the checkpoints of all runs of a prune. Deletes nothing.
 
-    Raises NoCheckpoint if runs are named and none of them has a checkpoint, InvalidPolicy if there is no policy, or
-    Unavailable.
+    Raises NoCheckpoint if `prune.runs` is given and no matching run has a checkpoint, InvalidPolicy if neither the
+    prune nor the store has a policy, or Unavailable.
     """
     in_force = read_policies(store) if prune.policy is None or prune.grace_s is None else None
     if prune.policy is None and in_force is None:
-        raise InvalidPolicy("no policies are in force", "Say what to keep (--keep 5), or set policies (ckptctl policy)")
+        raise InvalidPolicy("no policies are in force", "Pass a policy (--keep 5), or set policies (ckptctl policy)")
     policies = in_force.policies if in_force is not None else PolicySet(grace_s=SWEEP_GRACE_S)
     decisions: list[KeepDecision] = []
     runs: list[str] = []
@@ -115,7 +115,7 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
             decisions += plan_prune(Run(store, name, clock), policy).decisions
             runs.append(name)
     if prune.runs is not None and not decisions:
-        raise NoCheckpoint(f"no run {prune.runs!r} to prune has a checkpoint in {store.url}", "ckptctl runs shows them")
+        raise NoCheckpoint(f"no run matching {prune.runs!r} has a checkpoint in {store.url}", "ckptctl runs lists them")
     own = prune.policy is not None
     return PrunePlan(
         tuple(decisions),
@@ -133,10 +133,10 @@ def apply_prune(
     grace_s: float = 0.0,
     reason: str = "prune",
 ) -> list[Checkpoint]:
-    """Hide what the plan of one run removes, and delete it after the grace; durable on return.
+    """Hide the checkpoints that the plan of one run removes; durable on return. A sweep deletes them after the grace.
 
-    Without a grace it is deleted on return. Returns those that were spared because something held them by now. Raises
-    Unavailable: part of it may be done then, and a new plan goes on.
+    With a grace of 0 they are deleted on return. Returns those that were not deleted because something holds them now.
+    Raises Unavailable: a part may be done, and a new plan continues.
     """
     remove = {checkpoint.attempt: checkpoint for checkpoint in plan.remove}
     if not remove:
@@ -156,11 +156,11 @@ def apply_prunes(
     progress: Callable[[Checkpoint], None] = lambda _: None,
     on_change: Callable[[str], object] = lambda _: None,
 ) -> PrunePlan:
-    """Hide what is planned to go; durable on return. Then delete what was hidden earlier and is due.
+    """Hide the checkpoints that the plan removes; durable on return. Then sweep those that were hidden and are due.
 
-    Returns the plan with what was spared because something held it by now. on_change is called with each run that lost
-    something, also if the rest fails. Raises TooMuchToDelete unless `confirmed`, StoreUnsafe or ClockSkew: then nothing
-    was done; or Unavailable: then a part was, and a new plan goes on.
+    Returns the plan with `held`: checkpoints that were not deleted because something holds them now. on_change is
+    called with each run that lost a checkpoint, even if the rest fails. Raises TooMuchToDelete unless `confirmed`,
+    StoreUnsafe or ClockSkew before anything is done; or Unavailable after a part was done: a new plan continues.
     """
     if not confirmed:
         plan.check_fractions()

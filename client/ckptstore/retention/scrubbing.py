@@ -22,7 +22,7 @@ from ckptstore.format.records import Finding
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource
-from ckptstore.reading.verify import Checked, Verification, verify
+from ckptstore.reading.verify import Verification, VerifiedChunks, verify
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -75,7 +75,7 @@ def scrub(
     clock: Clock,
     progress: Progress = lambda _: None,
     throttle: Progress = lambda _: None,
-    checked: Checked | None = None,
+    checked: VerifiedChunks | None = None,
 ) -> Iterator[Verification]:
     """Verify checkpoints one by one and record each finding; a finding is durable when it is yielded.
 
@@ -85,7 +85,7 @@ def scrub(
     Unavailable, which is not a finding.
     """
     source = StoreSource(store, clock)
-    checked = checked or Checked()
+    checked = checked or VerifiedChunks()
     for checkpoint in checkpoints:
         run = Run(store, checkpoint.run, clock, by)
         try:
@@ -110,10 +110,10 @@ def record_finding(run: Run, result: Verification) -> None:
         format=FORMAT, kind="finding", attempt=str(attempt), at=run.clock(), by=run.by,
         num_chunks=result.num_chunks, stored_bytes=result.stored_bytes, problems=list(result.problems),
     )  # fmt: skip
-    whole, damaged = run.keys.verified_record(attempt), run.keys.quarantine_record(attempt)
-    here, gone = (whole, damaged) if result.ok else (damaged, whole)
-    run.store.put(here, seal(finding))
-    run.store.delete_many([gone])
+    intact, damaged = run.keys.verified_record(attempt), run.keys.quarantine_record(attempt)
+    valid, obsolete = (intact, damaged) if result.ok else (damaged, intact)
+    run.store.put(valid, seal(finding))
+    run.store.delete_many([obsolete])
 
 
 def verified_at(run: Run) -> dict[Attempt, float]:
@@ -123,7 +123,7 @@ def verified_at(run: Run) -> dict[Attempt, float]:
         try:
             found[names.attempt_and_name(info.key)[0]] = info.modified_at
         except InvalidName:
-            continue  # not ours
+            continue  # a foreign object
     return found
 
 

@@ -1,9 +1,9 @@
-"""Deleting one checkpoint in two phases: hide it, and after a grace sweep it, unless somebody takes it back.
+"""Two-phase deletion: hide a checkpoint, and after a grace sweep it, unless it is undeleted.
 
-Every deletion writes a tombstone of its own. A create-only object, its fate, decides once and for all whether that
-tombstone is swept or taken back, so that an undelete and a sweep never both win. A checkpoint is hidden
-while any tombstone of it is there, and a tombstone goes only after its fate says that it was taken back, or a week
-after the data. docs/decisions/0012 has the sequences that this rests on.
+Every deletion writes its own tombstone. A create-only object, the fate of the tombstone, decides whether the tombstone
+is swept or undeleted, so that an undelete and a sweep never both win. A checkpoint is hidden while it has any
+tombstone. A tombstone is removed only after its fate is "undeleted", or a week after the data is deleted.
+docs/decisions/0012 has the sequences.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ckptstore.run import Run
 from ckptstore.stores import ObjectInfo
 
 SWEEP_GRACE_S = 24 * 3600.0
-"""A deletion can be taken back for so long, unless it says otherwise."""
+"""Default time for which a deletion can be undone."""
 TOMBSTONE_KEPT_S = 7 * 24 * 3600.0
-"""Tombstones, fates and aborted outcomes outlive any process that could still act on what it read before."""
+"""Tombstones, fates and aborted outcomes outlive any process that could still act on an earlier read."""
 
 _TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """One tombstone, as a listing tells it."""
+    """One tombstone in a listing."""
 
     attempt: Attempt
     id: str
@@ -53,10 +53,10 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep did to one run."""
+    """The result of a sweep of one run."""
 
     attempts: tuple[Attempt, ...]
-    """Decided now; their data is gone."""
+    """Attempts that this sweep decided; their data is deleted."""
     freed_bytes: int
 
 
@@ -67,10 +67,10 @@ def hide(
     grace_s: float = SWEEP_GRACE_S,
     progress: Callable[[Attempt], None] = lambda _: None,
 ) -> Holds:
-    """Phase 1: nobody sees these checkpoints any more; durable on return.
+    """Phase 1: remove these checkpoints from listings; durable on return.
 
-    Returns those that are held, and why: they are untouched, or, if the hold came in this very moment, back again.
-    A call that fails has hidden some of them, and may be repeated.
+    Returns the held ones, and why: they were not hidden, or were listed again because a hold was taken concurrently.
+    A call that fails may have hidden some of them, and may be repeated.
     """
     held = dict(active_holds(run))
     if free := [attempt for attempt in attempts if attempt not in held]:
@@ -88,30 +88,33 @@ def hide(
 
 
 def undelete(run: Run, attempt: Attempt, reason: str = "") -> None:
-    """Take a deletion back: the checkpoint is listed again on return, as it was.
+    """Undo a deletion: the checkpoint is listed again on return, unchanged.
 
-    Raises NoCheckpoint if it is not being deleted, or SweepBegun if its data is going or gone. A call that fails
-    otherwise may be repeated.
+    Raises NoCheckpoint if it is not being deleted, or SweepBegun if its data is deleted or being deleted. A call that
+    fails with another error may be repeated.
     """
     ids = [hidden.id for hidden in list_hidden(run) if hidden.attempt == attempt]
     if not ids:
-        raise NoCheckpoint(f"{run.id_of(attempt)} is not being deleted", "ckptctl deleted shows what is")
+        raise NoCheckpoint(f"{run.id_of(attempt)} is not being deleted", "ckptctl deleted lists what is")
     audit.record(run, Action.UNDELETE, [attempt], reason)
     if not _cancel_deletion(run, attempt, ids):
-        raise SweepBegun(f"{run.id_of(attempt)} was given up for good", "Its data is going or gone")
+        raise SweepBegun(
+            f"{run.id_of(attempt)} can no longer be undeleted: its data is deleted or being deleted",
+            "Use another checkpoint",
+        )
 
 
 def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
-    """Phase 2: delete what was hidden for its grace and is not held, and finish sweeps that crashed.
+    """Phase 2: delete checkpoints whose grace is over and that are not held, and finish sweeps that crashed.
 
-    Gone for good on return. Ages are differences between the store's times and `clock`, which must not be minutes
-    apart (store_check.check_store). only: these attempts, at any age. Raises Unavailable: calling again goes on; or
-    Damaged, after all others are done: a checkpoint with a damaged fate stays hidden and whole.
+    Their data is deleted on return. Ages are differences between the store's times and `run.clock`, which must not be
+    minutes apart (store_check.check_store). only: these attempts, at any age. Raises Unavailable: another call
+    continues; or Damaged after all others are done: a checkpoint with a damaged fate stays hidden and keeps its data.
     """
     hidden = [h for h in list_hidden(run) if only is None or h.attempt in only]
     decided, damage = _fates(run, hidden)
     for one, fate in decided.items():
-        if not fate.swept:  # whoever took it back died before the tombstone was gone
+        if not fate.swept:  # the undelete died before it removed the tombstone
             run.store.delete_many([run.keys.tombstone(one.attempt, one.id)])
     due = [h for h in hidden if h not in decided and h not in damage and (only is not None or _is_due(run, h))]
     held = active_holds(run) if due else {}
@@ -134,7 +137,7 @@ def list_hidden(run: Run) -> list[Hidden]:
 
 
 def find_hidden(run: Run, reference: Reference) -> Attempt:
-    """The hidden attempt that a reference names; of several of one step the last one saved. Raises NoCheckpoint."""
+    """The hidden attempt of a reference; if a step has several, the one saved last. Raises NoCheckpoint."""
     found = [
         h.attempt
         for h in list_hidden(run)
@@ -148,7 +151,7 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
 
 
 def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
-    """Who hid it, when and why; None if that cannot be read any more."""
+    """The tombstone document; None if it is deleted or damaged."""
     key = run.keys.tombstone(hidden.attempt, hidden.id)
     try:
         return parse_sealed(run.store.get(key), Tombstone, run.store.object_url(key))
@@ -157,7 +160,7 @@ def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
 
 
 def forget_tombstones(run: Run) -> None:
-    """Remove tombstones and fates that nobody can act on any more: a week after the data is gone."""
+    """Remove tombstones and fates a week after the data is deleted, when no process can still act on them."""
     cutoff = run.clock() - TOMBSTONE_KEPT_S
     old = {(f.attempt, f.id) for f in _parse(run.store.list(run.keys.fates)) if f.written_at < cutoff}
     hidden = [h for h in list_hidden(run) if (h.attempt, h.id) in old]
@@ -166,14 +169,14 @@ def forget_tombstones(run: Run) -> None:
         if one.attempt in busy:
             old.discard((one.attempt, one.id))
     keys = [run.keys.tombstone(h.attempt, h.id) for h in hidden if h.attempt not in busy]
-    # Tombstones first: one without its fate could be decided anew.
+    # Tombstones first: a tombstone without its fate could be decided again.
     run.store.delete_many([*keys, *(run.keys.fate(attempt, id) for attempt, id in sorted(old))])
 
 
 def delete_data(run: Run, attempt: Attempt) -> int:
-    """Delete what an attempt wrote before its outcome. Returns bytes freed."""
+    """Delete everything that an attempt wrote before its outcome. Returns the number of bytes freed."""
     objects = list(run.store.list(run.keys.attempt(attempt)))
-    # Receipts first: without them nobody can take the rest for a finished attempt.
+    # Receipts first: without them the rest is not mistaken for a complete attempt.
     objects.sort(key=lambda info: names.receipt_rank(info.key) is None)
     run.store.delete_many(info.key for info in objects)
     return sum(info.bytes for info in objects)
@@ -190,7 +193,7 @@ def _write_tombstone(run: Run, attempt: Attempt, reason: str, grace_s: float) ->
 
 
 def _cancel_deletion(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
-    """False if one of the tombstones is being swept."""
+    """Undelete the tombstones `ids`. False if one of them is decided as swept."""
     if any(_decide(run, attempt, id, swept=False).swept for id in ids):
         return False
     run.store.delete_many(run.keys.tombstone(attempt, id) for id in ids)
@@ -198,7 +201,7 @@ def _cancel_deletion(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
 
 
 def _decide(run: Run, attempt: Attempt, id: str, *, swept: bool) -> Fate:
-    """Create the fate of a tombstone, or obey the one that is there. Durable on return."""
+    """Create the fate of a tombstone, or return the existing one. Durable on return."""
     proposal = Fate(
         format=FORMAT, kind="fate", attempt=str(attempt), tombstone=id, swept=swept, by=run.by, at=run.clock()
     )
@@ -207,7 +210,7 @@ def _decide(run: Run, attempt: Attempt, id: str, *, swept: bool) -> Fate:
         try:
             if run.store.put_if_absent(run.keys.fate(attempt, id), seal(proposal)):
                 return proposal
-            # After a lost reply this is our own: what it says is what we wanted, and that is all that counts.
+            # After a lost reply this may be our own fate, which is then returned like any other.
             fate = _read_fate(run, attempt, id)
         except StoreUnavailable as error:
             failure = error
@@ -215,8 +218,8 @@ def _decide(run: Run, attempt: Attempt, id: str, *, swept: bool) -> Fate:
         if fate is not None:
             return fate
     raise failure or StoreUnavailable(
-        f"cannot learn the fate of {run.id_of(attempt)} in {run.store.url}",
-        "Call again: it is decided once",
+        f"cannot read whether {run.id_of(attempt)} in {run.store.url} is swept or undeleted",
+        "Try again: the decision does not change",
     )
 
 
@@ -232,7 +235,7 @@ def _read_fate(run: Run, attempt: Attempt, id: str) -> Fate | None:
 
 
 def _fates(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, Fate], dict[Hidden, Damaged]]:
-    """Those that are decided, and those whose fate cannot be read."""
+    """The fates of decided tombstones, and the errors of those whose fate is damaged."""
     listed = {(f.attempt, f.id) for f in _parse(run.store.list(run.keys.fates))}
     decided: dict[Hidden, Fate] = {}
     damage: dict[Hidden, Damaged] = {}
@@ -255,7 +258,7 @@ def _is_due(run: Run, hidden: Hidden) -> bool:
 
 
 def _present(run: Run, attempts: Collection[Attempt]) -> list[Attempt]:
-    """Those of which something is left to delete."""
+    """The attempts that still have an outcome or data."""
     if not attempts:
         return []
     left = {str(attempt) for attempt in decided_attempts(run)}
@@ -264,7 +267,7 @@ def _present(run: Run, attempts: Collection[Attempt]) -> list[Attempt]:
 
 
 def _delete(run: Run, attempt: Attempt) -> int:
-    """Delete the findings, the outcome, then the data, of an attempt that is given up. Returns bytes freed."""
+    """Delete labels, findings and outcome, then the data, of a swept attempt. Returns the number of bytes freed."""
     run.store.delete_many(
         [
             *(run.keys.labels_version(attempt, version) for version in label_versions(run).get(attempt, ())),
@@ -282,4 +285,4 @@ def _parse(listed: Iterable[ObjectInfo]) -> Iterator[Hidden]:
             attempt, id = names.attempt_and_name(info.key)
             yield Hidden(attempt, names.check_ulid(id), info.modified_at)
         except InvalidName:
-            continue  # not ours
+            continue  # a foreign object

@@ -142,7 +142,7 @@ def test_a_different_manifest_is_not_committed(store: Store) -> None:
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
     store.put(run.keys.manifest(attempt), pack_manifest(merge(write_ranks(store, new_attempt()))))
-    with pytest.raises(CorruptObject, match="not what the receipts say"):
+    with pytest.raises(CorruptObject, match="does not match the receipts"):
         commit_attempt(run, receipts)
     assert read_outcome(run, attempt) is None
 
