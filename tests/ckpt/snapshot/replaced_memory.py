@@ -1,4 +1,4 @@
-"""A trainer whose memory is replaced while it is copied: `replaced_memory STORE CALL`. Prints how the save ended."""
+"""A trainer whose memory is replaced while it is copied: `replaced_memory STORE`. Prints how each save ended."""
 
 from __future__ import annotations
 
@@ -43,28 +43,34 @@ CALLS: dict[str, Callable[[nn.Parameter], None]] = {"put": _put, "share": _share
 
 
 def main() -> None:
-    """Save, replace the memory of the last parameter, step."""
+    """Try each call in a store of its own."""
+    for name, call in CALLS.items():
+        sys.stdout.write(f"{name} {_end(Path(sys.argv[1]) / name, call)}\n")
+        sys.stdout.flush()
+    _QUEUE.cancel_join_thread()
+
+
+def _end(store: Path, call: Callable[[nn.Parameter], None]) -> str:
+    """Save, replace the memory of the last parameter, step. Returns how the save ended."""
     model = nn.ParameterList([torch.randn(1 << 16), torch.randn(1 << 20)])
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = [parameter.detach().clone() for parameter in model]
-    with open_run(Path(sys.argv[1])) as checkpointer, held_copies() as brake:
+    with open_run(store) as checkpointer, held_copies() as brake:
         handle = checkpointer.save_async(model, optim, 1)
         threading.Timer(0.5, brake.released.set).start()
-        CALLS[sys.argv[2]](model[1])
+        call(model[1])
         for parameter in model:
             parameter.grad = torch.ones_like(parameter)
         optim.step()
         try:
             handle.result(_PATIENCE_S)
         except SnapshotTorn:
-            sys.stdout.write("torn\n")
-        else:
-            found = checkpointer.load(1, "model/*")
-            same = [torch.equal(found[f"model/{number}"], tensor) for number, tensor in enumerate(expected)]
-            sys.stdout.write(f"committed {same}\n")
-        if sys.argv[2] in ("put", "share"):
+            return "torn"
+        found = checkpointer.load(1, "model/*")
+        if call in (_put, _share):
             wait_until(model[1].is_shared, "the memory to be shared", _PATIENCE_S)
-    _QUEUE.cancel_join_thread()
+    same = [torch.equal(found[f"model/{number}"], tensor) for number, tensor in enumerate(expected)]
+    return f"committed {same}"
 
 
 if __name__ == "__main__":
