@@ -59,7 +59,7 @@ class Config:
         `save_async` returns when everything is copied. Applies to saves that are given an optimizer.
     commit_timeout_s: how long a committer waits for the receipts of all ranks.
     orphan_saver_timeout_s: how long a restore waits for the saver of a killed predecessor on this host.
-    peer_timeout_s: how long ranks wait for a rank that gives no sign of life, at the first save and in restores.
+    peer_timeout_s: how long ranks wait for a rank that sends no heartbeat, at the first save and in restores.
     daemon_timeout_s: how long reads through a daemon that does not answer are retried, which hides a restart.
     split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
         writes all of them, into one file.

@@ -1,13 +1,14 @@
-"""Ownership: which rank writes what. Computed on every rank alike, from what each said at the first save. Pure.
+"""Ownership: which rank writes what. Every rank computes it from the units exchanged at the first save. Pure.
 
-The unit is a parameter (or buffer), with all state an optimizer keeps for it. What differs between the ranks of a mesh
-is written by each; of equal copies one is written:
+The unit is a parameter (or buffer), with all state an optimizer keeps for it. Parts that differ
+between the ranks of a mesh are written by each of these ranks; of several equal copies, one is written:
 
 - a tensor that placements distribute over a mesh: by the mesh that holds the unit's first holder, and of
   the copies within it by copy 0;
 - a tensor that ranks hold whole: by the unit's first holder, the lowest rank that has any of it.
 
-With split_replicas=True the copies take turns, the largest first, so that all replicas write about as many bytes.
+With split_replicas=True the units are distributed over the copies, largest first, so that all replicas write about the
+same number of bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ckptstore.errors import LayoutChanged, UnsupportedObject
 
 
 class Unit(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank says of one parameter or buffer that it holds some of."""
+    """One rank's description of a parameter or buffer that it holds, in whole or in part."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,44 +40,44 @@ class Unit(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What must not change between saves."""
+        """The fields that must not change between saves."""
         return (self.dtype, self.shape, self.boxes, self.distributed)
 
 
 Units = Mapping[str, Unit]
-"""By name: item/parameter."""
+"""Units by name: item/parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Who writes what, seen from one rank."""
+    """The assignment of writes to ranks, seen from one rank."""
 
     rank: int
     own: Units
-    """What this rank said."""
+    """This rank's units."""
     owner: Mapping[str, int]
     """The first holder of each unit."""
     turn: Mapping[str, int]
-    """Which copy of each unit is written, counted without end."""
+    """Number of the copy of each unit that is written, modulo the number of copies."""
     holders: Mapping[str, tuple[int, ...]]
 
     def owns(self, unit: str) -> bool:
-        """Whether this rank speaks for a unit: it writes its place in the tree. Raises LayoutChanged for a new one."""
+        """Whether this rank owns a unit: it writes the unit's node in the tree. Raises LayoutChanged for a new unit."""
         if unit not in self.owner:
             raise self._changed(unit, "is new")
         return self.owner[unit] == self.rank
 
     def writes(self, unit: str, part: TensorPart) -> bool:
-        """Whether this rank stores its part of a tensor that belongs to a unit. Raises LayoutChanged for a new one."""
+        """Whether this rank stores its part of a tensor that belongs to a unit. Raises LayoutChanged for a new unit."""
         if part.ranks is not None and unit in self.owner:
             return self.owner[unit] in part.ranks and part.copy == self.turn[unit] % part.copies
         if unit not in self.own or self.own[unit].distributed:
-            return self.owns(unit)  # a scalar beside a distributed parameter
+            return self.owns(unit)  # a scalar in the state of a distributed parameter
         holders = self.holders[unit]
         return holders[self.turn[unit] % len(holders)] == self.rank
 
     def check(self, units: Units) -> None:
-        """LayoutChanged if this rank now holds other units, or other boxes of them, than it said."""
+        """Raise LayoutChanged if this rank's units, or their boxes, differ from those it exchanged."""
         for name in sorted(units.keys() | self.own.keys()):
             now, then = units.get(name), self.own.get(name)
             if now is None or then is None or now.layout != then.layout:
@@ -91,7 +92,7 @@ class Ownership:
 
 
 def agree(rank: int, said: Sequence[Units], split_replicas: bool) -> tuple[Ownership, list[str]]:
-    """The ownership that follows from what all ranks said, in rank order; and buffers that differ between ranks.
+    """The ownership that follows from all ranks' units, in rank order, and the buffers that differ between ranks.
 
     Raises UnsupportedObject if ranks hold different tensors under one name: one of them would be lost.
     """
@@ -125,7 +126,7 @@ def _differs(name: str, found: Sequence[tuple[int, Unit]]) -> bool:
 
 
 def _turns(sizes: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Largest first, each to the copy that has the fewest bytes so far, among units with the same holders."""
+    """Assign each unit, largest first, to the copy with the fewest bytes so far among units with the same holders."""
     load: dict[tuple[int, ...], list[int]] = {}
     turn = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -25,7 +25,7 @@ class Pack:
     """The part of the local shard that belongs to each parameter in it, by canonical name."""
 
     def take(self, view: torch.Tensor, state: OptimizerState) -> OptimizerState:
-        """The part of the flat parameter's state that belongs to one view; other state goes to every view."""
+        """One view's part of the flat parameter's state; state that is not flat goes to every view."""
         return {key: self._part(view, value) if self._is_flat(value) else value for key, value in state.items()}
 
     def join(self, states: Mapping[str, OptimizerState]) -> OptimizerState:

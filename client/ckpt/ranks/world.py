@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Meetings:
-    """The exchanges of one process group so far. All ranks count alike, so equal counts make equal keys."""
+    """The exchanges of one process group so far. The count is equal on all ranks, so their keys are equal."""
 
     store: Any = None
     count: int = 0
@@ -42,18 +42,18 @@ class _Meetings:
 
 
 _meetings = _Meetings()
-"""The meetings of the present default process group. Process-wide, like the group: all Worlds share it."""
+"""The meetings of the current default process group. Process-wide, like the group: all Worlds share them."""
 
 
 class World:
-    """The default process group if there is one. One thread meets the others; `beat` may be called from any."""
+    """The default process group, if there is one. One thread calls the collectives; any thread may call `beat`."""
 
     def __init__(self, timeout_s: float) -> None:
-        """timeout_s: after so long without a sign of life, a rank is lost."""
+        """timeout_s: a rank without a heartbeat for this long is lost."""
         grouped = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if grouped else 0
         self.size: int = dist.get_world_size() if grouped else 1
-        # A rank may be missed in an exchange first, and then in the meeting after it: both within the time-out.
+        # A lost rank may stall an exchange and then the meeting after it: both must fit into the timeout.
         self._silence_s, self._exchange_s = 0.6 * timeout_s, 0.25 * timeout_s
         self._beat_s = min(_BEAT_S, self._silence_s / 4)
         self._beating = threading.Lock()
@@ -66,7 +66,7 @@ class World:
                 _meetings = _Meetings(store)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value (what JSON and bytes can say), on every rank, by rank. Raises RankLost."""
+        """Every rank's value (JSON types and bytes), on every rank, by rank. Raises RankLost."""
         if self.size == 1:
             return [value]
         key = self._next_key()
@@ -85,7 +85,7 @@ class World:
         return list(self._answer(key))
 
     def gather_alike(self, value: bytes) -> dict[bytes, tuple[int, ...]]:
-        """What ranks say, and which ranks say it; what several say alike travels once. Raises RankLost."""
+        """The distinct values of all ranks, each with its ranks; an equal value is sent once. Raises RankLost."""
         saying: dict[bytes, list[int]] = {}
         for rank, digest in enumerate(self.gather(xxh3_128_digest(value))):
             saying.setdefault(digest, []).append(rank)
@@ -104,7 +104,7 @@ class World:
         return self._answer(key)
 
     def beat(self) -> None:
-        """A sign of life, for those who wait for this rank. Cheap: few a second are sent. Raises RankLost."""
+        """Send a heartbeat to the ranks that wait for this one. Cheap, because it is rate-limited. Raises RankLost."""
         with self._beating:
             now = time.monotonic()
             if self.size == 1 or now - self._last_beat < self._beat_s:
@@ -114,13 +114,14 @@ class World:
         self._ask(_meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
 
     def private_store(self) -> Any:
-        """Keys and values that all ranks share, for one purpose; all ranks ask in the same order. For threads that may
-        wait: its calls have no time-out."""
+        """A key-value store that all ranks share, with a prefix of its own. All ranks must call this in the same order.
+
+        Only for threads that may block: the calls of the store have no timeout."""
         _meetings.count += 1
         return dist.distributed_c10d.PrefixStore(f"ckpt/{_meetings.count}", _meetings.store)
 
     def exchange_group(self) -> dist.ProcessGroup:
-        """A process group that moves bytes between hosts' memories; made together when first asked for."""
+        """A gloo process group that exchanges bytes in host memory. The first call creates it, and is a collective."""
         if _meetings.group is None:
             _meetings.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._exchange_s))
         group: dist.ProcessGroup = _meetings.group
@@ -134,7 +135,7 @@ class World:
         return key
 
     def _forget(self, key: str) -> None:
-        """All ranks have come to meeting `key`, so that none has yet to read the answer of an earlier one."""
+        """All ranks have reached meeting `key`: delete its values, and the earlier answers, which all have read."""
         *read, last = _meetings.answers
         _meetings.answers = [last]
         for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
@@ -150,10 +151,10 @@ class World:
         return answer[0]
 
     def _get(self, key: str, rank: int) -> Any:
-        """The value that `rank` sets. Raises RankLost if it gives no sign of life meanwhile."""
+        """Wait for the value that `rank` sets. Raises RankLost if the rank sends no heartbeat meanwhile."""
         last_beat, deadline = b"", time.monotonic() + self._silence_s
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
-        # Store.wait would print a warning each time it is out of time.
+        # Store.wait would print a warning at each timeout.
         while not self._ask(_meetings.store.check, [key]):
             self.beat()
             beat = self._beat_of(rank)
@@ -161,7 +162,7 @@ class World:
                 last_beat, deadline = beat, time.monotonic() + self._silence_s
             if time.monotonic() > deadline:
                 raise RankLost(
-                    f"rank {rank} of {self.size} gave no sign of life for {self._silence_s:.0f} s",
+                    f"rank {rank} of {self.size} sent no heartbeat for {self._silence_s:.0f} s",
                     "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
                 )
             time.sleep(next(waits))
@@ -172,7 +173,7 @@ class World:
         return bytes(self._ask(_meetings.store.get, name)) if self._ask(_meetings.store.check, [name]) else b""
 
     def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
-        """What the store answers. Raises RankLost if it is gone, or gives no answer: its calls have no time-out."""
+        """The store's answer. Raises RankLost if the store is gone or does not answer: its calls have no timeout."""
         answer: Future[_T] = Future()
         threading.Thread(target=_call, args=(answer, call, *arguments), name="ckpt-meeting", daemon=True).start()
         try:
@@ -193,13 +194,13 @@ def _call(answer: Future[_T], call: Callable[..., _T], *arguments: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks of a job know alike."""
+    """What all ranks of a job agreed on; equal on each, except for the view in `ownership`."""
 
     session: str
     """A ULID, from which the attempts of all saves are derived."""
     ownership: Ownership
     different_buffers: tuple[str, ...]
-    """Buffers that are not equal on all ranks; those of the first holder are kept."""
+    """Buffers that are not equal on all ranks; the first holder's are kept."""
 
 
 def meet(world: World, describe: Callable[[], dict[str, Unit]], split_replicas: bool) -> Agreement:

@@ -1,4 +1,4 @@
-"""Where the bytes of entries go: into live tensors where they are, or into new ones."""
+"""Destinations of the entries' bytes: live tensors, filled in place, or new ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ckptstore.format.trees import TAG, decode_tree
 from ckptstore.reading.fetch import Buffers
 
 _Key = tuple[str, Box, torch.device | None]
-"""Entry, box, and the device if there is a lane to it."""
+"""Entry, box, and the device if it has a lane."""
 
 
 class Destinations:
-    """Collects what a restore needs of a checkpoint. Nothing live is touched before `place`."""
+    """Collects the parts of a checkpoint that a restore needs. Live tensors stay unchanged until bytes are received."""
 
     def __init__(self, content: Content) -> None:
         entries = content.entries
@@ -50,12 +50,12 @@ class Destinations:
         return BY_NAME[dtype], shape
 
     def fill(self, name: str, part: TensorPart) -> None:
-        """Have a part of the entry placed where it lives; the shapes agree, another type is cast."""
+        """Register a live part to be filled from the entry. The shapes must agree; another dtype is cast."""
         for piece in part.pieces:
             self._targets[name, piece.box, _lane_of(piece.tensor)].append(piece.tensor)
 
     def new(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new tensor that the whole entry will be placed into."""
+        """A new tensor that receives the whole entry."""
         dtype, shape = self.describe(name)
         target = torch.empty(shape, dtype=dtype, device=device)
         self.fill(name, part_of(name, target))
@@ -64,9 +64,9 @@ class Destinations:
     def new_beside(
         self, name: str, parameter: torch.Tensor, flat: Flat | None, device: torch.device | str
     ) -> torch.Tensor:
-        """A new tensor for optimizer state of a parameter: where and as the parameter is, if it has its shape.
+        """A new tensor for optimizer state of a parameter, with the parameter's device and layout if it has its shape.
 
-        State of another shape goes to `device`, whole.
+        State of another shape is kept whole, on `device`.
         """
         dtype, shape = self.describe(name)
         if flat is not None and shape == flat.shape:
@@ -101,11 +101,11 @@ class Destinations:
         return decode_tree(tree, path, unleaf)
 
     def wants(self) -> list[Want]:
-        """What must be read; each want has a buffer of its own."""
+        """The ranges to read; each want has its own buffer."""
         return [Want(name, box, str(i)) for i, (name, box, _) in enumerate(self._targets)]
 
     def allocate(self) -> None:
-        """Open lanes to GPUs, and make host memory for what is neither theirs nor can be read to where it lives."""
+        """Open lanes to GPUs, and allocate host memory for other targets that cannot be read into directly."""
         devices = {device for *_, device in self._targets if device is not None}
         self._lanes = {device: LANES[device.type](device) for device in devices}
         for i, ((name, box, device), targets) in enumerate(self._targets.items()):
@@ -118,9 +118,9 @@ class Destinations:
 
     @contextmanager
     def receiving(self, reads: Sequence[ShardRead]) -> Iterator[Buffers]:
-        """Buffers for the wants, to be filled by these reads in the block. After `allocate`.
+        """Buffers for the wants, to be filled by these reads inside the block. Call `allocate` first.
 
-        What goes to a GPU is there at the end.
+        Bytes for a GPU have arrived when the block ends without an error.
         """
         arrivals = {
             str(i): Arrival(targets, self.describe(name)[0], self._lanes[device])
@@ -135,7 +135,7 @@ class Destinations:
 
     @torch.no_grad()
     def place(self) -> None:
-        """After the buffers are filled: copy to every target that is not its own buffer."""
+        """Copy the filled buffers to every target that is not its own buffer."""
         for host, targets in self._copies:
             for target in targets:
                 if target is not host:
@@ -146,7 +146,7 @@ class Destinations:
 
 def _lane_of(tensor: torch.Tensor) -> torch.device | None:
     """The device whose lane leads to the tensor, if there is one."""
-    if tensor.is_cpu and "cpu" not in LANES:  # what most of a state is is looked at quickly
+    if tensor.is_cpu and "cpu" not in LANES:  # fast path: most tensors
         return None
     return tensor.device if tensor.device.type in LANES else None
 

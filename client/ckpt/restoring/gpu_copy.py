@@ -1,7 +1,7 @@
-"""Landing: chunks whose bytes go to the memory of devices, by way of a few staging buffers.
+"""Landing: chunks are copied to device memory through a few staging buffers.
 
-A chunk is read and decoded into a buffer as it would be into its destination. Then copies of its pieces are asked of
-the device, and the next chunk gets another buffer. A buffer is used again when all copies from it are done.
+A chunk is read and decoded into a buffer as if that were its destination. Then the copies of its pieces are queued on
+the device, and the next chunk gets another buffer. A buffer is reused when all copies from it are done.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.reading.fetch import Buffers, Receiver
 
 NUM_BUFFERS = 16
-"""Each of the eight threads that read fills one while another is being emptied."""
+"""Two for each of the eight reading threads: one is filled while the other is emptied."""
 STAGING_BYTES = 128 << 20
 """Total size of the buffers; at least two of the largest chunk."""
 _STAGED = ""
-"""Name of the staging buffer among those of a chunk."""
+"""Name of the staging buffer among the buffers of a chunk."""
 _ALIGNED = 64
 _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Lane(Protocol):
-    """A way to one device, on which work is done later, in the order in which it was asked for.
+    """A queue of asynchronous work on one device, done in order.
 
-    begin and end belong to the restoring thread, the others to any.
+    Only the restoring thread may call begin and end; any thread may call the other methods.
     """
 
     def begin(self) -> None:
-        """What the restoring thread asked of the device so far comes first."""
+        """Order the lane after all work that the restoring thread has queued on the device."""
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """Host memory that copies to the device start from."""
+        """Host memory to copy to the device from."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Have the device do what `work` asks of it."""
+        """Queue the device operations of `work`."""
 
     def fence(self) -> CopyFence:
-        """After all work so far."""
+        """A fence after all work queued so far."""
 
     def end(self) -> None:
-        """What the restoring thread asks of the device from now on comes after all work so far."""
+        """Order later work of the restoring thread on the device after all work of this lane."""
 
 
 LANES: dict[str, Callable[[torch.device], Lane]] = {"cuda": CudaLane}
-"""By type of device. What goes to other devices than these, or to the CPU, is put together in host memory."""
+"""By device type. Tensors on other devices, or on the CPU, are assembled in host memory."""
 
 
 class Arrival:
-    """Tensors of one device that get the same box of an entry."""
+    """Tensors of one device that receive the same box of an entry."""
 
     def __init__(self, targets: Sequence[torch.Tensor], dtype: torch.dtype, lane: Lane) -> None:
         self.lane = lane
@@ -75,7 +75,7 @@ class Arrival:
 
     @torch.no_grad()
     def put(self, piece: Piece, staged: torch.Tensor) -> None:
-        """Copy the elements of a piece, which lie together, to where they belong."""
+        """Copy the contiguous elements of a piece to their destination."""
         memory, item = self._bytes(), self.item
         steps = [stride // item for stride in piece.to_strides]
         to = memory.as_strided(piece.shape, steps, int(memory.storage_offset()) + piece.to // item)
@@ -97,7 +97,7 @@ class Arrival:
             return self._memory
 
     def _pass_on(self) -> None:
-        """All elements have come: to the other targets."""
+        """After all elements have arrived: copy them to the other targets."""
         memory, self._memory = self._memory, None
         assert memory is not None
         for target in self._targets:
@@ -106,10 +106,10 @@ class Arrival:
 
 
 class Landing(Receiver):
-    """The buffers of one fetch: host memory, and what arrives on devices.
+    """The buffers of one fetch: host memory, and arrivals on devices.
 
-    On leaving its block without an error everything has arrived; with one, whatever is asked of the devices next comes
-    after what is still on its way.
+    When its block ends without an error, all bytes have arrived. After an error, later work on the devices is ordered
+    after the copies that are still queued.
     """
 
     def __init__(self, hosts: Buffers, arrivals: Mapping[str, Arrival], reads: Sequence[ShardRead]) -> None:
@@ -118,7 +118,7 @@ class Landing(Receiver):
         self._lanes = list({id(arrival.lane): arrival.lane for arrival in arrivals.values()}.values())
         staged = [self._staged_bytes(chunk) for read in reads for chunk in read.chunks]
         largest = max([1, *staged, min(sum(staged), CHUNK_BYTES)])
-        self._size = 1 << (largest - 1).bit_length()  # pinned memory comes in powers of two
+        self._size = 1 << (largest - 1).bit_length()  # pinned memory is allocated in powers of two
         num_buffers = min(NUM_BUFFERS, max(2, STAGING_BYTES // self._size))
         self._pool = BufferPool(num_buffers, partial(self._lanes[0].staging, self._size))
 
@@ -145,7 +145,7 @@ class Landing(Receiver):
             self._pool.drain()
 
     def divide(self, read: ShardRead) -> Iterator[ShardRead]:
-        """Stretches that a staging buffer has room for."""
+        """Split a read into reads that fit into a staging buffer."""
         part: list[ChunkRead] = []
         filled = 0
         for chunk in read.chunks:
@@ -159,7 +159,7 @@ class Landing(Receiver):
 
     @contextmanager
     def receive(self, read: ShardRead) -> Iterator[tuple[ShardRead, Buffers]]:
-        """With a staging buffer in the place of devices."""
+        """The read and its buffers, with a staging buffer in place of the devices."""
         if not any(self._staged_bytes(chunk) for chunk in read.chunks):
             yield read, self._hosts
             return
@@ -175,7 +175,7 @@ class Landing(Receiver):
 
     @contextmanager
     def _lent(self) -> Iterator[tuple[torch.Tensor, set[Lane]]]:
-        """A staging buffer, until the lanes that are put into the set have come this far."""
+        """A staging buffer, reused when the lanes added to the set have done the work queued on them."""
         staging, lanes, fences = self._pool.take(), set[Lane](), list[CopyFence]()
         try:
             try:
@@ -186,7 +186,7 @@ class Landing(Receiver):
             self._pool.give(staging, fences)
 
     def _stage(self, pieces: Sequence[Piece], sent: list[tuple[Piece, int]]) -> tuple[Piece, ...]:
-        """The pieces, with those for devices one after the other in the staging buffer; these are noted."""
+        """The pieces, with device pieces laid out in sequence in the staging buffer and appended to `sent`."""
         found = []
         for piece in pieces:
             if (arrival := self._arrivals.get(piece.buffer)) is None:
@@ -199,7 +199,7 @@ class Landing(Receiver):
         return tuple(found)
 
     def _staged_bytes(self, chunk: ChunkRead) -> int:
-        """What the chunk takes of a staging buffer."""
+        """Bytes that the chunk takes up in a staging buffer."""
         return sum(self._piece_bytes(piece) for piece in chunk.pieces)
 
     def _piece_bytes(self, piece: Piece) -> int:
@@ -208,7 +208,7 @@ class Landing(Receiver):
 
 
 class _Staged(Mapping[str, memoryview]):
-    """A staging buffer beside those of the host."""
+    """A staging buffer in addition to the host's buffers."""
 
     def __init__(self, staging: memoryview, hosts: Buffers) -> None:
         self._staging = staging
@@ -225,5 +225,5 @@ class _Staged(Mapping[str, memoryview]):
 
 
 def is_direct(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the bytes of elements of that type, in row-major order, are the tensor's memory."""
+    """Whether the tensor's memory holds elements of that dtype in row-major order."""
     return tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

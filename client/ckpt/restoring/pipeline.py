@@ -1,4 +1,4 @@
-"""The restore stages, joined, for all ranks together: resolve, plan, fetch and decode, place."""
+"""The restore pipeline, run by all ranks together: resolve, plan, fetch and decode, place."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ _TRY_NEXT = (CorruptObject, ObjectMissing, NoCheckpoint)
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore did."""
+    """The result of a restore."""
 
     checkpoint: Checkpoint
     values: dict[str, Any]
-    """Plain data that was asked for by keyword."""
+    """Plain data that was requested by keyword."""
     skipped: list[tuple[str, str]]
-    """Newer checkpoints that could not be used: id and why."""
+    """Newer checkpoints that could not be used: id and reason."""
     missing: list[str]
     unexpected: list[str]
     mismatched: list[str]
     unused: list[str]
     """Items of the checkpoint that the caller did not request."""
     notes: list[str]
-    """What became of state that belongs to ranks, if their number has changed."""
+    """How per-rank state was redistributed, if the number of ranks has changed."""
     seconds: float
     lease: str | None = field(repr=False)
 
@@ -77,7 +77,7 @@ class Restored:
 
     @property
     def step(self) -> int:
-        """The step that the state is of; training goes on with the next."""
+        """The step of the restored state; training continues with the next one."""
         return self.checkpoint.step
 
     @property
@@ -111,16 +111,16 @@ class Restorer:
         self._config = config
         self._world = world
         self.trains = False
-        """Whether some rank restores an optimizer, and so will save; the same on every rank. Set by `restore`."""
+        """Whether any rank restores an optimizer, and so will save. Equal on every rank; set by `restore`."""
         self._begun: list[str] = []
-        """Ids of checkpoints of which bytes may have been placed."""
+        """Ids of the checkpoints whose bytes may have been placed."""
         self._overwritten: set[str] = set()
 
     @gc_paused()
     def restore(self, state: TrainState, reference: Reference, strict: bool) -> Restored | None:
         """Restore the newest usable checkpoint, or the named one; None if the run has none.
 
-        Raises what `Checkpointer.restore` says, on every rank.
+        Raises the errors of `Checkpointer.restore`, on every rank.
         """
         started = time.perf_counter()
         self.trains = self._begin(state)
@@ -170,7 +170,7 @@ class Restorer:
         )
 
     def _begin(self, state: TrainState) -> bool:
-        """Let orphaned savers on all hosts finish. Whether some rank has an optimizer.
+        """Wait for orphaned savers on all hosts. Returns whether any rank has an optimizer.
 
         Raises UnsupportedObject for an extra that a later save would refuse.
         """
@@ -187,17 +187,17 @@ class Restorer:
     def _next(self, found: Iterator[Checkpoint]) -> Checkpoint | None:
         """Rank 0's next candidate, or its error, on all ranks."""
 
-        def ask() -> Any:
+        def next_candidate() -> Any:
             checkpoint = next(found, None)
             return None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
 
-        _, answers = self._together(ask, report=_itself)
+        _, answers = self._together(next_candidate, report=_itself)
         return None if answers[0] is None else msgspec.convert(answers[0], CheckpointBody).checkpoint()
 
     def _try(
         self, state: TrainState, checkpoint: Checkpoint, strict: bool
     ) -> tuple[RestorePlan, RankState, str | None]:
-        """Restore one checkpoint on all ranks; its lease, if this rank holds one, is kept for the caller."""
+        """Restore one checkpoint on all ranks. The caller must release the lease, if this rank holds one."""
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         leases: list[str] = []
         try:
@@ -221,7 +221,7 @@ class Restorer:
         return plan, rank_state, leases[0] if leases else None
 
     def _join(self, session: RestoreSession, checkpoint: Checkpoint) -> None:
-        """Join a session at the daemon, if all ranks can."""
+        """Join a restore session of the daemon, if all ranks can."""
         if self._config.daemon is None:
             return
         key = self._world.broadcast(new_ulid(system_clock()))
@@ -230,7 +230,7 @@ class Restorer:
             session.fail(RuntimeError("not all ranks could join"))
 
     def _protect(self, checkpoint: Checkpoint, leases: list[str]) -> None:
-        """Rank 0 takes a lease, and notes it, so that it can be released whatever happens next."""
+        """Rank 0 takes a lease, and appends it to `leases` so that the caller can release it after an error."""
         if checkpoint.state is State.CORRUPT:
             raise CorruptObject(checkpoint.problem)
         lease = take_lease(self._source, checkpoint) if self._world.rank == 0 else None
@@ -265,7 +265,7 @@ class Restorer:
             return plan
 
         plan, unexpected = self._together(work, report=lambda plan: plan.unexpected)
-        # What this rank has no place for may be another pipeline stage's.
+        # Entries without a destination here may belong to another pipeline stage.
         plan.unexpected = sorted(set[str].intersection(*map(set, unexpected)))
 
         def check() -> None:
@@ -297,7 +297,7 @@ class Restorer:
         except CorruptObject as error:
             if not fetcher.read_past_caches():
                 raise
-            logger.warning("reading again, past the daemon's cache: %s", error)
+            logger.warning("reading again, bypassing the daemon's cache: %s", error)
             session.enter(Phase.FETCHING, total)
             self._together(fetch)
 

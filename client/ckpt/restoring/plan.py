@@ -1,6 +1,6 @@
-"""Plan: fit a checkpoint to the objects that want it, entry by entry. Changes nothing live.
+"""Plan: match a checkpoint with the objects to restore, entry by entry. Does not change live state.
 
-What must be done after all bytes are placed is collected as `finish`, to be run in order.
+Steps that must follow the placement of all bytes are collected in `finish`, to be run in order.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ _SHOWN = 8
 
 @dataclass(slots=True)
 class RestorePlan:
-    """What goes where, what does not fit, and what to do at the end."""
+    """Destinations of the entries, differences from the live objects, and the final steps."""
 
     destinations: Destinations
     finish: list[Callable[[], object]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    """Wanted and not in the checkpoint."""
+    """Requested, but not in the checkpoint."""
     unexpected: list[str] = field(default_factory=list)
-    """In the checkpoint's part that was wanted, and without a place on this rank."""
+    """In a requested item of the checkpoint, but without a destination on this rank."""
     mismatched: list[str] = field(default_factory=list)
     """Different shape (left unchanged), different dtype (cast), or different optimizer class (loaded anyway)."""
     unused: list[str] = field(default_factory=list)
     """Items of the checkpoint that the caller did not request."""
     items: list[str] = field(default_factory=list)
-    """All that the checkpoint holds."""
+    """All items of the checkpoint."""
     overwritten: set[str] = field(default_factory=set)
-    """Live state that is filled in place: tensors of modules, and items of optimizers that have state."""
+    """Live state that is overwritten: tensors of modules, and items of optimizers that have state."""
     refused: StateMismatch | None = None
-    """Why it cannot be restored, not even with strict=False."""
+    """The reason why it cannot be restored, even with strict=False."""
 
 
 def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState) -> RestorePlan:
-    """The plan for one rank. local: the rank's own items, without those that must not be used."""
+    """The plan for one rank. local: the rank's own items, without items that must not be used."""
     plan = RestorePlan(Destinations(content))
     trees = dict(content.trees)
     for item, tree in local.items():
@@ -114,13 +114,13 @@ def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -
                 if id(target) not in known.names and _address(target) not in live():
                     detached[raw] = target
         if detached:
-            # A hook made these for state_dict; only load_state_dict knows where they belong.
+            # A hook created these for state_dict; only load_state_dict can put them back.
             plan.finish.append(partial(inner.load_state_dict, detached, strict=False))
     plan.unexpected += [f"{item}/{name}" for name in saved if name not in found]
 
 
 def _addresses(module: nn.Module, state: TrainState) -> set[int]:
-    """Where the tensors of a module live."""
+    """The addresses of a module's tensors."""
     views = (view for pack in state.parameters.packs.values() for view in pack.views.values())
     return {_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *views)}
 
@@ -136,12 +136,12 @@ def _plan_optimizers(
     tree: JSON,
     tied: tuple[Ties, Callable[[], Ties]],
 ) -> None:
-    """tied: names of one tensor, in the checkpoint and here; the latter are rarely asked for."""
+    """tied: ties of the checkpoint, and of the live parameters; the latter are rarely needed, so computed on demand."""
     saved, optimizers = dict(_mapping(tree, item)), state.optimizers[item]
     alone = len(optimizers) == 1
     if not {"state", "groups"} <= saved.keys():
         raise StateMismatch(
-            f"the item {item!r} of the checkpoint holds {', '.join(saved) or 'nothing'}: it is no optimizer's state",
+            f"the item {item!r} of the checkpoint holds {', '.join(saved) or 'nothing'}, not an optimizer's state",
             "Restore without the optimizer; ckpt.load reads the tensors",
         )
     states = dict(_mapping(saved.pop("state"), item))
@@ -158,7 +158,7 @@ def _plan_optimizers(
     for optimizer, parameters in zip(optimizers, live, strict=True):
         _compare_groups(plan, item, optimizer, frame["groups"], state)
         here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
-        # State that belongs to no parameter is the whole optimizer's.
+        # State without a parameter belongs to the whole optimizer.
         here |= states.keys() - held if alone else set()
         named = {
             name: _decode_state(plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), state)
@@ -171,7 +171,7 @@ def _plan_optimizers(
 def _compare_groups(
     plan: RestorePlan, item: str, optimizer: Optimizer, saved: list[dict[str, Any]], state: TrainState
 ) -> None:
-    """Note saved parameter groups of another class of optimizer, or without options for a live group."""
+    """Record saved parameter groups of another optimizer class, or without the options of a live group."""
     if kinds := other_classes(optimizer, parameters_by_name(optimizer, state), saved):
         here = type(state_holder(optimizer)).__name__
         plan.mismatched.append(f"{item}: state of {', '.join(kinds)} in the checkpoint, {here} here")
@@ -209,7 +209,7 @@ def _decode_state(
 
 
 def _saved_ties(state: TrainState, trees: Mapping[str, JSON]) -> Ties:
-    """Names of the checkpoint's parameters that are one entry."""
+    """Names of the checkpoint's parameters that share one entry."""
     return ties(
         (state.prefix(item) + name, leaf["name"])
         for item in state.modules
@@ -243,7 +243,7 @@ def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
 
 
 def _mapping(tree: JSON, path: str) -> list[tuple[str, JSON]]:
-    """The items of a tree that is a dict, however its keys made it be written."""
+    """The items of a tree that is a dict, in either encoding (the type of the keys decides)."""
     if isinstance(tree, dict):
         if TAG not in tree:
             return list(tree.items())
@@ -253,7 +253,7 @@ def _mapping(tree: JSON, path: str) -> list[tuple[str, JSON]]:
 
 
 def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat | None) -> TensorPart | None:
-    """The live part that a saved tensor goes into; None, and noted, if it does not fit."""
+    """The live part that receives a saved tensor. Records a mismatch, and returns None if nothing can be placed."""
     if not (isinstance(leaf, dict) and leaf.get(TAG) == "tensor" and isinstance(target, torch.Tensor)):
         plan.mismatched.append(f"{name}: a tensor on one side only")
         return None
@@ -273,7 +273,7 @@ def _same(plan: RestorePlan, entry: str, target: torch.Tensor, flat: Flat | None
 
 
 def require_fit(plan: RestorePlan, strict: bool) -> None:
-    """StateMismatch if the plan is refused, or if anything does not fit and `strict` is set."""
+    """Raise StateMismatch if the plan is refused, or if anything does not fit and `strict` is set."""
     if strict:
         _require_all(plan)
     if plan.refused is not None:
@@ -281,7 +281,7 @@ def require_fit(plan: RestorePlan, strict: bool) -> None:
 
 
 def require_refilled(plan: RestorePlan, overwritten: Collection[str]) -> None:
-    """StateMismatch if the plan leaves something as an earlier, failed plan has overwritten it."""
+    """Raise StateMismatch if the plan does not refill state that an earlier, failed plan overwrote."""
     if left := sorted(set(overwritten) - plan.overwritten - set(plan.items)):
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         raise StateMismatch(f"the checkpoint does not have {', '.join(left[:_SHOWN])}{more}")
@@ -306,11 +306,11 @@ def _require_all(plan: RestorePlan) -> None:
 
 
 Ties = Mapping[str, frozenset[str]]
-"""By name: all names of the same tensor."""
+"""All names of the same tensor, by each of them."""
 
 
 def ties(named: Iterable[tuple[str, Hashable]]) -> Ties:
-    """Names that go with the same thing are tied."""
+    """Names of the same object are tied."""
     names: dict[Hashable, set[str]] = defaultdict(set)
     for name, thing in named:
         names[thing].add(name)
@@ -318,7 +318,7 @@ def ties(named: Iterable[tuple[str, Hashable]]) -> Ties:
 
 
 def give_to_all(saved: Ties, states: dict[str, Any], groups: Iterable[dict[str, Any]]) -> None:
-    """Have all names of a tied parameter known to the saved optimizer that knew one of them."""
+    """Add all names of a tied parameter to the saved groups and states that have one of them."""
     held = {name for group in groups for name in group["params"]}
     for group in groups:
         for name in list(group["params"]):
@@ -330,6 +330,6 @@ def give_to_all(saved: Ties, states: dict[str, Any], groups: Iterable[dict[str, 
 
 
 def without_further_names(names: Iterable[str], live: Ties, known: Iterable[str]) -> list[str]:
-    """The names that are not just another one of a live parameter that is known."""
+    """The names that are not an alias of a known live parameter."""
     found = set(known)
     return sorted(name for name in names if not live.get(name, frozenset()) & found)

@@ -1,4 +1,4 @@
-"""Resolve: which checkpoint to restore, and keep it from being deleted meanwhile."""
+"""Resolve: choose the checkpoint to restore, and protect it from deletion."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from ckptstore.run import Run, identity
 logger = logging.getLogger(__name__)
 
 LEASE_S = 24 * 3600.0
-"""A run that resumed keeps what it resumed from at most so long, or until its first commit."""
+"""Longest protection of the restored checkpoint; it ends earlier at the resumed run's first commit."""
 
 
 def wait_for_orphan_saver(config: Config) -> None:
-    """Let a killed predecessor's saver on this host finish its uploads."""
+    """Wait until the saver of a killed predecessor on this host has finished its uploads."""
     if config.read_only:
         return
     if not wait_for_orphans(config.source, config.run_name, config.orphan_saver_timeout_s):
         logger.warning(
-            "a saver of run %r is still at work on this host after %.0f s; what it commits later is not restored",
+            "a saver of run %r is still running on this host after %.0f s; its later commits are not restored",
             config.run_name,
             config.orphan_saver_timeout_s,
         )
 
 
 def _roll_forward(source: Source, config: Config) -> bool:
-    """Commit what lacks nothing but the commit; whether there was anything."""
+    """Commit attempts that are complete except for their commit. Returns whether there were any."""
     any_committed = False
     if isinstance(source, StoreSource):
         run = Run(with_remote_create(source.store, config.daemon, config.token), config.run_name)
@@ -44,22 +44,22 @@ def _roll_forward(source: Source, config: Config) -> bool:
             try:
                 if advance(run, attempt):
                     any_committed = True
-                    logger.warning("committed %s, which was complete but for its commit", attempt)
+                    logger.warning("committed %s, which was complete except for its commit", attempt)
             except StoreReadOnly as error:
                 logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)
     return any_committed
 
 
 def candidates(source: Source, config: Config, reference: Reference) -> Iterator[Checkpoint]:
-    """What to try, best first: all of the run's for its newest, else just the one that is named.
+    """The checkpoints to try, best first: all of the run if none is named, otherwise the named one.
 
-    The store is first touched when the first one is asked for.
+    Lazy: the store is not read before the first item is requested.
     """
     if reference.step is not None:
         _roll_forward(source, config)
         yield source.find(reference)
         return
-    # Each is some requests, one after the other, and there is rarely anything to commit.
+    # In parallel: each takes several sequential requests, and there is rarely anything to commit.
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-roll-forward") as pool:
         rolled = pool.submit(_roll_forward, source, config)
         found = source.candidates(reference.run)
@@ -68,7 +68,7 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
 
 
 def take_lease(source: Source, checkpoint: Checkpoint) -> str | None:
-    """Protect the checkpoint from deletion; None where this process may not write. Raises NoCheckpoint."""
+    """Protect the checkpoint from deletion; returns None if the store is read-only. Raises NoCheckpoint."""
     try:
         return source.take_lease(checkpoint, f"restore:{identity()}", LEASE_S)
     except StoreReadOnly as error:
@@ -77,7 +77,7 @@ def take_lease(source: Source, checkpoint: Checkpoint) -> str | None:
 
 
 def release_lease(source: Source, run: str, lease: str) -> None:
-    """End the protection; a failure is no worse than a lease that expires, and only logged."""
+    """End the protection. A failure is only logged, because the lease expires anyway."""
     try:
         source.release_lease(run, lease)
     except CkptError as error:

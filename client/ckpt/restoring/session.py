@@ -1,6 +1,6 @@
-"""A restore as the daemon sees it: one session for all ranks, with the progress of each, and an end that all wait for.
+"""The daemon's view of a restore: one session for all ranks, with each rank's progress, and a final barrier.
 
-It is company, not authority: which checkpoint is restored, and whether it went well, the ranks agree on themselves.
+A session is informational: the ranks themselves agree on the checkpoint, and on whether the restore succeeded.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RestoreSession:
         self._reporter = threading.Thread(target=self._report_often, name="ckpt-restore-session", daemon=True)
 
     def join(self, checkpoint: Checkpoint, key: str) -> bool:
-        """Join the session `key`; False, with a warning, if the daemon cannot have one."""
+        """Join the session `key`. Returns False, with a warning logged, if that fails."""
         assert self._config.daemon is not None
-        # A daemon that hangs must not make this rank seem lost to the others.
+        # If the daemon hangs, the other ranks must not take this one for lost.
         timeout = httpx.Timeout(min(60.0, self._config.peer_timeout_s / 6), connect=5.0)
         client = DaemonClient(self._config.daemon, self._config.token, timeout)
         try:
@@ -57,7 +57,7 @@ class RestoreSession:
         return True
 
     def enter(self, phase: Phase, total_bytes: int | None = None) -> None:
-        """Say what this rank does now. total_bytes: that it fetches, from the first one on."""
+        """Set this rank's phase. total_bytes: the bytes it will fetch; resets the count of fetched bytes."""
         with self._lock:
             self._phase = phase
             if total_bytes is not None:
@@ -69,13 +69,13 @@ class RestoreSession:
             self._done += num_bytes
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot go on; the session ends, unless it has."""
+        """Report that this rank failed: the session ends, unless it has ended already."""
         if self._client is not None:
             self._end(self._client, Phase.FAILED, str(error))
             self._close()
 
     def finish(self) -> None:
-        """This rank is restored; return when all are. Raises RankLost if one is not, in time."""
+        """Report that this rank is restored, and wait for the others. Raises RankLost if one is late or has failed."""
         if self._client is None:
             return
         self._end(self._client, Phase.RESTORED)
@@ -84,7 +84,7 @@ class RestoreSession:
         except RankLost:
             raise
         except CkptError as error:
-            logger.warning("the daemon did not say whether all ranks are restored: %s", error)
+            logger.warning("cannot find out from the daemon whether all ranks are restored: %s", error)
         finally:
             self._close()
 
@@ -118,7 +118,7 @@ class RestoreSession:
     def _report_often(self) -> None:
         client = self._client
         assert client is not None
-        # Often enough that the session's time to live is never over in between.
+        # Often enough that the session does not expire between two reports.
         while not self._stop.wait(min(_REPORT_S, self._config.peer_timeout_s / 4)):
             self._report(client)
 
@@ -128,4 +128,4 @@ class RestoreSession:
         try:
             client.report_restore(self._id, self._rank, phase, done, total, problem)
         except CkptError as error:
-            logger.warning("the daemon did not take a progress report: %s", error)
+            logger.warning("cannot report progress to the daemon: %s", error)

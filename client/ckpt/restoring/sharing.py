@@ -26,18 +26,18 @@ from ckptstore.reading.fetch import DEFAULT_THREADS, Buffers, fetch, fetch_store
 from ckptstore.reading.source import Source
 
 ROUND_BYTES = 64 << 20
-"""Stored bytes that are passed on at a time, at most, unless one stretch is larger."""
-_STRETCH_BYTES = 1 << 20  # not worth a smaller read
-_AHEAD = 4  # stretches that a rank has read before their round
+"""Maximum number of stored bytes exchanged per round, unless one stretch is larger."""
+_STRETCH_BYTES = 1 << 20  # smaller reads are not worth their request
+_AHEAD = 4  # stretches that a rank reads before their round
 
 ChunkId = tuple[int, int]
-"""Index of a shard, and of a chunk in it."""
+"""Index of a shard, and index of a chunk in it."""
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardStretch:
-    """Neighbouring chunks of one shard that the same ranks need, and who reads them."""
+    """Adjacent chunks of one shard that the same ranks need, and the rank that reads them."""
 
     shard: int
     chunks: tuple[int, ...]
@@ -50,7 +50,7 @@ Round = Sequence[ShardStretch]
 
 
 def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
-    """What rank 0 reads, on every rank. Raises rank 0's error there, and CorruptObject elsewhere."""
+    """Broadcast the bytes that rank 0 reads. Raises rank 0's error there, and CorruptObject on the other ranks."""
     data = b""
     error: Exception | None = None
     if world.rank == 0:
@@ -71,7 +71,7 @@ def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
 def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_size: int) -> list[list[ShardStretch]]:
     """The rounds of stretches that more than one rank needs. Pure; equal on every rank.
 
-    needs: by the ranks that need the same.
+    needs: chunks, by the ranks that have the same needs.
     """
     groups: dict[ChunkId, tuple[Ranks, ...]] = defaultdict(tuple)
     for ranks, need in needs.items():
@@ -95,7 +95,7 @@ def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_siz
 
 
 def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tuple[int, tuple[int, ...], Ranks]]:
-    """Runs of chunks that lie together and have the same readers, of about equal size for all of them."""
+    """Runs of adjacent chunks that the same ranks need, small enough to divide evenly among these ranks."""
     most = max((len(ranks) for ranks in ranks_of.values()), default=1)
     total = sum(int(content.shards[shard].chunks.stored[chunk]) for shard, chunk in ranks_of)
     limit = min(READ_BYTES, max(_STRETCH_BYTES, min(ROUND_BYTES, total) // most))
@@ -124,9 +124,9 @@ def fetch_shared(
     buffers: Buffers,
     progress: Callable[[int], None],
 ) -> None:
-    """As `fetch`, by all ranks together: bytes that several need leave the store once.
+    """Like `fetch`, but a collective of all ranks: bytes that several ranks need are read from the store once.
 
-    Every rank takes part to the end, also one whose own work failed; its error is raised then.
+    A rank whose own work failed takes part until the end, and raises its error then.
     Raises RankLost if a rank is gone.
     """
     number = {shard.name: i for i, shard in enumerate(content.shards)}
@@ -153,7 +153,7 @@ def _unpack(data: bytes) -> list[ChunkId]:
 
 
 class _Exchange:
-    """The rounds of one restore, on one rank."""
+    """One rank's part in the rounds of one restore."""
 
     def __init__(
         self,
@@ -224,12 +224,12 @@ class _Exchange:
         return [self._own[stretch.shard, chunk] for chunk in stretch.chunks]
 
     def _pass_on(self, one: Round, stored: Mapping[ShardStretch, memoryview]) -> list[tuple[ShardStretch, memoryview]]:
-        """Send what this rank read to those who need it, and receive what it needs; a little to each at a time."""
+        """Send the bytes this rank read to the ranks that need them, and receive its own, in small steps."""
         world = self._world
         outgoing = [[s for s in one if s.reader == world.rank and rank in s.ranks] for rank in range(world.size)]
         incoming = [[s for s in one if s.reader == rank and world.rank in s.ranks] for rank in range(world.size)]
         outgoing[world.rank], incoming[world.rank] = [], []
-        # Replicas are sent the same: one copy of it for all.
+        # Replicas receive equal bytes: they share one copy.
         streams = {tuple(to): memoryview(b"".join(stored[s] for s in to)) for to in outgoing}
         received = [bytearray(sum(s.bytes for s in of)) for of in incoming]
         longest = max(sum(s.bytes for s in one if s.reader == reader) for reader in {s.reader for s in one})
@@ -245,7 +245,7 @@ class _Exchange:
         return found
 
     def _exchange(self, parts: Sequence[memoryview], received: Sequence[bytearray], at: int, step: int) -> None:
-        """Give each rank its part, and take the bytes from `at` on of what each rank has for this one."""
+        """Send each rank its part, and receive up to `step` bytes from each, stored from offset `at`."""
         sent = bytearray().join(parts)
         sizes = [min(step, max(0, len(data) - at)) for data in received]
         into = torch.empty(sum(sizes), dtype=torch.uint8)

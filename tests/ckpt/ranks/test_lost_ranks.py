@@ -81,7 +81,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
 def test_lost_in_a_restore(lost: Lost, rank: int, how: str, phase: str, replica_reads: str) -> None:
     results = lost.outcomes[rank, how, phase, replica_reads].result()
     for result in (result for other, result in enumerate(results) if other != rank):
-        assert f"rank {rank} of 3 gave no sign of life" in result["said"]
+        assert f"rank {rank} of 3 sent no heartbeat" in result["said"]
         assert result["threads"] == []
 
 
@@ -94,7 +94,7 @@ def test_a_failed_restore_holds_no_lease(lost: Lost) -> None:
 def test_missing_at_the_first_save(lost: Lost) -> None:
     results = lost.outcomes["first"].result()
     for result in (results[0], results[2]):
-        assert "rank 1 of 3 gave no sign of life" in result["said"]
+        assert "rank 1 of 3 sent no heartbeat" in result["said"]
     assert list(lost.store("first-save").list("")) == []
 
 

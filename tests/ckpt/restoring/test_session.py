@@ -146,7 +146,7 @@ def test_wrong_bytes_in_the_cache_are_read_again_past_it(job: Job, tmp_path: Pat
     for result in results:
         assert result["digest"] == job.digest
         assert result["skipped"] == []
-        assert any("reading again, past the daemon's cache" in line for line in result["log"])
+        assert any("reading again, bypassing the daemon's cache" in line for line in result["log"])
 
 
 def _ready(url: str) -> Callable[[], bool]:
