@@ -76,7 +76,7 @@ def test_prune_asks_and_obeys(folder: Path, filled: Store) -> None:
     run = Run(filled, "gpt")
     for answer in ("n", "", "whatever"):
         with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
-            terminal.wait_for("Delete 4 checkpoints, 9.1 MiB, for good after 24h 00m? [y/N] ")
+            terminal.wait_for("Delete 4 checkpoints, 9.1 MiB, freed after 24h 00m? [y/N] ")
             assert "Keep 2 checkpoints" in terminal.screen
             terminal.type(f"{answer}\n")
             assert terminal.finish() == 2

@@ -87,7 +87,7 @@ def test_damage_is_found_through_the_daemon(daemon: Daemon, folder: Path, filled
 def test_prune_deletes_what_it_showed(daemon: Daemon, folder: Path, filled: Store) -> None:
     plan = invoke("prune", "--keep", 2, "--dry-run", "--url", daemon.url, "-o", "id").stdout.split()
     with Terminal("prune", "--keep", "2", "--url", daemon.url, columns=200) as terminal:
-        terminal.wait_for("Delete 3 checkpoints, 6.8 MiB, for good after 24h 00m? [y/N] ")
+        terminal.wait_for("Delete 3 checkpoints, 6.8 MiB, freed after 24h 00m? [y/N] ")
         assert all(name.partition(".")[0] in terminal.screen for name in plan)
         terminal.type("y\n")
         assert terminal.finish() == 0
@@ -124,7 +124,7 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
     done = invoke("rm", "gpt@10", "--yes", "--grace", "1h", "--reason", "diverged & blown up", "--url", daemon.url)
     assert (done.code, done.stdout) == (
         0,
-        f"deleted {oldest.id}; ckptctl undelete takes that back for 1h 00m\n",
+        f"deleted {oldest.id}; ckptctl undelete restores it for 1h 00m\n",
     )
     through, direct = both(daemon, folder, "deleted", "-o", "json")
     assert through.json == direct.json

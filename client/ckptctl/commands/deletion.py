@@ -1,4 +1,4 @@
-"""rm, undelete, deleted, gc: single checkpoints that go and come back, and what is left to do."""
+"""rm, undelete, deleted, gc: delete and undelete single checkpoints, and collect garbage."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def remove(
     ctx: typer.Context,
     checkpoint: CheckpointArgument,
     grace: Annotated[
-        str, typer.Option(metavar="TIME", help="It can be taken back for so long; 0s: gone at once.")
+        str, typer.Option(metavar="TIME", help="Time until its data is deleted; undelete works until then.")
     ] = "24h",
     reason: ReasonOption = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete one checkpoint, whatever policies say.
+    """Delete one checkpoint, even if a policy keeps it.
 
-    It is listed no more at once, and deleted after the grace. Refused while it is pinned or being read.
+    It disappears from listings immediately and is deleted after the grace period. Refused while it is pinned or being
+    read.
     """
     session: Session = ctx.obj
     grace_s = human.parse_duration(grace)
@@ -59,7 +60,7 @@ def remove(
     if not yes:
         session.screen.confirm(f"Delete {found.id}, {human.size(found.stored_bytes)}?")
     session.operator.delete(found, grace_s, reason or "rm")
-    after = f"; ckptctl undelete takes that back for {human.duration(grace_s)}" if grace_s else ""
+    after = f"; ckptctl undelete restores it for {human.duration(grace_s)}" if grace_s else ""
     session.screen.emit(CheckpointBody.of(found), [found.id], [f"deleted {found.id}{after}"])
 
 
@@ -68,10 +69,10 @@ def undelete(
     checkpoint: Annotated[str, typer.Argument(metavar="ID", help="RUN@STEP or RUN@STEP.ULID.")],
     reason: ReasonOption = "",
 ) -> None:
-    """Take a deletion back, as long as its grace lasts.
+    """Undo a deletion during its grace period.
 
-    The checkpoint is listed again as it was. It is pinned as "undeleted", so that the policy which deleted it does not
-    do so again; ckptctl unpin ID undeleted ends that.
+    The checkpoint is listed again, unchanged. It is pinned as "undeleted", so that the policy which deleted it does not
+    delete it again; ckptctl unpin ID undeleted removes that pin.
     """
     session: Session = ctx.obj
     found = session.operator.undelete(Reference.parse(checkpoint), reason)
@@ -80,7 +81,7 @@ def undelete(
 
 
 def show_deleted(ctx: typer.Context, run: RunOption = None) -> None:
-    """List what is deleted and can still be taken back."""
+    """List deleted checkpoints that can still be undeleted."""
     session: Session = ctx.obj
     bodies = [body for name in session.run_names(run) for body in session.operator.deleted(name)]
     if not bodies:
@@ -95,15 +96,15 @@ def collect_garbage(
         str | None,
         typer.Option(
             metavar="TIME",
-            help="On a store: leave unfinished saves alone that wrote something since: 90s, 30m.  [default: 24h]",
+            help="On a store: keep unfinished saves that wrote within this time: 90s, 30m.  [default: 24h]",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Delete for good what is due, and finish what crashes left behind.
+    """Delete data that is due, and finish what crashes left behind.
 
-    Deletes what was hidden for its grace, commits saves that were complete, deletes incomplete ones older than --grace.
-    A daemon does it as a job, with the grace that it was started with.
+    Deletes checkpoints whose grace period is over, commits complete saves, and deletes incomplete ones older than
+    --grace. A daemon runs this as a job, with its own grace setting.
     """
     session: Session = ctx.obj
     session.dispatch(lambda: _collect_by_job(session, run, grace), lambda: _collect_here(session, run, grace))

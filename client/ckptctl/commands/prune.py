@@ -1,4 +1,4 @@
-"""prune: what policies do not keep goes."""
+"""prune: deletes the checkpoints that no rule keeps."""
 
 from __future__ import annotations
 
@@ -51,17 +51,18 @@ def prune(
     ] = None,
     grace: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="It can be taken back for so long; 0s: gone at once.  [default: 24h]"),
+        typer.Option(metavar="TIME", help="Time until the data is deleted; undelete works until then.  [default: 24h]"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go and what would stay.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which checkpoints stay and which go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="With --yes: even if nearly all of a run goes.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --yes: even if it deletes nearly all of a run.")] = False,
 ) -> None:
     """Delete old checkpoints.
 
-    Every run is pruned by itself; what any of the rules keeps stays. So do the newest checkpoint, the last that was
-    verified, and what is pinned or being read. Without a rule, the policies in force count (ckptctl policy).
-    What goes is listed no more at once, and deleted after the grace; until then ckptctl undelete takes it back.
+    Each run is pruned separately. A checkpoint stays if any rule keeps it, if it is the newest or the last verified,
+    or if it is pinned or being read. Without rules, the policies in force apply (ckptctl policy). Removed checkpoints
+    disappear from listings immediately and are deleted after the grace period. ckptctl undelete restores them until
+    then.
     """
     session: Session = ctx.obj
     rules = RuleOptions(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
@@ -77,7 +78,7 @@ def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: boo
         return
     if not yes:
         session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
-        session.screen.confirm(f"Delete {_amount(plan.remove)}{_for_good(plan.grace_s)}?")
+        session.screen.confirm(f"Delete {_amount(plan.remove)}{_when_freed(plan.grace_s)}?")
     # Whoever says yes to a plan on the screen has confirmed it.
     wanted = replace(wanted, confirmed=force or not yes)
     with session.screen.progress("deleting", plan.freed_bytes) as progress:
@@ -106,7 +107,7 @@ def _done_blocks(done: PrunePlan, shown: bool) -> Iterator[Block]:
     count, size = human.count(len(done.remove), "checkpoint"), human.size(done.freed_bytes)
     if done.grace_s:
         until = human.duration(done.grace_s)
-        yield f"Hid {count}; {size} are freed in {until}, ckptctl undelete takes that back until then"
+        yield f"Hid {count}; {size} are freed in {until}; ckptctl undelete restores them until then"
     else:
         yield f"Removed {count}, freed {size}"
 
@@ -138,8 +139,8 @@ def _amount(checkpoints: Sequence[Checkpoint]) -> str:
     return f"{human.count(len(checkpoints), 'checkpoint')}{of_runs}, {human.size(stored)}"
 
 
-def _for_good(grace_s: float) -> str:
-    return f", for good after {human.duration(grace_s)}" if grace_s else " for good"
+def _when_freed(grace_s: float) -> str:
+    return f", freed after {human.duration(grace_s)}" if grace_s else ", freed at once"
 
 
 def _raise_if_held(done: PrunePlan) -> None:

@@ -39,7 +39,7 @@ def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Stor
     done = invoke("prune", "--keep", 2, "--yes", "--store", folder)
     assert done.stdout.splitlines() == [
         *(f"removed {name}" for name in to_delete),
-        "Hid 3 checkpoints; 6.8 MiB are freed in 24h 00m, ckptctl undelete takes that back until then",
+        "Hid 3 checkpoints; 6.8 MiB are freed in 24h 00m; ckptctl undelete restores them until then",
     ]
     assert (done.code, steps(filled, "gpt"), steps(filled, "wide")) == (0, [40, 30], [5])
     again = invoke("prune", "--keep", 2, "--yes", "--store", folder)
@@ -166,7 +166,7 @@ def test_rm_asks(folder: Path, filled: Store) -> None:
     assert invoke("rm", "gpt@20", "--store", folder).code == 2
     assert len(steps(filled, "gpt")) == 5
     done = invoke("rm", "gpt@20", "--yes", "--store", folder)
-    assert "ckptctl undelete takes that back for 24h 00m" in done.stdout
+    assert "ckptctl undelete restores it for 24h 00m" in done.stdout
     assert steps(filled, "gpt") == [40, 30, 30, 10]
 
 
