@@ -49,8 +49,7 @@ logger = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores one run. Use it from one thread, the training thread; handles may go anywhere.
 
-    Nothing is read or written before the first call that needs to. It is a context manager:
-    leaving the block is `close()`. So is the end of the interpreter.
+    Construction performs no I/O. As a context manager it closes on exit; so does the end of the interpreter.
     """
 
     @takes(Config)
@@ -66,8 +65,7 @@ class Checkpointer:
         self._agreement: Agreement | None = None
         self._saves_of_step: Counter[int] = Counter()
         self._layout = SnapshotLayout.of([])
-        self._placed: object | None = None
-        """The sameness of captures that are known to have this layout."""
+        self._placed: object | None = None  # the sameness of captures that have this layout
         self._capturer = Capturer()
         self._overlap: Overlap | None = None
         self._lease: str | None = None
@@ -76,11 +74,11 @@ class Checkpointer:
         _close_at_exit(self)
 
     def prepare(self, /, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
-        """Agree with the other ranks on who writes what, start the saver, look at the state, and make memory for a
-        snapshot, so that the first save is like the others. A collective of all ranks.
+        """Agree with the other ranks on who writes what, start the saver and preallocate snapshot memory, so that the
+        first save is as fast as later ones. A collective of all ranks.
 
-        That takes about half a second per GB; memory for further slots is made in the background. The first save does
-        it by itself, and waits for it. Call it again when the layout of the state has changed: other parameters, or
+        Takes about half a second per GB; memory for further slots is allocated in the background. Without this call the
+        first save does it, and waits. Call it again when the layout of the state has changed: other parameters, or
         other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
         """
         client = self._saving_client()
@@ -89,7 +87,7 @@ class Checkpointer:
         state = TrainState.of(model, optim, extras)
         agreement = self._agree(state)
         state = state.without_others()
-        self._gate(state)  # which steps before the first save come to
+        self._gate(state)  # before the first step, so that its hooks are in place
         captured = self._capture(state, agreement, grads=False)
         client.expect(estimate_snapshot_bytes(captured, state, agreement.ownership), captured.leaves.gpu, wait=True)
 
@@ -113,24 +111,24 @@ class Checkpointer:
         retention; those that are not finite are left out with a warning. extras: further modules (EMA), objects
         with state_dict/load_state_dict, or plain data; all but modules are kept per rank. RNG state is always kept.
 
-        On return training may go on. With an optimizer (and overlap=True) its parameters and state are then still being
-        copied, during the next forward and backward, and `optim.step()` waits for that; all else is copied on return.
-        The snapshot is durable soon even if this process is killed (writer="process") once the copy is taken: when
-        `SaveHandle.staged()` returns True, at the latest when `optim.step()` has begun; without overlap, on return.
+        Training may continue on return. With an optimizer and overlap=True, its parameters and state are copied during
+        the next forward and backward, and `optim.step()` waits for the copy; everything else is copied on return. From
+        the end of the copy the snapshot survives SIGKILL of this process (writer="process"): when `SaveHandle.staged()`
+        returns True, at the latest when `optim.step()` runs; without overlap, on return.
 
         A committed checkpoint is the state at the time of the call, on every rank; otherwise nothing is committed,
         and SnapshotTorn names the tensor that changed. If anything but `optim.step()` changes a parameter or optimizer
         state while it is being copied, the save fails: the handle and the next call raise SnapshotTorn, the handles of
         the other ranks RankFailed, and later saves of this rank are copied before they return. Detection compares
         version counters and, in host memory, samples at 16 places of each tensor. It misses a change that bypasses the
-        counters (`.data`, a numpy view) and lies between these places, is undone before the tensor is copied, or is on
-        a GPU. Pass overlap=False if the loop makes such changes. Calls that replace the memory of a storage
-        (`share_memory_()`, a queue of torch.multiprocessing, `resize_()`) wait until it is copied.
+        counters (`.data`, a numpy view) between these places or on a GPU: pass overlap=False if the loop makes such
+        changes. Calls that replace the memory of a storage (`share_memory_()`, a queue of torch.multiprocessing,
+        `resize_()`) wait until it is copied.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
-        not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the
-        error of an earlier background save, UnsupportedObject, InvalidRequest, LayoutChanged, or at the first save
-        RankLost; then nothing was taken.
+        not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of
+        an earlier background save, UnsupportedObject, InvalidRequest, LayoutChanged, or at the first save RankLost;
+        then nothing was copied.
         """
         return self._save(TrainState.of(model, optim, extras), step, grads, metrics, self.config.on_busy)
 
@@ -360,7 +358,7 @@ class Checkpointer:
         return self._overlap if state.optimizers else None
 
     def _join(self) -> None:
-        """What was still being copied is in the saver's hands, or has failed."""
+        """Wait until a pending copy is submitted to the saver, or has failed."""
         if self._overlap is not None:
             self._overlap.join()
 
@@ -378,7 +376,7 @@ class Checkpointer:
 
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """The finite ones: a diverged loss is no reason to lose the checkpoint."""
+    """The finite metrics: a diverged loss must not lose the checkpoint."""
     numbers = {name: float(value) for name, value in (metrics or {}).items()}
     finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
     if len(finite) < len(numbers):

@@ -79,7 +79,7 @@ def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: boo
     if not yes:
         session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
         session.screen.confirm(f"Delete {_amount(plan.remove)}{_when_freed(plan.grace_s)}?")
-    # Whoever says yes to a plan on the screen has confirmed it.
+    # A person who answers yes has seen the plan on the screen.
     wanted = replace(wanted, confirmed=force or not yes)
     with session.screen.progress("deleting", plan.freed_bytes) as progress:
         done = session.operator.prune(wanted, plan, progress)
