@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from ckptapi.bodies import CollectJob, VerifyJob
 from ckptd.services.jobs import JobHandler, JobProgress
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
-from ckptstore.commits.store_check import check_store
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference, check_run
-from ckptstore.retention.deletion import collect
+from ckptstore.operator import StoreOperator
+from ckptstore.retention.deletion import CollectReport
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -58,19 +60,16 @@ class JobHandlers:
 
     def collect(self, request: CollectJob, progress: JobProgress) -> dict[str, Any]:
         """Collect orphans, interrupted deletions and expired leases."""
-        runs = self._runs(request.run)
-        check_store(self._store, self._clock)
+        operator = StoreOperator(self._store, self._clock, progress.by)
+        runs = operator.collectable(request.run)
         progress.expect(len(runs), "runs")
-        num_aborted = num_rolled_forward = freed = 0
-        for run in runs:
-            found = collect(Run(self._store, run, self._clock, progress.by), self._orphan_grace_s)
-            num_aborted += len(found.aborted)
-            num_rolled_forward += len(found.rolled_forward)
-            freed += found.freed_bytes
-            if found.aborted or found.freed_bytes:
-                progress.log(f"{run}: aborted {len(found.aborted)} attempts, freed {found.freed_bytes} bytes")
+        reports: list[CollectReport] = []
+        for report in operator.collect_each(runs, self._orphan_grace_s):
+            reports.append(report)
+            if report.aborted or report.freed_bytes:
+                progress.log(f"{report.run}: aborted {len(report.aborted)} attempts, freed {report.freed_bytes} bytes")
             progress.advance(1)
-        return {"aborted": num_aborted, "rolled_forward": num_rolled_forward, "freed_bytes": freed}
+        return {"runs": msgspec.to_builtins(reports), "freed_bytes": sum(report.freed_bytes for report in reports)}
 
     def _chosen(self, request: VerifyJob) -> list[Checkpoint]:
         """The checkpoints to verify. Known corrupt ones are included only if named: they may have been repaired."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote
@@ -16,18 +17,19 @@ from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
 from ckptstore.commits.store_check import StoreReport
-from ckptstore.errors import DaemonUnavailable
+from ckptstore.errors import DaemonUnavailable, InvalidRequest, PartlyDone, error_from_code
 from ckptstore.format.decoding import decode_json
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference, check_pin, check_ulid
 from ckptstore.reading.fetch import Progress
-from ckptstore.retention.deletion import Deleted
+from ckptstore.retention.deletion import CollectReport, Deleted
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import PoliciesInForce
 from ckptstore.retention.pruning import Prune, PrunePlan
 
 _SILENCE_S = 60.0
 """Read timeout of an event stream; the daemon sends a comment every quarter of it."""
+_JOB_POLL_S = 0.5
 
 
 class Operations(Connection):
@@ -94,6 +96,17 @@ class Operations(Connection):
         """
         return self._prune(bodies.PruneRequest.of(prune, dry_run=False))
 
+    def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
+        """Delete data that is due and clean up after crashes, as a job of the daemon.
+
+        Raises InvalidRequest if a grace is given, NoCheckpoint, StoreUnsafe, ClockSkew, or PartlyDone if the job was
+        cut short.
+        """
+        if grace_s is not None:
+            raise InvalidRequest("--grace is for stores", "A daemon has a setting of its own: --orphan-grace-seconds")
+        job = self.run_job(bodies.CollectJob(run=run))
+        return msgspec.convert((job.result or {}).get("runs", []), list[CollectReport])
+
     def _prune(self, request: bodies.PruneRequest) -> PrunePlan:
         return self._json("POST", bodies.PRUNE, bodies.PruneBody, body=request, timeout=3600).plan()
 
@@ -126,6 +139,29 @@ class Operations(Connection):
     def start_job(self, request: bodies.JobRequest) -> bodies.JobBody:
         """Start a job; recorded on return."""
         return self._json("POST", bodies.JOBS, bodies.JobBody, body=request)
+
+    def run_job(
+        self, request: bodies.JobRequest, started: Callable[[bodies.JobBody], None] = lambda _: None
+    ) -> bodies.JobBody:
+        """Start a job and wait until it has succeeded. An interrupted caller leaves it running.
+
+        started: called with the job before the wait. Raises the job's error, or PartlyDone if it was cut short.
+        """
+        job = self.start_job(request)
+        started(job)
+        job = self.wait_for_job(job)
+        if job.state is bodies.JobState.FAILED:
+            raise error_from_code(job.code, job.problem)
+        if job.state is not bodies.JobState.SUCCEEDED:
+            raise PartlyDone(f"job {job.id} was {job.state}", "Its effects so far remain; start it again for the rest")
+        return job
+
+    def wait_for_job(self, job: bodies.JobBody) -> bodies.JobBody:
+        """The job when it has ended, by polling."""
+        while job.state.live:
+            time.sleep(_JOB_POLL_S)
+            job = self.job(job.id)
+        return job
 
     def jobs(self, limit: int = 100) -> list[bodies.JobBody]:
         """Jobs, newest first, without their logs."""

@@ -33,13 +33,6 @@ class NotWritten(CkptError):
     code = "not_written"
 
 
-class PartlyDone(CkptError):
-    """Only a part of the operation was done."""
-
-    code = "partly_done"
-    exit_code = 3
-
-
 class Unhealthy(CkptError):
     """A check of a store or a daemon failed; the findings are printed."""
 

@@ -126,6 +126,13 @@ class NoToken(NotFound):
     code = "no_token"
 
 
+class PartlyDone(CkptError):
+    """Only a part of the operation was done."""
+
+    code = "partly_done"
+    exit_code = 3
+
+
 class Damaged(CkptError):
     """Stored bytes cannot be trusted or understood."""
 

@@ -13,10 +13,11 @@ from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange, change_labels, with_labels
 from ckptstore.commits.store_check import StoreReport, check_store, run_store_checks
+from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference
 from ckptstore.retention import deletion, pins, policy
-from ckptstore.retention.deletion import Collected, Deleted
+from ckptstore.retention.deletion import CollectReport, Deleted
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import PoliciesInForce
 from ckptstore.retention.pruning import Prune, PrunePlan, apply_prunes, plan_prunes
@@ -24,7 +25,7 @@ from ckptstore.run import Run, identity
 from ckptstore.stores import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ckptstore.reading.fetch import Progress
 
@@ -90,6 +91,13 @@ class Operator(Protocol):
         plan: the plan that the caller has seen; a store follows it, a daemon plans again. progress is called with the
         number of stored bytes. Raises what `plan_prune` raises, TooMuchToDelete unless the prune is confirmed,
         StoreUnsafe or ClockSkew.
+        """
+
+    def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
+        """Delete data that is due and clean up after crashes, in one run or in all; durable on return.
+
+        grace_s: an orphan is deleted if nothing was written to it for this time; None: the default. A daemon has a
+        setting instead and raises InvalidRequest. Raises NoCheckpoint for an unknown run, StoreUnsafe or ClockSkew.
         """
 
     def probe(self) -> StoreReport:
@@ -184,9 +192,24 @@ class StoreOperator:
 
         return apply_prunes(self.store, plan, self._clock, self._by, prune.confirmed, done, self._on_change)
 
-    def collect(self, run: str, grace_s: float = deletion.ORPHAN_GRACE_S) -> Collected:
-        """Sweep what is due and clean up after crashes, in one run. Needs synchronized clocks: see `check`."""
-        return deletion.collect(self.run(run), grace_s)
+    def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
+        return list(self.collect_each(self.collectable(run), grace_s))
+
+    def collectable(self, run: str | None) -> list[str]:
+        """The named run, or all runs with something in the store. Raises InvalidName or NoCheckpoint."""
+        runs = catalog.list_runs(self.store)
+        if run is None:
+            return runs
+        if self.run(run).name not in runs:
+            raise NoCheckpoint(f"run {run!r} has nothing in {self.store.url}", "ckptctl runs lists the runs")
+        return [run]
+
+    def collect_each(self, runs: Iterable[str], grace_s: float | None = None) -> Iterator[CollectReport]:
+        """Collect in each run; yields the report of a run when it is done. Needs synchronized clocks: see `check`."""
+        self.check()
+        for name in runs:
+            run = self.run(name)
+            yield CollectReport.of(run, deletion.collect(run, deletion.ORPHAN_GRACE_S if grace_s is None else grace_s))
 
     def check(self) -> None:
         """Return if it is safe to delete on this store now. Raises StoreUnsafe, ClockSkew or Unavailable."""

@@ -181,11 +181,12 @@ def test_policies_are_changed(daemon: Daemon, folder: Path, tmp_path: Path) -> N
     assert "keep_last: 400" in invoke("policy", "show", "--run", "gpt", "--store", folder).stdout
 
 
-def test_gc_is_a_job(daemon: Daemon) -> None:
-    done = invoke("gc", "--url", daemon.url, "-o", "json")
-    assert (done.code, done.json["kind"], done.json["state"]) == (0, "gc", "succeeded")
-    assert done.json["result"] == {"aborted": 0, "rolled_forward": 0, "freed_bytes": 0}
-    assert "succeeded" in invoke("gc", "--run", "gpt", "--url", daemon.url).stdout
+def test_gc_is_a_job_and_prints_what_gc_on_the_store_prints(daemon: Daemon, folder: Path) -> None:
+    for args in (("gc", "-o", "json"), ("gc", "--run", "gpt")):
+        through, direct = both(daemon, folder, *args)
+        assert (through.code, through.stdout) == (direct.code, direct.stdout) == (0, through.stdout)
+    jobs = invoke("jobs", "--url", daemon.url, "-o", "json").json
+    assert [(job["kind"], job["state"]) for job in jobs[:2]] == [("gc", "succeeded")] * 2
     assert invoke("gc", "--grace", "1h", "--url", daemon.url).code == 2
     failed = invoke("gc", "--run", "typo", "--url", daemon.url, "-o", "json")
     assert (failed.code, json.loads(failed.stderr.splitlines()[-1])["code"]) == (4, "no_checkpoint")

@@ -5,31 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-import msgspec
 import typer
 
-from ckptapi.bodies import CheckpointBody, CollectJob
+from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import CheckpointArgument, RunOption
-from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.errors import InvalidRequest, NoCheckpoint
-from ckptstore.names import Reference, checkpoint_id
-from ckptstore.retention.deletion import ORPHAN_GRACE_S, UNDELETED, Collected, Deleted
+from ckptstore.names import Reference
+from ckptstore.retention.deletion import UNDELETED, CollectReport, Deleted
 
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
-
-
-class CollectedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection did to one run, as JSON."""
-
-    run: str
-    swept: list[str]
-    rolled_forward: list[str]
-    aborted: list[str]
-    freed_bytes: int
 
 
 def register(app: typer.Typer) -> None:
@@ -107,41 +94,12 @@ def collect_garbage(
     --grace. A daemon runs this as a job, with its own grace setting.
     """
     session: Session = ctx.obj
-    session.dispatch(lambda: _collect_by_job(session, run, grace), lambda: _collect_here(session, run, grace))
+    reports = session.operator.collect(run, human.parse_duration(grace) if grace is not None else None)
+    touched = [name for report in reports for name in (*report.swept, *report.rolled_forward, *report.aborted)]
+    session.screen.emit(reports, touched, _collected_blocks(reports))
 
 
-def _collect_by_job(session: Session, run: str | None, grace: str | None) -> None:
-    if grace is not None:
-        raise InvalidRequest("--grace is for stores", "A daemon has a setting of its own: --orphan-grace-seconds")
-    job = follow(session, session.daemon("gc"), CollectJob(run=run))
-    session.screen.emit(job, [], job_blocks(job, session.clock()))
-
-
-def _collect_here(session: Session, run: str | None, grace: str | None) -> None:
-    grace_s = human.parse_duration(grace) if grace is not None else ORPHAN_GRACE_S
-    store = session.store_operator("gc")
-    runs = session.source.runs()
-    if run is not None:
-        if run not in runs:
-            raise NoCheckpoint(f"run {run!r} has nothing in {store.store.url}", "ckptctl runs shows what there is")
-        runs = [run]
-    store.check()
-    results = [_collected(name, store.collect(name, grace_s)) for name in runs]
-    touched = [name for result in results for name in (*result.swept, *result.rolled_forward, *result.aborted)]
-    session.screen.emit(results, touched, _collected_blocks(results))
-
-
-def _collected(run: str, result: Collected) -> CollectedBody:
-    return CollectedBody(
-        run=run,
-        swept=[checkpoint_id(run, attempt) for attempt in result.swept],
-        rolled_forward=[checkpoint_id(run, attempt) for attempt in result.rolled_forward],
-        aborted=[checkpoint_id(run, attempt) for attempt in result.aborted],
-        freed_bytes=result.freed_bytes,
-    )
-
-
-def _collected_blocks(results: Sequence[CollectedBody]) -> Iterator[Block]:
+def _collected_blocks(reports: Sequence[CollectReport]) -> Iterator[Block]:
     columns = (
         TableColumn("RUN"),
         TableColumn("DELETED", right=True),
@@ -151,14 +109,14 @@ def _collected_blocks(results: Sequence[CollectedBody]) -> Iterator[Block]:
     )
     rows = [
         Row((r.run, *(str(len(ids)) for ids in (r.swept, r.rolled_forward, r.aborted)), human.size(r.freed_bytes)))
-        for r in results
+        for r in reports
     ]
     if rows:
         yield Table(columns, rows)
-    for result in results:
-        yield from (f"deleted {name}" for name in result.swept)
-        yield from (f"rolled forward {name}" for name in result.rolled_forward)
-        yield from (f"aborted {name}" for name in result.aborted)
+    for report in reports:
+        yield from (f"deleted {name}" for name in report.swept)
+        yield from (f"rolled forward {name}" for name in report.rolled_forward)
+        yield from (f"aborted {name}" for name in report.aborted)
 
 
 def _deleted_blocks(bodies: Sequence[Deleted], now: float) -> Iterator[Block]:

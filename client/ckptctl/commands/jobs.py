@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +9,10 @@ import msgspec
 import typer
 
 from ckptapi.bodies import MAX_PAGE, JobBody, JobRequest, JobState
-from ckptctl.exits import PartlyDone
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.errors import InvalidRequest, error_from_code
+from ckptstore.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
@@ -27,7 +25,6 @@ _STYLES = {
     JobState.CANCELLED: "dim",
     JobState.INTERRUPTED: "yellow",
 }
-_LOOK_S = 0.5
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +52,7 @@ def jobs(
         return
     job = daemon.cancel_job(id) if cancel else daemon.job(id)
     if wait:
-        job = _ended(daemon, job)
+        job = daemon.wait_for_job(job)
     session.screen.emit(job, [job.id], job_blocks(job, session.clock()))
 
 
@@ -64,23 +61,12 @@ def follow(session: Session, daemon: DaemonClient, request: JobRequest) -> JobBo
 
     Interrupting this function leaves the job running.
     """
-    job = daemon.start_job(request)
-    session.screen.note(
-        f"job {job.id} continues if you interrupt this command; cancel it with ckptctl jobs {job.id} --cancel"
+    return daemon.run_job(
+        request,
+        lambda job: session.screen.note(
+            f"job {job.id} continues if you interrupt this command; cancel it with ckptctl jobs {job.id} --cancel"
+        ),
     )
-    job = _ended(daemon, job)
-    if job.state is JobState.FAILED:
-        raise error_from_code(job.code, job.problem)
-    if job.state is not JobState.SUCCEEDED:
-        raise PartlyDone(f"job {job.id} was {job.state}", "Its effects so far remain; start it again for the rest")
-    return job
-
-
-def _ended(daemon: DaemonClient, job: JobBody) -> JobBody:
-    while job.state.live:
-        time.sleep(_LOOK_S)
-        job = daemon.job(job.id)
-    return job
 
 
 def _table(found: list[JobBody], now: float) -> Iterator[Block]:

@@ -21,12 +21,11 @@ from ckptctl.commands.rules import (
     MaxBytesOption,
     RuleOptions,
 )
-from ckptctl.exits import PartlyDone
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CheckpointHeld
+from ckptstore.errors import CheckpointHeld, PartlyDone
 from ckptstore.retention.policy import KeepDecision
 from ckptstore.retention.pruning import Prune, PrunePlan
 

@@ -58,6 +58,27 @@ class Collected:
     freed_bytes: int
 
 
+class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a collection did to one run, by checkpoint id."""
+
+    run: str
+    swept: list[str]
+    rolled_forward: list[str]
+    aborted: list[str]
+    freed_bytes: int
+
+    @classmethod
+    def of(cls, run: Run, done: Collected) -> CollectReport:
+        """The report of a collection of this run."""
+        return cls(
+            run=run.name,
+            swept=list(map(run.id_of, done.swept)),
+            rolled_forward=list(map(run.id_of, done.rolled_forward)),
+            aborted=list(map(run.id_of, done.aborted)),
+            freed_bytes=done.freed_bytes,
+        )
+
+
 def delete_checkpoint(run: Run, attempt: Attempt, reason: str, grace_s: float = 0.0) -> None:
     """Delete one checkpoint, regardless of policies: hidden on return; with a grace of 0 permanently deleted.
 

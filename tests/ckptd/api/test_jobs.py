@@ -74,7 +74,8 @@ def test_gc_leaves_fresh_uploads_alone(served: tuple[Daemon, Store]) -> None:
         write_rank(store, "gpt", Attempt(4, new_ulid(system_clock() - 7 * 86_400)), sample_arrays(), 0, world_size=2)
         collected = done(client, bodies.CollectJob(run="gpt"))
         assert collected.state is JobState.SUCCEEDED, collected
-        assert collected.result == {"aborted": 0, "rolled_forward": 0, "freed_bytes": 0}
+        untouched = {"run": "gpt", "swept": [], "rolled_forward": [], "aborted": [], "freed_bytes": 0}
+        assert collected.result == {"runs": [untouched], "freed_bytes": 0}
         assert len(client.checkpoints("gpt")) == 3
 
 
