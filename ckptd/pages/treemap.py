@@ -98,21 +98,20 @@ def _worst(row: Sequence[float], side: float) -> float:
 
 def _row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
     """A row along the shorter side, and the remaining area."""
+    upright = area.width >= area.height
+    side, depth = (area.height, area.width) if upright else (area.width, area.height)
     total = sum(row)
+    # Bounded by the area, because sums of floats may exceed it.
+    thick = min(depth, total / side) if side else 0.0
+    at = area.y if upright else area.x
     found = []
-    if area.width >= area.height:
-        thick, at = total / area.height if area.height else 0.0, area.y
-        for size in row:
-            length = size / thick if thick else 0.0
-            found.append(Area(area.x, at, thick, length))
-            at += length
-        return found, Area(area.x + thick, area.y, max(0.0, area.width - thick), area.height)
-    thick, at = total / area.width if area.width else 0.0, area.x
     for size in row:
-        length = size / thick if thick else 0.0
-        found.append(Area(at, area.y, length, thick))
+        length = side * size / total if total else 0.0
+        found.append(Area(area.x, at, thick, length) if upright else Area(at, area.y, length, thick))
         at += length
-    return found, Area(area.x, area.y + thick, area.width, max(0.0, area.height - thick))
+    if upright:
+        return found, Area(area.x + thick, area.y, area.width - thick, area.height)
+    return found, Area(area.x, area.y + thick, area.width, area.height - thick)
 
 
 def _tree(sizes: Mapping[str, int]) -> _TreeNode:

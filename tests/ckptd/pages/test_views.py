@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptapi.bodies import EntryBody, Phase, ShardBody
@@ -82,6 +82,7 @@ def test_bars_stand_for_all_ranks(world_size: int) -> None:
     assert all(drawn.left <= bar.x and bar.x + bar.width <= drawn.right for bar in drawn.bars)
 
 
+@example([10**12, 3, 2, 2, 2, 2, 1, 1, 1])
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=30).map(lambda sizes: sorted(sizes, reverse=True)))
 def test_rectangles_fill_their_area_in_proportion(sizes: list[int]) -> None:
     found = squarified(sizes, Area(0, 0, 300, 200))
