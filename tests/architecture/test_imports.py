@@ -52,7 +52,8 @@ def test_importing_the_training_library_loads_nothing() -> None:
 def test_the_saver_process_is_light() -> None:
     loaded = loaded_by("import ckpt.saver.process")
     assert "ckptstore.commits.commit" in loaded
-    assert loaded & {"torch", "ckpt.capture", "ckpt.restoring", "ckpt.checkpointer", *WEB_AND_SQL} == set()
+    trainer = {"ckpt.capture", "ckpt.snapshot", "ckpt.restoring", "ckpt.ranks", "ckpt.checkpointer"}
+    assert loaded & {"torch", *trainer, *WEB_AND_SQL} == set()
 
 
 def test_a_trainer_loads_no_web_framework_and_no_sql() -> None:
