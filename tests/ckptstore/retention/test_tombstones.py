@@ -269,8 +269,9 @@ def test_a_damaged_tombstone_hides_and_waits_for_the_usual_grace(store: Store) -
 _KILLED = """
 import sys
 from ckptstore.clock import system_clock
-from ckptstore.retention.deletion import apply_prune, collect, plan_prune
-from ckptstore.retention.policy import Policy
+from ckptstore.format.records import Policy
+from ckptstore.retention.deletion import collect
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import list_hidden, undelete
 from ckptstore.run import Run
 from ckptstore.stores import open_store
