@@ -76,7 +76,7 @@ def _users() -> dict[str, set[str]]:
 
 
 def _circles(graph: Graph) -> list[list[str]]:
-    """Modules that reach each other, and the way round: what is left when those without imports are taken away."""
+    """Modules on an import cycle with their imports on it: the rest after removing modules without imports."""
     left = dict(graph)
     while free := [name for name, targets in left.items() if not targets & left.keys()]:
         for name in free:
