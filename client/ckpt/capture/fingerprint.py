@@ -7,6 +7,7 @@ Equal marks: the same names for memory of the same layout, shared in the same wa
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -28,8 +29,9 @@ _TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
 _CONSTANTS = frozenset((type(None), bool, int, float, str))
 _MODULE = attrgetter("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "_state_dict_hooks")
 _METHODS = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters", "named_modules"))
+_is_custom = cache(lambda kind: any(getattr(kind, name) is not getattr(nn.Module, name) for name in _METHODS))
 _LAYOUT: tuple[Any, ...] = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
-_LAYOUT += tuple(map(attrgetter, ("shape", "dtype", "device")))
+_LAYOUT += tuple(map(attrgetter, ("shape", "dtype")))  # no two devices share addresses
 
 
 class StateFingerprint:
@@ -47,9 +49,10 @@ class StateFingerprint:
             sharded = [one for one in self.tensors if isinstance(one, DTensor)]
             self.marks.append([(one.shape, one.device_mesh, one.placements) for one in sharded])
         self.marks += [list(map(id, self.tensors)), list(map(attrgetter("requires_grad"), self.tensors))]
-        self.complete &= set(map(attrgetter("layout"), self.locals)) <= {torch.strided}
-        if self.complete:  # a sparse tensor has neither an address nor strides
+        try:
             self.marks += [list(map(mark, self.locals)) for mark in _LAYOUT]
+        except RuntimeError:  # a sparse tensor has neither an address nor strides
+            self.complete = False
 
     def _add_module(self, chunk: nn.Module) -> bool:
         found = [modules.unwrap(chunk)]
@@ -58,7 +61,7 @@ class StateFingerprint:
         children, parameters, buffers, hidden, hooks = zip(*map(_MODULE, found), strict=True)
         below = list(map(id, chain.from_iterable(held.values() for held in children)))
         self.marks += [id(found[0]), below, list(map(frozenset, hidden)), list(map(list, children))]
-        own = any(getattr(kind, n) is not getattr(nn.Module, n) for kind in set(map(type, found)) for n in _METHODS)
+        own = any(map(_is_custom, set(map(type, found))))
         # The hooks of fully_shard reshard parameters, which has been done.
         own |= any(hooks) or any(one._state_dict_pre_hooks for one in found if not isinstance(one, FSDPModule))
         own |= any(not _METHODS.isdisjoint(one.__dict__) for one in found)
@@ -127,16 +130,13 @@ def _describe(state: TrainState, made: StateFingerprint, collector: Collector) -
     if not all(id(origin) in number_of for origin in leaves.origins):
         return None  # a leaf is not part of the fingerprint
     found = [(number_of[id(origin)], one) for origin, one in zip(leaves.origins, leaves.tensors, strict=True)]
-    places = [(n, () if one.is_set_to(made.locals[n]) else _view(one)) for n, one in found]
+    views = [(one.shape, one.stride(), one.storage_offset()) for _, one in found]
+    places = [(n, () if one.is_set_to(made.locals[n]) else at) for (n, one), at in zip(found, views, strict=True)]
     writes = [item for item in state.optimizers if collector.ownership.owns(optimizer_frame(item, state))]
     groups = {item: [optimizers.group_names(one, state) for one in state.optimizers[item]] for item in writes}
     kept = Captured(Leaves(list(leaves.slices), changes=list(leaves.changes)), dict(captured.trees))
     kept.aliases |= captured.aliases
     return _Description(made.marks, kept, places, collector.beside(Captured()), groups)
-
-
-def _view(part: torch.Tensor) -> tuple[Any, ...]:
-    return part.shape, part.stride(), part.storage_offset()
 
 
 def _again(last: _Description, state: TrainState, made: StateFingerprint) -> Captured:
