@@ -97,6 +97,11 @@ def new_ulid(now: float) -> str:
     return str(ULID(int(now * 1000).to_bytes(6, "big") + os.urandom(10)))
 
 
+def ulid_time(ulid: str) -> float:
+    """The time that a ULID was made for, in seconds since the epoch, rounded down to a millisecond."""
+    return ULID.from_str(check_ulid(ulid)).milliseconds / 1000
+
+
 def derive_ulid(session: str, step: int, count: int) -> str:
     """The ULID of the `count`-th save of `step` in a session: equal on all ranks without communication.
 

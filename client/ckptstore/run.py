@@ -30,6 +30,14 @@ class Run:
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", RunKeys(self.name))
 
+    def age_s(self, modified_at: float) -> float:
+        """Seconds since an object was written, by the store's clock. Ages are never judged by a document's own times.
+
+        `clock` stands for the store's clock: store_check.check_store ensures before a deletion that they are at most
+        MAX_SKEW_S apart.
+        """
+        return self.clock() - modified_at
+
     def id_of(self, attempt: Attempt) -> str:
         """The full id of one checkpoint: run@step.ulid."""
         return checkpoint_id(self.name, attempt)

@@ -15,7 +15,7 @@ from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, newes
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.commits.references import Mark, marks
-from ckptstore.commits.store_check import check_store
+from ckptstore.commits.store_check import MAX_SKEW_S, check_store
 from ckptstore.errors import (
     CheckpointHeld,
     CkptError,
@@ -222,7 +222,7 @@ class LifeCycle(RuleBasedStateMachine):
                 self.lives[attempt] = Life(attempt.step, self.frozen.get(attempt, attempt))
                 del self.orphans[attempt]
             elif not left:
-                age = self.clock() - names_time(attempt)
+                age = self.clock() - names.ulid_time(attempt.ulid)
                 assert age >= ORPHAN_GRACE_S or not complete, "a save was given up too early"
                 del self.orphans[attempt]
 
@@ -239,12 +239,12 @@ class LifeCycle(RuleBasedStateMachine):
         )
         if granted:
             assert self.lives[attempt].state == "visible"
-            self.leases[granted[0]] = (attempt, self.clock() + hours * HOUR_S)
+            self.leases[granted[0]] = (attempt, self.clock() + hours * HOUR_S + MAX_SKEW_S)
         elif isinstance(error, StoreUnavailable):
             # A lease whose holder is gone holds all the same, until it expires.
             for info in self.store.list(RunKeys(RUN).leases):
                 id = info.key.rsplit("/", 1)[-1].removesuffix(".json")
-                self.leases.setdefault(id, (attempt, self.clock() + hours * HOUR_S))
+                self.leases.setdefault(id, (attempt, self.clock() + hours * HOUR_S + MAX_SKEW_S))
 
     @rule(number=pick)
     def release(self, number: int) -> None:
@@ -369,10 +369,3 @@ class LifeCycle(RuleBasedStateMachine):
             assert kept <= left
         needed = {Mark(life.frozen, a) for a, life in self.lives.items() if a in left and life.frozen != a}
         assert set(marks(run)) == needed
-
-
-def names_time(attempt: Attempt) -> float:
-    """When an attempt was named."""
-    from ulid import ULID
-
-    return ULID.from_str(attempt.ulid).timestamp

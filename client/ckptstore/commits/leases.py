@@ -1,20 +1,23 @@
 """Leases: expiring claims of readers, which keep a checkpoint from being deleted.
 
-A reader writes its lease and then lists tombstones; a deleter writes its tombstone and then lists leases. On a store
-with read-after-write consistency, at least one of the two sees the other and backs off.
+A lease holds for the duration that its reader asked for, counted from the object's time in the store's listing: the
+clock of the reader does not matter. A reader writes its lease and then lists tombstones; a deleter writes its tombstone
+and then lists leases. On a store with read-after-write consistency, at least one of the two sees the other and backs
+off.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from ckptstore.commits.catalog import hidden_attempts
-from ckptstore.errors import Damaged, NoCheckpoint, ObjectMissing
+from ckptstore.commits.store_check import MAX_SKEW_S
+from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import FORMAT, Lease
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, new_ulid, ulid_time
 from ckptstore.run import Run
-from ckptstore.stores import ObjectInfo, Store
 
 
 def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float) -> str:
@@ -31,7 +34,7 @@ def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float) -> str:
 
 
 def renew_lease(run: Run, lease: str, attempt: Attempt, holder: str, ttl_s: float) -> None:
-    """Extend an active lease to `ttl_s` seconds from now; durable on return.
+    """Extend an active lease to at least `ttl_s` seconds from now; durable on return.
 
     An expired lease must not be renewed, because a deletion may have begun: take a new one.
     """
@@ -46,24 +49,36 @@ def release_lease(run: Run, lease: str) -> None:
 
 def active_leases(run: Run) -> dict[Attempt, list[str]]:
     """The holders of unexpired leases of each attempt. A damaged lease protects nothing: its attempt is unknown."""
-    now = run.clock()
     held: dict[Attempt, list[str]] = defaultdict(list)
-    for info in run.store.list(run.keys.leases):
-        lease = _read(run.store, info)
-        if lease is not None and lease.expires_at > now:
+    for _, lease in _listed(run):
+        if lease is not None:
             held[Attempt.parse(lease.attempt)].append(lease.holder)
     return dict(held)
 
 
 def expired_leases(run: Run) -> list[str]:
     """Keys of leases that are expired or damaged."""
-    now = run.clock()
-    listed = list(run.store.list(run.keys.leases))
-    return [info.key for info in listed if (lease := _read(run.store, info)) is None or lease.expires_at <= now]
+    return [key for key, lease in _listed(run) if lease is None]
 
 
-def _read(store: Store, info: ObjectInfo) -> Lease | None:
+def _listed(run: Run) -> Iterator[tuple[str, Lease | None]]:
+    """The key of each lease, and its document while it is active; None if it is expired or damaged."""
+    for info in run.store.list(run.keys.leases):
+        try:
+            taken_at = ulid_time(info.key.removeprefix(run.keys.leases).removesuffix(".json"))
+        except InvalidName:
+            continue  # a foreign object
+        lease = _read(run, info.key)
+        # The same clock wrote both times. A renewal does not change the ULID, so a renewed lease may last longer.
+        if lease is not None and run.age_s(info.modified_at) >= lease.expires_at - taken_at + MAX_SKEW_S:
+            lease = None
+        yield info.key, lease
+
+
+def _read(run: Run, key: str) -> Lease | None:
     try:
-        return parse_sealed(store.get(info.key), Lease, store.object_url(info.key))
-    except (Damaged, ObjectMissing):
+        lease = parse_sealed(run.store.get(key), Lease, run.store.object_url(key))
+        Attempt.parse(lease.attempt)
+    except (Damaged, InvalidName, ObjectMissing):
         return None
+    return lease

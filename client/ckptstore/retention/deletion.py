@@ -152,7 +152,7 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
         return False
     if outcome is None:
         newest = max((info.modified_at for info in run.store.list(run.keys.attempt(attempt))), default=None)
-        if newest is None or run.clock() - newest < grace_s:
+        if newest is None or run.age_s(newest) < grace_s:
             return False
         outcome = decide(run, attempt, None)
     return outcome.committed is None
@@ -164,9 +164,8 @@ def _forget(run: Run) -> None:
     forget_tombstones(run)
     audit.forget_old(run)
     _forget_marks(run)
-    cutoff = run.clock() - TOMBSTONE_KEPT_S
     for info in list(run.store.list(run.keys.commits)):
-        if info.modified_at < cutoff:
+        if run.age_s(info.modified_at) > TOMBSTONE_KEPT_S:
             _forget_aborted(run, info.key)
 
 
@@ -216,11 +215,10 @@ class Deleted(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_waste(run: Run) -> Waste:
     """The bytes that a collection could free. Lists every such attempt; changes nothing."""
-    cutoff = run.clock() - _IDLE_S
     undecided = (_extent(run, attempt) for attempt in undecided_attempts(run))
     hidden = {found.attempt for found in list_hidden(run)}
     return Waste(
-        orphans=sum(num_bytes for num_bytes, newest in undecided if newest < cutoff),
+        orphans=sum(num_bytes for num_bytes, newest in undecided if run.age_s(newest) > _IDLE_S),
         tombstoned=sum(_extent(run, attempt)[0] for attempt in hidden),
     )
 

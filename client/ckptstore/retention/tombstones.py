@@ -161,8 +161,8 @@ def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
 
 def forget_tombstones(run: Run) -> None:
     """Remove tombstones and fates a week after the data is deleted, when no process can still act on them."""
-    cutoff = run.clock() - TOMBSTONE_KEPT_S
-    old = {(f.attempt, f.id) for f in _parse(run.store.list(run.keys.fates)) if f.written_at < cutoff}
+    listed = _parse(run.store.list(run.keys.fates))
+    old = {(fate.attempt, fate.id) for fate in listed if run.age_s(fate.written_at) > TOMBSTONE_KEPT_S}
     hidden = [h for h in list_hidden(run) if (h.attempt, h.id) in old]
     busy = set(_present(run, {h.attempt for h in hidden}))
     for one in hidden:
@@ -254,7 +254,7 @@ def _fates(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, Fate], di
 def _is_due(run: Run, hidden: Hidden) -> bool:
     tombstone = read_tombstone(run, hidden)
     grace_s = tombstone.grace_s if tombstone is not None else SWEEP_GRACE_S
-    return run.clock() - hidden.written_at >= grace_s
+    return run.age_s(hidden.written_at) >= grace_s
 
 
 def _present(run: Run, attempts: Collection[Attempt]) -> list[Attempt]:

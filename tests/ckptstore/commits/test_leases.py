@@ -9,7 +9,8 @@ import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, hidden_attempts, list_checkpoints
-from ckptstore.commits.leases import active_leases, expired_leases, release_lease, take_lease
+from ckptstore.commits.leases import active_leases, expired_leases, release_lease, renew_lease, take_lease
+from ckptstore.commits.store_check import MAX_SKEW_S
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
 from ckptstore.format.records import Policy
 from ckptstore.names import new_ulid
@@ -19,6 +20,7 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from tests.support.clocked import DictStore, FakeClock
 from tests.support.runs import RUN, clear, count_calls, intact, keys, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
@@ -37,7 +39,7 @@ def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> Non
     with pytest.raises(CheckpointHeld, match="restore of rank 0"):
         delete_checkpoint(run, old.attempt, "prune")
     assert hidden_attempts(run) == [], "a refused deletion does not hide"
-    clock.advance(120)
+    clock.advance(120 + MAX_SKEW_S)
     assert active_leases(run) == {old.attempt: ["restore of rank 0"]}
     assert expired_leases(run) == [f"{RUN}/leases/{other}.json"]
     release_lease(run, lease)
@@ -68,6 +70,48 @@ def test_damaged_leases_hold_nothing_and_stop_nothing(store: Store) -> None:
     delete_checkpoint(run, old.attempt, "prune")
     collect(run)
     assert keys(store, run.keys.leases) == []
+
+
+def test_names_that_are_no_leases_are_left_alone(store: Store) -> None:
+    run = Run(store, RUN)
+    write(store, 1)
+    store.put(f"{RUN}/leases/note.json", b"an operator's")
+    collect(run)
+    assert keys(store, run.keys.leases) == [f"{RUN}/leases/note.json"]
+
+
+@pytest.mark.parametrize("off_s", [-86_400, -1200, 1200, 86_400])
+def test_a_lease_counts_by_the_stores_clock_not_the_readers(off_s: float) -> None:
+    clock = FakeClock()
+    store = DictStore(clock)
+    old, _ = write(store, 1, 2)
+    run, reader = Run(store, RUN, clock), Run(store, RUN, lambda: clock() + off_s)
+    lease = take_lease(reader, old.attempt, "reader", 600)
+    clock.now += 590
+    with pytest.raises(CheckpointHeld, match="reader"):
+        delete_checkpoint(run, old.attempt, "prune")
+    renew_lease(reader, lease, old.attempt, "reader", 600)
+    clock.now += 590
+    with pytest.raises(CheckpointHeld, match="reader"):
+        delete_checkpoint(run, old.attempt, "prune")
+    # A renewed lease may last longer by the time since it was taken.
+    clock.now += 10 + 590 + MAX_SKEW_S
+    assert expired_leases(run) == [f"{RUN}/leases/{lease}.json"]
+    delete_checkpoint(run, old.attempt, "prune")
+
+
+@pytest.mark.parametrize("off_s", [-MAX_SKEW_S, MAX_SKEW_S])
+def test_a_lease_lasts_its_duration_under_any_deleter_that_may_delete(off_s: float) -> None:
+    clock = FakeClock()
+    store = DictStore(clock)
+    old, _ = write(store, 1, 2)
+    take_lease(Run(store, RUN, clock), old.attempt, "reader", 600)
+    deleter = Run(store, RUN, lambda: clock() + off_s)
+    clock.now += 599
+    with pytest.raises(CheckpointHeld, match="reader"):
+        delete_checkpoint(deleter, old.attempt, "prune")
+    clock.now += 1 + 2 * MAX_SKEW_S
+    delete_checkpoint(deleter, old.attempt, "prune")
 
 
 def read_under_lease(store: Store, checkpoint: Checkpoint, meanwhile: Callable[[], object] = lambda: None) -> bool:
