@@ -127,8 +127,8 @@ class Checkpointer:
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of
-        an earlier background save, UnsupportedObject, InvalidRequest, LayoutChanged, or at the first save RankLost;
-        then nothing was copied.
+        an earlier background save of this rank, UnsupportedObject, InvalidRequest, LayoutChanged, or at the first save
+        RankLost. Then nothing was copied, and the handles of the other ranks raise RankFailed.
         """
         return self._save(TrainState.of(model, optim, extras), step, grads, metrics, self.config.on_busy)
 
@@ -152,24 +152,19 @@ class Checkpointer:
         started = time.perf_counter()
         client = self._saving_client()
         self._join()
-        client.start()  # replaces a client that died, so that saves work again after the error
-        client.raise_failure()
         check_step(step)
         agreement = self._agreement or self._agree(state)
-        captured = self._capture(state, agreement, grads)
         attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
-        updates = HandleUpdates(step, self._layout.num_bytes, started)
-        handle = updates.handle
-        overlap = self._gate(state)
-        save = SaveRequest(attempt, captured, self._layout, _numbers(metrics), self._lease)
-        try:
-            taken = take_snapshot(client, save, updates, overlap, on_busy)
-        except BaseException:
-            self._saves_of_step[step] += handle.done()  # some of it may have been written
-            raise
-        self._saves_of_step[step] += 1
+        self._saves_of_step[step] += 1  # also if the save fails: the other ranks count their calls
+        with client.declining(attempt):
+            client.start()  # replaces a client that died, so that saves work again after the error
+            client.raise_failure(of_other_ranks=False)
+            captured = self._capture(state, agreement, grads)
+            updates = HandleUpdates(step, self._layout.num_bytes, started)
+            save = SaveRequest(attempt, captured, self._layout, _numbers(metrics), self._lease)
+            taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
         self._lease = None if taken else self._lease
-        self._newest = handle
+        self._newest = handle = updates.handle
         updates.measure(blocked_s=time.perf_counter() - started)
         self._tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle

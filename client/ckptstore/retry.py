@@ -1,4 +1,4 @@
-"""Retries and polls with exponential backoff. Tests pass the clock and the sleep."""
+"""Retries with exponential backoff. Tests pass the clock and the sleep."""
 
 from __future__ import annotations
 
@@ -71,10 +71,3 @@ def retry(
             logger.log(log_level, "retrying in %.1f s: %s", pause, error)
             if sleep(pause):
                 raise
-
-
-def poll(call: Callable[[], _T], waits: Iterator[float], *, sleep: Callable[[float], object] = time.sleep) -> _T:
-    """Repeat a call until its result is true or `waits` ends; returns the last result."""
-    while not (result := call()) and (pause := next(waits, None)) is not None:
-        sleep(pause)
-    return result

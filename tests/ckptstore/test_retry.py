@@ -1,4 +1,4 @@
-"""Backoff, retries and polls. No test sleeps or reads a clock: `Time` does both."""
+"""Backoff and retries. No test sleeps or reads a clock: `Time` does both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from ckptstore.retry import pauses, poll, retry
+from ckptstore.retry import pauses, retry
 
 
 class Time:
@@ -98,11 +98,3 @@ def test_a_sleep_that_is_interrupted_ends_the_retries(time: Time) -> None:
     with pytest.raises(OSError, match="first"):
         retry(call, OSError, pauses(1.0, clock=time), sleep=lambda _: True)
     assert call.calls == 1
-
-
-def test_a_poll_returns_the_first_true_result_or_the_last(time: Time) -> None:
-    results = iter([0, 0, 7])
-    assert poll(lambda: next(results), pauses(1.0, jitter=False, clock=time), sleep=time.sleep) == 7
-    assert time.slept == [1.0, 2.0]
-    results = iter([0, None, 5])  # type: ignore[list-item]
-    assert poll(lambda: next(results), pauses(1.0, tries=2, clock=time), sleep=time.sleep) is None

@@ -1,13 +1,17 @@
 """Commit: the receipt of this rank, then the checkpoint of all ranks. Uses no collective.
 
-Rank 0 polls the store for the receipts of the other ranks, which poll it for the outcome.
+Rank 0 polls the store for the receipts of the other ranks, which poll it for the outcome. All attempts that wait are
+polled by one thread, so that one which lacks a rank does not delay later ones that are complete.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import SaveJob, Setup
@@ -25,14 +29,16 @@ from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
-from ckptstore.retry import pauses, poll
 from ckptstore.run import Run
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-_FIRST_WAIT_S = 0.02
-_LONGEST_WAIT_S = 2.0
+_SHORTEST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 2.0
+_OLD_PAUSE_SHARE = 1 / 30
+"""Pauses of attempts that have waited for more than a minute: many of them may wait at the same time."""
+
+Ended = Callable[[Outcome | BaseException], None]
 
 
 def write_receipt(
@@ -59,25 +65,113 @@ def write_receipt(
     return StoredReceipt(receipt, data)
 
 
-def commit(run: Run, setup: Setup, attempt: Attempt, own: StoredReceipt) -> Outcome:
-    """Commit the attempt, or on ranks other than 0 wait until it is committed; the checkpoint exists on return.
+@dataclass(slots=True)
+class _Waiting:
+    """An attempt that is not decided, with times of time.monotonic()."""
 
-    Raises ReceiptsMissing if ranks are not done within the timeout, SaveSkipped if a rank skipped the attempt,
-    RankFailed if a rank aborted it after an error, AttemptAborted if a collector aborted it.
-    """
-    if setup.rank == 0:
-        receipts = _all_receipts(run, setup, own, attempt)
-        if receipts is not None:
-            return commit_attempt(run, receipts)
-    outcome = _wait(lambda: read_outcome(run, attempt), setup.commit_timeout_s)
-    if outcome is None:
-        raise ReceiptsMissing(
-            f"attempt {attempt} of run {setup.run!r} was not committed within {setup.commit_timeout_s:.0f} s",
+    attempt: Attempt
+    own: StoredReceipt
+    ended: Ended
+    since: float
+    look_at: float
+
+
+class Committer:
+    """Commits attempts as soon as all of their receipts exist, in any order. Each has a time-out of its own."""
+
+    def __init__(self, run: Run, setup: Setup) -> None:
+        self._run = run
+        self._setup = setup
+        self._changed = threading.Condition()
+        """Guards the fields below."""
+        self._waiting: list[_Waiting] = []
+        self._polling = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
+
+    def add(self, attempt: Attempt, own: StoredReceipt, ended: Ended) -> None:
+        """Commit an attempt once it is complete, or on ranks other than 0 wait for its outcome. For any thread.
+
+        ended: called once, by the committer's thread: with the outcome when the checkpoint exists; with ReceiptsMissing
+        if ranks are not done within the time-out, SaveSkipped if a rank skipped the attempt, RankFailed if a rank
+        aborted it after an error, AttemptAborted if a collector aborted it; or with another error of the commit.
+        """
+        now = time.monotonic()
+        with self._changed:
+            self._waiting.append(_Waiting(attempt, own, ended, since=now, look_at=now))
+            self._changed.notify()
+            if not self._polling:
+                self._polling = True
+                self._thread.submit(self._poll)
+
+    def close(self) -> None:
+        """Return when all attempts have ended."""
+        self._thread.shutdown(wait=True)
+
+    def _poll(self) -> None:
+        while due := self._wait_for_due():
+            for one in due:
+                self._look(one)
+
+    def _wait_for_due(self) -> list[_Waiting]:
+        """The attempts to look at now, oldest first; empty if none waits any more."""
+        with self._changed:
+            while self._waiting:
+                now = time.monotonic()
+                if due := [one for one in self._waiting if one.look_at <= now]:
+                    return due
+                self._changed.wait(min(one.look_at for one in self._waiting) - now)
+            self._polling = False
+            return []
+
+    def _look(self, one: _Waiting) -> None:
+        result: Outcome | BaseException | None
+        try:
+            result = _try_commit(self._run, self._setup, one)
+            waited_s, timeout_s = time.monotonic() - one.since, self._setup.commit_timeout_s
+            if result is None and waited_s >= timeout_s:
+                result = _timed_out(self._run, self._setup, one.attempt)
+        except BaseException as error:
+            result = error
+        if result is None:
+            one.look_at = one.since + min(timeout_s, waited_s + _pause(waited_s))
+            return
+        with self._changed:
+            self._waiting.remove(one)
+        try:
+            one.ended(result)
+        except Exception:
+            logger.exception("the end of attempt %s was not reported", one.attempt)
+
+
+def _pause(waited_s: float) -> float:
+    """Seconds until the next look at an attempt that has waited so long. Pure."""
+    longest = max(_LONGEST_PAUSE_S, waited_s * _OLD_PAUSE_SHARE)
+    return min(max(_SHORTEST_PAUSE_S, waited_s / 2), longest)
+
+
+def _try_commit(run: Run, setup: Setup, one: _Waiting) -> Outcome | None:
+    """The outcome of a committed attempt; None if ranks are missing. Raises if it cannot be committed any more."""
+    attempt, others = one.attempt, range(1, setup.world_size)
+    if setup.rank == 0 and (not others or receipt_ranks(run, attempt).issuperset(others)):
+        return commit_attempt(run, [one.own, *(read_receipt(run, attempt, rank) for rank in others)])
+    outcome = read_outcome(run, attempt)
+    if outcome is not None and outcome.committed is None:
+        raise _aborted(run.name, attempt, outcome)
+    return outcome
+
+
+def _timed_out(run: Run, setup: Setup, attempt: Attempt) -> ReceiptsMissing:
+    if setup.rank:
+        return ReceiptsMissing(
+            f"attempt {attempt} of run {run.name!r} was not committed within {setup.commit_timeout_s:.0f} s",
             "Check rank 0: its saver commits for all ranks",
         )
-    if outcome.committed is None:
-        raise _aborted(setup.run, attempt, outcome)
-    return outcome
+    missing = sorted(set(range(1, setup.world_size)) - receipt_ranks(run, attempt))
+    return ReceiptsMissing(
+        f"ranks {missing[:8]} of {setup.world_size} did not finish attempt {attempt} of run {run.name!r} "
+        f"within {setup.commit_timeout_s:.0f} s",
+        "Check those ranks. Nothing was committed, and earlier checkpoints are unchanged",
+    )
 
 
 def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
@@ -108,32 +202,3 @@ def abort_attempts(run: Run, rank: int, attempts: Iterable[Attempt], failure: st
 def describe(error: BaseException) -> str:
     """The message about an error for other ranks."""
     return f"{error.code}: {error.message}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
-
-
-def _all_receipts(run: Run, setup: Setup, own: StoredReceipt, attempt: Attempt) -> list[StoredReceipt] | None:
-    """The receipts of all ranks, in rank order; None if the attempt already has an outcome."""
-    world = set(range(setup.world_size))
-    if world == {0}:
-        return [own]
-    present: set[int] = set()
-
-    def complete() -> bool | Outcome | None:
-        present.update(receipt_ranks(run, attempt))
-        return present >= world or read_outcome(run, attempt)
-
-    answer = _wait(complete, setup.commit_timeout_s)
-    if isinstance(answer, Outcome):
-        return None
-    if not answer:
-        missing = sorted(world - present)
-        raise ReceiptsMissing(
-            f"ranks {missing[:8]} of {setup.world_size} did not finish attempt {attempt} of run {setup.run!r} "
-            f"within {setup.commit_timeout_s:.0f} s",
-            "Check those ranks. Nothing was committed, and earlier checkpoints are unchanged",
-        )
-    return [own, *(read_receipt(run, attempt, rank) for rank in sorted(world - {0}))]
-
-
-def _wait(ask: Callable[[], _T], timeout_s: float) -> _T:
-    """Poll until the answer is true or the time is up; returns the last answer."""
-    return poll(ask, pauses(_FIRST_WAIT_S, _LONGEST_WAIT_S, factor=1.5, timeout_s=timeout_s, jitter=False))

@@ -54,7 +54,8 @@ _COMMIT_WAIT_S = 0.5
 class ChunkIndex:
     """The chunks of the run's last committed checkpoint, which the next save is compared with.
 
-    One thread begins saves, in order; one thread compares chunks; one thread ends saves.
+    One thread begins saves, in order; one thread compares chunks; one thread ends saves that are committed, in any
+    order.
     """
 
     def __init__(self, run: Run, setup: Setup, run_soon: Callable[..., Future[None]]) -> None:
@@ -63,7 +64,8 @@ class ChunkIndex:
         self._setup = setup
         self.enabled, self.rank = setup.incremental, setup.rank
         self._base: BaseCheckpoint | None = None
-        self._own = False
+        self._base_number = 0
+        """The number of the save that is the base; 0: an earlier process committed it."""
         self._last: IncrementalSave | None = None
         self._changed = threading.Condition()
         """Guards `uploaded` and `ended` of all saves."""
@@ -84,16 +86,17 @@ class ChunkIndex:
         if self._loaded is None:
             return None
         self._loaded.result()
-        if not self._own and previous is not None:
+        if not self._base_number and previous is not None:
             with self._changed:
                 # Costs no time: the upload of this save cannot begin before the previous one is done.
                 self._changed.wait_for(lambda: save.ended or previous.uploaded)
                 self._changed.wait_for(lambda: save.ended or previous.ended, _COMMIT_WAIT_S)
         return self._base
 
-    def set_base(self, base: BaseCheckpoint) -> None:
-        """Compare later saves with this one, which this process has committed."""
-        self._base, self._own = base, True
+    def set_base(self, base: BaseCheckpoint, number: int) -> None:
+        """Compare later saves with this one, which this process has committed, unless a later one is the base."""
+        if number > self._base_number:
+            self._base, self._base_number = base, number
 
     def mark(self, save: IncrementalSave, ended: bool) -> None:
         """Mark a save as uploaded, or ended, and wake up the save that waits for it."""
@@ -159,6 +162,7 @@ class IncrementalSave:
         self._spans = spans
         self._encode = encode
         self._previous = previous
+        self.number: int = previous.number + 1 if previous else 1
         self._matches: Future[list[Match]] = Future()
         self._expected_bytes = sum(span.bytes for span in spans)
         self._sizes: Mapping[Attempt, int] = {}
@@ -239,7 +243,8 @@ class IncrementalSave:
         """End the save. content: of the committed receipt, as base for the next save; None: not committed."""
         if content is not None and content.shards and self._index.enabled:
             shard = content.shards[0]
-            self._index.set_base(next_base(self._attempt, shard, self._keys(), self._matches.result(), self._sizes))
+            base = next_base(self._attempt, shard, self._keys(), self._matches.result(), self._sizes)
+            self._index.set_base(base, self.number)
         self._index.mark(self, ended=True)
         self._release()
 

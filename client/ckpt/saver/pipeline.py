@@ -1,7 +1,7 @@
 """The save pipeline: encode, upload, receipt, commit.
 
 Jobs are uploaded one at a time, in order, and encoding runs ahead of the upload. A separate thread waits for other
-ranks, so that this never delays the next upload.
+ranks, so that this never delays the next upload; it commits jobs as they are complete, in any order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
-from ckpt.saver.commit import abort_attempts, commit, describe, write_receipt
+from ckpt.saver.commit import Committer, abort_attempts, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave
@@ -31,6 +31,7 @@ from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.commit import StoredReceipt
 from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
+from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, Slice, plan_chunks
 from ckptstore.names import Attempt
@@ -97,9 +98,9 @@ class SavePipeline:
         self._readers: dict[int, StreamReader] = {}
         self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
-        self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
-        self._chunk_index = ChunkIndex(self._run, setup, self._commits.submit)
-        self._aborts = ThreadPoolExecutor(1, thread_name_prefix="ckpt-abort")
+        self._committer = Committer(self._run, setup)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-background")
+        self._chunk_index = ChunkIndex(self._run, setup, self._background.submit)
 
     def submit(self, job: SaveJob, raw: memoryview) -> None:
         """Accept a snapshot; its slot stays in use until Released or Failed is reported."""
@@ -165,7 +166,7 @@ class SavePipeline:
     def abort(self, attempt: Attempt, failure: str | None = None) -> None:
         """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""
         if self._setup.world_size > 1:
-            self._aborts.submit(abort_attempts, self._run, self._setup.rank, [attempt], failure)
+            self._background.submit(abort_attempts, self._run, self._setup.rank, [attempt], failure)
 
     def finish_uploads(self) -> None:
         """Return when every shard and receipt of this rank is durable or failed: the slots are no longer read."""
@@ -178,8 +179,8 @@ class SavePipeline:
         """Return when every submitted job is committed or has failed."""
         self.finish_uploads()
         self._encoder.close()
-        self._commits.shutdown(wait=True)
-        self._aborts.shutdown(wait=True)
+        self._committer.close()
+        self._background.shutdown(wait=True)
         if self._notifier is not None:
             self._notifier.close()
 
@@ -199,7 +200,8 @@ class SavePipeline:
             self._abort_job(job, error)
             return
         running.incremental.mark_uploaded()
-        self._commits.submit(self._commit, running, receipt)
+        started = time.perf_counter()
+        self._committer.add(job.attempt, receipt, lambda result: self._end(running, receipt, started, result))
 
     def _make_durable(self, running: _RunningJob) -> tuple[StoredReceipt, Released]:
         job, placed = running.job, running.placed
@@ -244,18 +246,19 @@ class SavePipeline:
         not_stored = running.not_stored_bytes  # visits every chunk, so compute it once
         return lambda done: self._report(SaveProgress(running.job.number, not_stored + done))
 
-    def _commit(self, running: _RunningJob, receipt: StoredReceipt) -> None:
-        job, started = running.job, time.perf_counter()
-        try:
-            outcome = commit(self._run, self._setup, job.attempt, receipt)
-        except BaseException as error:
+    def _end(
+        self, running: _RunningJob, receipt: StoredReceipt, started: float, result: Outcome | BaseException
+    ) -> None:
+        """End a job whose receipt is durable. started: of the commit; result: the outcome, or why there is none."""
+        job = running.job
+        if isinstance(result, BaseException):
             running.incremental.end(None)
-            self._fail(job, None, error)
-            if self._setup.rank == 0 and isinstance(error, ReferenceLost | CorruptObject):
-                self.abort(job.attempt, describe(error))  # no other rank could commit it either
+            self._fail(job, None, result)
+            if self._setup.rank == 0 and isinstance(result, ReferenceLost | CorruptObject):
+                self.abort(job.attempt, describe(result))  # no other rank could commit it either
             return
         running.incremental.end(receipt.receipt.content)
-        self._report(Done(number=job.number, outcome=seal(outcome).decode(), commit_s=time.perf_counter() - started))
+        self._report(Done(number=job.number, outcome=seal(result).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
         if self._notifier is not None:
             self._notifier.commit(job.attempt)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.remote_create import with_remote_create
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, from_outcome
-from ckptstore.errors import CkptError, SaverDied, SaveSkipped, error_from_code
+from ckptstore.errors import CkptError, RankFailed, SaverDied, SaveSkipped, error_from_code
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.names import Attempt
@@ -95,17 +96,23 @@ class SaveClient:
             self._writer = writer
         return writer
 
-    def raise_failure(self) -> None:
-        """Raise the death of a saver, or the error of an earlier save that was not read yet. Logs all further ones."""
+    def raise_failure(self, of_other_ranks: bool = True) -> None:
+        """Raise the death of a saver, or the error of an earlier save that was not read yet. Logs all further ones.
+
+        of_other_ranks: also raise RankFailed. A save does not: it would fail its own step on all ranks because another
+        rank failed an earlier one, that rank would do the same in turn, and nothing would ever be committed.
+        """
         with self._lock:
             finished, self._finished = self._finished, []
             errors: list[CkptError] = [*self._deaths]
             self._deaths = []
         errors += [error for updates in finished if (error := updates.unseen_error) is not None]
-        for error in errors[1:]:
-            logger.error("another background save failed: %s", error)
-        if errors:
-            raise errors[0]
+        raised = next((error for error in errors if of_other_ranks or not isinstance(error, RankFailed)), None)
+        for error in errors:
+            if error is not raised:
+                logger.error("a background save failed: %s", error)
+        if raised is not None:
+            raise raised
 
     def expect(self, num_bytes: int, gpu: torch.device | None, wait: bool = False) -> None:
         """Allocate slots for snapshots of this size in the background.
@@ -138,6 +145,15 @@ class SaveClient:
         """Finish a handle as skipped, and abort the attempt for the other ranks."""
         self.start().abort(attempt)
         self._fail_handle(updates, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
+
+    @contextmanager
+    def declining(self, attempt: Attempt) -> Iterator[None]:
+        """Abort the attempt in the background if the body raises, so that the other ranks do not wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            self._decline([attempt], error)
+            raise
 
     def abandon(self, snapshot: Snapshot, error: CkptError) -> None:
         """Fail a save before its job was submitted, or at the end of its stream, and abort its attempt for the other
@@ -269,12 +285,14 @@ class SaveClient:
             if job.slot is not None:
                 self._arena.release(job.slot)
             self._fail_handle(job.updates, error)
-        attempts = [job.attempt for job in lost if not job.released]
+        self._decline([job.attempt for job in lost if not job.released], error)
+
+    def _decline(self, attempts: Sequence[Attempt], error: BaseException) -> None:
+        """Abort attempts in the background without the saver, which may be dead."""
         if attempts and self._setup.world_size > 1:
             threading.Thread(target=self._abort_attempts, args=(attempts, describe(error)), name="ckpt-abort").start()
 
     def _abort_attempts(self, attempts: Sequence[Attempt], failure: str) -> None:
-        """Abort the attempts in place of the dead saver."""
         setup = self._setup
         store = with_remote_create(open_store(setup.store, setup.options), setup.daemon, setup.token)
         abort_attempts(Run(store, setup.run), setup.rank, attempts, failure)

@@ -12,14 +12,19 @@ from msgspec.structs import replace
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
+from ckptstore.commits.commit import read_outcome, read_receipt, receipt_ranks, roll_forward
 from ckptstore.commits.leases import active_leases, take_lease
+from ckptstore.commits.references import referenced_attempts
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
+from ckptstore.retention.deletion import undecided_attempts
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from tests.support.checkpoints import write_rank
+from tests.support.waiting import wait_until
 
 COUNT = 3_000_000
 RAW = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32).data.cast("B")
@@ -107,6 +112,44 @@ def test_a_save_that_waits_for_other_ranks_does_not_hold_up_the_next_upload(stor
     reports = run(store, setup(store, 0, 2, timeout=1.0), [job(attempt, 1), job(later, 2)])
     order = [(type(report), report.number) for report in reports if not isinstance(report, SaveProgress)]
     assert order.index((Released, 2)) < order.index((Failed, 1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_complete_save_is_committed_while_an_earlier_one_waits_for_a_rank(store: Store, rank: int) -> None:
+    """The later one is committed first and stays what saves are compared with: it is never what was undecided."""
+    first, second, third = (Attempt(step, new_ulid(system_clock())) for step in (7, 8, 9))
+    where, reports = Run(store, "r"), list[Report]()
+    pipeline = SavePipeline(store, setup(store, rank, 2, timeout=3600.0), reports.append)
+
+    def complete(attempt: Attempt) -> None:
+        write_rank(store, "r", attempt, {}, rank=1 - rank, world_size=2)
+        if rank:
+            assert roll_forward(where, attempt) is not None
+
+    def committed() -> list[int]:
+        return [report.number for report in reports if isinstance(report, Done)]
+
+    try:
+        pipeline.submit(job(first, 1), RAW)
+        pipeline.submit(job(second, 2), RAW)
+        wait_until(lambda: receipt_ranks(where, second) == {rank})
+        complete(second)
+        wait_until(lambda: committed() == [2])
+        assert read_outcome(where, first) is None
+        complete(first)
+        wait_until(lambda: committed() == [2, 1])
+        pipeline.submit(job(third, 3), RAW)
+        wait_until(lambda: receipt_ranks(where, third) == {rank})
+        complete(third)
+    finally:
+        pipeline.finish_uploads()
+        for attempt in undecided_attempts(where):  # whatever failed, nothing waits any more
+            write_rank(store, "r", attempt, {}, rank=1 - rank, world_size=2)
+            roll_forward(where, attempt)
+        pipeline.close()
+    assert StoreSource(store).latest("r").step == 9
+    stored = [referenced_attempts(read_receipt(where, one, rank).receipt.content) for one in (first, second, third)]
+    assert stored == [[], [], [second]]
 
 
 def test_a_failed_upload_leaves_no_shard_and_the_next_one_works(tmp_path: Path, attempt: Attempt) -> None:

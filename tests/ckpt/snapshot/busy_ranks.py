@@ -77,6 +77,31 @@ def rank_one_fails(store: str) -> dict[str, Any]:
     return {"errors": errors, "committed": committed}
 
 
+def rank_one_loses_its_idle_saver(store: str) -> dict[str, Any]:
+    """Rank 1's saver is killed between two saves. The loop logs what save_async raises, and goes on."""
+    rank, raised, failed, committed = dist.get_rank(), {}, {}, []
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(4, 4)})
+    with Checkpointer(store, run=RUN, commit_timeout_s=_COMMIT_TIMEOUT_S) as checkpointer:
+        checkpointer.save(model, None, 1)
+        if rank == 1 and checkpointer.saver_pid is not None:
+            os.kill(checkpointer.saver_pid, signal.SIGKILL)
+            wait_until(lambda: checkpointer.saver_pid is None)
+        handles: list[SaveHandle] = []
+        for step in (2, 3, 4):
+            try:
+                handles.append(checkpointer.save_async(model, None, step))
+            except CkptError as error:
+                raised[step] = error.code
+            wait_until(lambda: all(handle.done() for handle in handles))  # without reading their errors
+            dist.barrier()
+        for handle in handles:
+            if handle.exception() is None:
+                committed.append(handle.step)
+            else:
+                failed[handle.step] = _error(handle)
+    return {"raised": raised, "failed": failed, "committed": committed}
+
+
 def _kill_saver(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
     pid = checkpointer.saver_pid
     assert pid is not None

@@ -106,7 +106,7 @@ def change_layout(store: str) -> dict[str, Any]:
     """Rank 1 gets a parameter that the others do not know of; later all have it, and prepare."""
     torch.manual_seed(0)
     model, found = nn.Sequential(nn.Linear(3, 3)), {}
-    with Checkpointer(store, run=RUN, commit_timeout_s=1.0, writer="thread") as checkpointer:
+    with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
         checkpointer.save(model, None, 1)
         if dist.get_rank() == 1:
             model.append(nn.Linear(3, 3))

@@ -121,7 +121,8 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
         )
         for on_busy in ("skip", "supersede")
     }
-    scenarios["fail"] = Scenario("tests.ckpt.snapshot.busy_ranks:rank_one_fails", 2, {"store": str(folder / "fail")})
+    for name, scenario in (("fail", "rank_one_fails"), ("idle", "rank_one_loses_its_idle_saver")):
+        scenarios[name] = Scenario(f"tests.ckpt.snapshot.busy_ranks:{scenario}", 2, {"store": str(folder / name)})
     (folder / "ranks").mkdir()
     return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
 
@@ -156,3 +157,16 @@ def test_the_other_ranks_fail_at_once_with_the_cause(folder: Path, outcomes: dic
     collect(run)
     left = {info.key.split("/")[2][:12] for info in store.list(run.keys.attempts)}
     assert left == {f"{step:012d}" for step in (1, 5)}
+
+
+def test_a_rank_whose_save_raises_fails_that_step_for_all_and_no_later_one(
+    folder: Path, outcomes: dict[str, Outcome]
+) -> None:
+    first, second = outcomes["idle"].result()
+    assert (second["raised"], second["failed"], second["committed"]) == ({"2": "saver_died"}, {}, [3, 4])
+    assert (first["raised"], first["committed"]) == ({}, [3, 4])
+    code, message = first["failed"]["2"]
+    assert code == "rank_failed"
+    assert message.startswith("rank 1 could not save step 2 of run 'saving': saver_died: ")
+    source = StoreSource(open_store(str(folder / "idle")))
+    assert [checkpoint.step for checkpoint in source.checkpoints(RUN)] == [4, 3, 1]

@@ -53,7 +53,8 @@ def test_a_layout_that_changes_on_one_rank_is_an_error_until_all_have_prepared(
     assert second["code"] == "layout_changed"
     assert "on rank 1 'model/1." in second["said"]
     assert "prepare()" in second["said"]
-    assert first["code"] == "receipts_missing"
+    assert first["code"] == "rank_failed"
+    assert "rank 1 could not save step 2 of run 'saving': layout_changed: " in first["said"]
     for result in (first, second):
         assert (result["restored"], result["ones"]) == (3, True)
     source = StoreSource(open_store(str(folder / "change_layout")))
