@@ -116,14 +116,14 @@ class Checkpointer:
         the end of the copy the snapshot survives SIGKILL of this process (writer="process"): when `SaveHandle.staged()`
         returns True, at the latest when `optim.step()` runs; without overlap, on return.
 
-        A committed checkpoint is the state at the time of the call, on every rank; otherwise nothing is committed,
+        A committed checkpoint is the state at the moment of the call, on every rank; otherwise nothing is committed,
         and SnapshotTorn names the tensor that changed. If anything but `optim.step()` changes a parameter or optimizer
-        state while it is being copied, the save fails: the handle and the next call raise SnapshotTorn, the handles of
-        the other ranks RankFailed, and later saves of this rank are copied before they return. Detection compares
-        version counters and, in host memory, samples at 16 places of each tensor. It misses a change that bypasses the
-        counters (`.data`, a numpy view) between these places or on a GPU: pass overlap=False if the loop makes such
-        changes. Calls that replace the memory of a storage (`share_memory_()`, a queue of torch.multiprocessing,
-        `resize_()`) wait until it is copied.
+        state before it is copied, the handle and the next call raise SnapshotTorn, the handles of the other ranks
+        RankFailed, and later saves of this rank are copied before they return. Detection compares version counters and,
+        in host memory, samples at 16 places of each tensor. It misses a change that bypasses the counters (`.data`, a
+        numpy view) and lies between these places, is undone before the tensor is copied, or is on a GPU. With
+        overlap="verify" it misses none. Calls that replace the memory of a storage (`share_memory_()`, a queue of
+        torch.multiprocessing, `resize_()`) wait until it is copied.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of
@@ -349,7 +349,7 @@ class Checkpointer:
 
     def _gate(self, state: TrainState) -> Overlap | None:
         if state.optimizers and self.config.overlap and self._overlap is None:
-            self._overlap = Overlap()
+            self._overlap = Overlap(verify=self.config.overlap == "verify")
         return self._overlap if state.optimizers else None
 
     def _join(self) -> None:

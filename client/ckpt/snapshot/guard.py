@@ -1,8 +1,9 @@
-"""ChangeGuard detects changes to state that is copied while training continues. FrozenTracker finds frozen state."""
+"""Guards detect changes to state that is copied while training continues. FrozenTracker finds frozen state."""
 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +38,37 @@ class Sample(NamedTuple):
     """The current bytes. The memory must still exist."""
 
 
-class ChangeGuard:
+class Guard(ABC):
+    """Detects leaves that have changed between their capture and their copy. Made at the capture.
+
+    The thread that copies calls `moved` before it reads memory of a leaf and `copied` after it; `changed` decides once
+    everything is copied.
+    """
+
+    def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
+        """samples, storages: of each leaf. The guard keeps the storages alive."""
+        self._leaves = leaves
+        self._samples = samples
+        self._storages = storages
+        self._torn: set[int] = set()
+
+    def moved(self, index: int) -> bool:
+        """Whether the storage of a leaf has other memory than when it was captured; the old memory may be freed."""
+        if self._storages[index].data_ptr() == self._samples[index].base:
+            return False
+        self._torn.add(index)
+        return True
+
+    @abstractmethod
+    def copied(self, index: int, address: int, num_bytes: int) -> bool:
+        """The next bytes of a leaf have been copied to this address. False if the leaf is known to have changed."""
+
+    @abstractmethod
+    def changed(self) -> list[str]:
+        """After the copy: the entries that have changed."""
+
+
+class ChangeGuard(Guard):
     """Compares leaves with what they were when they were captured: each after its own copy, and all at the end.
 
     It compares version counters, which torch increments with every change in place. Some changes bypass them: through
@@ -46,20 +77,16 @@ class ChangeGuard:
     """
 
     def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
-        """samples, storages: of each leaf. The guard keeps the storages alive."""
-        self._leaves = leaves
-        self._storages = storages
-        self._samples = samples
+        super().__init__(leaves, samples, storages)
         # The counter of a DTensor and that of its local tensor are incremented by different changes.
         self._counters = list(map(_VERSION, leaves.tensors))
         same = leaves.origins is leaves.tensors
         self._origin_counters = self._counters if same else list(map(_VERSION, leaves.origins))
         self._bytes = [sample.read() for sample in samples]
-        self._torn: set[int] = set()
 
-    def moved(self, index: int) -> bool:
-        """Whether the storage of a leaf has other memory than when it was captured; the old memory may be freed."""
-        return self._storages[index].data_ptr() != self._samples[index].base
+    def copied(self, index: int, address: int, num_bytes: int) -> bool:
+        """Check the leaf."""
+        return self.check(index)
 
     def check(self, index: int) -> bool:
         """Whether a leaf is unchanged, now and at every earlier check. Does not read memory that was replaced."""

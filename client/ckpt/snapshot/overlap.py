@@ -2,7 +2,7 @@
 
 State that changes only in `optim.step()` (parameters and optimizer state) is copied by another thread, or by the GPU
 itself, during the next forward and backward. A hook before the step of any optimizer waits for the copy: on a GPU the
-stream waits, not the CPU. A ChangeGuard detects state that was changed in another way while it was copied.
+stream waits, not the CPU. A guard detects state that was changed in another way while it was copied.
 
     unchanged  the job is submitted to the saver
     changed    the save fails with SnapshotTorn on this rank and with RankFailed on the others; overlap ends here
@@ -26,11 +26,13 @@ from typing import Protocol, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.capture.leaves import Captured, Change, StateLeaf
+from ckpt.capture.leaves import Captured, Change, Leaves, StateLeaf
 from ckpt.snapshot.client import SaveClient
-from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker
+from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker, Guard, Sample
 from ckpt.snapshot.holds import StorageHold, hold_storages, release_storages
 from ckpt.snapshot.request import Snapshot
+from ckpt.snapshot.stage import is_plain
+from ckpt.snapshot.verify import DigestGuard
 from ckptstore.errors import CkptError, SaveFailed, SnapshotTorn
 from ckptstore.format.shards import Placed
 
@@ -52,8 +54,8 @@ class BackgroundCopy(Protocol):
     def frozen(self) -> Sequence[Placed]:
         """The copies in the slot of large leaves that are expected not to change."""
 
-    def copy(self, guard: ChangeGuard) -> None:
-        """Copy host memory, and start the copies of GPUs. guard: checks each leaf in host memory after its copy."""
+    def copy(self, guard: Guard) -> None:
+        """Copy host memory, and start the copies of GPUs. guard: checks the leaves in host memory."""
 
     def make_streams_wait(self) -> None:
         """Order later work of the current GPU streams after the copy. Does not wait. Call it after `copy`."""
@@ -70,7 +72,7 @@ class PendingCopy:
     """A snapshot that is being copied in the background."""
 
     transfer: BackgroundCopy
-    guard: ChangeGuard | None
+    guard: Guard | None
     """None once it has been checked."""
     snapshot: Snapshot
     copied: threading.Event = field(default_factory=threading.Event)
@@ -105,7 +107,9 @@ class PendingCopy:
 class Overlap:
     """The background copies of one Checkpointer, one at a time. Public methods belong to the training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, verify: bool = False) -> None:
+        """verify: decide by digests of all bytes whether a leaf has changed, not by counters and samples."""
+        self._verify = verify
         self.on = True
         """False once state was changed outside optimizers while it was copied."""
         self._pid = os.getpid()
@@ -122,6 +126,8 @@ class Overlap:
         """Whether a leaf can be copied while training continues."""
         if leaf.change is Change.ANY_TIME or not (leaf.tensor.is_cpu or leaf.tensor.is_cuda):
             return False
+        if self._verify and not is_plain(leaf.tensor):
+            return False  # copied at the call; by a GPU in the order of the current stream, so that no check is needed
         if leaf.change is Change.NEVER:
             return leaf.slice.bytes >= FROZEN_BYTES and leaf.slice in self._frozen
         if leaf.tensor.is_cuda:
@@ -133,6 +139,11 @@ class Overlap:
     def sameness(self, captured: Captured) -> object | None:
         """Equal for captures with the same leaves and the same answers of can_overlap; None if that is not known."""
         return captured.sameness and (captured.sameness, self._frozen.changes, self._stepped)
+
+    def guard(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> Guard:
+        """The guard of leaves that are copied from now on; see `Guard`."""
+        kind = DigestGuard if self._verify else ChangeGuard
+        return kind(leaves, samples, storages)
 
     def begin(self, client: SaveClient, pending: PendingCopy) -> None:
         """Copy in the background, then submit the job. The previous copy has been joined."""

@@ -12,7 +12,7 @@ from ckpt.capture.leaves import StateLeaf
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.client import SaveClient
-from ckpt.snapshot.guard import ChangeGuard, sample
+from ckpt.snapshot.guard import Guard, sample
 from ckpt.snapshot.overlap import Overlap, PendingCopy
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.stage import SnapshotLayout, is_plain
@@ -40,7 +40,7 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
         stream = _Stream(segment, tensors, layout, {i: number for number, i in enumerate(waiting)})
         later = leaves.pick(waiting)
         storages = list(map(torch.Tensor.untyped_storage, later.tensors))
-        guard = ChangeGuard(later, list(map(sample, later.tensors)), storages)
+        guard = overlap.guard(later, list(map(sample, later.tensors)), storages)
         client.stream(snapshot, writer)
         transfer = StreamTransfer(stream, client, snapshot, writer, storages)
         overlap.begin(client, PendingCopy(transfer, guard, snapshot))
@@ -86,10 +86,10 @@ class StreamTransfer:
         self._snapshot = snapshot
         self._writer = writer
 
-    def copy(self, guard: ChangeGuard | None = None) -> None:
+    def copy(self, guard: Guard | None = None) -> None:
         """Copy everything, and announce all but the last chunk to the saver. Raises the error of a failed save.
 
-        guard: checks each leaf with its copy; a leaf that has changed ends the copy.
+        guard: checks the leaves; one that has changed ends the copy.
         """
         writer, waited_s, started = self._writer, 0.0, time.perf_counter()
         for number, (span, place) in enumerate(zip(writer.spans, writer.places, strict=True)):
@@ -134,7 +134,7 @@ class _Stream:
         self._guarded: int | None = None
 
     @torch.no_grad()
-    def copy(self, span: ChunkSpan, at: int, guard: ChangeGuard | None) -> bool:
+    def copy(self, span: ChunkSpan, at: int, guard: Guard | None) -> bool:
         """Copy the next chunk to byte `at` of the slot; the slot holds it on return.
 
         False if a tensor of it has changed since it was captured; then the stream is useless.
@@ -150,7 +150,7 @@ class _Stream:
                 ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
             else:
                 to[: source.nbytes].view(source.dtype).copy_(source)
-            if not self._unchanged(guard):
+            if not self._copied(guard, to.data_ptr(), source.nbytes):
                 return False
             to, begin = to[source.nbytes :], self._at + high
         return True
@@ -159,15 +159,17 @@ class _Stream:
         """Release tensor references."""
         self._left, self._source = iter(()), torch.empty(0, dtype=torch.uint8)
 
-    def _open(self, begin: int, guard: ChangeGuard | None) -> bool:
-        """Continue with the tensor at byte `begin` of the stream. False if it has changed; it may have no memory."""
-        if begin < self._at + self._source.nbytes:
-            return self._unchanged(guard)
-        place, tensor, self._guarded = next(self._left)
-        unchanged = self._unchanged(guard)
-        if unchanged:
+    def _open(self, begin: int, guard: Guard | None) -> bool:
+        """Continue with the tensor at byte `begin` of the stream. False if its memory was replaced; it may be freed."""
+        if begin >= self._at + self._source.nbytes:
+            place, tensor, self._guarded = next(self._left)
+            if self._moved(guard):
+                return False
             self._at, self._source = place.at, tensor.detach().reshape(-1)  # a copy, if it is not contiguous
-        return unchanged
+        return not self._moved(guard)
 
-    def _unchanged(self, guard: ChangeGuard | None) -> bool:
-        return guard is None or self._guarded is None or guard.check(self._guarded)
+    def _moved(self, guard: Guard | None) -> bool:
+        return guard is not None and self._guarded is not None and guard.moved(self._guarded)
+
+    def _copied(self, guard: Guard | None, address: int, num_bytes: int) -> bool:
+        return guard is None or self._guarded is None or guard.copied(self._guarded, address, num_bytes)

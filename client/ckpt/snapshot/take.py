@@ -6,7 +6,6 @@ import time
 
 from ckpt.config import OnBusy
 from ckpt.snapshot.client import SaveClient
-from ckpt.snapshot.guard import ChangeGuard
 from ckpt.snapshot.handle import HandleUpdates
 from ckpt.snapshot.overlap import Overlap, PendingCopy
 from ckpt.snapshot.request import SaveRequest, Snapshot
@@ -52,7 +51,7 @@ def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | No
     if overlap is not None and overlap.on:
         transfer = stager.begin(captured.leaves, layout, overlap.can_overlap, overlap.sameness(captured))
         if transfer.under_way:
-            guard = ChangeGuard(transfer.later, transfer.samples, transfer.storages)
+            guard = overlap.guard(transfer.later, transfer.samples, transfer.storages)
             overlap.begin(client, PendingCopy(transfer, guard, snapshot))
             return
         transfer.finish()

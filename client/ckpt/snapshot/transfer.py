@@ -17,7 +17,7 @@ import torch
 
 from ckpt.capture.leaves import Leaves, StateLeaf
 from ckpt.saver.segment import Segment
-from ckpt.snapshot.guard import ChangeGuard, Sample, sample
+from ckpt.snapshot.guard import Guard, Sample, sample
 from ckpt.streams import on_stream, side_stream
 from ckptstore.format.shards import Placed
 
@@ -45,7 +45,7 @@ class Transfer:
         self.later = Leaves()
         """The leaves deferred to `copy`."""
         self.samples: list[Sample] = []
-        """Samples of each deferred leaf, for ChangeGuard."""
+        """Samples of each deferred leaf, for its guard."""
         self.storages: list[torch.UntypedStorage] = []
         """The storage of each deferred leaf. Holding them keeps the memory alive."""
         self._moves: Sequence[Move] = ()
@@ -98,20 +98,22 @@ class Transfer:
             copies.begun()
 
     @torch.no_grad()
-    def copy(self, guard: ChangeGuard) -> None:
-        """Copy host memory, and start the copies of GPUs. guard: checks each leaf in host memory after its copy."""
+    def copy(self, guard: Guard) -> None:
+        """Copy host memory, and start the copies of GPUs. guard: checks the leaves in host memory."""
         for copies in self._devices.values():
             copies.copy()
         move_all(self._gathered)
         for index, (to, source, size) in enumerate(self._moves):
             for at in range(0, size, _MOVED_BYTES):
-                if not guard.moved(index):
-                    ctypes.memmove(to + at, source + at, min(_MOVED_BYTES, size - at))
-            guard.check(index)
+                if guard.moved(index):
+                    break
+                num_bytes = min(_MOVED_BYTES, size - at)
+                ctypes.memmove(to + at, source + at, num_bytes)
+                guard.copied(index, to + at, num_bytes)
         for view, tensor, index in self._copies:
             if not guard.moved(index):
                 view.copy_(tensor)
-            guard.check(index)
+                guard.copied(index, view.data_ptr(), view.nbytes)
 
     def make_streams_wait(self) -> None:
         """Order later work of the current streams after the copy. Does not wait. Call it after `copy`."""

@@ -1,0 +1,167 @@
+"""overlap="verify": digests of the call and of the copied bytes decide, so that no change is missed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckpt.capture.leaves import Change, Leaves, StateLeaf
+from ckpt.saver.streaming import LEAST_BYTES
+from ckpt.snapshot.guard import memory_at, sample
+from ckpt.snapshot.verify import DigestGuard
+from ckptstore.errors import InvalidRequest, SnapshotTorn
+from ckptstore.format.shards import Slice
+from tests.ckpt.loops import OPTIMIZERS, Loop, open_run
+from tests.ckpt.snapshot.overlapping import held_copies
+from tests.support.training import same_state
+
+PATIENCE_S = 30
+
+
+def _write_between_samples(model: Any) -> None:
+    """Rows that lie between the first two places of a sample, past the version counter."""
+    model.weight.data[2:10] = 7
+
+
+def _linear() -> tuple[Any, torch.optim.Optimizer]:
+    model = nn.Linear(300, 300)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_change_that_samples_miss_is_found(tmp_path: Path) -> None:
+    model, optim = _linear()
+    with open_run(tmp_path, overlap="verify") as checkpointer, held_copies(release_at_gate=True):
+        handle = checkpointer.save_async(model, optim, 1)
+        _write_between_samples(model)
+        optim.step()
+        with pytest.raises(SnapshotTorn, match="model/weight"):
+            handle.result(PATIENCE_S)
+        assert checkpointer.latest() is None
+        assert checkpointer.save_async(model, optim, 2).staged()  # overlap is off by then
+
+
+def test_the_default_misses_that_change(tmp_path: Path) -> None:
+    """The documented limit of samples; if it goes, so does its description in save_async."""
+    model, optim = _linear()
+    with open_run(tmp_path) as checkpointer, held_copies(release_at_gate=True):
+        handle = checkpointer.save_async(model, optim, 1)
+        _write_between_samples(model)
+        optim.step()
+        handle.result(PATIENCE_S)
+        assert bool((checkpointer.load(1)["model/weight"][2:10] == 7).all())
+
+
+def test_a_change_of_a_stream_is_found(tmp_path: Path) -> None:
+    model = nn.Linear(3000, 3000)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert LEAST_BYTES < 4 * 3000 * 3000
+    options: dict[str, Any] = {"run": "r", "staging_bytes": LEAST_BYTES, "overlap": "verify"}
+    with Checkpointer(str(tmp_path), **options) as checkpointer:
+        checkpointer.prepare(model, optim)
+        assert checkpointer.saver_pid is not None
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        checkpointer.save_async(model, optim, 0).result(PATIENCE_S)
+        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
+        handle = checkpointer.save_async(model, optim, 1)
+        assert not handle.staged()
+        model.weight.data[-10:-5] = 7  # in the part that has not been copied
+        os.kill(checkpointer.saver_pid, signal.SIGCONT)
+        with pytest.raises(SnapshotTorn, match="model/weight"):
+            handle.result(PATIENCE_S)
+        assert same_state(checkpointer.load(0, "model/*"), {f"model/{name}": value for name, value in state.items()})
+
+
+def test_a_change_after_the_copy_of_a_tensor_is_no_failure(tmp_path: Path) -> None:
+    """The copied bytes are those of the call; that the memory has changed since does not matter."""
+    model, optim = _linear()
+    state = {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
+    with open_run(tmp_path, overlap="verify") as checkpointer:
+        handle = checkpointer.save_async(model, optim, 1)
+        assert handle.staged(PATIENCE_S)
+        _write_between_samples(model)
+        optim.step()
+        handle.result(PATIENCE_S)
+        assert same_state(checkpointer.load(1, "model/*"), state)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_what_is_stored_is_the_state_of_the_save(make: Callable[[list[torch.Tensor]], Any], tmp_path: Path) -> None:
+    loop, states = Loop(make), []
+    with open_run(tmp_path, overlap="verify") as checkpointer:
+        for step in range(3):
+            states.append(loop.state())
+            with held_copies(release_at_gate=True) as brake:
+                checkpointer.save_async(loop.model, loop.optim, step)
+                loop.step()
+            assert brake.copies == 1
+        checkpointer.wait()
+        for step, state in enumerate(states):
+            other = Loop(make, seed=99)
+            checkpointer.restore(other.model, other.optim, checkpoint=step)
+            assert same_state(other.state(), state)
+
+
+def _guard(*tensors: torch.Tensor) -> DigestGuard:
+    leaves = Leaves()
+    for number, tensor in enumerate(tensors):
+        piece = Slice.whole(f"t{number}", "uint8", tuple(tensor.shape))
+        leaves.append(StateLeaf(piece, tensor, tensor, Change.STEP))
+    return DigestGuard(leaves, list(map(sample, tensors)), [tensor.untyped_storage() for tensor in tensors])
+
+
+def test_copies_in_pieces_count_once_they_are_complete() -> None:
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (0, 1, 70_000, 100_000)]
+    guard = _guard(*tensors)
+    assert guard.changed() == ["t1", "t2", "t3"]  # nothing has been copied
+    for index, tensor in enumerate(tensors):
+        copied = bytearray(tensor.numpy().tobytes())
+        for at in range(0, len(copied), 30_000):
+            piece = torch.frombuffer(copied, dtype=torch.uint8)[at : at + 30_000]
+            assert guard.copied(index, piece.data_ptr(), piece.nbytes)
+    assert guard.changed() == []
+
+
+def test_one_wrong_bit_in_the_copy_is_a_change_and_names_its_tensor_alone() -> None:
+    tensors = [torch.zeros(70_000, dtype=torch.uint8) for _ in range(3)]
+    guard = _guard(*tensors)
+    assert guard.copied(0, tensors[0].data_ptr(), 70_000)
+    wrong = tensors[1].clone()
+    wrong[12_345] ^= 1
+    assert not guard.copied(1, wrong.data_ptr(), 70_000)
+    assert guard.changed() == ["t1"]
+
+
+def test_memory_that_was_replaced_is_a_change() -> None:
+    tensor = torch.zeros(70_000, dtype=torch.uint8)
+    guard = _guard(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert guard.moved(0)
+    assert guard.changed() == ["t0"]
+
+
+def test_digests_are_of_all_bytes_whatever_the_number_of_threads() -> None:
+    tensors = [torch.full((100,), number, dtype=torch.uint8) for number in range(200)]
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            guard = _guard(*tensors)
+            assert all(guard.copied(i, t.data_ptr(), t.nbytes) for i, t in enumerate(tensors))
+            assert guard.changed() == []
+    finally:
+        torch.set_num_threads(threads)
+    assert bytes(memory_at(tensors[7].data_ptr(), 3)) == bytes([7] * 3)
+
+
+def test_another_word_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="overlap 'always'") as caught:
+        open_run(tmp_path, overlap="always")
+    assert caught.value.hint == "Use True, False or 'verify'"
