@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-from ckptapi.bodies import CollectJob, VerifyJob
+from ckptapi.bodies import ChunkBody, CollectJob, VerifyJob
 from ckptd.services.jobs import JobHandler, JobProgress
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
-from ckptstore.errors import NoCheckpoint
+from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, check_run
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.deletion import CollectReport
-from ckptstore.retention.scrubbing import scrub
+from ckptstore.retention.scrubbing import confirm_damage, scrub
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -47,6 +47,8 @@ class JobHandlers:
     def verify(self, request: VerifyJob, progress: JobProgress) -> dict[str, Any]:
         """Read checkpoints completely, from the store; damaged ones are marked corrupt."""
         chosen = self._chosen(request)
+        if request.chunks is not None:
+            return self._confirm(chosen[0], request.chunks, progress)
         progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
         corrupt: list[str] = []
         num_checked = 0
@@ -57,6 +59,15 @@ class JobHandlers:
                 corrupt.append(found.checkpoint.id)
             self._store_sync.sync_run(found.checkpoint.run)
         return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}
+
+    def _confirm(self, checkpoint: Checkpoint, chunks: list[ChunkBody], progress: JobProgress) -> dict[str, Any]:
+        run = Run(self._store, checkpoint.run, self._clock, progress.by)
+        found = confirm_damage(run, checkpoint, {(chunk.shard, chunk.index) for chunk in chunks}, progress.advance)
+        corrupt = [checkpoint.id] if found is not None and not found.ok else []
+        for problem in found.problems if found is not None else ():
+            progress.log(f"{checkpoint.id} {problem}")
+        self._store_sync.sync_run(checkpoint.run)
+        return {"checked": int(found is not None), "corrupt": corrupt, "num_corrupt": len(corrupt)}
 
     def collect(self, request: CollectJob, progress: JobProgress) -> dict[str, Any]:
         """Collect orphans, interrupted deletions and expired leases."""
@@ -73,6 +84,8 @@ class JobHandlers:
 
     def _chosen(self, request: VerifyJob) -> list[Checkpoint]:
         """The checkpoints to verify. Known corrupt ones are included only if named: they may have been repaired."""
+        if request.chunks is not None and request.checkpoint is None:
+            raise InvalidRequest("chunks are given without a checkpoint", "Name the checkpoint")
         if request.checkpoint is not None:
             return [catalog.find(self._store, Reference.parse(request.checkpoint))]
         listed = (

@@ -28,6 +28,8 @@ class CkptError(Exception):
     code: ClassVar[str] = "error"
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1
+    chunks: tuple[tuple[str, int], ...] = ()
+    """Shard and number of chunks that could not be read, so that they can be read again to confirm the damage."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message, hint)

@@ -201,7 +201,7 @@ class RunKeys:
 
     @property
     def quarantine(self) -> str:
-        """Prefix of the records of checkpoints that a scrub found damaged."""
+        """Prefix of the records of checkpoints that a scrub or a restore found damaged."""
         return f"{self.run}/quarantine/"
 
     @property
@@ -242,7 +242,7 @@ class RunKeys:
         return f"{self.verified}{attempt}.json"
 
     def quarantine_record(self, attempt: Attempt) -> str:
-        """The record that a scrub found a checkpoint damaged."""
+        """The record that a scrub or a restore found a checkpoint damaged."""
         return f"{self.quarantine}{attempt}.json"
 
     def attempt(self, attempt: Attempt) -> str:

@@ -30,7 +30,7 @@ from torch.futures import Future
 from ckpt.dcp.loading import ItemLoader
 from ckpt.dcp.naming import Value, flatten, parse_checkpoint_id
 from ckpt.dtypes import BY_NAME
-from ckpt.restoring.resolve import take_lease
+from ckpt.restoring.resolve import noting_damage, take_lease
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import BadInput, CorruptObject, StateMismatch, UnsupportedFormat, UnsupportedObject
@@ -96,7 +96,9 @@ class StorageReader(TorchStorageReader):
         an AssertionError that quotes it.
         """
         with self._connect() as source:
-            self._opened = _OpenCheckpoint.of(source, source.find(self._reference))
+            checkpoint = source.find(self._reference)
+            with noting_damage(source, checkpoint):
+                self._opened = _OpenCheckpoint.of(source, checkpoint)
         return self._opened.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -119,7 +121,7 @@ class StorageReader(TorchStorageReader):
         """
         with self._connect() as source:
             opened = self._agreed(source, plan)
-            with _leased(source, opened.checkpoint):
+            with _leased(source, opened.checkpoint), noting_damage(source, opened.checkpoint):
                 loader = ItemLoader(opened.content)
                 for item in plan.items:
                     value = opened.values[item.storage_index.fqn]

@@ -21,7 +21,7 @@ from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit, require_refilled
 from ckpt.restoring.ranks import RankState, share_out
-from ckpt.restoring.resolve import candidates, release_lease, take_lease, wait_for_orphan_saver
+from ckpt.restoring.resolve import candidates, note_damage, release_lease, take_lease, wait_for_orphan_saver
 from ckpt.restoring.session import RestoreSession
 from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore.clock import system_clock
@@ -130,6 +130,8 @@ class Restorer:
             try:
                 plan, rank_state, lease = self._try(state, checkpoint, strict)
             except _TRY_NEXT as error:
+                if self._world.rank == 0:
+                    note_damage(self._source, checkpoint, error, lambda _: self._world.beat())
                 if reference.step is not None:
                     raise
                 logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, error)
@@ -328,15 +330,23 @@ class Restorer:
             # The other ranks must not wait for a rank that will never answer.
             error = RestoreFailed(f"rank {self._world.rank} cannot restore: {caught!r}")
             error.__cause__ = caught
-        answers = self._world.gather([reported] if error is None else [error.code, error.message, error.hint])
+        answers = self._world.gather(
+            [reported] if error is None else [error.code, error.message, error.hint, error.chunks]
+        )
         errors = [
-            error if rank == self._world.rank and error is not None else error_from_code(*answer)
+            error if rank == self._world.rank and error is not None else _error_of_rank(*answer)
             for rank, answer in enumerate(answers)
-            if len(answer) == 3
+            if len(answer) > 1
         ]
         if errors:
             raise min(errors, key=lambda found: isinstance(found, _TRY_NEXT))
         return cast(_T, result), [answer[0] for answer in answers]
+
+
+def _error_of_rank(code: str, message: str, hint: str, chunks: list[tuple[str, int]]) -> CkptError:
+    error = error_from_code(code, message, hint)
+    error.chunks = tuple((shard, index) for shard, index in chunks)
+    return error
 
 
 def _itself(value: Any) -> Any:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain, islice
 
 from ckpt.config import Config
 from ckpt.saver.lock import wait_for_orphans
+from ckptapi.bodies import ChunkBody, VerifyJob
+from ckptapi.client import DaemonClient
 from ckptapi.remote_create import with_remote_create
-from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CkptError, StoreReadOnly
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import CkptError, Damaged, ObjectMissing, StoreReadOnly
 from ckptstore.names import Reference
+from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import advance, undecided_attempts
+from ckptstore.retention.scrubbing import confirm_damage
 from ckptstore.run import Run, identity
 
 logger = logging.getLogger(__name__)
@@ -74,6 +79,36 @@ def take_lease(source: Source, checkpoint: Checkpoint) -> str | None:
     except StoreReadOnly as error:
         logger.info("restoring %s without a lease: %s", checkpoint.id, error)
         return None
+
+
+def note_damage(source: Source, checkpoint: Checkpoint, error: CkptError, progress: Progress = lambda _: None) -> None:
+    """Record that a restore found a checkpoint damaged, if a second read from the store confirms it.
+
+    A daemon confirms and records it in a job, later. From then on the checkpoint is listed as corrupt, and no save
+    references its chunks. Never raises CkptError: what cannot be recorded is logged. progress: called while it reads.
+    """
+    if checkpoint.state is State.CORRUPT or not isinstance(error, (Damaged, ObjectMissing)):
+        return
+    try:
+        if isinstance(source, DaemonClient):
+            chunks = [ChunkBody(shard=shard, index=index) for shard, index in error.chunks]
+            source.start_job(VerifyJob(checkpoint=checkpoint.id, chunks=chunks))
+        elif isinstance(source, StoreSource):
+            found = confirm_damage(Run(source.store, checkpoint.run), checkpoint, error.chunks, progress)
+            if found is not None and found.ok:
+                logger.warning("%s is not listed as corrupt: a second read of the store found no damage", checkpoint.id)
+    except CkptError as failure:
+        logger.warning("the damage of %s is not recorded: %s", checkpoint.id, failure)
+
+
+@contextmanager
+def noting_damage(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
+    """Record damage that an error of the block reports; see note_damage."""
+    try:
+        yield
+    except (Damaged, ObjectMissing) as error:
+        note_damage(source, checkpoint, error)
+        raise
 
 
 def release_lease(source: Source, run: str, lease: str) -> None:

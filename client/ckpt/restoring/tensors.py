@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from ckpt.restoring.destinations import Destinations
-from ckpt.restoring.resolve import release_lease, take_lease
+from ckpt.restoring.resolve import noting_damage, release_lease, take_lease
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.planning import plan_reads
 from ckptstore.reading.fetch import fetch
@@ -18,17 +18,18 @@ def load_tensors(source: Source, checkpoint: Checkpoint, pattern: str) -> dict[s
     """The tensors whose name matches a shell pattern, on the CPU, by name; further names of a tensor share it."""
     lease = take_lease(source, checkpoint)
     try:
-        content = read_manifest(source, checkpoint).content
-        destinations = Destinations(content)
-        entry_of = {**{name: name for name in content.entries.name}, **content.aliases}
-        wanted = {name: entry for name, entry in entry_of.items() if fnmatchcase(name, pattern)}
-        tensors = {entry: destinations.new(entry) for entry in dict.fromkeys(wanted.values())}
-        destinations.allocate()
-        reads = plan_reads(content, destinations.wants())
-        with destinations.receiving(reads) as buffers:
-            fetch(source, checkpoint, reads, buffers)
-        destinations.place()
-        return {name: tensors[entry] for name, entry in wanted.items()}
+        with noting_damage(source, checkpoint):
+            content = read_manifest(source, checkpoint).content
+            destinations = Destinations(content)
+            entry_of = {**{name: name for name in content.entries.name}, **content.aliases}
+            wanted = {name: entry for name, entry in entry_of.items() if fnmatchcase(name, pattern)}
+            tensors = {entry: destinations.new(entry) for entry in dict.fromkeys(wanted.values())}
+            destinations.allocate()
+            reads = plan_reads(content, destinations.wants())
+            with destinations.receiving(reads) as buffers:
+                fetch(source, checkpoint, reads, buffers)
+            destinations.place()
+            return {name: tensors[entry] for name, entry in wanted.items()}
     finally:
         if lease is not None:
             release_lease(source, checkpoint.run, lease)

@@ -23,6 +23,7 @@ from ckptapi.bodies.decisions import DECISIONS, DecisionBody, DecisionRequest
 from ckptapi.bodies.events import EVENT_STREAM, EVENTS, GAP, MAX_EVENTS, OPEN, EventBody, EventKind, EventsBody
 from ckptapi.bodies.jobs import (
     JOBS,
+    ChunkBody,
     CollectJob,
     JobBody,
     JobRequest,
@@ -115,6 +116,7 @@ __all__ = [
     "AuditListBody",
     "Bytes",
     "CheckpointBody",
+    "ChunkBody",
     "CollectJob",
     "DecisionBody",
     "DecisionRequest",

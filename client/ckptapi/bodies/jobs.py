@@ -28,11 +28,20 @@ class JobState(StrEnum):
         return self in (JobState.QUEUED, JobState.RUNNING)
 
 
+class ChunkBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk of a checkpoint: the name of its shard, and its number in it."""
+
+    shard: Annotated[str, msgspec.Meta(max_length=32)]
+    index: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class VerifyJob(msgspec.Struct, frozen=True, kw_only=True, tag="verify", tag_field="kind"):
     """Verify every byte of one checkpoint, of a run, or of all runs; bypasses the cache."""
 
     run: Name | None = None
     checkpoint: Name | None = None
+    chunks: Annotated[list[ChunkBody], msgspec.Meta(max_length=1000)] | None = None
+    """Of `checkpoint`, only these chunks and all documents: a reader found them damaged. None: all chunks."""
 
 
 class CollectJob(msgspec.Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):

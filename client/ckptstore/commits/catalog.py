@@ -221,7 +221,7 @@ def _by_step(checkpoints: Iterable[Checkpoint]) -> Iterator[list[Checkpoint]]:
 
 def quarantined(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint, marked corrupt because its bytes were found damaged. Pure."""
-    return replace(checkpoint, state=State.CORRUPT, problem=f"{checkpoint.id} was found damaged by a full read")
+    return replace(checkpoint, state=State.CORRUPT, problem=f"{checkpoint.id} was found damaged")
 
 
 def _read_checkpoint(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:

@@ -61,7 +61,7 @@ class ReferenceMark(Document, frozen=True):
 
 
 class Finding(Document, frozen=True):
-    """The result of a scrub, which reads a whole checkpoint."""
+    """The result of a scrub, which reads a whole checkpoint, or of a restore that found damage."""
 
     format: int
     kind: Literal["finding"]

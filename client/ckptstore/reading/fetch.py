@@ -12,14 +12,14 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import xxhash
 
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CkptError, CorruptObject
+from ckptstore.errors import CkptError, CorruptObject, Damaged, ObjectMissing
 from ckptstore.format.casting import cast_into
 from ckptstore.format.codecs import RAW, decode
 from ckptstore.format.documents import digest
@@ -93,7 +93,7 @@ def fetch(
         try:
             with _Fetch(source, checkpoint, progress) as one:
                 while not stop.is_set() and (read := stretches.take(thread)) is not None:
-                    with received(read, buffers) as (part, one.buffers):
+                    with received(read, buffers) as (part, one.buffers), _naming(part.chunks[-1]):
                         one.fetch(part)
         except BaseException:  # also KeyboardInterrupt: the pool waits for running work
             stop.set()
@@ -209,9 +209,22 @@ def _adjacent(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
 def fetch_stored(source: Source, checkpoint: Checkpoint, read: ShardRead) -> memoryview:
     """The stored bytes of a range, unchecked. Raises CorruptObject, ObjectMissing or Unavailable."""
     stored = np.empty(read.bytes, np.uint8).data
-    with source.open_shard(checkpoint.holder(read.attempt), read.shard) as shard:
+    with (
+        _naming(read.chunks[-1]),
+        source.open_shard(checkpoint.holder(read.attempt), read.shard) as shard,
+    ):
         shard.read(read.offset, stored)
     return stored
+
+
+@contextmanager
+def _naming(last: ChunkRead) -> Iterator[None]:
+    """Make an error name a chunk. last: of the range that is read, which a missing or truncated shard lacks."""
+    try:
+        yield
+    except (Damaged, ObjectMissing) as error:
+        error.chunks = error.chunks or ((last.shard, last.index),)
+        raise
 
 
 def check_chunk(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) -> None:
@@ -246,7 +259,9 @@ def _contiguous_target(chunk: ChunkRead, buffers: Buffers) -> memoryview | None:
 
 
 def _checksum_error(checkpoint: Checkpoint, chunk: ChunkRead) -> CorruptObject:
-    return CorruptObject(f"{chunk.name} of {checkpoint.id} does not match its checksum")
+    error = CorruptObject(f"{chunk.name} of {checkpoint.id} does not match its checksum")
+    error.chunks = ((chunk.shard, chunk.index),)
+    return error
 
 
 def _place(piece: Piece, raw: memoryview, buffer: memoryview) -> None:

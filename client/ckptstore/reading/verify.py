@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -62,11 +62,13 @@ def verify(
     threads: int = DEFAULT_THREADS,
     checked: VerifiedChunks | None = None,
     throttle: Progress = lambda _: None,
+    only: Collection[tuple[str, int]] | None = None,
 ) -> Verification:
     """Read and check every document and chunk of a checkpoint; continues after a problem, to report all of them.
 
     progress is called with the number of stored bytes checked. checked: chunks that are not read again. throttle is
-    called with the number of bytes read, and may block. Raises Unavailable, which is not a finding.
+    called with the number of bytes read, and may block. only: shard and number of the chunks to check; None: all. All
+    documents are checked in any case. Raises Unavailable, which is not a finding.
     """
     if checkpoint.state is State.CORRUPT:
         return Verification(checkpoint, 0, 0, (checkpoint.problem,))
@@ -98,7 +100,7 @@ def verify(
             read_receipt(source, checkpoint, manifest, rank)
         except (Damaged, ObjectMissing) as error:
             note(error)
-    reads = plan_all(manifest.content)
+    reads = [read for read in plan_all(manifest.content) if only is None or (read.shard, read.index) in only]
     _each(reads, check, threads)
     return Verification(checkpoint, len(reads), sum(read.stored for read in reads), tuple(sorted(problems)))
 

@@ -7,7 +7,8 @@ is read, so that an interrupted scrub resumes where it stopped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ckptstore import names
@@ -88,19 +89,47 @@ def scrub(
     checked = checked or VerifiedChunks()
     for checkpoint in checkpoints:
         run = Run(store, checkpoint.run, clock, by)
-        try:
-            lease = take_lease(run, checkpoint.attempt, f"scrub by {by}", _LEASE_S)
-        except NoCheckpoint:
-            continue
-        try:
+        with _leased(run, checkpoint) as is_held:
+            if not is_held:
+                continue
             # Ignore an earlier finding and verify again. An unreadable outcome is itself a finding.
             known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
             checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(run)}
             result = verify(source, known, progress, checked=checked, throttle=throttle)
             record_finding(run, result)
-        finally:
-            release_lease(run, lease)
         yield result
+
+
+def confirm_damage(
+    run: Run, checkpoint: Checkpoint, chunks: Collection[tuple[str, int]], progress: Progress = lambda _: None
+) -> Verification | None:
+    """Check chunks that a reader found damaged, and all documents of their checkpoint; record a finding if they are.
+
+    The finding is durable on return. A reader's word does not suffice: its memory, its network or a cache may be
+    the cause. Nothing is recorded if no problem is found, because most chunks were not read. Returns None if the
+    checkpoint is being deleted. Raises Unavailable, which is not a finding.
+    """
+    with _leased(run, checkpoint) as is_held:
+        if not is_held:
+            return None
+        result = verify(StoreSource(run.store, run.clock), checkpoint, progress, only=chunks)
+        if not result.ok:
+            record_finding(run, result)
+        return result
+
+
+@contextmanager
+def _leased(run: Run, checkpoint: Checkpoint) -> Iterator[bool]:
+    """Protect a checkpoint while it is read; False if it is being deleted."""
+    try:
+        lease = take_lease(run, checkpoint.attempt, f"scrub by {run.by}", _LEASE_S)
+    except NoCheckpoint:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        release_lease(run, lease)
 
 
 def record_finding(run: Run, result: Verification) -> None:

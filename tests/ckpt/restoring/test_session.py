@@ -15,8 +15,10 @@ from ckptapi.bodies import RestoreBody, RestoreState
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore import names
+from ckptstore.clock import system_clock
 from ckptstore.names import RunKeys
 from ckptstore.reading.source import StoreSource
+from ckptstore.retention.scrubbing import scrub
 from ckptstore.stores import Store, open_store
 from tests.ckpt.restoring.replicas import RUN
 from tests.support.command_line import invoke
@@ -110,6 +112,8 @@ def test_a_corrupt_checkpoint_fails_its_session_and_the_next_one_is_restored(job
         results = job.restore(daemon=daemon.url)
     finally:
         job.store.put(key, intact)
+        (repaired,) = scrub(job.store, [newest], "test", system_clock)
+    assert repaired.ok
     older = source.checkpoints(RUN)[1]
     for rank, result in enumerate(results):
         assert result["restored"] == [older.id, rank]
