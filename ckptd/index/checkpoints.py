@@ -374,5 +374,6 @@ def read_checkpoint(row: Row[Any]) -> Checkpoint:
         "state": State(row.state),
         "metrics": json.loads(row.metrics),
         "tags": json.loads(row.tags),
+        "written_at": row.outcome_modified_at or 0.0,
     }
     return Checkpoint(**values)

@@ -58,6 +58,8 @@ class Checkpoint:
     tags: dict[str, str] = field(default_factory=dict)
     problem: str = ""
     """Why it is corrupt."""
+    written_at: float = field(default=0.0, compare=False)
+    """When its outcome was written, by the store's clock; 0 if it was read without a listing."""
 
     @property
     def id(self) -> str:
@@ -91,11 +93,13 @@ def list_runs(store: Store) -> list[str]:
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
     """All checkpoints of a run that are not being deleted, newest step first; reads every outcome."""
-    attempts = visible_attempts(run)
+    written = _outcome_times(run)  # first, as in visible_attempts
+    attempts = _without(written, hidden_attempts(run))
     damaged = set(quarantined_attempts(run))
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda attempt: _read_checkpoint(run, attempt, damaged), attempts))
-    return [c for group in _by_step(c for c in found if c is not None) for c in group]
+    listed = (replace(c, written_at=written[c.attempt]) for c in found if c is not None)
+    return [c for group in _by_step(listed) for c in group]
 
 
 def latest(run: Run) -> Checkpoint:
@@ -158,7 +162,7 @@ def find(store: Store, reference: Reference) -> Checkpoint:
 
 def decided_attempts(run: Run) -> list[Attempt]:
     """Attempts that have an outcome, committed or aborted, newest step first."""
-    return _attempts(info.key for info in run.store.list(run.keys.commits))
+    return list(_outcome_times(run))
 
 
 def hidden_attempts(run: Run) -> list[Attempt]:
@@ -176,6 +180,12 @@ def visible_attempts(run: Run) -> list[Attempt]:
     # Outcomes first: a checkpoint that is deleted between the two listings already has its tombstone.
     decided = decided_attempts(run)
     return _without(decided, hidden_attempts(run))
+
+
+def _outcome_times(run: Run) -> dict[Attempt, float]:
+    """When each outcome was written, by the store's clock, newest step first."""
+    listed = {info.key: info.modified_at for info in run.store.list(run.keys.commits)}
+    return {attempt: listed[key] for attempt in _attempts(listed) if (key := run.keys.outcome(attempt)) in listed}
 
 
 def _without(attempts: Iterable[Attempt], hidden: Iterable[Attempt]) -> list[Attempt]:

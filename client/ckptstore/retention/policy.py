@@ -50,8 +50,9 @@ def evaluate(
 ) -> list[KeepDecision]:
     """The decision about each checkpoint of one run, in the given order.
 
-    holds: why attempts must stay regardless of the policy. verified: the attempt that was last found intact. Corrupt
-    checkpoints stay until an operator examines them: their metrics may be unknown, and a repair may be possible.
+    holds: why attempts must stay regardless of the policy. now: by the store's clock, like `Checkpoint.written_at`.
+    verified: the attempt that was last found intact. Corrupt checkpoints stay until an operator examines them: their
+    metrics may be unknown, and a repair may be possible.
     """
     usable = sorted((c for c in checkpoints if c.state is State.COMMITTED), key=lambda c: c.step, reverse=True)
     reasons = _limited(policy, usable, _by_rules(policy, usable, now))
@@ -76,18 +77,20 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
         reasons[checkpoint.attempt].append(f"last-{i}")
     for checkpoint in _first_of_each(policy.keep_every, usable):
         reasons[checkpoint.attempt].append(f"every-{policy.keep_every}")
-    by_age = sorted(usable, key=lambda c: (c.committed_at, c.step), reverse=True)
+    # By the store's clock: the committers' clocks may differ. Without a listing, a checkpoint counts as just written.
+    written = {checkpoint.attempt: checkpoint.written_at or now for checkpoint in usable}
+    by_age = sorted(usable, key=lambda c: (written[c.attempt], c.step), reverse=True)
     for period, bucket in _PERIODS.items():
         last_of: dict[int, Checkpoint] = {}
         for checkpoint in by_age:
-            last_of.setdefault(bucket(checkpoint.committed_at), checkpoint)
+            last_of.setdefault(bucket(written[checkpoint.attempt]), checkpoint)
         for i, checkpoint in enumerate(list(last_of.values())[: getattr(policy, f"keep_{period}")], 1):
             reasons[checkpoint.attempt].append(f"{period}-{i}")
     for best in map(Best.parse, policy.keep_best):
         for i, checkpoint in enumerate(_ranked(best, usable)[: best.count], 1):
             reasons[checkpoint.attempt].append(f"best-{best.metric}-{i}")
     for checkpoint in usable:
-        if policy.keep_within_s and now - checkpoint.committed_at <= policy.keep_within_s:
+        if policy.keep_within_s and now - written[checkpoint.attempt] <= policy.keep_within_s:
             reasons[checkpoint.attempt].append("within")
     return reasons
 

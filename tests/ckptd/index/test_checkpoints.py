@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptd.index import Database, Filter, Index, Listing, Reading, Sort
+from ckptd.index import Database, Filter, Index, Listing, Reading, Sort, Stamp
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt, Reference, new_ulid
@@ -51,6 +51,14 @@ def test_positions_lead_through_equal_steps_and_times(database: Database) -> Non
     assert found == whole
     assert after is None
     assert [(c.run, -c.step) for c in found] == sorted((c.run, -c.step) for c in found)
+
+
+@on_both
+def test_the_index_keeps_the_stores_time_of_each_outcome(database: Database) -> None:
+    index = Index(database)
+    listed, announced = _checkpoint(1, 10.0), _checkpoint(2, 20.0)
+    index.apply("gpt", Reading([listed, announced], stamps={listed.attempt: Stamp(100, 7210.5)}))
+    assert {c.step: c.written_at for c in _all(database)} == {1: 7210.5, 2: 0.0}
 
 
 @on_both

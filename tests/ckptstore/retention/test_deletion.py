@@ -19,7 +19,8 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_rank
+from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.clocked import DictStore, FakeClock
 from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune, steps, write
 from tests.support.stores import Faults, FaultyStore, MovableClock
 
@@ -45,6 +46,21 @@ def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: S
     assert all(intact(store, checkpoint) for checkpoint in list_checkpoints(run))
     assert prune(store, 3) == []
     assert steps(store) == [9, 8, 7]
+
+
+@pytest.mark.parametrize("off_s", [-7200, -1000, 0, 1000, 7200])
+def test_ages_count_by_the_stores_clock_not_the_committers(off_s: float) -> None:
+    clock = FakeClock()
+    store = DictStore(clock)
+    for step in range(4):
+        write_checkpoint(store, RUN, step, SMALL, clock=lambda: clock() + off_s)
+        clock.now += 1800
+    plan = plan_prune(Run(store, RUN, clock), Policy(keep_within_s=3600, keep_hourly=2))
+    assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [
+        (3, ("hourly-1", "within")),
+        (2, ("within",)),
+        (1, ("hourly-2",)),
+    ]
 
 
 def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:

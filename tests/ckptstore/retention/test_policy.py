@@ -23,7 +23,7 @@ NOW = MONDAY + 10 * DAY_S
 def checkpoint(
     step: int, at: float = MONDAY, state: State = State.COMMITTED, stored: int = 100, **metrics: float
 ) -> Checkpoint:
-    return Checkpoint("gpt", Attempt(step, new_ulid(at)), state, committed_at=at, stored_bytes=stored, metrics=metrics)
+    return Checkpoint("gpt", Attempt(step, new_ulid(at)), state, written_at=at, stored_bytes=stored, metrics=metrics)
 
 
 def reasons(policy: Policy, *checkpoints: Checkpoint, **more: Any) -> dict[int, tuple[str, ...]]:
@@ -92,6 +92,12 @@ def test_best_ranks_by_a_metric_and_prefers_the_newer() -> None:
 def test_within_looks_at_the_moment_of_the_commit() -> None:
     listed = [checkpoint(1, NOW - 100), checkpoint(2, NOW - 61), checkpoint(3, NOW - 60), checkpoint(4, NOW - 1)]
     assert set(reasons(Policy(keep_within_s=60), *listed)) == {3, 4}
+
+
+def test_a_checkpoint_without_a_time_in_the_store_counts_as_just_written() -> None:
+    listed = [checkpoint(1, 0.0), checkpoint(2, NOW - 61), checkpoint(3, NOW - DAY_S)]
+    found = reasons(Policy(keep_within_s=60, keep_daily=1), *listed)
+    assert found == {1: ("daily-1", "within"), 3: ("newest",)}
 
 
 def test_bytes_limit_what_rules_keep_and_alone_keep_the_newest_that_fit() -> None:
