@@ -188,7 +188,7 @@ def train(args: argparse.Namespace) -> None:
                     handle = checkpoints.save_async(
                         model, optim, step, scheduler=sched, loader=loader, metrics={"loss": loss}
                     )
-                    handle.staged(timeout=None)  # from here on the save survives SIGKILL; the log records it next
+                    handle.wait_staged()  # from here on the save survives SIGKILL; the log records it next
                 display.step(step, loss, saving)
                 if handle is not None:
                     display.save(handle)

@@ -59,12 +59,21 @@ class SaveHandle:
         state = ended if self.done() else "under way"
         return f"<SaveHandle step={self.step} {state}>"
 
-    def staged(self, timeout: float | None = 0.0) -> bool:
-        """Whether the saver has the whole snapshot: from then on it becomes durable even if this process is killed.
+    def staged(self) -> bool:
+        """Whether the saver has the whole snapshot; does not wait, like `done`.
 
-        Waits at most `timeout` seconds, None: without limit. False if the save failed before.
+        From then on it becomes durable even if this process is killed. False while it is copied, and if the save failed
+        before. `wait_staged` waits for it.
         """
-        return self._staged.wait(timeout) and not self._lost
+        return self._staged.is_set() and not self._lost
+
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Wait until the saver has the whole snapshot, or the save has failed; returns `staged()`.
+
+        Waits at most `timeout` seconds, None: without limit.
+        """
+        self._staged.wait(timeout)
+        return self.staged()
 
     def done(self) -> bool:
         """Whether the save is committed, failed or skipped."""

@@ -97,7 +97,7 @@ def change_on_both_ranks(store: str) -> dict[str, Any]:
                 brake.released.set()
             handle = checkpointer.save_async(model, optim, 2)
             if dist.get_rank() == 1:
-                assert handle.staged(_PATIENCE_S)
+                assert handle.wait_staged(_PATIENCE_S)
             dist.barrier()
             for parameter in model:
                 parameter.data.mul_(0.5)

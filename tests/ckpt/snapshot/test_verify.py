@@ -85,7 +85,7 @@ def test_a_change_after_the_copy_of_a_tensor_is_no_failure(tmp_path: Path) -> No
     state = {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
     with open_run(tmp_path, overlap="verify") as checkpointer:
         handle = checkpointer.save_async(model, optim, 1)
-        assert handle.staged(PATIENCE_S)
+        assert handle.wait_staged(PATIENCE_S)
         _write_between_samples(model)
         optim.step()
         handle.result(PATIENCE_S)
