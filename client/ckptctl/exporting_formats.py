@@ -19,6 +19,8 @@ ExportWriter = Callable[[Export, Path], None]
 
 INDEX = "model.safetensors.index.json"
 ONLY = "model.safetensors"
+_AVERAGED = "module."
+"""What torch.optim.swa_utils.AveragedModel puts before the names of its model."""
 
 
 def writer_of(kind: FileFormat, max_shard_bytes: int) -> ExportWriter:
@@ -68,17 +70,17 @@ def write_huggingface(export: Export, folder: Path, max_shard_bytes: int) -> Non
     metadata of each file maps aliases to the tensors in it. Raises InvalidRequest if more than one item is selected,
     UnsupportedObject and OSError.
     """
-    item = _only_item(export)
+    prefix = _prefix(export)
     groups = list(_groups(export.entries(), max_shard_bytes))
-    aliases = {_below(item, alias): _below(item, name) for alias, name in export.aliases().items()}
+    aliases = {alias.removeprefix(prefix): name.removeprefix(prefix) for alias, name in export.aliases().items()}
     layouts: dict[Path, Layout] = {}
     for number, group in enumerate(groups, 1):
-        tensors = [(_below(item, name), dtype, shape) for name, dtype, shape in group]
+        tensors = [(name.removeprefix(prefix), dtype, shape) for name, dtype, shape in group]
         held = {name for name, _, _ in tensors}
         metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in held}}
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else ONLY
         layouts[folder / name] = plan_file(tensors, metadata)
-    _fill(export, layouts, lambda name: f"{item}/{name}")
+    _fill(export, layouts, lambda name: prefix + name)
     if len(groups) > 1:
         weight_map = {tensor.name: path.name for path, layout in layouts.items() for tensor in layout.tensors}
         index = {"metadata": {"total_size": export.selection.raw_bytes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -97,7 +99,8 @@ def _fill(export: Export, layouts: dict[Path, Layout], entry_of: Callable[[str],
     export.fetch(wants, buffers)
 
 
-def _only_item(export: Export) -> str:
+def _prefix(export: Export) -> str:
+    """What the entries' names begin with and the module's names do not: the item, and AveragedModel's `module.`."""
     names = [*export.selection.entries, *export.aliases()]
     items = {name.partition("/")[0] for name in names}
     if len(items) != 1:
@@ -105,11 +108,9 @@ def _only_item(export: Export) -> str:
             f"a Hugging Face folder holds one model, but {', '.join(sorted(items)) or 'nothing'} is selected",
             "Select it with --names, for example --names 'model/*'",
         )
-    return items.pop()
-
-
-def _below(item: str, name: str) -> str:
-    return name.removeprefix(f"{item}/")
+    item = f"{items.pop()}/"
+    averaged = f"{item}{_AVERAGED}"
+    return averaged if all(name.startswith(averaged) for name in names) else item
 
 
 def _groups(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
