@@ -172,7 +172,7 @@ def _saves(training: Training, store: str, overlap: bool) -> dict[str, list[floa
                 torch.cuda.synchronize()
                 steps += 1
             with_save = (time.perf_counter() - began) / steps
-            delete_checkpoint(Run(open_store(store), handle.result().run), handle.result().attempt, "bench")
+            delete_checkpoint(Run(open_store(store), handle.result().run), handle.result().attempt, "bench", force=True)
             without = fmean(_waited(training.step) for _ in range(min(steps, _MOST_STEPS)))
             if round_:  # the first pins memory, and does not overlap
                 for key, value in zip(found, (stall, with_save, without), strict=True):

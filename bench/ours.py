@@ -55,7 +55,7 @@ class Ours(Peer):
         store = open_store(self.store)
         for checkpoint in list(self.discarded):
             try:
-                delete_checkpoint(Run(store, checkpoint.run), checkpoint.attempt, "bench")
+                delete_checkpoint(Run(store, checkpoint.run), checkpoint.attempt, "bench", force=True)
             except CheckpointHeld:
                 continue
             self.discarded.remove(checkpoint)

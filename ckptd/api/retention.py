@@ -30,16 +30,20 @@ Grace = Annotated[
         ge=0, le=365 * 24 * 3600, description="Seconds during which it can be undeleted; default: a day; 0: not at all"
     ),
 ]
+Force = Annotated[bool, Query(description="Delete it even if it is the newest checkpoint of its run")]
 Limit = Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)]
 
 
 @router.delete(_ONE, **documented(None, 404, 409, status=204))
 async def delete(
-    ctx: Ctx, caller: CallerDep, id: CheckpointId, reason: ReasonQuery = "", grace_s: Grace = None
+    ctx: Ctx, caller: CallerDep, id: CheckpointId, reason: ReasonQuery = "", grace_s: Grace = None, force: Force = False
 ) -> Response:
-    """Hide a checkpoint now, and delete it after the grace period. 409 if a lease or pin holds it."""
+    """Hide a checkpoint now, and delete it after the grace period.
+
+    409 if a lease or pin holds it, or if it is the newest one of its run and the deletion is not forced.
+    """
     retention = ctx.services.retention
-    await ctx.threads.store(retention.delete, Reference.parse(id), caller.name, reason, grace_s)
+    await ctx.threads.store(retention.delete, Reference.parse(id), caller.name, reason, grace_s, force)
     return Response(status_code=204)
 
 

@@ -35,10 +35,13 @@ class Retention:
         """A store operator that acts for a caller. Runs that it changes are up to date in the index on return."""
         return StoreOperator(self._store, self._clock, by, self._store_sync.sync_run, check_deletes=False)
 
-    def delete(self, reference: Reference, by: str, reason: str, grace_s: float | None) -> None:
-        """Hide a checkpoint; it is deleted after the grace period. Raises NoCheckpoint or CheckpointHeld."""
+    def delete(self, reference: Reference, by: str, reason: str, grace_s: float | None, force: bool) -> None:
+        """Hide a checkpoint; it is deleted after the grace period.
+
+        force: even if it is the newest one of its run. Raises NoCheckpoint, NewestCheckpoint or CheckpointHeld.
+        """
         found = self._catalog.find(reference)
-        self.operator(by).delete(found, SWEEP_GRACE_S if grace_s is None else grace_s, reason)
+        self.operator(by).delete(found, SWEEP_GRACE_S if grace_s is None else grace_s, reason, force)
 
     def undelete(self, reference: Reference, by: str, reason: str) -> Checkpoint:
         """Undo a deletion; the checkpoint is listed and pinned on return. Raises NoCheckpoint or SweepBegun."""

@@ -37,9 +37,15 @@ class Operations(Connection):
 
     # Retention. The audit log records the name of the caller's token.
 
-    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
-        """Hide a checkpoint, delete it after the grace; durable on return. Raises NoCheckpoint or CheckpointHeld."""
-        self._request("DELETE", _path(checkpoint), params={"grace_s": str(grace_s), "reason": reason})
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
+        """Hide a checkpoint, delete it after the grace; durable on return.
+
+        force: even if it is the newest one of its run. Raises NoCheckpoint, NewestCheckpoint or CheckpointHeld.
+        """
+        params: dict[str, str | int] = {"grace_s": str(grace_s), "reason": reason}
+        if force:
+            params["force"] = "true"
+        self._request("DELETE", _path(checkpoint), params=params)
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         """Undo a deletion; listed, and pinned as `undeleted`, on return. Raises NoCheckpoint or SweepBegun."""

@@ -175,6 +175,12 @@ class CheckpointHeld(Conflict):
     code = "checkpoint_held"
 
 
+class NewestCheckpoint(Conflict):
+    """A run's newest checkpoint is not deleted unless that is forced."""
+
+    code = "newest_checkpoint"
+
+
 class ReferenceLost(Conflict):
     """A checkpoint that an attempt references was deleted before the attempt was committed."""
 

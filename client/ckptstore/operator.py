@@ -39,10 +39,10 @@ class Operator(Protocol):
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """All checkpoints of a run, newest step first."""
 
-    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
         """Hide a checkpoint and delete it after the grace; hidden durably on return.
 
-        Raises NoCheckpoint or CheckpointHeld.
+        force: even if it is the newest one of its run. Raises NoCheckpoint, NewestCheckpoint or CheckpointHeld.
         """
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
@@ -136,11 +136,11 @@ class StoreOperator:
         named = self.run(run)
         return with_labels(named, catalog.list_checkpoints(named))
 
-    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "") -> None:
+    def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
         if self._check_deletes:
             self.check()
         with self._changing(checkpoint.run) as run:
-            deletion.delete_checkpoint(run, checkpoint.attempt, reason, grace_s)
+            deletion.delete_checkpoint(run, checkpoint.attempt, reason, grace_s, force)
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         with self._changing(reference.run) as run:

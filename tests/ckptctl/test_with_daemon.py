@@ -145,6 +145,16 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
     assert invoke("audit", "--limit", 1, "--url", daemon.url, "-o", "json").json == through.json[:1]
 
 
+def test_the_newest_checkpoint_is_deleted_only_if_that_is_forced(daemon: Daemon, folder: Path, filled: Store) -> None:
+    for refused in both(daemon, folder, "rm", "gpt@40", "--yes", "-o", "json"):
+        assert (refused.code, refused.error["code"]) == (6, "newest_checkpoint")
+        assert "--force" in refused.error["hint"]
+    assert len(list_checkpoints(Run(filled, "gpt"))) == 5
+    for at in (("--url", daemon.url), ("--store", folder)):
+        assert invoke("rm", "gpt@latest", "--yes", "--force", *at).code == 0
+    assert [checkpoint.step for checkpoint in list_checkpoints(Run(filled, "gpt"))] == [30, 20, 10]
+
+
 def test_what_is_pinned_stays(daemon: Daemon, folder: Path) -> None:
     for name in ("paper", "v1.0"):
         through, direct = both(daemon, folder, "pin", "gpt@10", name)

@@ -84,9 +84,9 @@ def test_it_sees_what_happens_behind_its_back(store: Store) -> None:
         wait_until(lambda: _latest_step(client, "gpt") == 2, "learning of another")
         again = write_checkpoint(store, step=2)
         wait_until(lambda: client.latest("gpt") == again, "superseding")
-        delete_checkpoint(Run(store, again.run), again.attempt, "test")
+        delete_checkpoint(Run(store, again.run), again.attempt, "test", force=True)
         wait_until(lambda: client.latest("gpt") == second, "the superseded one's return")
-        delete_checkpoint(Run(store, second.run), second.attempt, "test")
+        delete_checkpoint(Run(store, second.run), second.attempt, "test", force=True)
         wait_until(lambda: _latest_step(client, "gpt") == 1, "learning of a deletion")
 
 
@@ -118,7 +118,7 @@ def test_it_collects_orphans(store: Store) -> None:
 def test_it_tells_what_waits_to_be_freed(store: Store) -> None:
     hidden = write_checkpoint(store, step=1)
     write_checkpoint(store, step=2)
-    delete_checkpoint(Run(store, hidden.run), hidden.attempt, "test", grace_s=3600.0)
+    delete_checkpoint(Run(store, hidden.run), hidden.attempt, "test", grace_s=3600.0, force=True)
     orphan, fresh = (Attempt(step, new_ulid(system_clock())) for step in (3, 4))
     for attempt in (orphan, fresh):
         write_rank(store, "gpt", attempt, sample_arrays(), rank=0, world_size=2)

@@ -171,7 +171,7 @@ class LifeCycle(RuleBasedStateMachine):
             return
         checkpoint = self.listed(attempt)
         error = self.attempt_to(
-            lambda s: delete_checkpoint(Run(s, RUN, self.clock), checkpoint.attempt, "test", grace_s), fault
+            lambda s: delete_checkpoint(Run(s, RUN, self.clock), checkpoint.attempt, "test", grace_s, force=True), fault
         )
         if self.held(attempt):
             assert isinstance(error, CheckpointHeld | StoreUnavailable)

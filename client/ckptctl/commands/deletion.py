@@ -34,19 +34,20 @@ def remove(
         str, typer.Option(metavar="TIME", help="Time until its data is deleted; undelete works until then.")
     ] = "24h",
     reason: ReasonOption = "",
+    force: Annotated[bool, typer.Option("--force", help="Delete it even if it is the newest of its run.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete one checkpoint, even if a policy keeps it.
 
     It disappears from listings immediately and is deleted after the grace period. Refused while it is pinned or being
-    read.
+    read, and for the newest checkpoint of a run without --force.
     """
     session: Session = ctx.obj
     grace_s = human.parse_duration(grace)
     found = session.source.find(Reference.parse(checkpoint))
     if not yes:
         session.screen.confirm(f"Delete {found.id}, {human.size(found.stored_bytes)}?")
-    session.operator.delete(found, grace_s, reason or "rm")
+    session.operator.delete(found, grace_s, reason or "rm", force)
     after = f"; ckptctl undelete restores it for {human.duration(grace_s)}" if grace_s else ""
     session.screen.emit(CheckpointBody.of(found), [found.id], [f"deleted {found.id}{after}"])
 

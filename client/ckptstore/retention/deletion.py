@@ -13,7 +13,7 @@ import msgspec
 
 from ckptstore import names
 from ckptstore.commits import audit
-from ckptstore.commits.catalog import decided_attempts, hidden_attempts
+from ckptstore.commits.catalog import decided_attempts, hidden_attempts, newest_first
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
 from ckptstore.commits.leases import expired_leases
 from ckptstore.commits.references import marks, unmark
@@ -22,6 +22,7 @@ from ckptstore.errors import (
     CheckpointHeld,
     Damaged,
     InvalidName,
+    NewestCheckpoint,
     ObjectMissing,
     ReferenceLost,
     SweepBegun,
@@ -79,11 +80,18 @@ class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def delete_checkpoint(run: Run, attempt: Attempt, reason: str, grace_s: float = 0.0) -> None:
+def delete_checkpoint(run: Run, attempt: Attempt, reason: str, grace_s: float = 0.0, force: bool = False) -> None:
     """Delete one checkpoint, regardless of policies: hidden on return; with a grace of 0 permanently deleted.
 
-    Raises CheckpointHeld if something holds it; nothing is changed in that case.
+    force: even if it is the newest one of the run that a restore can use. Raises NewestCheckpoint otherwise, or
+    CheckpointHeld if something holds it; nothing is changed in that case.
     """
+    newest = None if force else next(newest_first(run), None)
+    if newest is not None and newest.attempt == attempt:
+        raise NewestCheckpoint(
+            f"{run.id_of(attempt)} is the newest checkpoint of run {run.name!r}, which restores use",
+            "Nothing was deleted. To delete it all the same, use --force, force=true or force=True",
+        )
     held = hide(run, [attempt], reason, grace_s)
     if held:
         raise CheckpointHeld(

@@ -189,7 +189,7 @@ def test_nothing_is_referenced_in_what_is_being_deleted(checkpointer: Checkpoint
     training, store = Training(), open_store(str(tmp_path))
     run = Run(store, RUN)
     first = training.save(checkpointer)
-    delete_checkpoint(run, first.attempt, "test", grace_s=3600)
+    delete_checkpoint(run, first.attempt, "test", grace_s=3600, force=True)
     second = training.save(checkpointer)
     assert (second.referenced_bytes, second.stored_bytes > 0.9 * first.stored_bytes) == (0, True)
     third = training.save(checkpointer)

@@ -88,7 +88,7 @@ def test_a_deletion_in_a_store_is_printed(folder: Path, filled: Store) -> None:
         # A checkpoint that is committed and deleted between two polls is never seen: wait until this one is.
         while f"  committed  {newest.id}" not in (line := lines.next()):
             assert "  committed  gpt@5" in line
-        delete_checkpoint(Run(filled, newest.run), newest.attempt, "test")
+        delete_checkpoint(Run(filled, newest.run), newest.attempt, "test", force=True)
         assert f"  deleted  {newest.id}" in lines.next()
 
 

@@ -75,7 +75,7 @@ def test_an_aborted_attempt_is_410(store: Store, daemon: Daemon, client: DaemonC
 
 def test_a_deleted_checkpoint_is_not_indexed_again(store: Store, client: DaemonClient) -> None:
     checkpoint = write_checkpoint(store, step=7)
-    delete_checkpoint(Run(store, checkpoint.run), checkpoint.attempt, "test")
+    delete_checkpoint(Run(store, checkpoint.run), checkpoint.attempt, "test", force=True)
     with pytest.raises(NoCheckpoint):
         client.notify("gpt", checkpoint.attempt)
     half_deleted = write_checkpoint(store, step=8)

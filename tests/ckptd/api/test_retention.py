@@ -12,6 +12,7 @@ import pytest
 from ckptapi import bodies
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.labels import LabelChange, change_labels
+from ckptstore.errors import NewestCheckpoint
 from ckptstore.format.records import Action, Policy
 from ckptstore.names import Reference
 from ckptstore.retention.pruning import Prune
@@ -39,7 +40,7 @@ def steps(store: Store) -> list[int]:
 
 def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
-    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?reason=diverged").status_code == 204
+    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?reason=diverged&force=true").status_code == 204
     assert daemon.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 2
     (hidden,) = daemon.get("/v1/deleted?run=gpt").json()["items"]
     assert (hidden["id"].startswith("gpt@3."), hidden["reason"]) == (True, "diverged")
@@ -50,7 +51,7 @@ def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]
     actions = [record["action"] for record in daemon.get("/v1/audit?run=gpt").json()["items"]]
     assert actions == ["undelete", "pin", "delete"]
     assert [pin["name"] for pin in daemon.get("/v1/pins?run=gpt").json()["items"]] == ["undeleted"]
-    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3").json()["code"] == "checkpoint_held"
+    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?force=true").json()["code"] == "checkpoint_held"
     assert len(daemon.get("/v1/audit?run=gpt").json()["items"]) == 3, "what is refused was not done"
     assert daemon.post("/v1/checkpoints/gpt@3/undelete", {}).json()["code"] == "no_checkpoint"
 
@@ -74,6 +75,21 @@ def test_a_pin_holds(served: tuple[Daemon, Store]) -> None:
         assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1/pins/paper").status_code == 204
     assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1").status_code == 204
     assert httpx.put(daemon.url + "/v1/checkpoints/gpt@1/pins/a%2Fb").status_code in (404, 422)
+
+
+def test_the_newest_checkpoint_is_deleted_only_if_that_is_forced(served: tuple[Daemon, Store]) -> None:
+    daemon, store = served
+    refused = httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?grace_s=0")
+    assert (refused.status_code, refused.json()["code"]) == (409, "newest_checkpoint")
+    with daemon.client() as client:
+        newest = client.checkpoints("gpt")[0]
+        with pytest.raises(NewestCheckpoint, match=newest.id):
+            client.delete(newest, 0.0)
+        assert steps(store) == [3, 2, 1]
+        client.delete(newest, 3600.0, force=True)
+    assert steps(store) == [2, 1]
+    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@2?force=true").status_code == 204
+    assert steps(store) == [1]
 
 
 def test_policies_are_versions_and_are_applied(served: tuple[Daemon, Store]) -> None:

@@ -64,7 +64,7 @@ def test_a_change_seen_by_one_daemon_is_served_by_both(store: Store, database: s
         wait_until(lambda: told, "the answer", _SOON_S)
         waiting.join()
         assert told[0].json()["step"] == 2
-        delete_checkpoint(Run(store, newest.run), newest.attempt, "test")
+        delete_checkpoint(Run(store, newest.run), newest.attempt, "test", force=True)
         assert first.post("/v1/reindex").status_code == 200
         wait_until(lambda: second.get("/checkpoints/latest").json()["step"] == 1, "hearing of a deletion", _SOON_S)
 

@@ -267,7 +267,7 @@ def test_a_newest_that_is_deleted_in_between_gives_way_to_the_one_before(
 
 def _delete(store: Store, checkpoint: Checkpoint, clock: MovableClock) -> None:
     try:
-        delete_checkpoint(Run(store, RUN, clock), checkpoint.attempt, "test")
+        delete_checkpoint(Run(store, RUN, clock), checkpoint.attempt, "test", force=True)
     except CheckpointHeld:
         pass
 

@@ -140,7 +140,7 @@ def test_what_another_daemon_removes_at_any_moment_does_not_come_back(
         other.sync_run("gpt")
 
         def delete(to_delete: Checkpoint = to_delete) -> None:
-            delete_checkpoint(Run(store, to_delete.run), to_delete.attempt, "test")
+            delete_checkpoint(Run(store, to_delete.run), to_delete.attempt, "test", force=True)
             other.sync_run("gpt")
 
         interleaving = Interleaving(at, delete)

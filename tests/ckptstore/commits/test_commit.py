@@ -344,7 +344,7 @@ def test_a_committer_that_sleeps_through_a_prune_commits_nothing_visible(store: 
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
     roll_forward(run, attempt)
-    delete_checkpoint(run, latest(run).attempt, "prune")
+    delete_checkpoint(run, latest(run).attempt, "prune", force=True)
     assert commit_attempt(run, receipts).committed is not None
     assert list_checkpoints(run) == []
     collect(run)

@@ -37,14 +37,14 @@ def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> Non
     verdicts = plan_prune(run, Policy(1)).decisions
     assert set(verdicts[1].reasons) == {"lease:restore of rank 0", "lease:restore of rank 1"}
     with pytest.raises(CheckpointHeld, match="restore of rank 0"):
-        delete_checkpoint(run, old.attempt, "prune")
+        delete_checkpoint(run, old.attempt, "prune", force=True)
     assert hidden_attempts(run) == [], "a refused deletion does not hide"
     clock.advance(120 + MAX_SKEW_S)
     assert active_leases(run) == {old.attempt: ["restore of rank 0"]}
     assert expired_leases(run) == [f"{RUN}/leases/{other}.json"]
     release_lease(run, lease)
     release_lease(run, lease)
-    delete_checkpoint(run, old.attempt, "prune")
+    delete_checkpoint(run, old.attempt, "prune", force=True)
     assert [c.attempt for c in list_checkpoints(run)] == [newest.attempt]
     with pytest.raises(NoCheckpoint, match="being deleted"):
         take_lease(run, old.attempt, "late", 60)
@@ -67,7 +67,7 @@ def test_damaged_leases_hold_nothing_and_stop_nothing(store: Store) -> None:
     old, _ = write(store, 1, 2)
     store.put(f"{RUN}/leases/{new_ulid(system_clock())}.json", b"noise")
     assert active_leases(run) == {}
-    delete_checkpoint(run, old.attempt, "prune")
+    delete_checkpoint(run, old.attempt, "prune", force=True)
     collect(run)
     assert keys(store, run.keys.leases) == []
 
@@ -89,15 +89,15 @@ def test_a_lease_counts_by_the_stores_clock_not_the_readers(off_s: float) -> Non
     lease = take_lease(reader, old.attempt, "reader", 600)
     clock.now += 590
     with pytest.raises(CheckpointHeld, match="reader"):
-        delete_checkpoint(run, old.attempt, "prune")
+        delete_checkpoint(run, old.attempt, "prune", force=True)
     renew_lease(reader, lease, old.attempt, "reader", 600)
     clock.now += 590
     with pytest.raises(CheckpointHeld, match="reader"):
-        delete_checkpoint(run, old.attempt, "prune")
+        delete_checkpoint(run, old.attempt, "prune", force=True)
     # A renewed lease may last longer by the time since it was taken.
     clock.now += 10 + 590 + MAX_SKEW_S
     assert expired_leases(run) == [f"{RUN}/leases/{lease}.json"]
-    delete_checkpoint(run, old.attempt, "prune")
+    delete_checkpoint(run, old.attempt, "prune", force=True)
 
 
 @pytest.mark.parametrize("off_s", [-MAX_SKEW_S, MAX_SKEW_S])
@@ -109,9 +109,9 @@ def test_a_lease_lasts_its_duration_under_any_deleter_that_may_delete(off_s: flo
     deleter = Run(store, RUN, lambda: clock() + off_s)
     clock.now += 599
     with pytest.raises(CheckpointHeld, match="reader"):
-        delete_checkpoint(deleter, old.attempt, "prune")
+        delete_checkpoint(deleter, old.attempt, "prune", force=True)
     clock.now += 1 + 2 * MAX_SKEW_S
-    delete_checkpoint(deleter, old.attempt, "prune")
+    delete_checkpoint(deleter, old.attempt, "prune", force=True)
 
 
 def read_under_lease(store: Store, checkpoint: Checkpoint, meanwhile: Callable[[], object] = lambda: None) -> bool:
@@ -129,7 +129,7 @@ def read_under_lease(store: Store, checkpoint: Checkpoint, meanwhile: Callable[[
 
 def delete(store: Store, checkpoint: Checkpoint) -> None:
     try:
-        delete_checkpoint(Run(store, RUN), checkpoint.attempt, "prune")
+        delete_checkpoint(Run(store, RUN), checkpoint.attempt, "prune", force=True)
     except CheckpointHeld:
         pass
 
@@ -191,13 +191,13 @@ def test_a_deletion_is_taken_back_when_a_reader_came_between_its_two_looks(store
     for hold in (take, pin_it):
         (checkpoint,) = write(store, 1)
         calls = Faults()
-        delete_checkpoint(Run(FaultyStore(store, calls), RUN), checkpoint.attempt, "count")
+        delete_checkpoint(Run(FaultyStore(store, calls), RUN), checkpoint.attempt, "count", force=True)
         before_tombstone = next(i for i, call in enumerate(calls.calls) if "put gpt/tombstones" in call)
         clear(store)
         (checkpoint,) = write(store, 2)
         faulty = FaultyStore(store, Interleaving(before_tombstone, partial(hold, checkpoint)))
         with pytest.raises(CheckpointHeld):
-            delete_checkpoint(Run(faulty, RUN), checkpoint.attempt, "prune")
+            delete_checkpoint(Run(faulty, RUN), checkpoint.attempt, "prune", force=True)
         assert list_checkpoints(Run(store, RUN)) == [checkpoint]
         assert intact(store, checkpoint)
         collect(Run(store, RUN, MovableClock(2 * TOMBSTONE_KEPT_S)))

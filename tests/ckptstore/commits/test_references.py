@@ -126,10 +126,10 @@ def test_what_is_referenced_is_kept_until_the_last_that_needs_it_is_gone(store: 
     assert reasons[1] == (f"referenced:{third.id}", f"referenced:{second.id}")
     apply_prune(run, plan)
     assert verify(StoreSource(store), third).ok
-    delete_checkpoint(run, third.attempt, "test")
+    delete_checkpoint(run, third.attempt, "test", force=True)
     assert [c.step for c in list_checkpoints(run)] == [1]
     assert active_holds(run) == {}
-    delete_checkpoint(run, first.attempt, "test")
+    delete_checkpoint(run, first.attempt, "test", force=True)
     assert list(store.list(run.keys.attempts)) == list(store.list(run.keys.references)) == []
 
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_others_need_is_not_deleted_by_hand(store: Store) -> N
     run = Run(store, RUN)
     first, second, third = chain(store, 1, 2, 3)
     with pytest.raises(CheckpointHeld, match=f"{first.id} is held by referenced:{third.id}, referenced:{second.id}"):
-        delete_checkpoint(run, first.attempt, "test")
+        delete_checkpoint(run, first.attempt, "test", force=True)
     assert len(list_checkpoints(run)) == 3
 
 
@@ -151,9 +151,9 @@ def test_many_that_reference_are_counted_not_listed(store: Store) -> None:
 def test_what_is_deleted_and_can_be_taken_back_still_holds_what_it_references(store: Store) -> None:
     run = Run(store, RUN, by="me")
     first, second = chain(store, 1, 2)
-    delete_checkpoint(run, second.attempt, "test", grace_s=3600)
+    delete_checkpoint(run, second.attempt, "test", grace_s=3600, force=True)
     with pytest.raises(CheckpointHeld):
-        delete_checkpoint(run, first.attempt, "test")
+        delete_checkpoint(run, first.attempt, "test", force=True)
     undelete(run, second.attempt)
     assert verify(StoreSource(store), second).ok
 
@@ -170,7 +170,7 @@ def test_nothing_is_committed_on_what_is_gone(store: Store, gone: str) -> None:
         write_rank(store, RUN, base, state(1), world_size=2)
     receipt = write_rank(store, RUN, attempt, state(2), base=base)
     if gone != "never committed":
-        delete_checkpoint(run, first.attempt, "test", grace_s=3600 if gone == "hidden" else 0)
+        delete_checkpoint(run, first.attempt, "test", grace_s=3600 if gone == "hidden" else 0, force=True)
     with pytest.raises(ReferenceLost, match=f"{names.checkpoint_id(RUN, attempt)} references chunks of"):
         commit_attempt(run, [receipt])
     assert read_outcome(run, attempt) is None
@@ -193,7 +193,7 @@ def test_an_undecided_attempt_holds_what_it_may_come_to_need(store: Store) -> No
     commit_attempt(run, [receipt])
     store.delete_many([run.keys.outcome(attempt)])
     with pytest.raises(CheckpointHeld):
-        delete_checkpoint(run, first.attempt, "test")
+        delete_checkpoint(run, first.attempt, "test", force=True)
     assert advance(run, attempt)
     assert all(verify(StoreSource(store), c).ok for c in list_checkpoints(run))
 
@@ -230,7 +230,7 @@ def test_a_commit_and_a_deletion_of_what_it_references_never_both_win(
             commit_attempt(Run(on, RUN, clock), [receipt])
 
         def delete(on: Store, first: Checkpoint = first) -> None:
-            delete_checkpoint(Run(on, RUN, clock), first.attempt, "test", grace_s)
+            delete_checkpoint(Run(on, RUN, clock), first.attempt, "test", grace_s, force=True)
 
         works = (commit, delete) if committing else (delete, commit)
         calls = _meet(store, clock, works[0], partial(_quietly, works[1], store), at)

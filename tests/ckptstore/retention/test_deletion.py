@@ -11,11 +11,14 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts, latest, list_checkpoints
 from ckptstore.commits.commit import decide, read_outcome
 from ckptstore.commits.leases import take_lease
-from ckptstore.errors import StoreUnavailable
+from ckptstore.errors import NewestCheckpoint, StoreUnavailable
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.operator import StoreOperator
+from ckptstore.reading.verify import Verification
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, collect, delete_checkpoint, undecided_attempts
 from ckptstore.retention.pruning import apply_prune, plan_prune
+from ckptstore.retention.scrubbing import record_finding
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -86,6 +89,37 @@ def test_an_old_plan_may_be_applied_twice_and_late(store: Store) -> None:
     for _ in range(2):
         assert apply_prune(run, plan) == []
         assert steps(store) == [4, 3]
+
+
+# Deletions of single checkpoints.
+
+
+def test_the_newest_checkpoint_is_deleted_only_if_that_is_forced(store: Store) -> None:
+    run = Run(store, RUN)
+    oldest, middle, newest = write(store, 1, 2, 3)
+    listed = keys(store)
+    for grace_s in (0.0, 3600.0):
+        with pytest.raises(NewestCheckpoint, match=f"{newest.id} is the newest checkpoint of run"):
+            delete_checkpoint(run, newest.attempt, "test", grace_s)
+    with pytest.raises(NewestCheckpoint):
+        StoreOperator(store).delete(newest, 0.0)
+    assert keys(store) == listed
+    StoreOperator(store).delete(middle, 0.0)
+    StoreOperator(store).delete(newest, 0.0, force=True)
+    assert steps(store) == [1]
+    with pytest.raises(NewestCheckpoint):
+        delete_checkpoint(run, oldest.attempt, "test")
+
+
+def test_a_damaged_checkpoint_is_not_the_newest(store: Store) -> None:
+    """Restores use the one before it, which is kept instead."""
+    run = Run(store, RUN)
+    usable, damaged = write(store, 1, 2)
+    record_finding(run, Verification(damaged, num_chunks=1, stored_bytes=1, problems=("a byte flipped",)))
+    with pytest.raises(NewestCheckpoint):
+        delete_checkpoint(run, usable.attempt, "test")
+    delete_checkpoint(run, damaged.attempt, "test")
+    assert steps(store) == [1]
 
 
 # Orphans.
@@ -171,7 +205,7 @@ def test_half_a_deletion_is_finished(store: Store) -> None:
     write(store, 1, 2)
     old = list_checkpoints(Run(store, RUN))[1]
     faulty = FaultyStore(store, Faults())
-    calls = count_calls(store, lambda s: delete_checkpoint(Run(s, RUN), old.attempt, "prune"))
+    calls = count_calls(store, lambda s: delete_checkpoint(Run(s, RUN), old.attempt, "prune", force=True))
     assert calls >= 6
     clear(store)
     for k in range(calls):
@@ -179,7 +213,7 @@ def test_half_a_deletion_is_finished(store: Store) -> None:
         old = list_checkpoints(Run(store, RUN))[1]
         faulty = FaultyStore(store, Faults(k))
         try:
-            delete_checkpoint(Run(faulty, RUN), old.attempt, "prune")
+            delete_checkpoint(Run(faulty, RUN), old.attempt, "prune", force=True)
         except StoreUnavailable:
             pass
         hidden = old.attempt in hidden_attempts(Run(store, RUN))
@@ -195,7 +229,7 @@ def test_an_outcome_goes_before_receipts_and_receipts_before_shards(store: Store
     """So that no half of a deletion looks like an attempt that only lacks its commit."""
     (checkpoint,) = write(store, 1)
     faults = Faults()
-    delete_checkpoint(Run(FaultyStore(store, faults), RUN), checkpoint.attempt, "prune")
+    delete_checkpoint(Run(FaultyStore(store, faults), RUN), checkpoint.attempt, "prune", force=True)
     deleted = [call.rsplit("/", 1)[-1] for call in faults.calls if call.startswith("delete ")]
     assert deleted[-4:] == [f"{checkpoint.attempt}.json", "shard-00000.json", "manifest.json.zst", "shard-00000.ckpt"]
 
@@ -209,7 +243,7 @@ def _everything(store: Store) -> tuple[Checkpoint, Attempt, MovableClock]:
     finished = orphan(store, 3, (0, 1))
     orphan(store, 5)
     with pytest.raises(StoreUnavailable):  # dies after its tombstone
-        delete_checkpoint(Run(FaultyStore(store, Faults(3)), RUN), to_delete.attempt, "prune")
+        delete_checkpoint(Run(FaultyStore(store, Faults(3)), RUN), to_delete.attempt, "prune", force=True)
     take_lease(Run(store, RUN), newest.attempt, "reader", 1.0)
     return newest, finished, MovableClock(ORPHAN_GRACE_S + 60)
 

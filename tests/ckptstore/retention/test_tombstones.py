@@ -76,7 +76,7 @@ def test_a_deletion_can_be_taken_back_and_done_again(store: Store) -> None:
         assert list_checkpoints(run) == [checkpoint]
         assert sweep_all(store) is not None
         assert intact(store, checkpoint)
-        delete_checkpoint(run, checkpoint.attempt, "again", SWEEP_GRACE_S)
+        delete_checkpoint(run, checkpoint.attempt, "again", SWEEP_GRACE_S, force=True)
         assert [(body.id, body.reason, body.by) for body in list_deleted(run)] == [(checkpoint.id, "again", "me")]
     assert sweep(run).attempts == (), "the grace is not over"
     assert sweep(replace(run, clock=LATER)).attempts == (checkpoint.attempt,)
@@ -161,7 +161,7 @@ def test_undeletes_sweeps_deleters_and_readers_in_threads(store: Store) -> None:
 
         def delete(checkpoint: Checkpoint = checkpoint) -> None:
             try:
-                delete_checkpoint(run, checkpoint.attempt, "again", SWEEP_GRACE_S)
+                delete_checkpoint(run, checkpoint.attempt, "again", SWEEP_GRACE_S, force=True)
             except CheckpointHeld:
                 pass
 
