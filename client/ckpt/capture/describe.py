@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -14,6 +14,7 @@ from ckpt.capture.leaves import dtype_name, tensor_bytes
 from ckpt.capture.ownership import Unit
 from ckpt.capture.parts import Flat, TensorPart, part_of
 from ckpt.capture.train_state import TrainState
+from ckpt.capture.wrapped import inner_tensors, kind_of
 
 _SAMPLE = 64  # elements of each parameter that are compared between ranks
 _FRAME = Unit("", (), (), False, 0)
@@ -78,21 +79,26 @@ def _optimizer_units(item: str, state: TrainState, sampled: bool) -> dict[str, U
 
 def _unit(path: str, tensor: torch.Tensor, flat: Flat | None, trusted: bool, buffer: bool) -> Unit | None:
     """What this rank holds of a tensor; None if nothing."""
+    inner = inner_tensors(path, tensor)
     part = part_of(path, tensor, flat)
     if not part.pieces:
         return None
+    inner_units = [_unit(f"{path}/{name}", one, None, trusted, buffer) for name, one in (inner or {}).items()]
+    wrapped = [unit for unit in inner_units if unit is not None]
     return Unit(
-        dtype=dtype_name(path, tensor),
+        dtype=dtype_name(path, tensor) if inner is None else " ".join([kind_of(tensor), *(u.dtype for u in wrapped)]),
         shape=part.shape,
         boxes=part.boxes,
         distributed=part.ranks is not None,
         bytes=prod(part.shape) * tensor.element_size(),
-        sample="" if trusted or part.ranks is not None else _sample(part),
+        sample="" if trusted or part.ranks is not None else _sample(part, wrapped),
         buffer=buffer,
     )
 
 
-def _sample(part: TensorPart) -> str:
+def _sample(part: TensorPart, inner: Sequence[Unit]) -> str:
+    if inner:
+        return " ".join(unit.sample for unit in inner)
     values = part.pieces[0].tensor.reshape(-1)[:_SAMPLE].cpu().contiguous()
     return xxhash.xxh3_64_hexdigest(tensor_bytes(values))
 

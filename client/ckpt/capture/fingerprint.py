@@ -24,6 +24,7 @@ from ckpt.capture.leaves import Captured, Collector, Leaves
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.state import capture, capture_local, capture_objects
 from ckpt.capture.train_state import TrainState
+from ckpt.capture.wrapped import is_plain_type
 
 _TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
 _CONSTANTS = frozenset((type(None), bool, int, float, str))
@@ -48,6 +49,7 @@ class StateFingerprint:
             self.locals = [one.to_local() if isinstance(one, DTensor) else one for one in self.tensors]
             sharded = [one for one in self.tensors if isinstance(one, DTensor)]
             self.marks.append([(one.shape, one.device_mesh, one.placements) for one in sharded])
+            self.complete &= all(map(is_plain_type, sharded))  # wrappers have no address
         self.marks += [list(map(id, self.tensors)), list(map(attrgetter("requires_grad"), self.tensors))]
         try:
             self.marks += [list(map(mark, self.locals)) for mark in _LAYOUT]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.wrapped import inner_tensors, is_plain_type, kind_of
 from ckpt.dtypes import BY_NAME, NAMES
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
@@ -149,10 +150,15 @@ class Collector:
         return other
 
     def shared(self, unit: str, path: str, value: Any, change: Change, flat: Flat | None = None) -> JSON:
-        """The tree of state that belongs to no single rank. Of its tensors the shard gets what this rank writes."""
+        """The tree of state that belongs to no single rank. Of its tensors the shard gets what this rank writes.
+
+        A wrapper is a dict of its inner tensors.
+        """
 
         def leaf(at: str, found: Any) -> JSON:
             if isinstance(found, torch.Tensor):
+                if (inner := inner_tensors(at, found)) is not None:
+                    return encode_tree(inner, at, leaf)
                 return {TAG: "tensor", "name": self._store_part(unit, at, found, change, flat), **_device(found)}
             if isinstance(found, np.ndarray):
                 array = _from_array(at, found)
@@ -227,6 +233,11 @@ class Collector:
         if not part.pieces or not part.pieces[0].tensor.numel():
             return name, name
         local = part.pieces[0].tensor
+        if not local.untyped_storage().data_ptr():
+            raise UnsupportedObject(
+                f"tensor at {path!r} has {local.numel()} elements but no memory",
+                "Save when its storage is allocated: `untyped_storage().resize_(0)` or a wrapper has freed it",
+            )
         key = (
             local.device, local.data_ptr(), dtype, part.shape, part.boxes, local.stride(), local.is_conj(),
             local.is_neg(), owner,
@@ -336,9 +347,8 @@ def _device(tensor: torch.Tensor) -> dict[str, str]:
 
 def dtype_name(path: str, tensor: torch.Tensor) -> str:
     """The format's name of a tensor's type. Raises UnsupportedObject for tensors that are not plain elements."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or isinstance(tensor, DTensor)
-    if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        kind = f"{type(tensor).__name__} with layout {tensor.layout} on device {tensor.device}"
+    if not is_plain_type(tensor) or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = f"{kind_of(tensor)} with layout {tensor.layout} on device {tensor.device}"
         raise UnsupportedObject(f"tensor at {path!r} is a {kind}, which cannot be stored", "Store dense tensors")
     if tensor.dtype not in NAMES:
         raise UnsupportedObject(f"tensor at {path!r} has type {tensor.dtype}", "Convert it to another type")

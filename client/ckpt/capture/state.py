@@ -9,7 +9,7 @@ from torch import nn
 
 from ckpt.capture import optimizers
 from ckpt.capture.describe import item_frame, optimizer_frame, state_unit
-from ckpt.capture.leaves import Captured, Change, Collector, check_local
+from ckpt.capture.leaves import Captured, Change, Collector, check_local, dtype_name
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import part_of
 from ckpt.capture.rng import rng_state
@@ -123,6 +123,7 @@ def _capture_gradients(collector: Collector, state: TrainState) -> None:
     local = {}
     for name, (parameter, gradient) in state.gradients().items():
         unit, flat = state.parameters.units[id(parameter)], state.parameters.flats.get(id(parameter))
+        dtype_name(f"{GRADIENTS}/{name}", gradient)  # a restore makes new gradients, but cannot make wrappers
         if part_of(name, parameter, flat).ranks is None:
             local[name] = gradient
             continue

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ckpt.capture import modules
 from ckpt.capture.parameters import Parameters
+from ckpt.capture.wrapped import memory_address
 from ckptstore.errors import InvalidRequest
 
 MODEL = "model"
@@ -125,7 +126,8 @@ class TrainState:
 def _same(known: Any, value: Any) -> bool:
     if known is value or not (isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor)):
         return known is value
-    return known.data_ptr() == value.data_ptr() and known.shape == value.shape
+    address = memory_address(known)
+    return address != 0 and address == memory_address(value) and known.shape == value.shape
 
 
 def _chunks(model: Model) -> tuple[nn.Module, ...]:

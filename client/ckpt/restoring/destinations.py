@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
 from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.wrapped import is_plain_type
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.gpu_copy import LANES, Arrival, Landing, Lane, is_direct
 from ckptstore.errors import CorruptObject, UnsupportedFormat
@@ -78,7 +79,11 @@ class Destinations:
             mesh = parameter.device_mesh
             return DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
         elif isinstance(parameter, DTensor):
-            local = torch.empty_like(parameter.to_local(), dtype=dtype)
+            like = parameter.to_local()
+            if is_plain_type(parameter):
+                local = torch.empty_like(like, dtype=dtype)
+            else:
+                local = torch.empty(like.shape, dtype=dtype, device=like.device)  # empty_like makes a wrapper
             target = DTensor.from_local(
                 local, parameter.device_mesh, parameter.placements, run_check=False,
                 shape=parameter.shape, stride=parameter.stride(),

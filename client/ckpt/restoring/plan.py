@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.capture.modules import EXTRA_STATE, canonical, named_parameters, raw_state, unwrap
@@ -29,6 +28,7 @@ from ckpt.capture.optimizers import (
 from ckpt.capture.parts import Flat, TensorPart, part_of
 from ckpt.capture.rng import load_rng_state
 from ckpt.capture.train_state import GRADIENTS, MODEL, RNG, Stateful, TrainState
+from ckpt.capture.wrapped import drop_cached, inner_tensors, is_plain_type, kind_of, memory_address
 from ckpt.restoring.destinations import Destinations
 from ckptstore.errors import CorruptObject, StateMismatch
 from ckptstore.format.documents import JSON, Content
@@ -108,10 +108,9 @@ def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -
             elif raw.rpartition(".")[2] == EXTRA_STATE:
                 owner = inner.get_submodule(raw.rpartition(".")[0])
                 plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(leaf, f"{item}/{name}")))
-            elif part := _fitting(plan, f"{item}/{name}", leaf, target, known.flats.get(id(target))):
-                plan.destinations.fill(leaf["name"], part)
+            elif _fill(plan, f"{item}/{name}", leaf, target, known.flats.get(id(target))):
                 plan.overwritten.add(f"{item}/{name}")
-                if id(target) not in known.names and _address(target) not in live():
+                if id(target) not in known.names and memory_address(target) not in live():
                     detached[raw] = target
         if detached:
             # A hook created these for state_dict; only load_state_dict can put them back.
@@ -122,11 +121,7 @@ def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -
 def _addresses(module: nn.Module, state: TrainState) -> set[int]:
     """The addresses of a module's tensors."""
     views = (view for pack in state.parameters.packs.values() for view in pack.views.values())
-    return {_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *views)}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+    return {memory_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *views)}
 
 
 def _plan_optimizers(
@@ -197,7 +192,10 @@ def _decode_state(
     for key, leaf in tree.items():
         target = live.get(key)
         is_entry = isinstance(leaf, dict) and leaf.get(TAG) == "tensor" and "name" in leaf
-        if not is_entry:
+        if (wrapper := _wrapper_for(leaf, target, parameter)) is not None:
+            _fill(plan, f"{path}/{key}", leaf, wrapper, None)
+            state[key] = wrapper
+        elif not is_entry:
             state[key] = plan.destinations.decode(leaf, f"{path}/{key}", parameter.device)
         elif isinstance(target, torch.Tensor) and (part := _same(plan, leaf["name"], target, flat)):
             plan.destinations.fill(leaf["name"], part)
@@ -211,12 +209,19 @@ def _decode_state(
 def _saved_ties(state: TrainState, trees: Mapping[str, JSON]) -> Ties:
     """Names of the checkpoint's parameters that share one entry."""
     return ties(
-        (state.prefix(item) + name, leaf["name"])
+        (state.prefix(item) + name, entry)
         for item in state.modules
         if item in trees
         for name, leaf in _mapping(trees[item], item)
-        if isinstance(leaf, dict) and "name" in leaf
+        if (entry := _first_entry(leaf)) is not None
     )
+
+
+def _first_entry(leaf: JSON) -> str | None:
+    """The entry of a tensor, or the first one of a wrapper."""
+    while isinstance(leaf, dict) and leaf and TAG not in leaf:
+        leaf = next(iter(leaf.values()))
+    return leaf.get("name") if isinstance(leaf, dict) else None
 
 
 def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
@@ -252,6 +257,35 @@ def _mapping(tree: JSON, path: str) -> list[tuple[str, JSON]]:
     raise CorruptObject(f"the tree of {path!r} is not a dict")
 
 
+def _fill(plan: RestorePlan, path: str, leaf: JSON, target: Any, flat: Flat | None) -> bool:
+    """Fill a live tensor, or each inner tensor of a live wrapper. False if nothing can be placed."""
+    inner = inner_tensors(path, target) if isinstance(target, torch.Tensor) else None
+    if inner is None:
+        part = _fitting(plan, path, leaf, target, flat)
+        if part is not None:
+            plan.destinations.fill(leaf["name"], part)
+        return part is not None
+    if not _has_inner(leaf, inner):
+        plan.mismatched.append(f"{path}: not a {kind_of(target)} of {', '.join(inner)} in the checkpoint")
+        return False
+    plan.finish.append(partial(drop_cached, target))
+    placed = [_fill(plan, f"{path}/{name}", leaf[name], one, None) for name, one in inner.items()]
+    return all(placed)
+
+
+def _has_inner(leaf: JSON, inner: Mapping[str, torch.Tensor]) -> bool:
+    return isinstance(leaf, dict) and TAG not in leaf and leaf.keys() == inner.keys()
+
+
+def _wrapper_for(leaf: JSON, live: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The wrapper that takes up saved optimizer state: the live one, or a new one of the parameter's type."""
+    if not isinstance(leaf, dict) or TAG in leaf or is_plain_type(parameter):
+        return None
+    found = live if isinstance(live, torch.Tensor) else torch.zeros_like(parameter.detach())
+    inner = inner_tensors("", found)
+    return found if inner is not None and _has_inner(leaf, inner) else None
+
+
 def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat | None) -> TensorPart | None:
     """The live part that receives a saved tensor. Records a mismatch, and returns None if nothing can be placed."""
     if not (isinstance(leaf, dict) and leaf.get(TAG) == "tensor" and isinstance(target, torch.Tensor)):
@@ -268,6 +302,8 @@ def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat |
 
 
 def _same(plan: RestorePlan, entry: str, target: torch.Tensor, flat: Flat | None) -> TensorPart | None:
+    if not is_plain_type(target):
+        return None
     part = part_of(entry, target, flat)
     return part if plan.destinations.describe(entry) == (part.dtype, part.shape) else None
 
