@@ -50,6 +50,9 @@ class Config:
         upload has not begun. `save` always waits.
     incremental: do not store chunks that are unchanged since the last committed checkpoint of the run, but reference
         them there. The checkpoint that holds them is kept as long as one that references it.
+    max_references: how many checkpoints may reference the same stored chunk. It is then stored again, in parts over a
+        few saves, so that one damaged byte does not cost more checkpoints than these. A checkpoint of an earlier
+        process that is older than a week is not referenced either.
     dedup_casts: do not store bfloat16 and float16 tensors that are exactly the casts of float32 tensors in the same
         state (the masters of mixed precision); every save compares each element. Applies to tensors of 64 KiB or more
         whose master has the same shape, is sharded alike and is written by the same rank. Not with staging_bytes, which
@@ -83,6 +86,7 @@ class Config:
     compress: Compress = "auto"
     on_busy: OnBusy = "wait"
     incremental: bool = True
+    max_references: int = 32
     dedup_casts: bool = False
     cpu_budget: float | None = None
     overlap: OverlapMode = True
@@ -125,6 +129,10 @@ class Config:
             )
         if self.cpu_budget is not None and not 0 < self.cpu_budget < math.inf:
             raise InvalidRequest(f"cpu_budget {self.cpu_budget} is not positive", "Give cores, such as 0.5")
+        if self.max_references < 1:
+            raise InvalidRequest(
+                f"max_references {self.max_references} is not positive", "Pass incremental=False to reference nothing"
+            )
         if self.slots < 1:
             raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt import Checkpointer
 from ckpt.dcp import StorageReader
+from ckpt.saver.streaming import LEAST_BYTES
 from ckptapi.bodies import ChunkBody, VerifyJob
 from ckptstore import names
-from ckptstore.commits.catalog import Checkpoint, State, latest, quarantined_attempts
+from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints, quarantined_attempts
+from ckptstore.commits.references import marks
 from ckptstore.errors import Damaged, ObjectMissing, StoreReadOnly, StoreUnavailable
 from ckptstore.format.codecs import Buffer
 from ckptstore.format.parsing import parse_sealed
@@ -232,3 +235,43 @@ def test_a_daemon_records_damage_that_it_finds_itself(tmp_path: Path) -> None:
         assert claimed.result == {"checked": 1, "corrupt": [], "num_corrupt": 0}
         assert quarantine(tmp_path) == [2]
         assert [c.state for c in client.checkpoints(RUN)] == [State.CORRUPT, State.COMMITTED]
+
+
+def damaged_by_each_shard(folder: Path) -> list[int]:
+    """For each shard, the number of checkpoints that need something of it."""
+    run = run_of(folder)
+    counts = Counter(mark.attempt for mark in marks(run))
+    return [1 + counts[checkpoint.attempt] for checkpoint in list_checkpoints(run)]
+
+
+@pytest.mark.parametrize("staging_bytes", [None, LEAST_BYTES], ids=["whole", "stream"])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_damaged_byte_costs_a_part_of_the_run(restart: bool, staging_bytes: int | None, tmp_path: Path) -> None:
+    """What many checkpoints reference is stored again, a part at a time."""
+    frozen = {f"frozen{number}": torch.randn(LEAST_BYTES // 48) for number in range(8)}
+    model = nn.ParameterDict({**frozen, "trained": torch.zeros(1000)})
+    knobs: dict[str, Any] = {"writer": "thread", "compress": "off", "staging_bytes": staging_bytes}
+    saved: list[Checkpoint] = []
+    while len(saved) < 20:
+        with Checkpointer(str(tmp_path), run=RUN, max_references=6, **knobs) as checkpointer:
+            for _ in range(2 if restart else 20):
+                model["trained"].data.add_(1)
+                saved.append(checkpointer.save(model, None, len(saved)))
+    assert max(damaged_by_each_shard(tmp_path)) <= 1 + 6
+    whole = saved[0].stored_bytes
+    later = [c.stored_bytes for c in saved[1:]]
+    assert max(later) < 0.6 * whole, "not all of it in one save"
+    assert sum(later) < 5 * whole, "nor in every save"
+    store = StoreSource(run_of(tmp_path).store)
+    assert all(verify(store, checkpoint).ok for checkpoint in list_checkpoints(run_of(tmp_path)))
+
+
+def test_what_an_old_process_stored_is_stored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its age counts, because the marks of deleted checkpoints do not."""
+    model = state_at(0)
+    saved: list[list[Checkpoint]] = []
+    for age_s in (3600.0, 0.0):
+        monkeypatch.setattr("ckpt.saver.incremental._MOST_AGE_S", age_s)
+        with Checkpointer(str(tmp_path), run=RUN, writer="thread") as checkpointer:
+            saved.append([checkpointer.save(model, None, len(saved) * 2 + step) for step in range(2)])
+    assert [[bool(c.referenced_bytes) for c in of] for of in saved] == [[False, True]] * 2

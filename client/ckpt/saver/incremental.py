@@ -21,6 +21,7 @@ from ckpt.saver.matching import (
     NOT_COMPARED,
     UNKNOWN,
     BaseCheckpoint,
+    Holder,
     Key,
     KnownChunk,
     Match,
@@ -42,13 +43,14 @@ from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Content, References, Shard
 from ckptstore.format.shards import ChunkSpan, Placed, chunk_table
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
 
 logger = logging.getLogger(__name__)
 
 _LEASE_S = 3600.0
 _COMMIT_WAIT_S = 0.5
+_MOST_AGE_S = 7 * 24 * 3600.0
 
 
 class ChunkIndex:
@@ -62,7 +64,7 @@ class ChunkIndex:
         """run_soon: runs a function in another thread. It reads the checkpoint that an earlier process committed."""
         self._run = run
         self._setup = setup
-        self.enabled, self.rank = setup.incremental, setup.rank
+        self.enabled, self.rank, self.most = setup.incremental, setup.rank, setup.max_references
         self._base: BaseCheckpoint | None = None
         self._base_number = 0
         """The number of the save that is the base; 0: an earlier process committed it."""
@@ -133,14 +135,25 @@ class ChunkIndex:
         try:
             attempt = latest(run).attempt
             content = read_receipt(run, attempt, rank).receipt.content
+            counts = Counter(mark.attempt for mark in marks(run))
             for shard in content.shards:
-                others = referenced_by(shard)
-                sizes = {other: run.store.size(run.keys.shard(other, shard.name)) for other in others}
-                self._base = base_of(attempt, content, sizes)
+                sizes = {other: run.store.size(run.keys.shard(other, shard.name)) for other in referenced_by(shard)}
+                holders = {
+                    other: Holder(size, self.most if self._is_old(other) else counts[other])
+                    for other, size in {attempt: shard.stored_bytes, **sizes}.items()
+                }
+                self._base = base_of(attempt, content, holders, self.most)
         except NoCheckpoint:
             pass
         except CkptError as error:
             logger.warning("the next save stores all chunks, because the last checkpoint cannot be read: %s", error)
+
+    def _is_old(self, attempt: Attempt) -> bool:
+        """Whether a checkpoint of an earlier process is too old to be referenced.
+
+        Marks are removed with the checkpoints that reference it, so their number alone would not grow.
+        """
+        return self._run.clock() - ulid_time(attempt.ulid) > _MOST_AGE_S
 
 
 class IncrementalSave:
@@ -165,7 +178,7 @@ class IncrementalSave:
         self.number: int = previous.number + 1 if previous else 1
         self._matches: Future[list[Match]] = Future()
         self._expected_bytes = sum(span.bytes for span in spans)
-        self._sizes: Mapping[Attempt, int] = {}
+        self._holders: Mapping[Attempt, Holder] = {}
         self._lease: str | None = None
 
     def changed(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
@@ -242,11 +255,17 @@ class IncrementalSave:
     def end(self, content: Content | None) -> None:
         """End the save. content: of the committed receipt, as base for the next save; None: not committed."""
         if content is not None and content.shards and self._index.enabled:
-            shard = content.shards[0]
-            base = next_base(self._attempt, shard, self._keys(), self._matches.result(), self._sizes)
-            self._index.set_base(base, self.number)
+            self._index.set_base(self._next_base(content.shards[0]), self.number)
         self._index.mark(self, ended=True)
         self._release()
+
+    def _next_base(self, shard: Shard) -> BaseCheckpoint:
+        others = {other: self._holders[other] for other in referenced_by(shard)}
+        counted = {other: replace(holder, references=holder.references + 1) for other, holder in others.items()}
+        holders = {self._attempt: Holder(shard.stored_bytes), **counted}
+        return next_base(
+            self._attempt, shard, self._keys(), self._matches.result(), holders, self.number, self._index.most
+        )
 
     def mark_uploaded(self) -> None:
         """The shard and the receipt of this save are durable."""
@@ -273,7 +292,11 @@ class IncrementalSave:
     def _expect(self, base: BaseCheckpoint) -> Collection[Attempt]:
         """The attempts to reference in a stream, by the chunks that are expected to be unchanged."""
         pairs = zip(self._spans, map(base.chunks.get, self._keys()), strict=True)
-        expected = [(span, known) for span, known in pairs if known is not None and known.same is not False]
+        expected = [
+            (span, known)
+            for span, known in pairs
+            if known is not None and known.same is not False and not known.used_up
+        ]
         usable = self._usable(base, (known for _, known in expected))
         unchanged = sum(span.bytes for span, known in expected if known.attempt in usable)
         self._expected_bytes -= unchanged
@@ -290,14 +313,16 @@ class IncrementalSave:
         if known is not None and known.raw_digest is None and known.sample == sample:
             # The base has no digest of its raw bytes, since it had changed before. Encoding is deterministic.
             same = replace(self._encode(raw, span), data=b"") == known.chunk
-        return Match(sample, whole, same if known is not None else None, known if same else None)
+        if known is None:
+            return Match(sample, whole, None, None)
+        return Match(sample, whole, same, known if same and not known.used_up else None)
 
     def _usable(self, base: BaseCheckpoint, unchanged: Iterable[KnownChunk]) -> Collection[Attempt]:
         """The attempts to reference. They are leased, so that from now on none of them can be deleted."""
         used: Counter[Attempt] = Counter()
         for known in unchanged:
             used[known.attempt] += known.chunk.stored
-        chosen = worthwhile(used, base.sizes, sum(span.bytes for span in self._spans))
+        chosen = worthwhile(used, base.holders, sum(span.bytes for span in self._spans))
         if not chosen:
             return ()
         try:
@@ -307,7 +332,7 @@ class IncrementalSave:
             return ()
         if self.ended:  # aborted meanwhile
             self._release()
-        self._sizes = {attempt: base.sizes[attempt] for attempt in chosen - suspect}
+        self._holders = {attempt: base.holders[attempt] for attempt in chosen - suspect}
         return () if base.attempt in suspect else chosen - suspect
 
     def _keys(self) -> Iterator[Key]:

@@ -21,6 +21,8 @@ LEAST_SHARE = 16
 """A checkpoint is referenced only if at least 1/LEAST_SHARE of its stored bytes is referenced."""
 MOST_ATTEMPTS = 16
 """The maximum number of checkpoints that one rank's shard references."""
+STEPS = 4
+"""Chunks that are stored again are spread over this number of saves."""
 UNKNOWN = bytes(DIGEST_BYTES)
 
 Key = tuple[str, Box, int, int]
@@ -40,6 +42,17 @@ class KnownChunk:
     raw_digest: bytes | None
     same: bool | None
     """Whether it was unchanged since the checkpoint before that one; None: unknown."""
+    used_up: bool = False
+    """It was referenced as often as allowed: the next save stores it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A shard file that stores chunks of the base."""
+
+    bytes: int
+    references: int = 0
+    """The number of checkpoints that reference it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +61,8 @@ class BaseCheckpoint:
 
     attempt: Attempt
     chunks: Mapping[Key, KnownChunk]
-    sizes: Mapping[Attempt, int]
-    """Stored bytes of the shard files that store these chunks, by attempt."""
+    holders: Mapping[Attempt, Holder]
+    """The shard files that store these chunks, by attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +89,7 @@ def compare(raw: memoryview, known: KnownChunk | None) -> tuple[bytes, bytes | N
     return sample, whole, known is not None and known.raw_digest == whole
 
 
-def worthwhile(used: Mapping[Attempt, int], sizes: Mapping[Attempt, int], total: int) -> set[Attempt]:
+def worthwhile(used: Mapping[Attempt, int], holders: Mapping[Attempt, Holder], total: int) -> set[Attempt]:
     """The attempts that are worth referencing. Pure.
 
     used: for each candidate, the stored bytes that would be referenced. total: the size of the new checkpoint. A
@@ -85,8 +98,9 @@ def worthwhile(used: Mapping[Attempt, int], sizes: Mapping[Attempt, int], total:
     chosen: set[Attempt] = set()
     unused = 0
     for attempt, count in sorted(used.items(), key=lambda item: (-item[1], item[0])):
-        waste = sizes[attempt] - count
-        if len(chosen) < MOST_ATTEMPTS and count * LEAST_SHARE >= sizes[attempt] and unused + waste <= total:
+        size = holders[attempt].bytes
+        waste = size - count
+        if len(chosen) < MOST_ATTEMPTS and count * LEAST_SHARE >= size and unused + waste <= total:
             chosen.add(attempt)
             unused += waste
     return chosen
@@ -100,8 +114,8 @@ def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int
         yield entry, box, begin - at, size
 
 
-def base_of(attempt: Attempt, content: Content, sizes: Mapping[Attempt, int]) -> BaseCheckpoint:
-    """The base from the receipt of a rank. sizes: of the shard files that it references. Pure."""
+def base_of(attempt: Attempt, content: Content, holders: Mapping[Attempt, Holder], most: int) -> BaseCheckpoint:
+    """The base from the receipt of a rank. holders: the shard files that store its chunks. Pure."""
     shard, entries, slices = content.shards[0], content.entries, content.slices
     found: list[tuple[str, Box, int]] = []
     stored = np.setdiff1d(np.arange(len(slices.entry)), slices.derived_rows)
@@ -112,7 +126,7 @@ def base_of(attempt: Attempt, content: Content, sizes: Mapping[Attempt, int]) ->
     found.sort(key=lambda item: item[2])
     places = Places.of(shard)
     chunks = zip(places.raw[:-1], shard.chunks.raw.tolist(), strict=True)
-    return next_base(attempt, shard, keys(found, chunks), [NOT_COMPARED] * len(shard.chunks.raw), sizes)
+    return next_base(attempt, shard, keys(found, chunks), [NOT_COMPARED] * len(shard.chunks.raw), holders, 0, most)
 
 
 def next_base(
@@ -120,14 +134,17 @@ def next_base(
     shard: Shard,
     found: Iterable[Key],
     matches: Sequence[Match],
-    sizes: Mapping[Attempt, int],
+    holders: Mapping[Attempt, Holder],
+    turn: int,
+    most: int,
 ) -> BaseCheckpoint:
     """The base for the save after a committed shard. Pure.
 
-    found, matches: the key of each chunk, and its comparison. sizes: of the shard files that the shard references.
+    found, matches: the key of each chunk, and its comparison. holders: the shard files that store its chunks. turn: the
+    number of this save. most: the maximum number of checkpoints that reference a chunk.
     """
     places, digests = Places.of(shard), shard.chunks.raw_digest
-    holders = [attempt, *referenced_by(shard)]
+    files = [attempt, *referenced_by(shard)]
     chunks = {}
     for number, (key, row, match) in enumerate(zip(found, rows_of(shard.chunks), matches, strict=True)):
         holder, offset = places.order(number)
@@ -135,8 +152,17 @@ def next_base(
         if row.codec == RAW:
             digest = bytes.fromhex(row.digest)
         raw_digest = digest if digest != UNKNOWN else None
-        chunks[key] = KnownChunk(holders[holder], offset, row, match.sample, raw_digest, match.same)
-    return BaseCheckpoint(attempt, chunks, {attempt: shard.stored_bytes, **sizes})
+        used_up = _is_used_up(holders[files[holder]].references, number * STEPS // len(matches), turn, most)
+        chunks[key] = KnownChunk(files[holder], offset, row, match.sample, raw_digest, match.same, used_up)
+    return BaseCheckpoint(attempt, chunks, holders)
+
+
+def _is_used_up(references: int, part: int, turn: int, most: int) -> bool:
+    """Whether the next save stores a chunk again. One part of a shard takes its turn per save, before all are due.
+
+    part: of the shard, 0 to STEPS - 1, that has the chunk. turn: counts saves.
+    """
+    return references >= most or (references > max(0, most - STEPS) and part == turn % STEPS)
 
 
 def referenced_by(shard: Shard) -> list[Attempt]:

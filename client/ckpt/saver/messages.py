@@ -38,6 +38,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cpu_budget: float | None = None
     """Limit on the CPU time of a saver process, as a fraction of one core; None: no limit."""
     incremental: bool = True
+    max_references: int = 32
     dedup_casts: bool = False
     encoded_bytes: int | None = None
     upload_bytes: int | None = None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.matching import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, KnownChunk, compare, keys, worthwhile
+from ckpt.saver.matching import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, Holder, KnownChunk, compare, keys, worthwhile
 from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore import names
 from ckptstore.clock import system_clock
@@ -294,7 +294,7 @@ def test_a_chunk_is_unchanged_only_if_all_of_it_is(size: int, at: float | None, 
 def test_what_stays_for_references_is_worth_it(found: dict[Attempt, tuple[int, int]], total: int) -> None:
     used = {name: count for name, (count, _) in found.items()}
     sizes = {name: count + rest for name, (count, rest) in found.items()}
-    chosen = worthwhile(used, sizes, total)
+    chosen = worthwhile(used, {name: Holder(size) for name, size in sizes.items()}, total)
     assert len(chosen) <= MOST_ATTEMPTS
     assert sum(sizes[name] - used[name] for name in chosen) <= total
     assert all(used[name] * LEAST_SHARE >= sizes[name] for name in chosen)
