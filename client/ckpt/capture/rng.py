@@ -10,7 +10,10 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Python's, numpy's and torch's global generators, and that of the current CUDA device if CUDA is in use."""
+    """Python's, numpy's and torch's global generators, and those of all CUDA devices if CUDA is in use.
+
+    A generator's state lies in host memory: reading it neither waits for a device nor makes a context on it.
+    """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         # 625 numbers, which as an array are written in a fraction of the time.
@@ -19,7 +22,8 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
+        every = [generator.get_state() for generator in torch.cuda.default_generators]
+        state |= {"cuda": every[torch.cuda.current_device()], "cuda_devices": every}
     return state
 
 
@@ -30,7 +34,12 @@ def load_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        generators = torch.cuda.default_generators
+        # Older versions kept the current device only. It may have another number now.
+        for generator, saved in zip(generators, state.get("cuda_devices", ()), strict=False):
+            generator.set_state(saved.cpu())
+        generators[torch.cuda.current_device()].set_state(state["cuda"].cpu())
 
 
 def derive_rng_state(seed: int) -> None:

@@ -93,13 +93,16 @@ class Destinations:
         self.fill(name, part_of(name, target, flat))
         return target
 
-    def decode(self, tree: JSON, path: str, device: torch.device | str = "cpu") -> Any:
-        """The value of a tree; its tensors are filled by `place`. Those saved from a GPU go to `device`."""
+    def decode(self, tree: JSON, path: str, device: torch.device | None = None) -> Any:
+        """The value of a tree; its tensors are filled by `place`.
+
+        Those saved from a GPU go to `device`; by default to the current GPU of their kind, or the CPU if there is none.
+        """
 
         def unleaf(at: str, leaf: dict[str, Any]) -> Any:
             if leaf[TAG] not in ("tensor", "array"):
                 return small_value(at, leaf)
-            where = device if "device" in leaf else "cpu"
+            where = device or _current(leaf["device"]) if "device" in leaf else "cpu"
             tensor = self.new(leaf["name"], where) if "name" in leaf else inline_tensor(at, leaf).to(where)
             return tensor.numpy() if leaf[TAG] == "array" else tensor
 
@@ -147,6 +150,13 @@ class Destinations:
                     target.copy_(host)
         self._copies.clear()
         self._hosts.clear()
+
+
+def _current(kind: str) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != kind or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _lane_of(tensor: torch.Tensor) -> torch.device | None:

@@ -150,13 +150,22 @@ def _plan_optimizers(
     plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
     if left_over := held - everything.keys():
         plan.unexpected += [f"{item}/{name}" for name in without_further_names(left_over, tied[1](), everything)]
+    on_device = [group for group in frame["groups"] if group.get("fused") or group.get("capturable")]
+    steps_on_device = {name for group in on_device for name in group["params"]}
     for optimizer, parameters in zip(optimizers, live, strict=True):
         _compare_groups(plan, item, optimizer, frame["groups"], state)
         here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
         # State without a parameter belongs to the whole optimizer.
         here |= states.keys() - held if alone else set()
         named = {
-            name: _decode_state(plan, f"{item}/state/{name}", states[name], optimizer, parameters.get(name), state)
+            name: _decode_state(
+                plan,
+                f"{item}/state/{name}",
+                states[name],
+                (optimizer, parameters.get(name)),
+                state,
+                name in steps_on_device,
+            )
             for name in states
             if name in here
         }
@@ -180,11 +189,16 @@ def _decode_state(
     plan: RestorePlan,
     path: str,
     tree: JSON,
-    optimizer: Optimizer,
-    parameter: torch.Tensor | None,
+    owner: tuple[Optimizer, torch.Tensor | None],
     train_state: TrainState,
+    step_on_device: bool,
 ) -> Any:
-    """The state of one parameter; tensors the optimizer already has are filled in place."""
+    """The state of one parameter; tensors the optimizer already has are filled in place.
+
+    step_on_device: `step` belongs on the parameter's device, where `fused` and `capturable` need it; otherwise where it
+    was saved. Optimizer.load_state_dict does the same.
+    """
+    optimizer, parameter = owner
     if parameter is None or not isinstance(tree, dict) or TAG in tree:
         return plan.destinations.decode(tree, path)
     live, flat = live_state(optimizer, parameter, train_state), train_state.parameters.flats.get(id(parameter))
@@ -195,13 +209,17 @@ def _decode_state(
         if (wrapper := _wrapper_for(leaf, target, parameter)) is not None:
             _fill(plan, f"{path}/{key}", leaf, wrapper, None)
             state[key] = wrapper
-        elif not is_entry:
+            continue
+        if not is_entry:
             state[key] = plan.destinations.decode(leaf, f"{path}/{key}", parameter.device)
-        elif isinstance(target, torch.Tensor) and (part := _same(plan, leaf["name"], target, flat)):
+            continue
+        moves = "device" in leaf or (key == "step" and step_on_device)
+        device = parameter.device if moves else torch.device("cpu")
+        fits = target if isinstance(target, torch.Tensor) and (key != "step" or target.device == device) else None
+        if fits is not None and (part := _same(plan, leaf["name"], fits, flat)):
             plan.destinations.fill(leaf["name"], part)
-            state[key] = target
+            state[key] = fits
         else:
-            device = parameter.device if "device" in leaf else "cpu"
             state[key] = plan.destinations.new_beside(leaf["name"], parameter, flat, device)
     return state
 

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ckpt.saver.segment import Segment, populate
+from ckpt.snapshot.host_memory import available_bytes
 from ckpt.snapshot.stage import Stager
 
 logger = logging.getLogger(__name__)
@@ -194,13 +194,3 @@ class Arena:
                 self._idle.remove(number)
                 self._slots.pop(number).segment.close()
                 self._listener.forget_slot(number)
-
-
-def available_bytes() -> int | None:
-    """Memory available without swapping; None if the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) << 10 if found else None

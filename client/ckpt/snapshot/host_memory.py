@@ -1,0 +1,64 @@
+"""The host memory that this process may still take: the limits of system and cgroups, shared with the local ranks.
+
+Snapshots are shared memory, which counts against the cgroup. Beyond its limit the kernel kills the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+_UNLIMITED = 1 << 60
+"""cgroup v1 reports a number like this if there is no limit."""
+_V1 = "sys/fs/cgroup/memory"
+_V2 = "sys/fs/cgroup"
+
+
+def available_bytes(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int | None:
+    """Memory that this rank can use without swapping and below the limits of its cgroups. None if nothing is known.
+
+    The ranks of a host ask at the same time, so each gets an equal part: torchrun sets LOCAL_WORLD_SIZE. root: of the
+    file system.
+    """
+    found = [free for free in (_system_free(root), *_cgroups_free(root)) if free is not None]
+    ranks = environ.get("LOCAL_WORLD_SIZE", "")
+    return min(found) // max(1, int(ranks) if ranks.isdecimal() else 1) if found else None
+
+
+def _system_free(root: Path) -> int | None:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def _cgroups_free(root: Path) -> Iterator[int | None]:
+    """The free memory of the cgroup of this process and in of those above it."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files, top = ("memory.max", "memory.current", "inactive_file"), root / _V2
+        elif "memory" in controllers.split(","):
+            files, top = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), root / _V1
+        else:
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        # In a container the path is often that of the host; then only the top exists.
+        yield from (_left(top / folder, *files) for folder in (own, *own.parents))
+
+
+def _left(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> int | None:
+    limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+    if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= _UNLIMITED:
+        return None
+    stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines())
+    cache = stat.get(reclaimable, "0").strip()
+    return max(0, int(limit) - int(usage) + (int(cache) if cache.isdecimal() else 0))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

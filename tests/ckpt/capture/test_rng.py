@@ -1,0 +1,65 @@
+"""Random state of every generator. Host generators stand for those of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckpt.capture.rng import load_rng_state, rng_state
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
+    """Three devices; the second one is current."""
+    generators = [torch.Generator() for _ in range(3)]
+    answers: dict[str, Callable[[], object]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "current_device": lambda: 1,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.cuda, "default_generators", tuple(generators))
+    return generators
+
+
+def drawn(generators: list[torch.Generator]) -> list[float]:
+    return [torch.rand(1, generator=generator).item() for generator in generators]
+
+
+def test_generators_of_all_devices_are_restored(devices: list[torch.Generator], tmp_path: Path) -> None:
+    for seed, generator in enumerate(devices):
+        generator.manual_seed(seed)
+    model = nn.Linear(2, 2)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, None, 1)
+        expected = drawn(devices)
+        drawn(devices)
+        checkpointer.restore(model)
+        assert drawn(devices) == expected
+
+
+def test_the_current_device_gets_its_state_whatever_its_number(
+    devices: list[torch.Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = rng_state()
+    expected = drawn(devices)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    load_rng_state(saved)
+    assert drawn(devices)[0] == expected[1]
+
+
+def test_a_state_of_an_older_version_sets_the_current_device(devices: list[torch.Generator]) -> None:
+    saved = rng_state()
+    del saved["cuda_devices"]
+    expected = drawn(devices)
+    after = [generator.get_state() for generator in devices]
+    load_rng_state(saved)
+    assert drawn(devices[1:2]) == expected[1:2]
+    assert torch.equal(devices[0].get_state(), after[0])

@@ -1,0 +1,62 @@
+"""How much memory snapshots may take: the least of system and cgroups, divided among the local ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ckpt.snapshot.host_memory import available_bytes
+
+GB = 1 << 30
+SYSTEM = {"proc/meminfo": f"MemTotal: {900 << 20} kB\nMemAvailable: {800 << 20} kB\n"}
+V2 = {
+    "proc/self/cgroup": "0::/kubepods/pod1\n",
+    "sys/fs/cgroup/kubepods/pod1/memory.max": f"{64 * GB}\n",
+    "sys/fs/cgroup/kubepods/pod1/memory.current": f"{40 * GB}\n",
+    "sys/fs/cgroup/kubepods/pod1/memory.stat": f"anon 1\ninactive_file {8 * GB}\nactive_file 5\n",
+    "sys/fs/cgroup/kubepods/memory.max": "max\n",
+}
+PARENT = {"sys/fs/cgroup/kubepods/memory.max": f"{48 * GB}\n", "sys/fs/cgroup/kubepods/memory.current": f"{44 * GB}\n"}
+CONTAINER = {
+    "proc/self/cgroup": "0::/kubepods/pod1\n",
+    "sys/fs/cgroup/memory.max": f"{10 * GB}\n",
+    "sys/fs/cgroup/memory.current": f"{3 * GB}\n",
+}
+V1 = {
+    "proc/self/cgroup": "5:cpu:/x\n4:hugetlb,memory:/job\n",
+    "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{20 * GB}\n",
+    "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{15 * GB}\n",
+    "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {GB}\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{500 * GB}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "expected"),
+    [
+        (SYSTEM, {}, 800 * GB),
+        (SYSTEM, {"LOCAL_WORLD_SIZE": "8"}, 100 * GB),
+        (SYSTEM | V2, {}, 32 * GB),
+        (SYSTEM | V2, {"LOCAL_WORLD_SIZE": "4"}, 8 * GB),
+        (SYSTEM | V2 | PARENT, {}, 4 * GB),
+        (SYSTEM | CONTAINER, {}, 7 * GB),
+        (SYSTEM | V1, {}, 6 * GB),
+        ({}, {"LOCAL_WORLD_SIZE": "8"}, None),
+    ],
+    ids=["system", "local-ranks", "cgroup", "cgroup-and-ranks", "parent", "container", "v1", "unknown"],
+)
+def test_available_bytes(
+    files: Mapping[str, str], environ: Mapping[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert available_bytes(tmp_path, environ) == expected
+
+
+def test_this_machine_reports_something() -> None:
+    assert available_bytes() is not None
