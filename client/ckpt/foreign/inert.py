@@ -1,20 +1,30 @@
-"""Reads pickles of plain records without running any code that they name.
+"""Reads pickles without running any code that they name, in memory and time that their size bounds.
 
-The only place that reads a pickle: the metadata of torch.distributed.checkpoint. Every name in it must be on an
-allowlist, and is replaced by an inert class that only stores its state.
+The only place that reads a pickle: files of torch.save and the metadata of torch.distributed.checkpoint. It interprets
+the instructions itself. Every name in a pickle must be on an allowlist; the only functions that are called are the
+Makers there, which check their arguments. There is no way to an attribute of anything.
 """
 
 from __future__ import annotations
 
-import pickle  # noqa: TID251
-from collections.abc import Mapping
-from pathlib import Path
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
+from ckpt.foreign.bounds import Budget
+from ckptstore.errors import CkptError, UnsupportedObject
 
 GlobalName = tuple[str, str]
 """Module and name of a global in a pickle."""
+
+_PER_INSTRUCTION = 16
+_LARGEST_KEY = 1 << 63
+
+
+class Malformed(Exception):
+    """The pickle breaks its own rules; the message says how."""
 
 
 class Record:
@@ -22,40 +32,306 @@ class Record:
 
     state: object = None
 
-    def __new__(cls, *_: object) -> Record:
-        """Arguments are ignored: the records that are read have none."""
-        return object.__new__(cls)
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):
+    def set(self, state: object) -> None:
+        """Set the fields."""
+        if not isinstance(state, dict):
+            self.state = state
+        elif all(type(key) is str for key in state):
             self.__dict__.update(state)
         else:
-            self.state = state
+            raise Malformed("a field without a name")
 
 
-def read_records(path: Path, records: frozenset[GlobalName], plain: Mapping[GlobalName, Any]) -> Any:
-    """Load a pickle, with Records for objects of the classes `records`, and the values of `plain` for its names.
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A function that a pickle may call. It must check its arguments, and spend a Budget if it copies them."""
 
-    Raises UnsupportedObject for any other name, CorruptObject if the pickle is damaged or truncated.
+    make: Callable[..., Any]
+
+
+def record_maker(name: str) -> Maker:
+    """Makes Records of a class of this name; their arguments are ignored."""
+    kind = type(name, (Record,), {})
+    return Maker(lambda *_: kind())
+
+
+def ordered_dict(*args: Any) -> OrderedDict[Any, Any]:
+    """An empty one: its items follow."""
+    if args:
+        raise Malformed("an OrderedDict with arguments")
+    return OrderedDict()
+
+
+def text(*args: Any) -> str:
+    """The only argument."""
+    if len(args) == 1 and type(args[0]) is str:
+        return args[0]
+    raise Malformed("a text was expected")
+
+
+def number(*args: Any) -> int:
+    """The only argument."""
+    if len(args) == 1 and type(args[0]) is int:
+        return args[0]
+    raise Malformed("a number was expected")
+
+
+def read_pickle(
+    data: bytes,
+    what: str,
+    names: Mapping[GlobalName, Any],
+    budget: Budget,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The object in a pickle. names: the globals that it may name. persistent: resolves references to other records.
+
+    Raises UnsupportedObject for any other name and if the budget is exceeded, Malformed if the pickle is damaged.
     """
-    made: dict[GlobalName, type[Record]] = {}
+    budget.grant(len(data))
+    return _Reader(data, what, names, budget, persistent).read()
 
-    class Inert(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            """Raises UnsupportedObject for names that are not on the allowlist."""
-            if (module, name) in plain:
-                return plain[module, name]
-            if (module, name) not in records:
-                raise UnsupportedObject(
-                    f"{path} names {module}.{name}, which importing without executing code refuses",
-                    "Load it where it was written and save plain tensors and numbers",
-                )
-            return made.setdefault((module, name), type(name, (Record,), {}))
 
-    try:
-        with open(path, "rb") as file:
-            return Inert(file).load()
-    except (CkptError, OSError):
-        raise
-    except Exception as error:  # a malformed pickle makes the unpickler raise almost anything
-        raise CorruptObject(f"{path} cannot be read: {type(error).__name__}: {error}", "Copy it again") from error
+class _Reader:
+    """The state of one read: a stack of objects, the stacks below its marks, and the memo."""
+
+    def __init__(
+        self,
+        data: bytes,
+        what: str,
+        names: Mapping[GlobalName, Any],
+        budget: Budget,
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self._data = data
+        self._what = what
+        self._names = names
+        self._budget = budget
+        self._persistent = persistent
+        self._at = 0
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def read(self) -> Any:
+        try:
+            for count in range(self._budget.left // _PER_INSTRUCTION):
+                code = self._data[self._at]
+                self._at += 1
+                if code == _STOP:
+                    self._budget.spend(_PER_INSTRUCTION * count)
+                    return self._stack.pop()
+                _INSTRUCTIONS[code](self)
+        except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
+            raise Malformed(f"the instruction before byte {self._at} is invalid: {error!r}") from error
+        raise self._budget.exceeded()
+
+    # Reading arguments.
+
+    def take(self, count: int) -> bytes:
+        data = self._data[self._at : self._at + count]
+        if len(data) < count:
+            raise Malformed("it is truncated")
+        self._at += count
+        return data
+
+    def skip(self, count: int) -> None:
+        self.take(count)
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack(kind, self.take(struct.calcsize(kind)))[0]
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at)
+        if end < 0:
+            raise Malformed("it is truncated")
+        line = self._data[self._at : end]
+        self._at = end + 1
+        return line.decode()
+
+    def unmark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        return items
+
+    # Instructions.
+
+    def mark(self) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def pop(self) -> None:
+        self._stack.pop()
+
+    def put(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    def memoize(self) -> None:
+        self.put(len(self._memo))
+
+    def get(self, index: int) -> None:
+        self._stack.append(self._memo[index])
+
+    def tuple_of(self, count: int) -> None:
+        items = self._stack[-count:]
+        if len(items) < count:
+            raise Malformed("a tuple lacks items")
+        self._stack[-count:] = [tuple(items)]
+
+    def append(self) -> None:
+        self._extend([self._stack.pop()])
+
+    def appends(self) -> None:
+        self._extend(self.unmark())
+
+    def _extend(self, items: list[Any]) -> None:
+        if type(self._stack[-1]) is not list:
+            raise Malformed("items are added to something else than a list")
+        self._stack[-1].extend(items)
+
+    def set_item(self) -> None:
+        value = self._stack.pop()
+        self._update([self._stack.pop(), value])
+
+    def set_items(self) -> None:
+        self._update(self.unmark())
+
+    def _update(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) not in (dict, OrderedDict) or len(items) % 2:
+            raise Malformed("items are set in something else than a dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            check_key(key, self._budget)
+            target[key] = value
+
+    def named(self) -> None:
+        self._name(self._line(), self._line())
+
+    def named_on_stack(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self._name(module, name)
+
+    def _name(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise Malformed("a name is not text")
+        known = (_MODULES.get(module, module), name)
+        if known not in self._names:
+            raise UnsupportedObject(
+                f"{self._what} names {'.'.join(known)}, which importing without executing code refuses",
+                "Load it where it was written, keep only tensors, numbers, strings, lists and dicts, and save that",
+            )
+        self._stack.append(self._names[known])
+
+    def call(self) -> None:
+        args, maker = self._stack.pop(), self._stack.pop()
+        if type(maker) is not Maker or type(args) is not tuple:
+            raise Malformed("a call of something that cannot be called")
+        try:
+            self._stack.append(maker.make(*args))
+        except CkptError:
+            raise
+        except TypeError as error:  # another number of arguments
+            raise Malformed(str(error)) from error
+
+    def build(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if isinstance(target, Record):
+            target.set(state)
+        elif type(target) is not OrderedDict:  # its attributes, such as the _metadata of a state dict, are left out
+            raise Malformed("a state of something that has none")
+
+    def resolve(self) -> None:
+        if self._persistent is None:
+            raise Malformed("it refers to another file")
+        self._stack.append(self._persistent(self._stack.pop()))
+
+
+def check_key(key: Any, budget: Budget) -> None:
+    """Raises Malformed if `key` cannot be a key. Otherwise the time to hash it is spent.
+
+    A tuple is hashed whole each time, however its items are shared. Large integers with equal hashes are easy to find.
+    """
+    todo = [key]
+    while todo:
+        item = todo.pop()
+        if type(item) is tuple:
+            budget.spend(_PER_INSTRUCTION * (1 + len(item)))
+            todo += item
+        elif type(item) is int and not -_LARGEST_KEY < item < _LARGEST_KEY:
+            raise Malformed("a key is a very large integer")
+        elif type(item).__hash__ is None:
+            raise Malformed("a key cannot be hashed")
+
+
+def _pushes(kind: str) -> Callable[[_Reader], None]:
+    return lambda reader: reader.push(reader.number(kind))
+
+
+def _pushes_sized(kind: str, convert: Callable[[bytes], Any]) -> Callable[[_Reader], None]:
+    return lambda reader: reader.push(convert(reader.take(_not_negative(reader.number(kind)))))
+
+
+def _not_negative(size: int) -> int:
+    if size < 0:
+        raise Malformed("a negative size")
+    return size
+
+
+def _long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+_MODULES = {"__builtin__": "builtins"}  # by its name in Python 2, and so in protocol 2
+_STOP = ord(".")
+_INSTRUCTIONS: dict[int, Callable[[_Reader], None]] = {
+    0x80: lambda reader: reader.skip(1),  # PROTO
+    0x95: lambda reader: reader.skip(8),  # FRAME
+    ord("("): _Reader.mark,
+    ord("0"): lambda reader: reader.pop(),
+    ord("N"): lambda reader: reader.push(None),
+    0x88: lambda reader: reader.push(True),
+    0x89: lambda reader: reader.push(False),
+    ord("J"): _pushes("<i"),
+    ord("K"): _pushes("<B"),
+    ord("M"): _pushes("<H"),
+    ord("G"): _pushes(">d"),
+    0x8A: _pushes_sized("<B", _long),
+    0x8B: _pushes_sized("<i", _long),
+    0x8C: _pushes_sized("<B", _text),
+    ord("X"): _pushes_sized("<I", _text),
+    0x8D: _pushes_sized("<Q", _text),
+    ord("U"): _pushes_sized("<B", _text),
+    ord("T"): _pushes_sized("<i", _text),
+    ord("C"): _pushes_sized("<B", bytes),
+    ord("B"): _pushes_sized("<I", bytes),
+    0x8E: _pushes_sized("<Q", bytes),
+    ord("]"): lambda reader: reader.push([]),
+    ord("a"): _Reader.append,
+    ord("e"): _Reader.appends,
+    ord("}"): lambda reader: reader.push({}),
+    ord("s"): _Reader.set_item,
+    ord("u"): _Reader.set_items,
+    ord(")"): lambda reader: reader.push(()),
+    ord("t"): lambda reader: reader.push(tuple(reader.unmark())),
+    0x85: lambda reader: reader.tuple_of(1),
+    0x86: lambda reader: reader.tuple_of(2),
+    0x87: lambda reader: reader.tuple_of(3),
+    ord("c"): _Reader.named,
+    0x93: _Reader.named_on_stack,
+    ord("R"): _Reader.call,
+    0x81: _Reader.call,  # NEWOBJ
+    ord("b"): _Reader.build,
+    ord("Q"): _Reader.resolve,
+    ord("q"): lambda reader: reader.put(reader.number("<B")),
+    ord("r"): lambda reader: reader.put(reader.number("<I")),
+    0x94: _Reader.memoize,
+    ord("h"): lambda reader: reader.get(reader.number("<B")),
+    ord("j"): lambda reader: reader.get(reader.number("<I")),
+}
+"""What torch and protocols 2 to 4 use, by opcode."""

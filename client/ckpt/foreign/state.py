@@ -11,9 +11,10 @@ import torch
 from ckpt.capture.modules import canonical
 from ckpt.capture.train_state import MODEL, OPTIMIZER
 from ckpt.dtypes import NAMES
+from ckpt.foreign.bounds import Budget
 from ckpt.foreign.parts import ForeignSlice, ForeignState, Read
-from ckpt.foreign.strided import tensor_read
-from ckptstore.errors import InvalidRequest, UnsupportedObject
+from ckpt.foreign.strided import NotDense, StridedTensor
+from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
@@ -58,8 +59,10 @@ class _Builder:
             slices = [(Slice(name, dtype, value.shape, box), read) for box, read in value.pieces]
             self.foreign.parts += [ForeignSlice(piece, read) for piece, read in slices]
             return {TAG: "tensor", "name": name}
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, StridedTensor):
             return {TAG: "tensor", "name": self._tensor(path, value)}
+        if isinstance(value, NotDense):
+            raise UnsupportedObject(f"tensor at {path!r} of {self.path} is not dense", "Save dense tensors")
         if type(value) is torch.Size:
             return {TAG: "size", "v": list(value)}
         if type(value) is torch.dtype:
@@ -68,25 +71,24 @@ class _Builder:
             return {TAG: "device", "v": str(value)}
         raise unsupported(path, value)
 
-    def _tensor(self, path: str, tensor: torch.Tensor) -> str:
+    def _tensor(self, path: str, tensor: StridedTensor) -> str:
         dtype = self._dtype(path, tensor.dtype)
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise UnsupportedObject(f"tensor at {path!r} of {self.path} is not dense", "Save dense tensors")
-        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        if tensor.nbytes > len(tensor.storage.memory):
             # Otherwise a file of a few bytes could expand to any size.
             raise UnsupportedObject(
                 f"tensor at {path!r} of {self.path} is larger than its storage", "Save its .contiguous()"
             )
-        key = (tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        key = (*tensor.place, dtype, tensor.shape, tensor.strides, tensor.conjugated, tensor.negated)
         known = self._seen.get(key)
         name = self._fresh(path)
-        if known is not None and tensor.numel():
+        if known is not None and tensor.nbytes:
             self.foreign.aliases[name] = known
             return known
         self._seen[key] = name
-        self.foreign.parts.append(
-            ForeignSlice(Slice.whole(name, dtype, tuple(tensor.shape)), tensor_read(tensor.detach()))
-        )
+        try:
+            self.foreign.parts.append(ForeignSlice(Slice.whole(name, dtype, tensor.shape), tensor.reader()))
+        except ValueError as error:
+            raise CorruptObject(f"tensor at {path!r} of {self.path} is damaged: {error}", "Copy it again") from error
         return name
 
     def _dtype(self, path: str, dtype: torch.dtype) -> str:
@@ -104,11 +106,13 @@ class _Builder:
         return name
 
 
-def to_foreign(state: Any, item: str, path: str) -> ForeignState:
+def to_foreign(state: Any, item: str, path: str, budget: Budget) -> ForeignState:
     """Convert a state to parts and trees. `item` names it unless it is a dict of items.
 
+    budget: what the file was read with; the state is counted as it is stored, with nothing shared.
     Raises InvalidRequest if it is empty, UnsupportedObject for objects that cannot be stored.
     """
+    budget.spend_on(state)
     items = _items(state, item)
     builder = _Builder(path)
     if isinstance(items.get(MODEL), Mapping):
@@ -126,7 +130,7 @@ def _items(state: Any, item: str) -> dict[str, Any]:
     """The items of a state: a dict without tensors at the top level is a dict of items; other states are one item."""
     if not isinstance(state, dict) or not all(type(key) is str for key in state):
         return {item: state}
-    if any(isinstance(value, torch.Tensor | Scattered) for value in state.values()):
+    if any(isinstance(value, StridedTensor | Scattered | NotDense) for value in state.values()):
         return {item: dict(state)}
     names = [_RENAMED.get(str(key), str(key)) for key in state]
     if len(set(names)) < len(names):
@@ -227,14 +231,14 @@ def _names_of(groups: list[dict[str, Any]], state: dict[Any, Any], model: Any) -
 def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter, in the module's order, without well-known buffers and integers; tied ones once."""
     found: dict[str, tuple[int, ...]] = {}
-    seen: set[int] = set()
+    seen: set[object] = set()
     for name, value in model.items():
-        if not isinstance(value, torch.Tensor | Scattered) or not value.dtype.is_floating_point:
+        if not isinstance(value, StridedTensor | Scattered) or not value.dtype.is_floating_point:
             continue
-        if name.rpartition(".")[2] in _BUFFERS or (isinstance(value, torch.Tensor) and value.data_ptr() in seen):
+        if name.rpartition(".")[2] in _BUFFERS or (isinstance(value, StridedTensor) and value.place in seen):
             continue
-        if isinstance(value, torch.Tensor) and value.numel():
-            seen.add(value.data_ptr())
+        if isinstance(value, StridedTensor) and value.nbytes:
+            seen.add(value.place)
         found[name] = tuple(value.shape)
     return found
 
@@ -242,5 +246,5 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _fits(state: Any, shape: tuple[int, ...]) -> bool:
     """Whether the state of one parameter has the parameter's shape; scalars always fit."""
     tensors: Iterable[Any] = state.values() if isinstance(state, dict) else ()
-    shapes = {tuple(t.shape) for t in tensors if isinstance(t, torch.Tensor | Scattered)}
+    shapes = {tuple(t.shape) for t in tensors if isinstance(t, StridedTensor | Scattered)}
     return shapes <= {shape, ()}

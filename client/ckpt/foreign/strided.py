@@ -1,8 +1,10 @@
-"""Reads tensors in mapped files piece by piece."""
+"""Tensors in mapped files, read piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -11,13 +13,68 @@ from ckpt.foreign.parts import Read
 from ckptstore.format import boxes
 
 
-def tensor_read(tensor: torch.Tensor) -> Read:
-    """Reads the elements of a tensor in host memory."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    memory = storage.numpy().data.toreadonly() if storage.numel() else memoryview(b"")
-    return strided_read(memory, tensor.element_size(), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """The memory of one or several tensors in a file."""
+
+    memory: memoryview
+    dtype: torch.dtype = torch.uint8
+    swapped: bool = False
+    """Its numbers are big-endian."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StridedTensor:
+    """A tensor in a file. Strides and offset are in elements, and are not checked before `reader` is called."""
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+    conjugated: bool = False
+    negated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def place(self) -> tuple[Storage, int]:
+        """Where its first element is."""
+        return self.storage, self.offset * self.dtype.itemsize
+
+    def reader(self) -> Read:
+        """Reads the elements, row-major and little-endian. ValueError if some are outside the storage."""
+        read = strided_read(self.storage.memory, self.dtype.itemsize, self.shape, self.strides, self.offset)
+        if not (self.storage.swapped or self.conjugated or self.negated):
+            return read
+
+        def read_resolved(start: int, buffer: memoryview) -> None:
+            read(start, buffer)
+            self._resolve(buffer)
+
+        return read_resolved
+
+    def _resolve(self, buffer: memoryview) -> None:
+        """Apply byte order and signs to whole elements."""
+        size = self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
+        numbers = np.frombuffer(buffer, f"<u{size}")
+        if self.storage.swapped:
+            numbers.byteswap(inplace=True)
+        sign = numbers.dtype.type(1 << (8 * size - 1))
+        if self.conjugated:
+            numbers[1::2] ^= sign
+        if self.negated:
+            numbers ^= sign
+
+
+class NotDense:
+    """A tensor that is sparse, quantized, without memory, or of a class of its own."""
+
+    def __init__(self, *_: object) -> None:
+        """Nothing about it is kept."""
 
 
 def strided_read(memory: memoryview, item: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> Read:

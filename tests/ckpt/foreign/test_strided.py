@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.foreign.strided import strided_read, tensor_read
+from ckpt.foreign.strided import Storage, StridedTensor, strided_read
 
 
 @pytest.mark.parametrize(
@@ -39,5 +39,23 @@ def test_any_view_reads_like_its_contiguous_copy(shape: list[int], data: st.Data
     low = data.draw(st.integers(0, view.numel() - 1)) * 4
     high = data.draw(st.integers(low // 4 + 1, view.numel())) * 4
     buffer = bytearray(high - low)
-    tensor_read(view)(low, memoryview(buffer))
+    storage = Storage(memoryview(base.numpy().tobytes()))
+    tensor = StridedTensor(storage, view.dtype, view.shape, view.stride(), int(view.storage_offset()))
+    tensor.reader()(low, memoryview(buffer))
     assert bytes(buffer) == expected[low:high]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bfloat16, torch.float64, torch.complex64, torch.uint8])
+def test_big_endian_numbers_and_signs_are_resolved(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 7).to(dtype) * (1 + 2j if dtype.is_complex else 1)
+    size = dtype.itemsize // (2 if dtype.is_complex else 1)
+    little = bytes(tensor.view(torch.uint8).numpy())
+    big = b"".join(little[i : i + size][::-1] for i in range(0, len(little), size))
+    signed = dtype.is_complex or dtype.is_floating_point
+    found = StridedTensor(
+        Storage(memoryview(big), swapped=True), dtype, (6,), (1,), conjugated=dtype.is_complex, negated=signed
+    )
+    buffer = bytearray(len(little))
+    found.reader()(0, memoryview(buffer))
+    expected = (-tensor).conj().resolve_conj() if signed else tensor
+    assert bytes(buffer) == bytes(expected.contiguous().view(torch.uint8).numpy())

@@ -1,0 +1,262 @@
+"""Reads what torch.save wrote: a zip archive with one pickle, and one record per storage.
+
+Records are never compressed, lie inside the file, and do not overlap, so an archive needs no more memory than its file
+has bytes. Tensors are described, and read later. docs/decisions/0009 has the reasons.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.dtypes import BY_NAME
+from ckpt.foreign.bounds import Budget
+from ckpt.foreign.inert import (
+    GlobalName,
+    Maker,
+    Malformed,
+    check_key,
+    ordered_dict,
+    read_pickle,
+    record_maker,
+    text,
+)
+from ckpt.foreign.strided import NotDense, Storage, StridedTensor
+from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
+
+ZIP = b"PK\x03\x04"
+_PICKLE = "/data.pkl"
+_REMEDY = "Copy it again"
+_LARGEST = 1 << 62
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64, "QInt32Storage": torch.qint32,
+    "QInt8Storage": torch.qint8, "QUInt8Storage": torch.quint8, "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+}  # fmt: skip
+_SCHEMES = ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
+            "per_channel_affine_float_qparams")  # fmt: skip
+_ODD_TENSORS = ("sparse_tensor", "qtensor", "meta_tensor_no_storage", "nested_tensor", "wrapper_subclass",
+                "device_tensor_from_numpy", "device_tensor_from_cpu_tensor")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageType:
+    dtype: torch.dtype
+
+
+def read_archive(memory: memoryview, what: str, budget: Budget) -> Any:
+    """The object in an archive, with a StridedTensor for each tensor.
+
+    Raises UnsupportedObject for objects that need code to be executed, for compressed records and if the budget is
+    exceeded; CorruptObject for a damaged or truncated archive.
+    """
+    if bytes(memory[: len(ZIP)]) != ZIP:
+        raise CorruptObject(
+            f"{what} is not a file of torch.save",
+            "Copy it again. Load and save it again if it was written before torch 1.6",
+        )
+    try:
+        with zipfile.ZipFile(_Window(memory)) as archive:
+            return _Archive(memory, what, budget, archive).read()
+    except CkptError:
+        raise
+    except Exception as error:  # zipfile raises almost anything for a damaged file
+        raise CorruptObject(f"{what} cannot be read: {error or type(error).__name__}", _REMEDY) from error
+
+
+@dataclass(slots=True)
+class _Archive:
+    memory: memoryview
+    what: str
+    budget: Budget
+    archive: zipfile.ZipFile
+    prefix: str = ""
+    swapped: bool = False
+    records: dict[str, zipfile.ZipInfo] = field(default_factory=dict)
+    storages: dict[str, Storage] = field(default_factory=dict)
+
+    def read(self) -> Any:
+        infos = self.archive.infolist()
+        self._check(infos)
+        self.records = {info.filename: info for info in infos}
+        (pickle,) = (info for info in infos if info.filename.endswith(_PICKLE) and info.filename.count("/") == 1)
+        self.prefix = pickle.filename.removesuffix(_PICKLE)
+        self.swapped = bytes(self._record("byteorder", optional=True)) == b"big"
+        self.budget.grant(pickle.file_size)
+        data = self.archive.read(pickle)  # checks its checksum
+        return read_pickle(data, self.what, self._names(), self.budget, self._storage)
+
+    def _check(self, infos: list[zipfile.ZipInfo]) -> None:
+        packed = next((info for info in infos if info.compress_type != zipfile.ZIP_STORED), None)
+        if packed is not None:
+            raise UnsupportedObject(
+                f"{self.what} is compressed ({packed.filename}), which torch.save never does",
+                "Unpack it and pack it again without compression, or load it where it was written and save it again",
+            )
+        if sum(info.file_size for info in infos) > len(self.memory):
+            raise Malformed("its records overlap")
+        if any(count > 1 for count in Counter(info.filename for info in infos).values()):
+            raise Malformed("it has two records of one name")
+
+    def _record(self, name: str, optional: bool = False) -> memoryview:
+        info = self.records.get(f"{self.prefix}/{name}")
+        if info is None and optional:
+            return memoryview(b"")
+        if info is None:
+            raise Malformed(f"it has no record {name!r}")
+        header = self.memory[info.header_offset :][: zipfile.sizeFileHeader]  # type: ignore[attr-defined]
+        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        begin = info.header_offset + len(header) + lengths
+        found = self.memory[begin : begin + info.file_size]
+        if bytes(header[: len(ZIP)]) != ZIP or len(found) < info.file_size:
+            raise Malformed(f"the record {name!r} is truncated")
+        return found
+
+    def _storage(self, id: Any) -> Storage:
+        match id:
+            case ("storage", _StorageType(dtype), str(key), str(), int(numel)) if 0 <= numel < _LARGEST:
+                pass
+            case _:
+                raise Malformed("a storage is malformed")
+        if key not in self.storages:
+            self.storages[key] = Storage(self._record(f"data/{key}"), dtype, self.swapped)
+        found = self.storages[key]
+        if found.dtype is not dtype or len(found.memory) < numel * dtype.itemsize:
+            raise Malformed(f"the storage {key!r} is shorter than its record says")
+        return found
+
+    def _names(self) -> dict[GlobalName, Any]:
+        rebuild: dict[str, Callable[..., Any]] = {
+            "_rebuild_tensor": self._tensor,
+            "_rebuild_tensor_v2": self._tensor,
+            "_rebuild_tensor_v3": self._tensor_of_type,
+            "_rebuild_parameter": _parameter,
+            "_rebuild_parameter_with_state": _parameter,
+            **{f"_rebuild_{name}": NotDense for name in _ODD_TENSORS},
+        }
+        return {
+            **{("torch._utils", name): Maker(make) for name, make in rebuild.items()},
+            **{("torch", name): dtype for name, dtype in BY_NAME.items()},
+            **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
+            **{("torch", name): name for name in _SCHEMES},
+            ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
+            ("torch._tensor", "_rebuild_from_type_v2"): Maker(_rebuild),
+            ("torch", "Tensor"): record_maker("Tensor"),
+            ("torch.nn.parameter", "Parameter"): record_maker("Parameter"),
+            ("torch", "Size"): Maker(size),
+            ("torch", "device"): Maker(_device),
+            ("torch.serialization", "_get_layout"): Maker(text),
+            ("collections", "OrderedDict"): Maker(ordered_dict),
+            ("collections", "Counter"): Maker(self._counter),
+            ("builtins", "set"): Maker(self._set),
+            ("builtins", "complex"): Maker(_complex),
+            ("_codecs", "encode"): Maker(self._bytes),
+        }
+
+    def _tensor(
+        self, storage: Any, offset: Any, sizes: Any, strides: Any, _: Any = None, __: Any = None, signs: Any = None
+    ) -> StridedTensor:
+        return self._tensor_of_type(storage, offset, sizes, strides, None, None, getattr(storage, "dtype", None), signs)
+
+    def _tensor_of_type(
+        self, storage: Any, offset: Any, sizes: Any, strides: Any, _: Any, __: Any, dtype: Any, signs: Any = None
+    ) -> StridedTensor:
+        shape, steps = size(sizes), size(strides)
+        signs = signs or {}
+        if type(storage) is not Storage or type(dtype) is not torch.dtype or type(signs) is not dict:
+            raise Malformed("a tensor is malformed")
+        if len(shape) != len(steps) or not size((offset,)):
+            raise Malformed("a tensor is malformed")
+        conjugated, negated = signs.get("conj") is True, signs.get("neg") is True
+        if (conjugated and not dtype.is_complex) or (negated and not (dtype.is_complex or dtype.is_floating_point)):
+            raise Malformed("a tensor of integers has a sign of its own")
+        return StridedTensor(storage, dtype, shape, steps, offset, conjugated, negated)
+
+    def _counter(self, items: Any = None) -> Counter[Any]:
+        if type(items) not in (dict, type(None)):
+            raise Malformed("a Counter is malformed")
+        self.budget.spend(64 + 64 * len(items or ()))
+        return Counter(items)
+
+    def _set(self, items: Any = ()) -> set[Any]:
+        if type(items) not in (list, tuple):
+            raise Malformed("a set is malformed")
+        self.budget.spend(256 + 64 * len(items))
+        for item in items:
+            check_key(item, self.budget)
+        return set(items)
+
+    def _bytes(self, value: Any, codec: Any = None) -> bytes:
+        if type(value) is not str or codec not in ("latin1", "latin-1"):
+            raise Malformed("bytes are malformed")
+        self.budget.spend(64 + len(value))
+        return value.encode("latin-1")
+
+
+def _parameter(tensor: Any, *_: Any) -> Any:
+    return tensor
+
+
+def _rebuild(maker: Any, _: Any, args: Any, __: Any) -> Any:
+    """A tensor with attributes, which are left out."""
+    if type(maker) is not Maker or type(args) is not tuple:
+        raise Malformed("a tensor is malformed")
+    return maker.make(*args)
+
+
+def size(sizes: Any = ()) -> torch.Size:
+    """A size of at most 64 dimensions."""
+    if type(sizes) not in (tuple, list, torch.Size) or not all(type(n) is int and 0 <= n < _LARGEST for n in sizes):
+        raise Malformed("a size is malformed")
+    if len(sizes) > 64:
+        raise Malformed("a size has more than 64 dimensions")
+    return torch.Size(sizes)
+
+
+def _device(kind: Any, index: Any = None) -> torch.device:
+    if type(kind) is not str or type(index) not in (int, type(None)):
+        raise Malformed("a device is malformed")
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise Malformed("a complex number is malformed")
+    return complex(real, imaginary)
+
+
+class _Window(io.RawIOBase):
+    """Memory as a file object that can be read, without a copy."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._memory)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._memory[self._at : self._at + len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
