@@ -106,6 +106,7 @@ def read_dcp(path: Path, item: str) -> ForeignState:
     """
     try:
         budget = Budget(str(path), _MOST)
+        budget.grant((path / METADATA).stat().st_size)
         read = read_pickle((path / METADATA).read_bytes(), str(path / METADATA), _NAMES, budget)
         budget.spend_on(read)
         metadata = _convert(read, _Metadata)

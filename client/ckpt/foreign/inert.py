@@ -85,9 +85,9 @@ def read_pickle(
 ) -> Any:
     """The object in a pickle. names: the globals that it may name. persistent: resolves references to other records.
 
-    Raises UnsupportedObject for any other name and if the budget is exceeded, Malformed if the pickle is damaged.
+    The caller has granted the budget the size of the data, before reading it. Raises UnsupportedObject for any other
+    name and if the budget is exceeded, Malformed if the pickle is damaged.
     """
-    budget.grant(len(data))
     return _Reader(data, what, names, budget, persistent).read()
 
 

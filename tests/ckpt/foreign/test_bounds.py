@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import _get_layout
 
 from ckpt.foreign.bounds import Budget
+from ckpt.foreign.dcp_folder import read_dcp
 from ckpt.foreign.inert import Malformed, read_pickle
 from ckptstore.errors import UnsupportedObject
 
@@ -191,12 +192,24 @@ def test_compressed_records_are_refused_before_they_are_unpacked(found: Found, n
 
 
 def test_a_budget_grows_with_the_file_up_to_a_limit() -> None:
-    few = b"\x80\x02(" + b"}" * 60_000 + b"t."
-    assert len(read_pickle(few, "x", {}, Budget("x", 1 << 21))) == 60_000
+    data = b"\x80\x02(" + b"}" * 100_000 + b"t."
+    budget = Budget("x", 1 << 21)
     with pytest.raises(UnsupportedObject, match="too many objects"):
-        read_pickle(b"\x80\x02(" + b"}" * 200_000 + b"t.", "x", {}, Budget("x", 1 << 21))
+        read_pickle(data, "x", {}, budget)
+    budget = Budget("x", 1 << 21)
+    budget.grant(len(data))
+    assert len(read_pickle(data, "x", {}, budget)) == 100_000
+    with pytest.raises(UnsupportedObject, match="too many objects"):
+        read_pickle(data, "x", {}, budget)
     with pytest.raises(UnsupportedObject, match="limit is 100"):
-        read_pickle(few, "x", {}, Budget("x", 100))
+        Budget("x", 100).grant(101)
+
+
+def test_metadata_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / ".metadata", "wb") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(UnsupportedObject, match="limit is"):
+        read_dcp(tmp_path, "model")
 
 
 @pytest.mark.parametrize(
