@@ -99,7 +99,8 @@ def _unit(path: str, tensor: torch.Tensor, flat: Flat | None, trusted: bool, buf
 def _sample(part: TensorPart, inner: Sequence[Unit]) -> str:
     if inner:
         return " ".join(unit.sample for unit in inner)
-    values = part.pieces[0].tensor.reshape(-1)[:_SAMPLE].cpu().contiguous()
+    # A copy: torch refuses to resize a storage once numpy has seen its memory.
+    values = part.pieces[0].tensor.reshape(-1)[:_SAMPLE].clone().cpu()
     return xxhash.xxh3_64_hexdigest(tensor_bytes(values))
 
 
