@@ -144,7 +144,7 @@ def _services(core: _Core, cache: BlockCache) -> Services:
     objects = Objects(store, core.catalog, cache)
     leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
     pruning = core.pruning(store)
-    handlers = JobHandlers(store, core.store_sync, clock, core.settings.orphan_grace_seconds)
+    handlers = JobHandlers(store, core.store_sync, clock, core.settings.orphan_grace_seconds, objects.forget)
     return Services(
         catalog=core.catalog,
         contents=Contents(core.catalog, objects),

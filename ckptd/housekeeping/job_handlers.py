@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from ckptapi.bodies import ChunkBody, CollectJob, VerifyJob
+from ckptapi.bodies import ChunkBody, CollectJob, HealJob, VerifyJob
 from ckptd.services.jobs import JobHandler, JobProgress
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
@@ -31,34 +31,57 @@ class JobHandlers:
         store_sync: StoreSync,
         clock: Clock,
         orphan_grace_s: float,
+        forget: Callable[[str], None],
     ) -> None:
+        """forget: called with the key of an object that was written again, whose cached bytes are obsolete."""
         self._store = store
         self._store_sync = store_sync
         self._clock = clock
         self._orphan_grace_s = orphan_grace_s
+        self._forget = forget
 
     def by_kind(self) -> Mapping[type, JobHandler]:
         """The handlers by the type of their request."""
         return {
             VerifyJob: self.verify,
+            HealJob: self.heal,
             CollectJob: self.collect,
         }
 
     def verify(self, request: VerifyJob, progress: JobProgress) -> dict[str, Any]:
         """Read checkpoints completely, from the store; damaged ones are marked corrupt."""
-        chosen = self._chosen(request)
-        if request.chunks is not None:
-            return self._confirm(chosen[0], request.chunks, progress)
+        if request.chunks is None:
+            chosen = [c for c in self._chosen(request) if request.checkpoint or c.state is not State.CORRUPT]
+            result, _ = self._scrub(chosen, progress, None)
+            return result
+        if request.checkpoint is None:
+            raise InvalidRequest("chunks are given without a checkpoint", "Name the checkpoint")
+        return self._confirm(self._chosen(request)[0], request.chunks, progress)
+
+    def heal(self, request: HealJob, progress: JobProgress) -> dict[str, Any]:
+        """As verify, and write damaged objects again from other checkpoints of the run."""
+        result, healed = self._scrub(self._chosen(request), progress, ())
+        return {**result, "healed": healed[:100], "num_healed": len(healed)}
+
+    def _scrub(
+        self, chosen: list[Checkpoint], progress: JobProgress, heal_from: Sequence[Store] | None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The result of the job, and the keys of healed objects."""
         progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
         corrupt: list[str] = []
+        healed: list[str] = []
         num_checked = 0
-        for found in scrub(self._store, chosen, progress.by, self._clock, progress.advance):
+        for found in scrub(self._store, chosen, progress.by, self._clock, progress.advance, heal_from=heal_from):
             num_checked += 1
+            for key in found.healed:
+                self._forget(key)
+                progress.log(f"healed {key}")
+            healed += found.healed
             progress.log(f"{found.checkpoint.id} {'ok' if found.ok else '; '.join(found.problems[:5])}")
             if not found.ok:
                 corrupt.append(found.checkpoint.id)
             self._store_sync.sync_run(found.checkpoint.run)
-        return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}
+        return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}, healed
 
     def _confirm(self, checkpoint: Checkpoint, chunks: list[ChunkBody], progress: JobProgress) -> dict[str, Any]:
         run = Run(self._store, checkpoint.run, self._clock, progress.by)
@@ -82,16 +105,12 @@ class JobHandlers:
             progress.advance(1)
         return {"runs": msgspec.to_builtins(reports), "freed_bytes": sum(report.freed_bytes for report in reports)}
 
-    def _chosen(self, request: VerifyJob) -> list[Checkpoint]:
-        """The checkpoints to verify. Known corrupt ones are included only if named: they may have been repaired."""
-        if request.chunks is not None and request.checkpoint is None:
-            raise InvalidRequest("chunks are given without a checkpoint", "Name the checkpoint")
+    def _chosen(self, request: VerifyJob | HealJob) -> list[Checkpoint]:
+        """The checkpoints to read. The result includes corrupt ones."""
         if request.checkpoint is not None:
             return [catalog.find(self._store, Reference.parse(request.checkpoint))]
-        listed = (
-            checkpoint for run in self._runs(request.run) for checkpoint in list_checkpoints(Run(self._store, run))
-        )
-        return [checkpoint for checkpoint in listed if checkpoint.state is not State.CORRUPT]
+        runs = (Run(self._store, run) for run in self._runs(request.run))
+        return [checkpoint for run in runs for checkpoint in list_checkpoints(run)]
 
     def _runs(self, run: str | None) -> list[str]:
         runs = list_runs(self._store)

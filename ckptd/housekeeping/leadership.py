@@ -152,6 +152,11 @@ class LeaderStore(WrappedStore):
         self._check()
         return self._store.open_writer(key, size_hint)
 
+    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        """As the leader."""
+        self._check()
+        return self._store.open_replacement(key, size_hint)
+
     def delete_many(self, keys: Iterable[str]) -> None:
         """Leadership is checked before each key, and before each batch of keys."""
         left = iter(keys)

@@ -188,6 +188,7 @@ RULES: dict[tuple[str, str], AccessRule] = {
 }
 JOBS: dict[type[Any], Scope] = {
     bodies.VerifyJob: Scope.READ,
+    bodies.HealJob: Scope.WRITE,
     bodies.CollectJob: Scope.PRUNE,
 }
 """The scope that starting a job of a kind requires; other kinds are for admins."""

@@ -66,6 +66,12 @@ class Objects:
             data += self.read(stored, len(data), stored.bytes - len(data))
         return bytes(data)
 
+    def forget(self, key: str) -> None:
+        """Remove an object that was written again from the cache; so are the others of its attempt."""
+        run, _, attempt, _ = key.split("/")
+        self._size.cache_clear()
+        self._cache.drop(run, Attempt.parse(attempt))
+
     def forget_deleted(self) -> None:
         """Remove the pieces of deleted checkpoints from the cache. Never raises CkptError."""
         for run, attempt in self._cache.owners():

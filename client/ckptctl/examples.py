@@ -12,7 +12,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "show": ("ckptctl show gpt-small@latest", "ckptctl show gpt-small@1000 --entries 'model/*'"),
     "shards": ("ckptctl shards gpt-small@1000",),
     "verify": ("ckptctl verify gpt-small@1000", "ckptctl verify --all --run gpt-small"),
-    "scrub": ("ckptctl scrub", "ckptctl scrub --store /mnt/ckpts --older 30d --rate 50MB"),
+    "scrub": (
+        "ckptctl scrub",
+        "ckptctl scrub --store /mnt/ckpts --older 30d --rate 50MB",
+        "ckptctl scrub --store /mnt/ckpts --heal --from /mnt/backup",
+    ),
     "prune": (
         "ckptctl prune --keep 5 --dry-run",
         "ckptctl prune --keep 5 --keep-every 1000 --keep-best val_loss:min:3 --run 'exp-*'",

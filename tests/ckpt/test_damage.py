@@ -28,7 +28,7 @@ from ckptstore.names import RunKeys
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
-from ckptstore.retention.scrubbing import confirm_damage
+from ckptstore.retention.scrubbing import confirm_damage, scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.stores.wrapping import WrappedStore
@@ -235,6 +235,24 @@ def test_a_daemon_records_damage_that_it_finds_itself(tmp_path: Path) -> None:
         assert claimed.result == {"checked": 1, "corrupt": [], "num_corrupt": 0}
         assert quarantine(tmp_path) == [2]
         assert [c.state for c in client.checkpoints(RUN)] == [State.CORRUPT, State.COMMITTED]
+
+
+@pytest.mark.parametrize("compress", ["fast", "off"])
+def test_the_next_save_of_a_live_trainer_heals_what_it_still_has(compress: Any, tmp_path: Path) -> None:
+    """It stores its state once more, because nothing references a damaged checkpoint; under another codec as well."""
+    model, run = state_at(1), run_of(tmp_path)
+    with Checkpointer(str(tmp_path), run=RUN, writer="thread", compress="fast") as checkpointer:
+        saved = [checkpointer.save(model, None, step) for step in (1, 2)]
+    key = run.keys.shard(saved[0].attempt, SHARD)
+    intact = run.store.get(key)
+    flip_shard(tmp_path, saved[0])
+    assert [found.ok for found in scrub(run.store, saved, "me", run.clock)] == [False, False]
+    with Checkpointer(str(tmp_path), run=RUN, writer="thread", compress=compress) as checkpointer:
+        assert checkpointer.save(model, None, 3).referenced_bytes == 0
+    healed = scrub(run.store, saved, "me", run.clock, heal_from=())
+    assert [found.ok for found in healed] == [True, True]
+    assert run.store.get(key) == intact
+    assert quarantine(tmp_path) == []
 
 
 def damaged_by_each_shard(folder: Path) -> list[int]:

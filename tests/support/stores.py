@@ -99,6 +99,10 @@ class FaultyStore(Store):
         writer = self._faults.around(f"open_writer {key}", lambda: self._store.open_writer(key, size_hint))
         return _FaultyWriter(writer, self._faults, key)
 
+    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        writer = self._faults.around(f"open_replacement {key}", lambda: self._store.open_replacement(key, size_hint))
+        return _FaultyWriter(writer, self._faults, key)
+
     def get(self, key: str) -> bytes:
         return self._faults.around(f"get {key}", lambda: self._store.get(key))
 

@@ -44,13 +44,20 @@ class VerifyJob(msgspec.Struct, frozen=True, kw_only=True, tag="verify", tag_fie
     """Of `checkpoint`, only these chunks and all documents: a reader found them damaged. None: all chunks."""
 
 
+class HealJob(msgspec.Struct, frozen=True, kw_only=True, tag="heal", tag_field="kind"):
+    """Like VerifyJob, and write damaged objects again from other checkpoints of the run; includes corrupt ones."""
+
+    run: Name | None = None
+    checkpoint: Name | None = None
+
+
 class CollectJob(msgspec.Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):
     """Collect orphans, half deletions and expired leases now."""
 
     run: Name | None = None
 
 
-JobRequest = VerifyJob | CollectJob
+JobRequest = VerifyJob | HealJob | CollectJob
 
 
 class JobBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,8 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
     num_chunks: int
     stored_bytes: int
     problems: list[str]
+    healed: list[str] = []
+    """Keys of the objects that were written again."""
 
     @staticmethod
     def of(result: Verification) -> VerificationBody:
@@ -41,6 +43,7 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
             num_chunks=result.num_chunks,
             stored_bytes=result.stored_bytes,
             problems=list(result.problems),
+            healed=list(result.healed),
         )
 
 
@@ -126,9 +129,10 @@ def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
     if rows:
         yield Table(columns, rows)
     for result in results:
-        if not result.ok:
+        if not result.ok or result.healed:
             yield ""
             yield f"{result.checkpoint.id}:"
+            yield from (f"  healed {key}" for key in result.healed)
             yield from (f"  {problem}" for problem in result.problems)
 
 

@@ -84,6 +84,7 @@ class Action(StrEnum):
     PIN = "pin"
     UNPIN = "unpin"
     LABEL = "label"
+    HEAL = "heal"
 
 
 class AuditRecord(Document, frozen=True):

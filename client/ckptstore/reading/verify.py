@@ -24,6 +24,10 @@ class Verification:
     num_chunks: int
     stored_bytes: int
     problems: tuple[str, ...]
+    damaged: tuple[ChunkRead, ...] = ()
+    """The chunks among the problems."""
+    healed: tuple[str, ...] = ()
+    """Keys of objects that were written again before this verification."""
 
     @property
     def ok(self) -> bool:
@@ -79,6 +83,7 @@ def verify(
         return Verification(checkpoint, 0, 0, (str(error),))
     known = checked or VerifiedChunks()
     problems: list[str] = []
+    damaged: list[ChunkRead] = []
     lock = threading.Lock()
 
     def note(error: Exception) -> None:
@@ -92,6 +97,7 @@ def verify(
                 known.add(checkpoint, read)
             except (Damaged, ObjectMissing) as error:
                 note(error)
+                damaged.append(read)
             throttle(read.stored)
         progress(read.stored)
 
@@ -102,7 +108,8 @@ def verify(
             note(error)
     reads = [read for read in plan_all(manifest.content) if only is None or (read.shard, read.index) in only]
     _each(reads, check, threads)
-    return Verification(checkpoint, len(reads), sum(read.stored for read in reads), tuple(sorted(problems)))
+    stored_bytes = sum(read.stored for read in reads)
+    return Verification(checkpoint, len(reads), stored_bytes, tuple(sorted(problems)), tuple(damaged))
 
 
 def _each(reads: Sequence[ChunkRead], check: Callable[[ChunkRead], None], threads: int) -> None:

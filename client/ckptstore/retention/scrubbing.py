@@ -7,7 +7,7 @@ is read, so that an interrupted scrub resumes where it stopped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,6 +24,7 @@ from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import Verification, VerifiedChunks, verify
+from ckptstore.retention.healing import heal
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -54,17 +55,17 @@ class RateLimiter:
             self._sleep(ahead_s)
 
 
-def due_for_scrub(runs: Iterable[Run], older_than: float = float("inf")) -> list[Checkpoint]:
+def due_for_scrub(runs: Iterable[Run], older_than: float = float("inf"), damaged: bool = False) -> list[Checkpoint]:
     """Checkpoints never verified, then those verified before `older_than` (seconds since the epoch), oldest first.
 
-    Checkpoints that are already known to be damaged are left out.
+    damaged: include checkpoints that are already known to be damaged; they count as never verified.
     """
     due = []
     for run in runs:
         verified = verified_at(run)
         for checkpoint in list_checkpoints(run):
             at = verified.get(checkpoint.attempt, 0.0)
-            if checkpoint.state is not State.CORRUPT and at < older_than:
+            if (damaged or checkpoint.state is not State.CORRUPT) and at < older_than:
                 due.append((at, checkpoint.committed_at, checkpoint))
     return [checkpoint for _, _, checkpoint in sorted(due, key=lambda item: item[:2])]
 
@@ -77,13 +78,15 @@ def scrub(
     progress: Progress = lambda _: None,
     throttle: Progress = lambda _: None,
     checked: VerifiedChunks | None = None,
+    heal_from: Sequence[Store] | None = None,
 ) -> Iterator[Verification]:
     """Verify checkpoints one by one and record each finding; a finding is durable when it is yielded.
 
     progress is called with the number of stored bytes checked. throttle is called with the number of bytes read and may
     block (RateLimiter). Several threads call both. checked: share one between scrubs that belong together. An intact
-    chunk that several checkpoints need is read once. Checkpoints that are deleted during the scrub are skipped. Raises
-    Unavailable, which is not a finding.
+    chunk that several checkpoints need is read once. heal_from: write damaged objects again from other checkpoints of
+    the run and from these copies of the store, and verify once more. Checkpoints that are deleted during the scrub are
+    skipped. Raises Unavailable, which is not a finding.
     """
     source = StoreSource(store, clock)
     checked = checked or VerifiedChunks()
@@ -96,6 +99,10 @@ def scrub(
             known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
             checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(run)}
             result = verify(source, known, progress, checked=checked, throttle=throttle)
+            if heal_from is not None and not result.ok and known.manifest_digest:
+                healed = heal(run, result, heal_from, throttle)
+                result = verify(source, known, checked=checked, throttle=throttle) if healed.objects else result
+                result = replace(result, healed=healed.objects, problems=(*result.problems, *healed.problems))
             record_finding(run, result)
         yield result
 

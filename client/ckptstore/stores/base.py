@@ -78,6 +78,24 @@ class ObjectWriter(ABC):
             raise
 
 
+class _WholeWriter(ObjectWriter):
+    """Collects all bytes, and puts them at the commit."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._data = bytearray()
+
+    def write(self, data: Buffer) -> None:
+        self._data += data
+
+    def commit(self) -> None:
+        self._store.put(self._key, self._data)
+
+    def abort(self) -> None:
+        self._data.clear()
+
+
 class ObjectReader(ABC):
     """Reads one object, in one thread, until the `with` block is left."""
 
@@ -156,6 +174,13 @@ class Store(ABC):
     @abstractmethod
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """Write a large object sequentially. size_hint: expected bytes, 0 if unknown."""
+
+    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        """Like open_writer, for an object that may exist: readers see the old one until the commit, then the new one.
+
+        Here: one `put` of all bytes, which are in memory until then.
+        """
+        return _WholeWriter(self, key)
 
     @abstractmethod
     def get(self, key: str) -> bytes:

@@ -61,6 +61,13 @@ class LocalStore(Store):
         with store_errors("write", self.object_url(key)):
             return _LocalWriter(self._path(key), self.object_url(key), size_hint)
 
+    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        """Write to a temporary file in the same folder, then rename."""
+        path = self._path(key)
+        with store_errors("write", self.object_url(key)):
+            temporary = path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
+            return _LocalWriter(temporary, self.object_url(key), size_hint, replaces=path)
+
     def get(self, key: str) -> bytes:
         """The whole file."""
         with store_errors("read", self.object_url(key)):
@@ -209,8 +216,10 @@ class _LocalReader(ObjectReader):
 
 
 class _LocalWriter(ObjectWriter):
-    def __init__(self, path: Path, url: str, size_hint: int) -> None:
+    def __init__(self, path: Path, url: str, size_hint: int, replaces: Path | None = None) -> None:
+        """replaces: the final name, if `path` is a temporary one."""
         self._path = path
+        self._replaces = replaces
         self._url = url
         self._file = DirectFile(_create(path), size_hint)
 
@@ -226,6 +235,8 @@ class _LocalWriter(ObjectWriter):
     def commit(self) -> None:
         with store_errors("write", self._url):
             self._file.finish()
+            if self._replaces is not None:
+                os.replace(self._path, self._replaces)
             sync_folder(self._path.parent)
 
     def abort(self) -> None:

@@ -171,6 +171,10 @@ class S3Store(FsspecStore):
         path, url = self._path(key), self.object_url(key)
         return MultipartWriter(self._fs, self._transfers, path, url, size_hint, self.upload_bytes)
 
+    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        """An upload: its object is visible only when it is complete."""
+        return self.open_writer(key, size_hint)
+
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """One ranged GET, retried and resumed where it broke off."""
         if not len(buffer):

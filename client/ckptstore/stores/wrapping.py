@@ -31,6 +31,9 @@ class WrappedStore(Store):
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         return self._store.open_writer(key, size_hint)
 
+    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        return self._store.open_replacement(key, size_hint)
+
     def get(self, key: str) -> bytes:
         return self._store.get(key)
 

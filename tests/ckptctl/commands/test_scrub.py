@@ -1,9 +1,13 @@
+import shutil
 from pathlib import Path
 
 from ckptstore.commits.catalog import State, latest, list_checkpoints
+from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.command_line import invoke
+from tests.support.daemons import running_daemon
 
 
 def _flip(folder: Path, filled: Store, step: int) -> tuple[str, Path]:
@@ -27,6 +31,40 @@ def test_damage_is_remembered_until_it_is_repaired(folder: Path, filled: Store) 
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     assert invoke("scrub", id, "--store", folder).code == 0
     assert latest(run).step == 40
+
+
+def test_damage_is_healed_from_a_copy(folder: Path, filled: Store, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    id, path = _flip(folder, filled, 40)
+    assert invoke("scrub", id, "--store", folder).code == 5
+    lost = invoke("scrub", "--heal", "--run", "gpt", "--store", folder)
+    assert lost.code == 5
+    assert "nothing else holds the bytes of chunk" in lost.stdout
+    done = invoke("scrub", "--heal", "--from", copy, "--run", "gpt", "--store", folder, "-o", "json")
+    assert done.code == 0
+    (healed,) = (body["healed"] for body in done.json if body["id"] == id)
+    assert [key.rsplit("/", 1)[-1] for key in healed] == ["shard-00000.ckpt"]
+    assert path.read_bytes() == (copy / path.relative_to(folder)).read_bytes()
+    assert latest(Run(filled, "gpt")).step == 40
+    assert "heal" in invoke("audit", "--run", "gpt", "--store", folder).stdout
+    assert invoke("scrub", "--from", copy, "--store", folder).code == 2
+
+
+def test_a_daemon_heals_in_a_job(folder: Path, filled: Store) -> None:
+    """A later checkpoint holds the same bytes. What the cache has of the damaged object is not served any more."""
+    whole = next(c for c in list_checkpoints(Run(filled, "gpt")) if c.step == 40)
+    write_checkpoint(filled, "gpt", 50, sample_arrays(40))
+    _flip(folder, filled, 40)
+    with running_daemon(f"file://{folder}") as daemon, daemon.client() as client:
+        assert not verify(client, whole).ok
+        done = invoke("scrub", "--heal", "--run", "gpt", "--url", daemon.url, "-o", "json")
+        assert done.code == 0, done.stderr
+        assert done.json["result"]["num_healed"] == 1
+        assert done.json["result"]["num_corrupt"] == 0
+        assert verify(client, whole).ok
+        assert [c.id for c in client.checkpoints("gpt") if c.state is State.CORRUPT] == []
+        assert invoke("scrub", "--heal", "--from", folder, "--url", daemon.url).code == 2
 
 
 def test_it_goes_on_where_it_stopped_with_the_oldest(folder: Path, filled: Store) -> None:

@@ -186,6 +186,7 @@ def test_ids_of_another_runs_restores_and_jobs_are_refused(guarded: Guarded) -> 
 def test_jobs_ask_for_what_they_do(guarded: Guarded) -> None:
     for body, scope in (
         ({"kind": "verify"}, Scope.READ),
+        ({"kind": "heal"}, Scope.WRITE),
         ({"kind": "gc"}, Scope.PRUNE),
     ):
         for given in (Scope.READ, Scope.ADMIN):

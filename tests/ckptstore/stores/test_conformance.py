@@ -208,6 +208,21 @@ def test_a_writer_makes_one_object_of_its_parts(store: Store, sizes: tuple[int, 
 
 
 @every_store
+def test_a_replacement_is_seen_whole_or_not_at_all(store: Store) -> None:
+    store.put("run/a", b"first")
+    abandon(store.open_replacement("run/a", 100), b"some of it")
+    assert store.get("run/a") == b"first"
+    with store.open_replacement("run/a", 6) as writer:
+        writer.write(b"sec")
+        assert store.get("run/a") == b"first"
+        writer.write(b"ond")
+    assert store.get("run/a") == b"second"
+    with store.open_replacement("run/b", 1) as writer:
+        writer.write(b"b")
+    assert keys(store) == ["run/a", "run/b"]
+
+
+@every_store
 def test_an_abandoned_writer_leaves_nothing(store: Store) -> None:
     abandon(store.open_writer("run/a", 100), b"some of it")
     assert keys(store) == []
