@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -237,8 +238,8 @@ class Checkpointer:
         """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
         if self._client is None or os.getpid() != self._pid:
             return
-        self._join()
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._join(timeout)
         for handle in self._client.pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with suppress(SaveSkipped):
@@ -258,7 +259,7 @@ class Checkpointer:
         schedules, self._schedules = self._schedules, []
         try:
             if overlap is not None:
-                overlap.close()
+                overlap.close(timeout)
             if client is not None:
                 client.close(timeout)
                 client.raise_failure()
@@ -350,12 +351,14 @@ class Checkpointer:
     def _gate(self, state: TrainState) -> Overlap | None:
         if state.optimizers and self.config.overlap and self._overlap is None:
             self._overlap = Overlap(verify=self.config.overlap == "verify")
+        if self._overlap is not None:
+            self._overlap.expect(chain(*state.optimizers.values()))
         return self._overlap if state.optimizers else None
 
-    def _join(self) -> None:
+    def _join(self, timeout: float | None = None) -> None:
         """Wait until a pending copy is submitted to the saver, or has failed."""
         if self._overlap is not None:
-            self._overlap.join()
+            self._overlap.join(timeout)
 
     def _reference(self, checkpoint: str | int | None) -> Reference:
         if checkpoint is None:

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 _POPULATE_STRIDE = 64 << 20
@@ -57,7 +57,8 @@ class Segment:
         """Create a segment, or map the one of a received descriptor."""
         self.num_bytes = num_bytes
         self.fd = make_shared_memory(num_bytes) if fd is None else fd
-        self.map = _map(self.fd, max(1, num_bytes))
+        self._before_unmap: list[Callable[[], object]] = []
+        self.map = _map(self.fd, max(1, num_bytes), self._before_unmap)
         """The bytes, as an object with the buffer interface; unmapped when its last view is released."""
         close_after_fork(self)
 
@@ -65,6 +66,10 @@ class Segment:
     def view(self) -> memoryview:
         """The bytes, writable."""
         return memoryview(self.map).cast("B")[: self.num_bytes]
+
+    def before_unmap(self, call: Callable[[], object]) -> None:
+        """Call it before the memory is unmapped: when its last view is released, not when the interpreter ends."""
+        self._before_unmap.append(call)
 
     def close(self) -> None:
         """Close the descriptor. The mapping stays until its last view is released."""
@@ -77,7 +82,7 @@ class Segment:
             os.close(fd)
 
 
-def _map(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+def _map(fd: int, num_bytes: int, before_unmap: Sequence[Callable[[], object]]) -> ctypes.Array[ctypes.c_char]:
     # Python's mmap keeps a copy of the descriptor, which forked children would inherit.
     address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address in (None, _MAP_FAILED):
@@ -86,11 +91,13 @@ def _map(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     if hasattr(mmap, "MADV_DONTFORK"):
         _libc.madvise(address, num_bytes, mmap.MADV_DONTFORK)
     mapped = (ctypes.c_char * num_bytes).from_address(address)
-    weakref.finalize(mapped, _unmap, address, num_bytes, os.getpid()).atexit = False
+    weakref.finalize(mapped, _unmap, address, num_bytes, os.getpid(), before_unmap).atexit = False
     return mapped
 
 
-def _unmap(address: int, num_bytes: int, pid: int) -> None:
+def _unmap(address: int, num_bytes: int, pid: int, before: Sequence[Callable[[], object]]) -> None:
+    for call in before:
+        call()
     if os.getpid() == pid:  # in a child the address may belong to another mapping
         _libc.munmap(address, num_bytes)
 

@@ -155,9 +155,10 @@ class SaveClient:
             self._decline([attempt], error)
             raise
 
-    def abandon(self, snapshot: Snapshot, error: CkptError) -> None:
+    def abandon(self, snapshot: Snapshot, error: CkptError, keep_slot: bool = False) -> None:
         """Fail a save before its job was submitted, or at the end of its stream, and abort its attempt for the other
-        ranks. The next save raises the error. Also called by the copier thread."""
+        ranks. The next save raises the error. keep_slot: a device may still write to the slot; it is not used again.
+        Also called by the copier thread."""
         updates = snapshot.updates
         if updates.handle.done():
             return  # the stream had failed already
@@ -168,7 +169,7 @@ class SaveClient:
         self.start().abort(snapshot.attempt, describe(error))
         if streamed:
             self.cut(snapshot.number)  # the saver reports when it no longer uses the slot
-        elif snapshot.slot is not None:
+        elif snapshot.slot is not None and not keep_slot:
             self._arena.release(snapshot.slot.number)
 
     def next_number(self) -> int:

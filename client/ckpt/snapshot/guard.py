@@ -112,7 +112,7 @@ def sample(tensor: torch.Tensor) -> Sample:
     """
     base, num_bytes = tensor.untyped_storage().data_ptr(), tensor.nbytes
     if not tensor.is_cpu or not num_bytes:
-        return Sample(base, bytes)
+        return unread(tensor)
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     span_bytes = tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in strides))
     memory = memoryview(memory_at(tensor.data_ptr(), span_bytes)).cast("B")
@@ -123,6 +123,11 @@ def sample(tensor: torch.Tensor) -> Sample:
     step = (num_bytes - _PLACE_BYTES) // (_PLACES - 1)
     width = num_bytes - (_PLACES - 1) * step  # the last place ends with the tensor
     return Sample(base, np.ndarray(_PLACES, f"V{width}", memory, strides=(step,)).tobytes)
+
+
+def unread(tensor: torch.Tensor) -> Sample:
+    """No samples: the memory of a device is not read."""
+    return Sample(tensor.untyped_storage().data_ptr(), bytes)
 
 
 def _elements(memory: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> bytes:

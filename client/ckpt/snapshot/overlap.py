@@ -14,26 +14,29 @@ moment.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.capture.leaves import Captured, Change, Leaves, StateLeaf
 from ckpt.snapshot.client import SaveClient
+from ckpt.snapshot.device import has_device, is_capturing
 from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker, Guard, Sample
 from ckpt.snapshot.holds import StorageHold, hold_storages, release_storages
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.stage import is_plain
 from ckpt.snapshot.verify import DigestGuard
-from ckptstore.errors import CkptError, SaveFailed, SnapshotTorn
+from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from ckptstore.format.shards import Placed
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,10 @@ logger = logging.getLogger(__name__)
 _SMALL_BYTES = 16 << 10
 """Smaller tensors in host memory are copied at once: handing them to another thread takes as long."""
 _NAMED = 3
+_DEVICE_S = 60.0
+"""How long `close` waits for a device, which is busy for seconds at most if it makes progress."""
+_STUCK: list[PendingCopy] = []
+"""Copies that devices had not finished when their Checkpointer was closed. They may still write to the slots."""
 
 
 class BackgroundCopy(Protocol):
@@ -49,6 +56,10 @@ class BackgroundCopy(Protocol):
     @property
     def storages(self) -> Sequence[torch.UntypedStorage]:
         """The storages that it reads."""
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether a device copies some of it."""
 
     @property
     def frozen(self) -> Sequence[Placed]:
@@ -60,8 +71,8 @@ class BackgroundCopy(Protocol):
     def make_streams_wait(self) -> None:
         """Order later work of the current GPU streams after the copy. Does not wait. Call it after `copy`."""
 
-    def finish(self) -> None:
-        """Return when the slot holds everything."""
+    def finish(self, expired: Callable[[], bool] | None = None) -> bool:
+        """Wait until the slot holds everything. False if a device has not finished when time has expired."""
 
     def release(self) -> None:
         """Release the tensors. Call it after `finish`."""
@@ -77,6 +88,8 @@ class PendingCopy:
     snapshot: Snapshot
     copied: threading.Event = field(default_factory=threading.Event)
     """Set once host memory is copied and the GPUs' copies are enqueued, or the copy has failed."""
+    give_up_at: float = math.inf
+    """When to stop waiting for a device, by time.monotonic()."""
     step_reached: bool = False
     """An optimizer is about to step, or has stepped, since the save."""
     error: BaseException | None = None
@@ -94,9 +107,17 @@ class PendingCopy:
     def wait_until_read(self) -> None:
         """Return when the state's memory is no longer read, neither to copy it nor to check it. For any thread."""
         self.copied.wait()
-        if self.error is None:
-            self.transfer.finish()
+        if self.transfer.finish(self.expired) and self.error is None:
             self.changed_entries()
+
+    def expired(self) -> bool:
+        """Whether to stop waiting for a device."""
+        return time.monotonic() > self.give_up_at
+
+    @property
+    def ended(self) -> bool:
+        """Whether the snapshot is submitted or has failed, and no memory is read any more."""
+        return self.future is not None and self.future.done()
 
     def release(self) -> None:
         """Release tensor references; the copy is complete."""
@@ -117,28 +138,42 @@ class Overlap:
         self._pending: PendingCopy | None = None
         self._client: SaveClient | None = None
         self._frozen = FrozenTracker()
-        self._stepped = False
-        """Whether an optimizer was about to step since the last save."""
+        self._came: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimizers that were about to step since the last save."""
+        self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimizers whose step is in a CUDA graph: a replay changes state and calls no hook."""
+        self._hooked = False
+        """Whether every step of the optimizers of this save calls the hook."""
         self._step_lock = threading.Lock()  # backward passes of several devices step from several threads
         self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
 
+    def expect(self, optimizers: Iterable[Optimizer]) -> None:
+        """These are the optimizers of the next save.
+
+        A step replayed from a CUDA graph calls no hook, and no guard detects it. So the leaves of GPUs overlap only if
+        each of the optimizers has called the hook since the last save, and none was captured. Otherwise they are copied
+        in the order of the current stream, before anything that is replayed there. Leaves of `capturable` optimizers
+        are always copied so.
+        """
+        known = [one for one in optimizers if not all(group.get("capturable") for group in one.param_groups)]
+        self._hooked = all(one in self._came and one not in self._captured for one in known)
+
     def can_overlap(self, leaf: StateLeaf) -> bool:
         """Whether a leaf can be copied while training continues."""
-        if leaf.change is Change.ANY_TIME or not (leaf.tensor.is_cpu or leaf.tensor.is_cuda):
+        on_device = has_device(leaf.tensor)
+        if leaf.change is Change.ANY_TIME or not (leaf.tensor.is_cpu or on_device):
             return False
         if self._verify and not is_plain(leaf.tensor):
             return False  # copied at the call; by a GPU in the order of the current stream, so that no check is needed
         if leaf.change is Change.NEVER:
             return leaf.slice.bytes >= FROZEN_BYTES and leaf.slice in self._frozen
-        if leaf.tensor.is_cuda:
-            # A step replayed from a CUDA graph calls no hook, and no guard detects it. Until a hook was called, leaves
-            # are copied in the order of the current stream, before anything that is replayed there.
-            return self._stepped
+        if on_device:
+            return self._hooked
         return leaf.slice.bytes >= _SMALL_BYTES
 
     def sameness(self, captured: Captured) -> object | None:
         """Equal for captures with the same leaves and the same answers of can_overlap; None if that is not known."""
-        return captured.sameness and (captured.sameness, self._frozen.changes, self._stepped)
+        return captured.sameness and (captured.sameness, self._frozen.changes, self._hooked)
 
     def guard(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> Guard:
         """The guard of leaves that are copied from now on; see `Guard`."""
@@ -148,7 +183,8 @@ class Overlap:
     def begin(self, client: SaveClient, pending: PendingCopy) -> None:
         """Copy in the background, then submit the job. The previous copy has been joined."""
         self._client, self._pending = client, pending
-        stepped, self._stepped = self._stepped, False
+        stepped = bool(self._came)
+        self._came.clear()
         hold = StorageHold(pending.transfer.storages, pending.wait_until_read)
         hold_storages(hold)
         try:
@@ -157,31 +193,55 @@ class Overlap:
             release_storages(hold)
             raise
 
-    def join(self) -> None:
-        """Return when the last snapshot is submitted to the saver or has failed."""
-        pending, self._pending = self._pending, None
-        if pending is None or pending.future is None:
-            return
-        pending.future.result()
-
-    def before_step(self) -> None:
-        """An optimizer is about to step: order its work after the copy, and check for changes before it makes some."""
-        self._stepped = True
+    def join(self, timeout_s: float | None = None) -> None:
+        """Return when the last snapshot is submitted to the saver or has failed. Raises TimeoutError."""
         pending = self._pending
-        if pending is None or pending.step_reached or os.getpid() != self._pid:  # a forked child has its own memory
+        if pending is not None and pending.future is not None:
+            try:
+                pending.future.result(timeout_s)
+            except TimeoutError:
+                step = pending.snapshot.attempt.step
+                raise TimeoutError(f"the state of step {step} is not copied after {timeout_s} s") from None
+        self._pending = None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: order its work after the copy, and check for changes before it makes some.
+
+        Raises InvalidRequest if the step is captured into a graph while a snapshot is copied.
+        """
+        if os.getpid() != self._pid:  # a forked child has its own memory
             return
+        self._came.add(optimizer)
+        pending = self._pending
+        if is_capturing():
+            self._captured.add(optimizer)
+            if pending is not None and not pending.ended:
+                raise InvalidRequest(
+                    "a step is captured into a CUDA graph while a snapshot is copied, which would end the capture",
+                    "Call wait() on the Checkpointer before the capture",
+                )
+            return
+        if pending is None or pending.ended or (pending.step_reached and not pending.transfer.on_devices):
+            return
+        started = time.perf_counter()
+        pending.copied.wait()
         with self._step_lock:
-            started = time.perf_counter()
-            pending.copied.wait()
-            if not pending.step_reached and pending.error is None:
-                pending.changed_entries()
-                pending.transfer.make_streams_wait()
+            if pending.error is None:
+                if not pending.step_reached:
+                    pending.changed_entries()
+                pending.transfer.make_streams_wait()  # the next optimizer may step on another stream
             if not pending.step_reached:
                 pending.snapshot.updates.measure(held_s=time.perf_counter() - started)
             pending.step_reached = True
 
-    def close(self) -> None:
-        """Join, and remove the hook from optimizers."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Join, and remove the hook from optimizers.
+
+        timeout_s: how long to wait for a device, one minute by default. It may be stuck behind a collective of a dead
+        rank; then the save fails.
+        """
+        if self._pending is not None:
+            self._pending.give_up_at = time.monotonic() + (_DEVICE_S if timeout_s is None else timeout_s)
         self.join()
         self._remove_hook()
         self._copier.shutdown()
@@ -193,7 +253,8 @@ class Overlap:
         try:
             pending.transfer.copy(pending.guard)
             pending.copied.set()
-            pending.transfer.finish()
+            if not pending.transfer.finish(pending.expired):
+                raise _stuck_error()
             snapshot.updates.measure(stage_s=time.perf_counter() - started)
             if changed := pending.changed_entries():
                 raise _torn_error(changed)
@@ -221,17 +282,36 @@ class Overlap:
         if not isinstance(error, CkptError):
             error = SaveFailed(f"the snapshot was not copied: {error!r}")
         assert self._client is not None
-        self._client.abandon(pending.snapshot, error)
+        self._client.abandon(pending.snapshot, error, keep_slot=not _let_go(pending))
 
 
 def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before_step(*_: object) -> None:
+    def before_step(optimizer: Optimizer, *_: object) -> None:
         overlap = reference()
         if overlap is not None:
-            overlap.before_step()
+            overlap.before_step(optimizer)
 
     return cast(Callable[..., None], before_step)
+
+
+def _let_go(pending: PendingCopy) -> bool:
+    """Wait until no device writes to the slot of a failed copy. False if one still does: its memory is kept then."""
+    try:
+        finished = pending.transfer.finish(pending.expired)
+    except Exception:  # the context of the device is broken, and executes nothing more
+        return True
+    if not finished:
+        _STUCK.append(pending)
+    return finished
+
+
+def _stuck_error() -> SaveFailed:
+    return SaveFailed(
+        "a device did not finish the copy of the snapshot in time",
+        "It is stuck behind earlier work, such as a collective whose other rank is lost. Look for the first rank that "
+        "failed",
+    )
 
 
 def _torn_error(entries: Sequence[str]) -> SnapshotTorn:

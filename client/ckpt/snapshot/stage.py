@@ -14,8 +14,10 @@ import torch
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
+from ckpt.snapshot.device import DEVICES, has_device
+from ckpt.snapshot.device_copies import pin_segment
 from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample
-from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all, pin
+from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
 Later = Callable[[StateLeaf], bool]
@@ -117,13 +119,14 @@ class Stager:
         self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
         self._address = self._arena.data_ptr()
         self.gpu: torch.device | None = None
-        """The GPU for which the segment was pinned; None: not pinned."""
+        """The GPU for which the segment was to be pinned; None: no GPU has copied into it yet."""
+        self.pinned = False
         self._plan: _CopyPlan | None = None
 
     def pin(self, gpu: torch.device) -> None:
         """Page-lock the segment, once for all GPUs."""
         if self.gpu is None:
-            pin(self._segment, gpu)
+            self.pinned = pin_segment(self._segment, DEVICES[gpu.type](gpu))
             self.gpu = gpu
 
     def stage(self, leaves: Leaves, layout: SnapshotLayout, sameness: object | None = None) -> None:
@@ -147,9 +150,13 @@ class Stager:
         if plan.later:
             transfer.add_gathered(b"".join(plan.gathered), plan.runs)
             transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.samples)
-        for view, i, waits in plan.others:
-            self._begin_other(transfer, view, leaves[i], waits)
-        transfer.begun()
+        try:
+            for view, i, waits in plan.others:
+                self._begin_other(transfer, view, leaves[i], waits)
+            transfer.begun()
+        except BaseException:
+            transfer.finish()  # what was queued is still written, and the slot will be used again
+            raise
         return transfer
 
     def _make_plan(
@@ -175,9 +182,9 @@ class Stager:
         return plan
 
     def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: StateLeaf, waits: bool) -> None:
-        if leaf.tensor.is_cuda:
+        if has_device(leaf.tensor):
             self.pin(leaf.tensor.device)
-            transfer.add_device_copy(view, leaf, waits)
+            transfer.add_device_copy(view, leaf, waits, self.pinned)
         elif waits:
             transfer.add_copy(view, leaf)
         else:
@@ -192,4 +199,6 @@ class Stager:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes in host memory are its elements, in order."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if not tensor.is_cpu or has_device(tensor):
+        return False
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -68,6 +68,7 @@ def _worthwhile(leaves: Sequence[StateLeaf], deferred: Sequence[bool]) -> bool:
 class StreamTransfer:
     """The copy of a snapshot through its slot. The saver cannot finish the save before the snapshot is submitted."""
 
+    on_devices = False
     frozen: Sequence[Placed] = ()
     """Frozen leaves are not tracked: most of the slot has been overwritten at the end of the copy."""
 
@@ -107,8 +108,9 @@ class StreamTransfer:
     def make_streams_wait(self) -> None:
         """Nothing to order: `copy` returns when everything is copied."""
 
-    def finish(self) -> None:
+    def finish(self, expired: Callable[[], bool] | None = None) -> bool:
         """Nothing to wait for: `copy` returns when everything is copied."""
+        return True
 
     def release(self) -> None:
         """Release the last tensor; the stream is copied."""

@@ -7,21 +7,15 @@ copies on a side stream, which waits for the work that was enqueued on the curre
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
-import weakref
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ckpt.capture.leaves import Leaves, StateLeaf
-from ckpt.saver.segment import Segment
-from ckpt.snapshot.guard import Guard, Sample, sample
-from ckpt.streams import on_stream, side_stream
+from ckpt.snapshot.device import DEVICES, has_device
+from ckpt.snapshot.device_copies import DeviceCopies, poll
+from ckpt.snapshot.guard import Guard, Sample, sample, unread
 from ckptstore.format.shards import Placed
-
-logger = logging.getLogger(__name__)
 
 Move = tuple[int, int, int]
 """Address to copy to, address to copy from, and number of bytes."""
@@ -73,19 +67,24 @@ class Transfer:
         self._copies.append((view, leaf.tensor.detach(), len(self.later)))
         self._add_later(leaf)
 
-    def add_device_copy(self, view: torch.Tensor, leaf: StateLeaf, later: bool) -> None:
-        """Copy from a GPU, in the order of the current stream or deferred."""
+    def add_device_copy(self, view: torch.Tensor, leaf: StateLeaf, later: bool, pinned: bool) -> None:
+        """Copy from a device, in the order of the current stream or deferred. pinned: whether the slot is."""
         device = leaf.tensor.device
         if device not in self._devices:
-            self._devices[device] = DeviceCopies(device)
+            self._devices[device] = DeviceCopies(DEVICES[device.type](device), pinned)
         if later:
             self._add_later(leaf)
         self._devices[device].add(view, leaf.tensor, later)
 
     def _add_later(self, leaf: StateLeaf) -> None:
         self.later.append(leaf)
-        self.samples.append(sample(leaf.tensor))
+        self.samples.append(unread(leaf.tensor) if has_device(leaf.tensor) else sample(leaf.tensor))
         self.storages.append(leaf.tensor.untyped_storage())
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether a device copies some of it."""
+        return bool(self._devices)
 
     @property
     def under_way(self) -> bool:
@@ -120,10 +119,9 @@ class Transfer:
         for copies in self._devices.values():
             copies.make_stream_wait()
 
-    def finish(self) -> None:
-        """Return when the slot holds everything."""
-        for copies in self._devices.values():
-            copies.finish()
+    def finish(self, expired: Callable[[], bool] | None = None) -> bool:
+        """Wait until the devices have finished their copies. False if time has expired before. For any thread."""
+        return all(poll(copies.done, expired) for copies in self._devices.values())
 
     def release(self) -> None:
         """Release the tensors. Call it after `finish`."""
@@ -139,87 +137,3 @@ def move_all(moves: Iterable[Move]) -> None:
     # thread as soon as a core is busy, for example with the saver. memmove releases the GIL.
     for to, source, size in moves:
         ctypes.memmove(to, source, size)
-
-
-class DeviceCopies:
-    """Copies from one GPU into pinned memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # A thread that waits for it sleeps instead of spinning.
-        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-    def add(self, view: torch.Tensor, tensor: torch.Tensor, later: bool) -> None:
-        """Copy a tensor, in the order of the current stream or deferred.
-
-        The tensor is kept until `release`: the allocator must not reuse memory that another stream reads.
-        """
-        if later:
-            self._later.append((view, tensor.detach()))
-        else:
-            _enqueue(view, tensor)
-
-    def begun(self) -> None:
-        """Record the point of the current stream at which the state is complete."""
-        stream = torch.cuda.current_stream(self._device)
-        self._ready.record(stream)
-        self._done.record(stream)
-
-    def copy(self) -> None:
-        """Enqueue the copies on the side stream, concurrent with later work of the current stream."""
-        if not self._later:
-            return
-        stream = side_stream(self._device)
-        with on_stream(stream):
-            stream.wait_event(self._ready)
-            for view, tensor in self._later:
-                _enqueue(view, tensor)
-        self._done.record(stream)
-
-    def make_stream_wait(self) -> None:
-        """Make the current stream wait for the copy; the CPU does not wait."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-    def finish(self) -> None:
-        """Wait for the copy on the CPU, without holding the GIL."""
-        self._done.synchronize()
-
-    def release(self) -> None:
-        """Release tensor references."""
-        self._later = []
-
-
-def _enqueue(view: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Enqueue the copy of a GPU tensor to host memory."""
-    # By default torch conjugates and negates in host memory, where the bytes have not arrived yet.
-    view.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
-
-
-def pin(segment: Segment, device: torch.device) -> None:
-    """Page-lock a segment, so that GPUs copy into it asynchronously. It is unlocked before it is unmapped.
-
-    If the system refuses, logs a warning that copies take longer.
-    """
-    # In a separate thread: CUDA keeps the last error per thread, and torch attributes it to its next kernel.
-    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pin") as thread:
-        code = thread.submit(_register, segment, device).result()
-    if code:
-        logger.warning("%d bytes cannot be pinned (CUDA error %d): copies take longer", segment.num_bytes, code)
-
-
-def _register(segment: Segment, device: torch.device) -> int:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = ctypes.addressof(segment.map)
-    with torch.cuda.device(device):
-        code = int(cudart.cudaHostRegister(address, max(1, segment.num_bytes), 0))
-    if not code:
-        weakref.finalize(segment.map, _unregister, address, device, os.getpid()).atexit = False
-    return code
-
-
-def _unregister(address: int, device: torch.device, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has neither the memory nor CUDA
-        with torch.cuda.device(device):
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

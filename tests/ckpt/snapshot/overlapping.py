@@ -48,11 +48,11 @@ def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator
         brake.copies += 1
         copy(transfer, guard)
 
-    def seen_before_step(self: Overlap) -> None:
+    def seen_before_step(self: Overlap, optimizer: torch.optim.Optimizer) -> None:
         brake.at_gate.set()
         if release_at_gate:
             brake.released.set()
-        before_step(self)
+        before_step(self, optimizer)
 
     with (
         patch.object(Transfer, "copy", held_copy),

@@ -1,0 +1,122 @@
+"""Devices: the streams, events and pins of a GPU, as far as snapshots use them.
+
+The rules of order are in device_copies.py and overlap.py. They use nothing of CUDA but this interface, so tests run
+them on a device that is simulated in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import torch
+
+from ckpt.streams import on_stream, side_stream
+
+
+class Mark(Protocol):
+    """A point in the work of a stream."""
+
+    def done(self) -> bool:
+        """Whether the device has reached it. Raises the errors of the device."""
+
+
+class Device(Protocol):
+    """One GPU. For any thread; the current stream is that of the calling thread, the side stream the same for all."""
+
+    def current(self) -> Hashable:
+        """The current stream."""
+
+    def mark(self, side: bool) -> Mark:
+        """A point after everything queued so far on the side stream, or on the current stream."""
+
+    def wait(self, mark: Mark, side: bool) -> None:
+        """Order later work of the side stream, or of the current stream, after a mark. The CPU does not wait."""
+
+    def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
+        """Queue copies from tensors of the device into pinned memory, on the side stream or on the current stream."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """New pinned memory. Raises RuntimeError."""
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        """Page-lock memory, so that copies into it are asynchronous. Returns an error code; 0: success."""
+
+    def unpin(self, address: int) -> int:
+        """Undo `pin`. Returns an error code; 0: success."""
+
+
+class CudaDevice:
+    """A CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> Hashable:
+        """The handle of the current stream."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def mark(self, side: bool) -> Mark:
+        """An event."""
+        return _EventMark(self._stream(side))
+
+    def wait(self, mark: Mark, side: bool) -> None:
+        """Make a stream wait for an event."""
+        assert isinstance(mark, _EventMark)
+        self._stream(side).wait_event(mark.event)
+
+    def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
+        """Queue all copies in one call, which releases the GIL once."""
+        if not tensors:
+            return
+        with on_stream(self._stream(side)):
+            # By default torch conjugates and negates in host memory, where the bytes have not arrived yet.
+            resolved = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+            torch._foreach_copy_(list(views), resolved, non_blocking=True)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Pinned memory of torch."""
+        with torch.cuda.device(self._device):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        """Register host memory, for all devices."""
+        with torch.cuda.device(self._device):
+            return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 1))  # type: ignore[no-untyped-call]
+
+    def unpin(self, address: int) -> int:
+        """Unregister host memory."""
+        with torch.cuda.device(self._device):
+            return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+    def _stream(self, side: bool) -> torch.cuda.Stream:
+        return side_stream(self._device) if side else torch.cuda.current_stream(self._device)
+
+
+class _EventMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+def _cuda_is_capturing() -> bool:
+    # Both calls fail in a torch without CUDA; neither initializes it.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+DEVICES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaDevice}
+"""By device type. Tensors of other types, such as XPU and MPS, are copied at the call."""
+CAPTURING: list[Callable[[], bool]] = [_cuda_is_capturing]
+
+
+def has_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on a device whose copies are asynchronous."""
+    return tensor.device.type in DEVICES
+
+
+def is_capturing() -> bool:
+    """Whether the work of this thread is captured into a graph instead of being executed."""
+    return any(capturing() for capturing in CAPTURING)

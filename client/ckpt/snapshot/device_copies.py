@@ -1,0 +1,159 @@
+"""Copies from one device into a slot, and the page-locking of slots.
+
+Rules: the side stream starts after the work that was queued at the call. Every stream that is about to change the state
+waits for the copies, each once. Tensors and the slot are held until the device has finished, also after a failure.
+Memory that is not pinned is never the destination of an asynchronous copy: the driver would block other threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from ckpt.saver.segment import Segment
+from ckpt.snapshot.device import Device, Mark
+
+logger = logging.getLogger(__name__)
+
+PIN_BYTES = 256 << 20
+"""Page-locking takes about 0.1 s per GB, and the driver blocks other processes of the host meanwhile."""
+_PIN_LEAST_BYTES = 16 << 20
+_PIN_PAUSE_S = 0.005
+_RING_BYTES = 32 << 20
+_POLL_S = (50e-6, 2e-3)
+
+
+class DeviceCopies:
+    """The copies of one snapshot from one device. The training thread adds and begins, another one may copy."""
+
+    def __init__(self, device: Device, pinned: bool) -> None:
+        """pinned: whether the slot is page-locked."""
+        self._device = device
+        self._pinned = pinned
+        self._now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._ready: Mark | None = None
+        self._done: Mark | None = None
+        self._waiting: set[Hashable] = set()
+        self._lock = threading.Lock()
+
+    def add(self, view: torch.Tensor, tensor: torch.Tensor, later: bool) -> None:
+        """Copy a tensor, in the order of the current stream or deferred.
+
+        The tensor is kept until `release`: the allocator must not reuse memory that is still to be read.
+        """
+        views, tensors = self._later if later else self._now
+        views.append(view)
+        tensors.append(tensor.detach())
+
+    def begun(self) -> None:
+        """Queue the copies that cannot wait, and mark the point of the current stream where the state is complete."""
+        try:
+            self._queue(*self._now, side=False)
+        finally:
+            self._ready = self._done = self._device.mark(side=False)
+
+    def copy(self) -> None:
+        """Queue the deferred copies on the side stream, concurrent with later work of other streams."""
+        if not self._later[0]:
+            return
+        assert self._ready is not None
+        self._device.wait(self._ready, side=True)
+        try:
+            self._queue(*self._later, side=True)
+        finally:
+            self._done = self._device.mark(side=True)
+
+    def make_stream_wait(self) -> None:
+        """Make the current stream wait for the copies, once; the CPU does not wait."""
+        assert self._done is not None
+        with self._lock:
+            stream = self._device.current()
+            if stream not in self._waiting and not self._done.done():
+                self._device.wait(self._done, side=False)
+            self._waiting.add(stream)
+
+    def done(self) -> bool:
+        """Whether the device has finished all copies that were queued."""
+        return self._done is None or self._done.done()
+
+    def release(self) -> None:
+        """Release tensor references."""
+        self._now, self._later = ([], []), ([], [])
+
+    def _queue(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
+        if self._pinned:
+            self._device.copy(views, tensors, side)
+        elif tensors:
+            self._copy_through_ring(views, tensors, side)
+
+    def _copy_through_ring(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
+        """Copy through a little pinned memory, and wait for each piece."""
+        ring = self._device.pinned(_RING_BYTES)
+        for view, tensor in zip(views, tensors, strict=True):
+            whole = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+            to, size = view.view(-1), tensor.element_size()
+            for at in range(0, whole.numel(), _RING_BYTES // size):
+                piece = whole[at : at + _RING_BYTES // size]
+                staged = ring[: piece.nbytes].view(piece.dtype)
+                self._device.copy([staged], [piece], side)
+                poll(self._device.mark(side).done)
+                ctypes.memmove(to[at:].data_ptr(), staged.data_ptr(), piece.nbytes)
+
+
+def poll(done: Callable[[], bool], expired: Callable[[], bool] | None = None) -> bool:
+    """Wait for a device, without the GIL and so that this thread can stop. False if time has expired before."""
+    pause_s, longest_s = _POLL_S
+    while not done():
+        if expired is not None and expired():
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+    return True
+
+
+def pin_segment(segment: Segment, device: Device) -> bool:
+    """Page-lock a segment, so that GPUs copy into it asynchronously. It is unlocked before it is unmapped.
+
+    If the system refuses, logs a warning that copies take longer, and returns False.
+    """
+    # In a separate thread: CUDA keeps the last error per thread, and torch attributes it to its next kernel.
+    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pin") as thread:
+        addresses, code = thread.submit(_pin_chunks, ctypes.addressof(segment.map), segment.num_bytes, device).result()
+    if code:
+        logger.warning("%d bytes cannot be pinned (CUDA error %d): copies take longer", segment.num_bytes, code)
+        return False
+    segment.before_unmap(partial(_unpin_chunks, addresses, device, os.getpid()))
+    return True
+
+
+def _pin_chunks(address: int, num_bytes: int, device: Device) -> tuple[list[int], int]:
+    """The addresses of the chunks that were pinned: all, or none and the error code."""
+    addresses, at, size = list[int](), 0, PIN_BYTES
+    while at < num_bytes:
+        code = device.pin(address + at, min(size, num_bytes - at))
+        if not code:
+            addresses.append(address + at)
+            at += size
+            time.sleep(_PIN_PAUSE_S if at < num_bytes else 0)
+        elif size > _PIN_LEAST_BYTES:
+            size //= 2  # some kernels limit the size of one call
+        else:
+            _unpin_chunks(addresses, device, os.getpid())
+            return [], code
+    return addresses, 0
+
+
+def _unpin_chunks(addresses: Sequence[int], device: Device, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child has neither the memory nor CUDA
+        return
+    if codes := {code for address in addresses if (code := device.unpin(address))}:
+        logger.warning("memory of a snapshot could not be unpinned (CUDA errors %s)", sorted(codes))

@@ -1,0 +1,246 @@
+"""A device that is simulated in host memory: its operations execute late, and out of order unless an event orders them.
+
+Tensors of the CPU count as tensors of the device while it is plugged in. A launch does nothing but queue an operation.
+When somebody polls an event, the head of a random stream is executed. Memory is poisoned as soon as its last owner lets
+go of it, in the order of the stream that it was allocated on, as a caching allocator may reuse it then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from ckpt.saver.segment import Segment
+from ckpt.snapshot import device
+from ckpt.snapshot.arena import Arena
+
+DEFAULT, SIDE = "default", "side"
+POISON = -777.0
+_Operation = Callable[[], object]
+
+
+class SimulatedMark:
+    """An event."""
+
+    def __init__(self, simulated: SimulatedDevice) -> None:
+        self.reached = False
+        self._device = simulated
+
+    def reach(self) -> None:
+        self.reached = True
+
+    def done(self) -> bool:
+        self._device.progress()
+        return self.reached
+
+
+class SimulatedDevice:
+    """The device. Everything that is random follows from the seed and from the order of the calls."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.executed = 0
+        self._streams: dict[Hashable, deque[_Operation | SimulatedMark | threading.Event]] = defaultdict(deque)
+        self._weights: dict[Hashable, float] = defaultdict(lambda: 10 ** self.random.uniform(-2, 1))
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+        self._graph: list[_Operation] | None = None
+        self._pinned: dict[int, int] = {}
+        self._writes: dict[int, int] = {}
+        self.violations: list[str] = []
+        self.refuses_pins = False
+        self.fails_after: int | None = None
+        """Fail the copy after this many."""
+
+    # What the library uses: see ckpt.snapshot.device.Device.
+
+    def current(self) -> Hashable:
+        return getattr(self._thread, "stream", DEFAULT)
+
+    def mark(self, side: bool) -> SimulatedMark:
+        return self.record(SIDE if side else self.current())
+
+    def wait(self, mark: SimulatedMark, side: bool) -> None:
+        with self._lock:
+            self._streams[SIDE if side else self.current()].append(mark)
+
+    def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
+        for view, tensor in zip(views, tensors, strict=True):
+            if self.fails_after is not None:
+                self.fails_after -= 1
+                if self.fails_after < 0:
+                    self.fails_after = None
+                    raise RuntimeError("out of memory")
+            to, source, size = view.data_ptr(), tensor.data_ptr(), tensor.nbytes
+            assert self._is_pinned(to, size), "an asynchronous copy into pageable memory"
+            self._writes[to] = size
+            self._queue(SIDE if side else self.current(), partial(self._move, to, source, size))
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self._pinned[memory.data_ptr()] = num_bytes
+        return memory
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        if self.refuses_pins:
+            return 2
+        self._pinned[address] = num_bytes
+        return 0
+
+    def unpin(self, address: int) -> int:
+        return 0 if self._pinned.pop(address, None) is not None else 1
+
+    # What a training program uses.
+
+    @contextmanager
+    def stream(self, name: Hashable) -> Iterator[None]:
+        before = self.current()
+        self._thread.stream = name
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def record(self, stream: Hashable) -> SimulatedMark:
+        mark = SimulatedMark(self)
+        self._queue(stream, mark.reach)
+        return mark
+
+    def launch(self, kernel: _Operation) -> None:
+        """Queue a kernel on the current stream, or keep it in the graph that is being captured."""
+        if self._graph is not None:
+            self._graph.append(kernel)
+        else:
+            self._queue(self.current(), kernel)
+            if self.random.random() < 0.2:
+                self.progress()
+
+    @contextmanager
+    def graph(self) -> Iterator[list[_Operation]]:
+        """Capture the launches."""
+        self._graph = []
+        try:
+            yield self._graph
+        finally:
+            self._graph = None
+
+    def is_capturing(self) -> bool:
+        return self._graph is not None
+
+    def hang(self) -> threading.Event:
+        """The current stream stops here, until the event is set."""
+        released = threading.Event()
+        with self._lock:
+            self._streams[self.current()].append(released)
+        return released
+
+    def tensor(self, value: float, size: int = 512) -> torch.Tensor:
+        """A tensor, allocated on the current stream."""
+        memory = np.full(size, value, np.float32)
+        owner = memory.view()
+        stream = self.current()
+        weakref.finalize(owner, lambda: self._queue(stream, lambda: memory.fill(POISON))).atexit = False
+        return torch.from_numpy(owner)
+
+    def progress(self) -> None:
+        """Execute the heads of random streams."""
+        with self._lock:
+            for _ in range(self.random.randint(1, 4)):
+                ready = [name for name, queue in self._streams.items() if queue and self._is_ready(queue[0])]
+                if not ready:
+                    return
+                name = self.random.choices(ready, [self._weights[name] for name in ready])[0]
+                operation = self._streams[name].popleft()
+                if callable(operation):
+                    operation()
+                    self.executed += 1
+
+    def synchronize(self) -> None:
+        """Execute everything."""
+        while any(self._streams.values()):
+            self.progress()
+
+    def check_unused(self, segment: Segment) -> None:
+        """Nothing that is queued may write to a slot that is given to the next snapshot."""
+        begin = ctypes.addressof(segment.map)
+        if any(begin <= to < begin + segment.num_bytes for to in list(self._writes)):
+            self.violations.append("a slot is idle while the device writes to it")
+
+    def _move(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+        self._writes.pop(to, None)
+
+    def _queue(self, stream: Hashable, operation: _Operation) -> None:
+        with self._lock:
+            self._streams[stream].append(operation)
+
+    def _is_ready(self, operation: Any) -> bool:
+        if isinstance(operation, SimulatedMark):
+            return operation.reached
+        return not isinstance(operation, threading.Event) or operation.is_set()
+
+    def _is_pinned(self, address: int, num_bytes: int) -> bool:
+        end = address + num_bytes
+        while address < end:
+            chunk = next((at + size for at, size in self._pinned.items() if at <= address < at + size), None)
+            if chunk is None:
+                return False
+            address = chunk
+        return True
+
+
+@contextmanager
+def plugged_in(seed: int) -> Iterator[SimulatedDevice]:
+    """A simulated device, in place of the CPU."""
+    simulated, release = SimulatedDevice(seed), Arena.release
+
+    def checked_release(arena: Arena, number: int) -> None:
+        if (slot := arena._slots.get(number)) is not None:
+            simulated.check_unused(slot.segment)
+        release(arena, number)
+
+    with (
+        patch.dict(device.DEVICES, {"cpu": lambda _: simulated}),
+        patch.object(device, "CAPTURING", [simulated.is_capturing]),
+        patch.object(Arena, "release", checked_release),
+    ):
+        yield simulated
+    assert not simulated.violations
+
+
+class SimulatedSGD(Optimizer):
+    """Its step adds one to each element of parameters and momenta, in kernels that torch's counters do not see."""
+
+    def __init__(self, simulated: SimulatedDevice, parameters: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self._device = simulated
+        for parameter in parameters:
+            self.state[parameter]["momentum"] = simulated.tensor(float(parameter.data_ptr() % 97))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for tensor in (parameter, self.state[parameter]["momentum"]):
+                    self._device.launch(add_one(tensor))
+
+
+def add_one(tensor: torch.Tensor) -> _Operation:
+    """A kernel. It has an address, and does not keep the memory."""
+    address, size = tensor.data_ptr(), tensor.numel()
+
+    def kernel() -> None:
+        np.ctypeslib.as_array((ctypes.c_float * size).from_address(address))[:] += 1
+
+    return kernel

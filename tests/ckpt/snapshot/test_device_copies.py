@@ -1,0 +1,205 @@
+"""Snapshots of a simulated device, whose operations execute late and out of order: each is the state of its call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.errors import CkptError, InvalidRequest, SaveFailed
+from tests.ckpt.snapshot.simulated import DEFAULT, SimulatedDevice, SimulatedSGD, plugged_in
+
+PATIENCE_S = 60
+SCHEDULES = range(16)
+
+
+class Training:
+    """Two optimizers, four parameters and a buffer on the device; and what their values are in program order."""
+
+    def __init__(self, simulated: SimulatedDevice) -> None:
+        self.device = simulated
+        self.model = nn.Module()
+        for i in range(4):
+            self.model.register_parameter(f"w{i}", nn.Parameter(simulated.tensor(100.0 * i)))
+        with simulated.stream("other"):
+            self.model.register_buffer("average", simulated.tensor(5.0))
+        parameters = list(self.model.parameters())
+        self.first, self.second = SimulatedSGD(simulated, parameters[:2]), SimulatedSGD(simulated, parameters[2:])
+        self.optim = {"first": self.first, "second": self.second}
+        self.values = {f"model/{name}": tensor[0].item() for name, tensor in self.model.state_dict().items()}
+        for key, optim in self.optim.items():
+            for name, parameter in self.model.named_parameters():
+                if parameter in optim.state:
+                    momentum = optim.state[parameter]["momentum"][0].item()
+                    self.values[f"optim.{key}/state/{name}/momentum"] = momentum
+        self.saved: dict[int, dict[str, float]] = {}
+        self.graph: list[Any] | None = None
+
+    def save(self, checkpointer: Checkpointer, step: int) -> Any:
+        handle = checkpointer.save_async(self.model, self.optim, step)
+        self.saved[step] = dict(self.values)
+        return handle
+
+    def step(self, stream: str = DEFAULT) -> None:
+        """The second optimizer steps on a stream, which waits for the backward pass; or its graph is replayed."""
+        device = self.device
+        after_backward = device.record(DEFAULT)
+        self.first.step()
+        with device.stream(stream):
+            device.wait(after_backward, side=False)
+            if self.graph is None:
+                self.second.step()
+            else:
+                for kernel in self.graph:
+                    device.launch(kernel)
+            joined = device.record(stream)
+        device.wait(joined, side=False)
+        self._count(("w0", "w1", "w2", "w3"))
+
+    def capture(self) -> None:
+        """Capture the second optimizer's step into a graph; nothing is executed."""
+        with self.device.graph() as self.graph:
+            self.second.step()
+
+    def replace_average(self) -> None:
+        """Put new memory in the place of the average's: the old memory is free."""
+        with self.device.stream("other"):
+            value = self.values["model/average"] + 1
+            self.model.average.data = self.device.tensor(value)
+            self.values["model/average"] = value
+
+    def check(self, checkpointer: Checkpointer) -> None:
+        """Every committed checkpoint holds the values at its call."""
+        for step, values in self.saved.items():
+            found = {name: sorted(set(tensor.tolist())) for name, tensor in checkpointer.load(step).items()}
+            assert found == {name: [value] for name, value in values.items()}, step
+
+    def _count(self, names: tuple[str, ...]) -> None:
+        for entry in self.values:
+            if entry.split("/")[-1] in names or any(f"/{name}/" in entry for name in names):
+                self.values[entry] += 1
+
+
+@pytest.fixture(params=SCHEDULES)
+def training(request: pytest.FixtureRequest) -> Iterator[Training]:
+    with plugged_in(request.param) as simulated:
+        yield Training(simulated)
+        simulated.synchronize()
+
+
+def open_run(folder: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(str(folder), run="r", writer="thread", compress="off", **options)
+
+
+def test_optimizers_on_two_streams_a_graph_and_memory_that_is_freed(training: Training, tmp_path: Path) -> None:
+    chance = training.device.random
+    with open_run(tmp_path, slots=2) as checkpointer:
+        checkpointer.prepare(training.model, training.optim)
+        graph_from = chance.randint(1, 9)
+        for step in range(8):
+            training.step(chance.choice([DEFAULT, "other"]))
+            if step == graph_from:
+                checkpointer.wait()
+                training.capture()
+            training.save(checkpointer, step)
+            if chance.random() < 0.5:
+                training.replace_average()
+        training.step("other")
+        checkpointer.wait()
+        training.check(checkpointer)
+
+
+def test_a_copy_that_fails_leaves_its_slot_alone_until_the_device_has_finished(
+    training: Training, tmp_path: Path
+) -> None:
+    with open_run(tmp_path, slots=1) as checkpointer:
+        checkpointer.prepare(training.model, training.optim)
+        for step in range(0, 6, 2):
+            training.step()
+            training.device.fails_after = training.device.random.randint(1, 7)
+            with pytest.raises(CkptError):
+                checkpointer.save_async(training.model, training.optim, step).result(PATIENCE_S)
+            training.device.fails_after = None
+            training.save(checkpointer, step + 1).result(PATIENCE_S)
+        training.check(checkpointer)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_that_cannot_be_pinned_is_reached_through_a_ring(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plugged_in(seed) as simulated, open_run(tmp_path) as checkpointer:
+        simulated.refuses_pins = True
+        training = Training(simulated)
+        for step in range(4):
+            training.step()
+            training.save(checkpointer, step)
+        checkpointer.wait()
+        training.check(checkpointer)
+        assert "cannot be pinned" in caplog.text
+        simulated.synchronize()
+
+
+def test_a_capture_while_a_snapshot_is_copied_is_refused(tmp_path: Path) -> None:
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        training = Training(simulated)
+        released = simulated.hang()
+        training.save(checkpointer, 1)
+        with pytest.raises(InvalidRequest, match=r"wait\(\)"):
+            training.capture()
+        released.set()
+        checkpointer.wait()
+        training.capture()
+        training.check(checkpointer)
+        simulated.synchronize()
+
+
+def test_waits_for_a_device_that_is_stuck_are_bounded(tmp_path: Path) -> None:
+    with plugged_in(0) as simulated:
+        training = Training(simulated)
+        checkpointer = open_run(tmp_path)
+        checkpointer.prepare(training.model, training.optim)
+        training.step()
+        released = simulated.hang()
+        handle = training.save(checkpointer, 1)
+        with pytest.raises(TimeoutError, match="step 1"):
+            checkpointer.wait(0.2)
+        assert not handle.done()
+        with pytest.raises(SaveFailed, match="did not finish"):
+            checkpointer.close(0.2)
+        assert handle.exception() is not None
+        released.set()
+        simulated.synchronize()
+
+
+def test_the_gate_waits_for_no_device(tmp_path: Path) -> None:
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        training = Training(simulated)
+        checkpointer.prepare(training.model, training.optim)
+        training.step()
+        released = simulated.hang()
+        handle = training.save(checkpointer, 1)
+        training.step("other")  # returns though the device is stuck
+        assert not handle.staged()
+        released.set()
+        handle.result(PATIENCE_S)
+        training.check(checkpointer)
+
+
+def test_slots_are_unpinned_before_they_are_unmapped(tmp_path: Path) -> None:
+    with plugged_in(0) as simulated:
+        training = Training(simulated)
+        with open_run(tmp_path) as checkpointer:
+            training.save(checkpointer, 1).result(PATIENCE_S)
+            simulated.synchronize()
+            assert simulated._pinned
+        del checkpointer
+        deadline = time.monotonic() + PATIENCE_S
+        while simulated._pinned and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not simulated._pinned
