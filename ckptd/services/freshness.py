@@ -61,7 +61,7 @@ class Freshness:
         with self._lock:
             doubt = self._doubt(run, found)
         if doubt is not None:
-            kind = type(doubt) if isinstance(doubt, Damaged | IndexUnavailable) else StoreUnavailable
+            kind = type(doubt) if isinstance(doubt, Damaged | IndexUnavailable | StoreUnavailable) else StoreUnavailable
             raise kind(doubt.message, doubt.hint or "The index may be stale: wait until GET /readyz reports ready")
 
     def _doubt(self, run: str | None, found: bool) -> CkptError | None:

@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,7 @@ from ckpt.capture.train_state import Model, Optimizers, TrainState
 from ckpt.config import Config, OnBusy, takes
 from ckpt.ranks.world import Agreement, World, meet
 from ckpt.restoring.pipeline import Restored, Restorer
-from ckpt.restoring.resolve import release_lease
+from ckpt.restoring.resolve import check_present, release_lease
 from ckpt.restoring.tensors import load_tensors
 from ckpt.saver.budget import Budget
 from ckpt.schedule import Schedule
@@ -80,13 +81,13 @@ class Checkpointer:
 
         Takes about half a second per GB; memory for further slots is allocated in the background. Without this call the
         first save does it, and waits. Call it again when the layout of the state has changed: other parameters, or
-        other parts of them on this rank. Raises UnsupportedObject, InvalidRequest or RankLost.
+        other parts of them on this rank. Raises UnsupportedObject, InvalidRequest, RankLost, RunVanished, Unavailable.
         """
         client = self._saving_client()
         self._join()
         client.start()
         state = TrainState.of(model, optim, extras)
-        agreement = self._agree(state)
+        agreement = self._agree(state, partial(check_present, self._source, self.config))
         state = state.without_others()
         self._gate(state)  # before the first step, so that its hooks are in place
         captured = self._capture(state, agreement, grads=False)
@@ -186,7 +187,7 @@ class Checkpointer:
         to be corrupt (`Restored.skipped` lists it). strict: every tensor and every keyword must be in the
         checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported.
         Keywords whose value is plain data come back in `Restored.values`. Raises UnsupportedObject for a value that a
-        later save would refuse, such as a plain DataLoader.
+        later save would refuse, such as a plain DataLoader; RunVanished if the run was seen here and is gone.
 
         Every chunk is verified before it is placed. Under a process group this is a collective and all ranks get
         the same checkpoint. Optimizer state that the checkpoint does not have is removed. Raises StateMismatch
@@ -318,17 +319,18 @@ class Checkpointer:
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
 
-    def _meet(self, state: TrainState) -> Agreement:
+    def _meet(self, state: TrainState, check: Callable[[], None] = lambda: None) -> Agreement:
         world = self._world()
 
         def described() -> dict[str, Unit]:
+            check()
             check_others(state)
             return describe(state, sampled=world.size > 1)
 
         return meet(world, described, self.config.split_replicas)
 
-    def _agree(self, state: TrainState) -> Agreement:
-        agreement = self._meet(state)
+    def _agree(self, state: TrainState, check: Callable[[], None] = lambda: None) -> Agreement:
+        agreement = self._meet(state, check)
         if agreement.different_buffers and self._world().rank == 0:
             logger.warning(
                 "buffers differ between ranks, and those of the lowest rank are kept: %s",

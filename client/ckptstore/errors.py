@@ -266,6 +266,18 @@ class StoreUnavailable(Unavailable):
     code = "store_unavailable"
 
 
+class NoSuchBucket(StoreUnavailable):
+    """The bucket of the store does not exist. That is not the same as a store without checkpoints."""
+
+    code = "no_such_bucket"
+
+
+class RunVanished(Unavailable):
+    """The store has nothing of a run that had checkpoints when this host last saw it."""
+
+    code = "run_vanished"
+
+
 class StoreFull(Unavailable):
     """The store has no space or quota left."""
 

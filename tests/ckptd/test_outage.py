@@ -80,6 +80,10 @@ def test_a_store_emptied_on_purpose_is_believed_after_reindex(store: Store, tmp_
     with running_daemon(store.url) as daemon:
         (tmp_path / "store").rename(tmp_path / "away")
         wait_until(lambda: _unready(daemon), "noticing")
+        assert daemon.post(bodies.REINDEX).json()["code"] == "store_unavailable", (
+            "nothing is listed, so it is no answer"
+        )
+        (tmp_path / "store").mkdir()
         assert daemon.post(bodies.REINDEX).json() == {"runs": 0, "checkpoints": 0}
         assert daemon.get("/checkpoints/latest").status_code == 404
         wait_until(lambda: not _unready(daemon), "readiness")

@@ -21,7 +21,14 @@ from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit, require_refilled
 from ckpt.restoring.ranks import RankState, share_out
-from ckpt.restoring.resolve import candidates, note_damage, release_lease, take_lease, wait_for_orphan_saver
+from ckpt.restoring.resolve import (
+    candidates,
+    note_damage,
+    note_restored,
+    release_lease,
+    take_lease,
+    wait_for_orphan_saver,
+)
 from ckpt.restoring.session import RestoreSession
 from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore.clock import system_clock
@@ -142,6 +149,7 @@ class Restorer:
                     raise
                 raise self._mixture(checkpoint, error) from error
             seconds = time.perf_counter() - started
+            note_restored(self._source, self._config)
             logger.info("restored %s: %.1f MB in %.2f s", checkpoint.id, checkpoint.raw_bytes / 1e6, seconds)
             return Restored(
                 checkpoint=checkpoint,

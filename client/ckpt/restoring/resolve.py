@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from itertools import chain, islice
 
 from ckpt.config import Config
-from ckpt.saver.lock import wait_for_orphans
+from ckpt.saver.lock import note_checkpoint, noted_checkpoint, wait_for_orphans
 from ckptapi.bodies import ChunkBody, VerifyJob
 from ckptapi.client import DaemonClient
 from ckptapi.remote_create import with_remote_create
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CkptError, Damaged, ObjectMissing, StoreReadOnly
+from ckptstore.errors import CkptError, Damaged, ObjectMissing, RunVanished, StoreReadOnly
 from ckptstore.names import Reference
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import Source, StoreSource
@@ -69,7 +69,36 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
         rolled = pool.submit(_roll_forward, source, config)
         found = source.candidates(reference.run)
         first = list(islice(found, 1))
-    yield from source.candidates(reference.run) if rolled.result() else chain(first, found)
+    found = source.candidates(reference.run) if rolled.result() else chain(first, found)
+    newest = next(found, None)
+    if newest is None:
+        check_present(source, config)
+        return
+    yield newest
+    yield from found
+
+
+def check_present(source: Source, config: Config) -> None:
+    """Return if the run may begin in this store. Reads only; a daemon is not asked.
+
+    Raises NoSuchBucket or Unavailable, and RunVanished if the store has nothing of a run that had checkpoints before:
+    training from scratch would be silent, and so would its saves to the disk below an unmounted volume.
+    """
+    if not isinstance(source, StoreSource):
+        return
+    present = any(True for _ in source.store.list_folders(f"{config.run_name}/"))
+    note = noted_checkpoint(config.source, config.run_name)
+    if note is not None and not present:
+        raise RunVanished(
+            f"{config.source} has nothing of run {config.run_name!r}, which had checkpoints on this host before",
+            f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
+        )
+
+
+def note_restored(source: Source, config: Config) -> None:
+    """Remember on this host that the run has a checkpoint (check_present)."""
+    if isinstance(source, StoreSource) and source.store.shared_between_processes:
+        note_checkpoint(config.source, config.run_name)
 
 
 def take_lease(source: Source, checkpoint: Checkpoint) -> str | None:

@@ -4,11 +4,14 @@ A trainer that is restarted right after a SIGKILL must not resume from an older 
 saver is about to commit. There are two lock files per run: the trainer holds a shared lock on one, its saver on the
 other until its uploads are done. The kernel releases a lock when its process ends, in any way. If only the saver's
 lock is held, an orphaned saver is finishing its jobs.
+
+A note beside the locks remembers that the run had a checkpoint: a store that has nothing of it later is not mounted.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import stat
 import tempfile
@@ -19,7 +22,9 @@ from pathlib import Path
 import xxhash
 
 from ckpt.saver.segment import close_after_fork
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import CkptError, InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.05
 
@@ -58,6 +63,20 @@ def wait_for_orphans(store: str, run: str, timeout_s: float) -> bool:
             return False
         time.sleep(_PAUSE_S)
     return True
+
+
+def note_checkpoint(store: str, run: str) -> None:
+    """Remember on this host that the run has a checkpoint. Never raises: without the note nothing is missed."""
+    try:
+        _path(store, run, "known").write_text(f"{store} {run}\n")
+    except (CkptError, OSError) as error:
+        logger.warning("cannot note that run %r has a checkpoint: %s", run, error)
+
+
+def noted_checkpoint(store: str, run: str) -> Path | None:
+    """The note that the run had a checkpoint, if there is one. Raises InvalidRequest as SaverLock does."""
+    path = _path(store, run, "known")
+    return path if path.exists() else None
 
 
 def _hold(path: Path) -> int:

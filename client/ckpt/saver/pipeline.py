@@ -19,6 +19,7 @@ from ckpt.saver.commit import Committer, abort_attempts, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave
+from ckpt.saver.lock import note_checkpoint
 from ckpt.saver.measuring import SaveCodings, codings_for
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup
 from ckpt.saver.notify import Notifier
@@ -94,6 +95,7 @@ class SavePipeline:
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._lock = threading.Lock()
         self._leases: set[str] = set()
+        self._noted = False
         self._waiting: dict[int, _RunningJob] = {}
         self._readers: dict[int, StreamReader] = {}
         self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
@@ -258,6 +260,9 @@ class SavePipeline:
                 self.abort(job.attempt, describe(result))  # no other rank could commit it either
             return
         running.incremental.end(receipt.receipt.content)
+        if not self._noted and self._run.store.shared_between_processes:
+            note_checkpoint(self._setup.store, self._setup.run)
+        self._noted = True
         self._report(Done(number=job.number, outcome=seal(result).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
         if self._notifier is not None:

@@ -6,7 +6,17 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptstore.errors import CkptError, ObjectMissing, StoreFull, StoreReadOnly, StoreUnavailable
+from ckptstore.errors import CkptError, NoSuchBucket, ObjectMissing, StoreFull, StoreReadOnly, StoreUnavailable
+
+_NO_BUCKET = "NoSuchBucket"
+
+
+def no_such_bucket(url: str) -> NoSuchBucket:
+    """The error for an object or prefix in a bucket that does not exist."""
+    return NoSuchBucket(
+        f"the bucket of {url} does not exist",
+        "Check the store's URL, the endpoint and the credentials, or create the bucket",
+    )
 
 
 @contextmanager
@@ -17,9 +27,17 @@ def store_errors(what: str, url: str) -> Iterator[None]:
     except CkptError:
         raise
     except FileNotFoundError as error:
+        if _lacks_bucket(error):
+            raise no_such_bucket(url) from error
         raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
     except Exception as error:
         raise _translate(error, what, url) from error
+
+
+def _lacks_bucket(error: FileNotFoundError) -> bool:
+    """Whether S3 answered that there is no bucket: to our own request, or to s3fs, which gives botocore's error."""
+    reply = getattr(error.__cause__, "response", None) or {}
+    return _NO_BUCKET in (error.strerror or "") or reply.get("Error", {}).get("Code") == _NO_BUCKET
 
 
 def _translate(error: Exception, what: str, url: str) -> CkptError:

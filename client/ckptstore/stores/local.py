@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckptstore.clock import system_clock
+from ckptstore.errors import StoreUnavailable
 from ckptstore.format.codecs import Buffer
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, too_short
@@ -26,7 +28,10 @@ _MAX_PARTS = 1024
 
 
 class LocalStore(Store):
-    """A store in a folder, which the first write creates."""
+    """A store in a folder, which the first write creates.
+
+    A folder that vanishes later is not created again: an unmounted volume is not an empty store.
+    """
 
     creates_by_itself = True
 
@@ -36,20 +41,21 @@ class LocalStore(Store):
         self.url = self.identity = f"file://{self.root}"
         self._skipped = len(os.path.join(self.root, ""))
         """Length of the path before the key."""
+        self._existed = self.root.is_dir()
 
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""
         path = self._path(key)
-        with store_errors("write", self.object_url(key)), _Temporary(path, data) as temporary:
+        with self._errors("write", key), _Temporary(path, data, self._create) as temporary:
             os.replace(temporary, path)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         """Write to a temporary file in the same folder, then link: link fails if the name exists."""
         path = self._path(key)
-        with store_errors("create", self.object_url(key)):
+        with self._errors("create", key):
             if path.exists():
                 return False
-            with _Temporary(path, data) as temporary:
+            with _Temporary(path, data, self._create) as temporary:
                 try:
                     os.link(temporary, path)
                 except FileExistsError:
@@ -58,24 +64,25 @@ class LocalStore(Store):
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """Write in place: the name is unique to an attempt and has no meaning before its receipt."""
-        with store_errors("write", self.object_url(key)):
-            return _LocalWriter(self._path(key), self.object_url(key), size_hint)
+        path = self._path(key)
+        with self._errors("write", key):
+            return _LocalWriter(path, self._create(path), self.object_url(key), size_hint)
 
     def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """Write to a temporary file in the same folder, then rename."""
         path = self._path(key)
-        with store_errors("write", self.object_url(key)):
+        with self._errors("write", key):
             temporary = path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
-            return _LocalWriter(temporary, self.object_url(key), size_hint, replaces=path)
+            return _LocalWriter(temporary, self._create(temporary), self.object_url(key), size_hint, replaces=path)
 
     def get(self, key: str) -> bytes:
         """The whole file."""
-        with store_errors("read", self.object_url(key)):
+        with self._errors("read", key):
             return self._path(key).read_bytes()
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """Positional reads straight into the buffer."""
-        with store_errors("read", self.object_url(key)):
+        with self._errors("read", key):
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return _read_at(fd, offset, buffer)
@@ -84,25 +91,26 @@ class LocalStore(Store):
 
     def open_reader(self, key: str) -> ObjectReader:
         """Read through the page cache. The kernel reads ahead of each sequential reader."""
-        with store_errors("read", self.object_url(key)):
+        with self._errors("read", key):
             return _LocalReader(os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC), self.object_url(key))
 
     def size(self, key: str) -> int:
         """Size of the file in bytes."""
-        with store_errors("look at", self.object_url(key)):
+        with self._errors("look at", key):
             return self._path(key).stat().st_size
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Walk the folder; temporary files are not objects."""
-        with store_errors("list", self.object_url(prefix)):
+        with self._errors("list", prefix):
             yield from sorted(self._walk(self._path(prefix)), key=lambda info: info.key)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         """The folders directly below that contain more than the temporary files of a killed process."""
-        with store_errors("list", self.object_url(prefix)):
+        with self._errors("list", prefix):
             try:
                 folders = sorted(entry.name for entry in os.scandir(self._path(prefix)) if entry.is_dir())
             except FileNotFoundError:
+                self._check_root()
                 return
             for name in folders:
                 try:
@@ -117,8 +125,11 @@ class LocalStore(Store):
         folders = set()
         for key in keys:
             path = self._path(key)
-            with store_errors("delete", self.object_url(key)):
-                path.unlink(missing_ok=True)
+            with self._errors("delete", key):
+                try:
+                    path.unlink()
+                except FileNotFoundError:
+                    self._check_root()
             folders.add(path.parent)
         for folder in folders:
             self._remove_if_empty(folder)
@@ -126,11 +137,50 @@ class LocalStore(Store):
     def _path(self, key: str) -> Path:
         return self.root / key
 
+    @contextmanager
+    def _errors(self, what: str, key: str) -> Iterator[None]:
+        """Translate errors on an object. Raises StoreUnavailable if it is missing because the root has vanished."""
+        with store_errors(what, self.object_url(key)):
+            try:
+                yield
+            except FileNotFoundError:
+                self._check_root()
+                raise
+
+    def _check_root(self) -> None:
+        """Raises StoreUnavailable if the root existed and does not exist now."""
+        existed = self._existed  # first: another thread may be creating the root
+        if self.root.is_dir():
+            self._existed = True
+        elif existed:
+            raise StoreUnavailable(
+                f"the folder {self.root} of the store has vanished",
+                "Mount the volume again. It is not created again, because that would hide what the volume holds; if "
+                "the folder was deleted on purpose, create it or restart this process",
+            )
+
+    def _create(self, path: Path) -> int:
+        """The descriptor of a new file. Creates its folders, and the root if it never existed."""
+        self._check_root()
+        if not self._existed:
+            make_folders(self.root)
+            self._existed = True
+        for _ in range(_CREATE_TRIES):  # another process may remove the empty folder at the same time
+            try:
+                make_folders(path.parent, self.root)
+                return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:
+                continue
+        raise FileNotFoundError(path)
+
     def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
         """The objects below a folder. Removes old temporary files of killed processes."""
         try:
             entries = list(os.scandir(folder))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            self._check_root()
+            return
+        except NotADirectoryError:
             return
         for entry in entries:
             try:
@@ -160,13 +210,14 @@ class LocalStore(Store):
 class _Temporary:
     """A durable temporary file next to `path`. Exit removes its name and fsyncs the folder."""
 
-    def __init__(self, path: Path, data: Buffer) -> None:
+    def __init__(self, path: Path, data: Buffer, create: Callable[[Path], int]) -> None:
         self._path = path
         self._data = data
+        self._create = create
         self._temporary = path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
 
     def __enter__(self) -> Path:
-        fd = _create(self._temporary)
+        fd = self._create(self._temporary)
         try:
             _write_all(fd, memoryview(self._data))
             os.fsync(fd)
@@ -216,12 +267,12 @@ class _LocalReader(ObjectReader):
 
 
 class _LocalWriter(ObjectWriter):
-    def __init__(self, path: Path, url: str, size_hint: int, replaces: Path | None = None) -> None:
+    def __init__(self, path: Path, fd: int, url: str, size_hint: int, replaces: Path | None = None) -> None:
         """replaces: the final name, if `path` is a temporary one."""
         self._path = path
         self._replaces = replaces
         self._url = url
-        self._file = DirectFile(_create(path), size_hint)
+        self._file = DirectFile(fd, size_hint)
 
     @property
     def busy_s(self) -> float:
@@ -248,11 +299,11 @@ class _LocalWriter(ObjectWriter):
             pass  # the folder has other shards, or the file is left as an orphan without a receipt, to be collected
 
 
-def make_folders(folder: Path) -> None:
-    """Create `folder` and its parents, each durable before the next."""
-    if folder.is_dir():
+def make_folders(folder: Path, root: Path | None = None) -> None:
+    """Create `folder` and its parents, each durable before the next. root: the topmost one, which is not created."""
+    if folder == root or folder.is_dir():
         return
-    make_folders(folder.parent)
+    make_folders(folder.parent, root)
     try:
         folder.mkdir()
     except FileExistsError:
@@ -267,17 +318,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _create(path: Path) -> int:
-    """The descriptor of a new file. Retries, because another process may remove the empty folder at the same time."""
-    for _ in range(_CREATE_TRIES):
-        try:
-            make_folders(path.parent)
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:
-            continue
-    raise FileNotFoundError(path)
 
 
 def _read_at(fd: int, offset: int, buffer: memoryview) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from ckptstore.format.codecs import Buffer
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, too_short
 from ckptstore.stores.busy import BusyTime
-from ckptstore.stores.failures import store_errors
+from ckptstore.stores.failures import no_such_bucket, store_errors
 from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.transfers import Transfers, UploadPart
 
@@ -217,8 +217,8 @@ class S3Store(FsspecStore):
                 if not page.get("IsTruncated"):
                     return
                 position = {"ContinuationToken": page["NextContinuationToken"]}
-        except FileNotFoundError:
-            return  # no such bucket: nothing has been written yet
+        except FileNotFoundError as error:
+            raise no_such_bucket(self.object_url(prefix)) from error  # an empty folder is an empty list
 
     def _key_of(self, name: str) -> str:
         """The key of the object with this name in the bucket."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.saver.lock import SaverLock, wait_for_orphans
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import InvalidRequest, RunVanished
+from ckptstore.operator import StoreOperator
+from ckptstore.stores import open_store
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def test_a_relative_store_stays_where_it_is_when_the_working_directory_changes(
     with Checkpointer("ckpts", run="r") as checkpointer:
         monkeypatch.chdir(tmp_path / "two")
         checkpointer.save(model, None, 1)
-        locks = {path.name for path in (temporary / f"ckpt-{os.getuid()}").iterdir()}
+        locks = {path.name for path in (temporary / f"ckpt-{os.getuid()}").iterdir() if path.suffix != ".known"}
     monkeypatch.chdir(tmp_path / "one")
     with Checkpointer("./ckpts", run="r") as checkpointer:
         monkeypatch.chdir(tmp_path / "three")
@@ -50,7 +53,7 @@ def test_a_relative_store_stays_where_it_is_when_the_working_directory_changes(
     for spelling in (str(tmp_path / "one/ckpts"), f"file://{tmp_path}/one/ckpts", "../one/ckpts"):
         with Checkpointer(spelling, run="r") as checkpointer:
             checkpointer.save(model, None, 3)
-    assert {path.name for path in (temporary / f"ckpt-{os.getuid()}").iterdir()} == locks
+    assert {path.name for path in (temporary / f"ckpt-{os.getuid()}").iterdir() if path.suffix != ".known"} == locks
     assert not [path for name in ("two", "three") for path in (tmp_path / name).iterdir()]
 
 
@@ -99,3 +102,45 @@ def test_a_save_with_such_a_folder_is_refused(temporary: Path, tmp_path: Path) -
         pytest.raises(InvalidRequest, match="has mode 0770"),
     ):
         checkpointer.save(nn.Linear(2, 2), None, 1)
+
+
+@pytest.mark.parametrize("seen_by", ["a save", "a restore"])
+def test_a_run_that_had_checkpoints_here_does_not_begin_again_in_an_empty_store(
+    tmp_path: Path, temporary: Path, seen_by: str
+) -> None:
+    """The volume is not mounted: its mount point is an empty folder."""
+    store, away, model = tmp_path / "store", tmp_path / "away", nn.Linear(2, 2)
+    with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
+        assert checkpointer.restore(model) is None, "a new run"
+        checkpointer.prepare(model, None)
+        checkpointer.save(model, None, 1)
+    if seen_by == "a restore":
+        shutil.rmtree(temporary / f"ckpt-{os.getuid()}")
+        with Checkpointer(str(store), run="r") as checkpointer:
+            assert checkpointer.restore(model) is not None
+    store.rename(away)
+    store.mkdir()
+    with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
+        begins: list[Callable[[], object]] = [
+            lambda: checkpointer.restore(model),
+            lambda: checkpointer.prepare(model, None),
+        ]
+        for begin in begins:
+            with pytest.raises(RunVanished, match="nothing of run 'r', which had checkpoints on this host") as caught:
+                begin()
+    note = Path(caught.value.hint.rsplit(" ", 1)[1])
+    assert note.read_text() == f"file://{store} r\n"
+    note.unlink()
+    with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
+        assert checkpointer.restore(model) is None, "it was deleted on purpose"
+
+
+def test_a_run_whose_checkpoints_were_deleted_begins_again(tmp_path: Path, temporary: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(str(tmp_path / "store"), run="r", writer="thread") as checkpointer:
+        saved = checkpointer.save(model, None, 1)
+    StoreOperator(open_store(str(tmp_path / "store"))).delete(saved, 0.0, force=True)
+    with Checkpointer(str(tmp_path / "store"), run="r", writer="thread") as checkpointer:
+        assert checkpointer.restore(model) is None
+        checkpointer.prepare(model, None)
+        assert checkpointer.save(model, None, 1).step == 1

@@ -81,8 +81,9 @@ def test_a_volume_unmounted_between_two_listings_is_no_deletion(
     @dataclass
     class Unmounting(Faults):
         def around(self, what: str, call: Callable[[], _T]) -> _T:
-            if what == "list gpt/commits/" and (tmp_path / "store").exists():
+            if what == "list gpt/commits/" and not (tmp_path / "away").exists():
                 (tmp_path / "store").rename(tmp_path / "away")
+                (tmp_path / "store").mkdir()  # the mount point remains
             return super().around(what, call)
 
     store_sync, _ = _store_sync(FaultyStore(store, Unmounting()), index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,37 @@ def test_an_unreachable_s3_service_is_unavailable() -> None:
         store = open_store("s3://bucket/root", {"endpoint_url": endpoint, "key": "a", "secret": "b"})
         with pytest.raises(StoreUnavailable, match="s3://bucket/root/gpt"):
             latest(Run(store, "gpt"))
+
+
+def test_a_folder_that_vanished_is_neither_empty_nor_created_again(tmp_path: Path) -> None:
+    """An unmounted volume: what is written must not go to the disk below it, and what is missing is not gone."""
+    folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    new = open_store(str(folder))
+    assert list(new.list("")) == []
+    checkpoint = write_checkpoint(new)
+    old = open_store(str(folder))
+    folder.rename(elsewhere)
+    calls: list[Callable[[Store], object]] = [
+        lambda store: store.put("gpt/a", b"x"),
+        lambda store: store.put_if_absent("gpt/a", b"x"),
+        lambda store: store.open_writer("gpt/new/a"),
+        lambda store: store.get("gpt/a"),
+        lambda store: store.size("gpt/a"),
+        lambda store: list(store.list("gpt/")),
+        lambda store: list(store.list_folders("")),
+        lambda store: store.delete_many(["gpt/a"]),
+        lambda store: latest(Run(store, "gpt")),
+    ]
+    for store in (new, old):
+        for call in calls:
+            with pytest.raises(StoreUnavailable, match=f"the folder {folder} of the store has vanished") as caught:
+                call(store)
+            assert "Mount" in caught.value.hint
+    assert not folder.exists()
+    elsewhere.rename(folder)
+    for store in (new, old):
+        assert latest(Run(store, "gpt")).id == checkpoint.id
+    store.put("gpt/a", b"x")
 
 
 def test_an_empty_store_has_no_checkpoint_which_is_another_thing(tmp_path: Path) -> None:
