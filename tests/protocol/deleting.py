@@ -40,8 +40,8 @@ def _fate(at: str, a: str, id: str, wanted: str, rules: Rules, won: str, lost: s
     other = "swept" if wanted == "taken back" else "taken back"
     again = _after_fate(at, won, rules)
     return [
-        row(at, create("fates", a, id, value=wanted), won=again, exists=f"{at}, read", unknown=f"{at}, read"),
-        row(f"{at}, read", get("fates", a, id), **{wanted: again, other: lost, "absent": at}),
+        row(at, create("fates", a, id, value=wanted), won=again, exists=f"{at}, read"),
+        row(f"{at}, read", get("fates", a, id), **{wanted: again, other: lost, "absent": at, "unknown": at}),
         # The fate of a tombstone that was forgotten can be created a second time.
         row(f"{at}, tombstone left?", get("tombstones", a, id), absent=lost, else_=won),
     ]
@@ -109,8 +109,9 @@ def sweeper(
     decided = ("swept", a, id)
     receipts = [delete("attempts", a, f"receipt {r}") for r in ranks]
     shards = [delete("attempts", a, f"shard {r}") for r in ranks]
-    data = [*receipts, *shards] if rules.receipts_deleted_first else [*shards, *receipts]
-    ops = [delete("commits", a), *data, delete("attempts", a, "manifest")]
+    rest = [delete("attempts", a, "manifest"), *shards]
+    data = [*receipts, *rest] if rules.receipts_deleted_first else [*rest, *receipts]
+    ops = [delete("commits", a), *data]
     marks = [delete("references", base, a)] if base else []
     look = "held?" if rules.sweeper_looks_for_holds else "fate"
     return program(

@@ -194,6 +194,8 @@ class _Machine:
             goes = reply if isinstance(reply, _Page) else _next(row, reply)
             what = f"{self._names[actor]}, {row.at}: {row.op} -> {reply if isinstance(reply, str) else 'first page'}"
             yield after, self._place(actor, goes), what
+        if row.op.verb == "get" and "unknown" in row.then:
+            yield store, self._place(actor, row.then["unknown"]), f"{self._names[actor]}, {row.at}: {row.op} fails"
 
     def _perform(self, op: Op, store: int, at: str | _Page) -> Iterator[tuple[int, str | _Page]]:
         """The store after the operation, and the reply: all that can happen."""

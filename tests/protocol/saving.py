@@ -37,7 +37,7 @@ def rank(a: str, r: str, fails: bool = False) -> Program:
     """One rank's saver: its shard, then its receipt. One that fails aborts the attempt instead."""
     if fails:
         return program(
-            row("abort", create("commits", a, value="aborted"), won="aborted", exists="end", unknown="end"),
+            row("abort", create("commits", a, value="aborted"), won="aborted", exists="end"),
             end("aborted", ("aborted", a)),
         )
     return program(
@@ -107,7 +107,8 @@ def _decide(a: str, rules: Rules) -> list[Row]:
         row("commit", write("commits", a, value="committed"), won="dead?", ok="dead?",
             exists="outcome" if rules.refusal_is_read_back else "dead?",
             unknown="outcome" if rules.lost_reply_is_read_back else "aborted"),
-        row("outcome", get("commits", a), committed="dead?", aborted="aborted", absent="commit"),
+        row("outcome", get("commits", a), committed="dead?", aborted="aborted", absent="commit",
+            unknown="commit"),
     ]  # fmt: skip
 
 
@@ -116,7 +117,8 @@ def collector(a: str, rules: Rules, ranks: Sequence[str] = RANKS) -> Program:
     write = create if rules.outcome_is_create_only else put
     receipts = [delete("attempts", a, f"receipt {r}") for r in ranks]
     shards = [delete("attempts", a, f"shard {r}") for r in ranks]
-    data = [*receipts, *shards] if rules.receipts_deleted_first else [*shards, *receipts]
+    rest = [delete("attempts", a, "manifest"), *shards]
+    data = [*receipts, *rest] if rules.receipts_deleted_first else [*rest, *receipts]
     decided = ("aborted", a)
     claims = [decided] if rules.abort_before_deleting else []
     return program(
@@ -124,7 +126,7 @@ def collector(a: str, rules: Rules, ranks: Sequence[str] = RANKS) -> Program:
             absent="abort" if rules.abort_before_deleting else "data"),
         row("abort", write("commits", a, value="aborted"), won="data", ok="data", exists="decided?",
             unknown="decided?"),
-        in_turn("data", [*data, delete("attempts", a, "manifest")], "collected", *claims),
+        in_turn("data", data, "collected", *claims),
         end("collected", decided),
     )  # fmt: skip
 

@@ -42,7 +42,8 @@ class Op:
 class Row:
     """One row: what is done, and where each reply leads.
 
-    `unknown` is the reply that was lost, of a write that was done. Without an entry the write is repeated.
+    `unknown` is the reply that was lost, of a write that was done. Without an entry the write is repeated. For a get it
+    is an error.
     """
 
     at: str
