@@ -45,14 +45,14 @@ class DeviceCopies:
         self._waiting: set[Hashable] = set()
         self._lock = threading.Lock()
 
-    def add(self, view: torch.Tensor, tensor: torch.Tensor, later: bool) -> None:
-        """Copy a tensor, in the order of the current stream or deferred.
+    def add(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], later: bool) -> None:
+        """Copy tensors, in the order of the current stream or deferred.
 
-        The tensor is kept until `release`: the allocator must not reuse memory that is still to be read.
+        They are kept until `release`: the allocator must not reuse memory that is still to be read.
         """
-        views, tensors = self._later if later else self._now
-        views.append(view)
-        tensors.append(tensor.detach())
+        to, kept = self._later if later else self._now
+        to += views
+        kept += map(torch.Tensor.detach, tensors)
 
     def begun(self) -> None:
         """Queue the copies that cannot wait, and mark the point of the current stream where the state is complete."""

@@ -16,7 +16,7 @@ from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.device import DEVICES, has_device
 from ckpt.snapshot.device_copies import pin_segment
-from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample
+from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample, unread
 from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
@@ -66,13 +66,24 @@ class _DeferredLeaves:
         self.indexes.append(index)
         self.slices.append(leaf.slice)
         self.changes.append(leaf.change)
-        self.samples.append(sample(leaf.tensor))
+        self.samples.append(unread(leaf.tensor) if has_device(leaf.tensor) else sample(leaf.tensor))
 
     def among(self, leaves: Leaves) -> Leaves:
         """These leaves with their current tensors."""
         tensors = [leaves.tensors[i] for i in self.indexes]
         origins = None if leaves.origins is leaves.tensors else [leaves.origins[i] for i in self.indexes]
         return Leaves(self.slices, tensors, origins, self.changes)
+
+
+@dataclass(slots=True)
+class _DeviceLeaves:
+    """Places in the slot of leaves of one device, and the indexes of the leaves; twice: copied in order, and deferred.
+
+    Every save goes through them column by column: an object for each leaf would cost more than the rest of the save.
+    """
+
+    now: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
+    later: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
 
 
 @dataclass(slots=True)
@@ -86,7 +97,8 @@ class _CopyPlan:
     runs: list[GatheredRun] = field(default_factory=list)
     later: list[Move] = field(default_factory=list)
     waiting: _DeferredLeaves = field(default_factory=_DeferredLeaves)
-    """The leaves of `later`."""
+    """The leaves of `later`, then those of devices that are deferred."""
+    devices: dict[torch.device, _DeviceLeaves] = field(default_factory=dict)
     frozen: list[Placed] = field(default_factory=list)
     """The places of large leaves that are expected not to change."""
     others: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
@@ -147,12 +159,16 @@ class Stager:
             plan = self._plan = self._make_plan(leaves, layout, later, sameness)
         transfer = Transfer(plan.frozen)
         move_all(plan.now)
-        if plan.later:
+        if plan.waiting.indexes:
             transfer.add_gathered(b"".join(plan.gathered), plan.runs)
             transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.samples)
         try:
             for view, i, waits in plan.others:
                 self._begin_other(transfer, view, leaves[i], waits)
+            for device, found in plan.devices.items():
+                self.pin(device)
+                for (views, indexes), waits in ((found.now, False), (found.later, True)):
+                    transfer.add_device_copies(device, self.pinned, views, [leaves.tensors[i] for i in indexes], waits)
             transfer.begun()
         except BaseException:
             transfer.finish()  # what was queued is still written, and the slot will be used again
@@ -168,6 +184,12 @@ class Stager:
             waits = later is not None and later(leaf)
             if leaf.change is Change.NEVER and leaf.slice.bytes >= FROZEN_BYTES:
                 plan.frozen.append(place)
+            if has_device(leaf.tensor):
+                of_device = plan.devices.setdefault(leaf.tensor.device, _DeviceLeaves())
+                views, indexes = of_device.later if waits else of_device.now
+                views.append(self._view(place, leaf.tensor))
+                indexes.append(i)
+                continue
             if not is_plain(leaf.tensor):
                 plan.others.append((self._view(place, leaf.tensor), i, waits))
                 continue
@@ -179,13 +201,13 @@ class Stager:
                 plan.now.append(move)
         if plan.later:
             plan.gather()
+        for of_device in plan.devices.values():
+            for i in of_device.later[1]:
+                plan.waiting.add(i, leaves[i])
         return plan
 
     def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: StateLeaf, waits: bool) -> None:
-        if has_device(leaf.tensor):
-            self.pin(leaf.tensor.device)
-            transfer.add_device_copy(view, leaf, waits, self.pinned)
-        elif waits:
+        if waits:
             transfer.add_copy(view, leaf)
         else:
             view.copy_(leaf.tensor)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ckpt.capture.leaves import Leaves, StateLeaf
-from ckpt.snapshot.device import DEVICES, has_device
+from ckpt.snapshot.device import DEVICES
 from ckpt.snapshot.device_copies import DeviceCopies, poll
-from ckpt.snapshot.guard import Guard, Sample, sample, unread
+from ckpt.snapshot.guard import Guard, Sample, sample
 from ckptstore.format.shards import Placed
 
 Move = tuple[int, int, int]
@@ -50,7 +50,10 @@ class Transfer:
         self._gathered: Sequence[Move] = ()
 
     def add_moves(self, moves: Sequence[Move], leaves: Leaves, samples: Sequence[Sample]) -> None:
-        """Defer copies of host memory; call it before all other add methods. Keeps the memory alive until then."""
+        """Defer copies of host memory; call it before all other add methods. Keeps the memory alive until then.
+
+        leaves: those of the moves, then the leaves of devices that are deferred.
+        """
         self.later, self.samples = leaves, list(samples)
         self._moves = moves
         self.storages = list(map(torch.Tensor.untyped_storage, leaves.tensors))
@@ -67,18 +70,25 @@ class Transfer:
         self._copies.append((view, leaf.tensor.detach(), len(self.later)))
         self._add_later(leaf)
 
-    def add_device_copy(self, view: torch.Tensor, leaf: StateLeaf, later: bool, pinned: bool) -> None:
-        """Copy from a device, in the order of the current stream or deferred. pinned: whether the slot is."""
-        device = leaf.tensor.device
+    def add_device_copies(
+        self,
+        device: torch.device,
+        pinned: bool,
+        views: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        later: bool,
+    ) -> None:
+        """Copy from a device, in the order of the current stream or deferred. Deferred leaves are those of `add_moves`.
+
+        pinned: whether the slot is.
+        """
         if device not in self._devices:
             self._devices[device] = DeviceCopies(DEVICES[device.type](device), pinned)
-        if later:
-            self._add_later(leaf)
-        self._devices[device].add(view, leaf.tensor, later)
+        self._devices[device].add(views, tensors, later)
 
     def _add_later(self, leaf: StateLeaf) -> None:
         self.later.append(leaf)
-        self.samples.append(unread(leaf.tensor) if has_device(leaf.tensor) else sample(leaf.tensor))
+        self.samples.append(sample(leaf.tensor))
         self.storages.append(leaf.tensor.untyped_storage())
 
     @property
