@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 from ulid import ULID
@@ -15,11 +15,14 @@ from ulid import ULID
 from ckptstore.errors import InvalidName
 
 MAX_STEP = 10**12 - 1
+MAX_GENERATION = 10**6 - 1
 MAX_RANKS = 100_000
 """Names of shards and receipts have five digits."""
 LATEST = "latest"
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ATTEMPT = re.compile(r"(?:(?P<generation>[0-9]{6})-)?(?P<step>[0-9]{12})-(?P<ulid>[0-9A-Z]{26})")
+_GENERATION = re.compile(r".*/generations/([0-9]{6})\.json")
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _SHARD = re.compile(r"shard-[0-9]{5}\.ckpt")
 _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
@@ -68,27 +71,42 @@ def check_pin(name: str) -> str:
     return name
 
 
+def check_generation(number: int) -> int:
+    """`number` itself, or InvalidName."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_GENERATION:
+        raise InvalidName(f"generation {number!r} is not allowed", f"Use an integer from 0 to {MAX_GENERATION}")
+    return number
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Attempt:
-    """One attempt to save a step of a run: the step and a ULID. Sorted by step, then ULID."""
+    """One attempt to save a step of a run. Sorted by generation, then step, then ULID.
 
+    The ULID alone identifies it within the run. Attempts of format 1 do not name their generation: it is 0.
+    """
+
+    generation: int = field(default=0, kw_only=True)
     step: int
     ulid: str
 
     def __post_init__(self) -> None:
+        check_generation(self.generation)
         check_step(self.step)
         check_ulid(self.ulid)
 
     def __str__(self) -> str:
-        return f"{self.step:012d}-{self.ulid}"
+        generation = f"{self.generation:06d}-" if self.generation else ""
+        return f"{generation}{self.step:012d}-{self.ulid}"
 
     @staticmethod
     def parse(text: str) -> Attempt:
         """The inverse of `str`. Raises InvalidName."""
-        step, dash, ulid = text.partition("-")
-        if not dash or len(step) != 12 or not (step.isascii() and step.isdigit()):
-            raise InvalidName(f"{text!r} is not an attempt", "An attempt is named <12-digit step>-<ULID>")
-        return Attempt(int(step), ulid)
+        match = _ATTEMPT.fullmatch(text)
+        if match is None or match["generation"] == "000000":
+            raise InvalidName(
+                f"{text!r} is not an attempt", "An attempt is named <6-digit generation>-<12-digit step>-<ULID>"
+            )
+        return Attempt(int(match["step"]), match["ulid"], generation=int(match["generation"] or 0))
 
 
 def new_ulid(now: float) -> str:
@@ -102,12 +120,12 @@ def ulid_time(ulid: str) -> float:
     return ULID.from_str(check_ulid(ulid)).milliseconds / 1000
 
 
-def derive_ulid(session: str, step: int, count: int) -> str:
-    """The ULID of the `count`-th save of `step` in a session: equal on all ranks without communication.
+def derive_ulid(session: str, *parts: object) -> str:
+    """A ULID that follows from that of a session and from `parts`: equal on all ranks without communication.
 
     Keeps the session's 48-bit time and replaces its 80 random bits by a hash.
     """
-    digest = xxhash.xxh3_128_digest(f"{session}/{step}/{count}".encode())
+    digest = xxhash.xxh3_128_digest("/".join(map(str, (session, *parts))).encode())
     return str(ULID(ULID.from_str(session).bytes[:6] + digest[:10]))
 
 
@@ -165,6 +183,11 @@ class RunKeys:
         return f"{self.run}/attempts/"
 
     @property
+    def generations(self) -> str:
+        """Prefix of all generations."""
+        return f"{self.run}/generations/"
+
+    @property
     def leases(self) -> str:
         """Prefix of all leases."""
         return f"{self.run}/leases/"
@@ -212,6 +235,10 @@ class RunKeys:
     def outcome(self, attempt: Attempt) -> str:
         """The create-only object that decides an attempt."""
         return f"{self.commits}{attempt}.json"
+
+    def generation(self, number: int) -> str:
+        """The create-only object that begins a generation."""
+        return f"{self.generations}{check_generation(number):06d}.json"
 
     def tombstone(self, attempt: Attempt, id: str) -> str:
         """The object that hides a checkpoint. id: a ULID, unique per deletion."""
@@ -277,9 +304,15 @@ def receipt_rank(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def generation_number(key: str) -> int | None:
+    """The number of the generation at `key`; None if `key` is not that of a generation."""
+    match = _GENERATION.fullmatch(key)
+    return int(match[1]) if match and int(match[1]) else None
+
+
 def is_decision(key: str) -> bool:
     """Whether the first creator of this object decides. Other objects are equal from every writer."""
-    return key.startswith(POLICIES_PREFIX) or key.partition("/")[2].startswith(("commits/", "fates/"))
+    return key.startswith(POLICIES_PREFIX) or key.partition("/")[2].startswith(("commits/", "fates/", "generations/"))
 
 
 # Store-wide objects. A run name cannot start with an underscore.

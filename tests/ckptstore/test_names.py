@@ -49,25 +49,39 @@ def test_no_key_leaves_its_run(text: str) -> None:
         assert all(part.strip(".") for part in parts)
 
 
+@pytest.mark.parametrize("number", [-1, 10**6, True, 1.0, "1", None])
+def test_generations_that_are_refused(number: object) -> None:
+    with pytest.raises(InvalidName, match="generation"):
+        Attempt(1, ULID, generation=number)  # type: ignore[arg-type]
+
+
+def test_generations_are_recognised() -> None:
+    assert names.generation_number(RunKeys("gpt").generation(12)) == 12
+    for key in ("gpt/generations/000000.json", "gpt/generations/1.json", "gpt/commits/000001.json"):
+        assert names.generation_number(key) is None
+
+
 @pytest.mark.parametrize("step", [-1, 10**12, True, 1.0, "1", None])
 def test_steps_that_are_refused(step: object) -> None:
     with pytest.raises(InvalidName, match="step"):
         Attempt(step, ULID)  # type: ignore[arg-type]
 
 
-@given(st.integers(0, names.MAX_STEP), st.floats(0, 2**37))
-def test_attempts_round_trip_and_sort_by_step(step: int, now: float) -> None:
-    attempt = Attempt(step, new_ulid(now))
+@given(st.integers(0, names.MAX_STEP), st.floats(0, 2**37), st.integers(0, names.MAX_GENERATION))
+def test_attempts_round_trip_and_sort_by_generation_then_step(step: int, now: float, generation: int) -> None:
+    attempt = Attempt(step, new_ulid(now), generation=generation)
     assert Attempt.parse(str(attempt)) == attempt
-    later = Attempt(min(step + 1, names.MAX_STEP), new_ulid(0))
+    later = Attempt(min(step + 1, names.MAX_STEP), new_ulid(0), generation=generation)
     assert (str(attempt) < str(later)) == (attempt < later)
+    if generation < names.MAX_GENERATION:
+        assert attempt < Attempt(0, new_ulid(0), generation=generation + 1)
     assert Reference.parse(names.checkpoint_id("gpt", attempt)) == Reference("gpt", step, attempt.ulid)
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "5", f"5-{ULID}", f"000000000005{ULID}", f"-00000000005-{ULID}", f"000000000005-{ULID}x",
-     f"٠00000000005-{ULID}",
+     f"٠00000000005-{ULID}", f"000000-000000000005-{ULID}", f"1-000000000005-{ULID}", f"00000a-000000000005-{ULID}",
      f"000000000005-{ULID.lower()}", f"000000000005-{ULID[:-1]}U"],
 )  # fmt: skip
 def test_attempts_that_are_refused(text: str) -> None:

@@ -183,6 +183,7 @@ def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
         ],
         content=_merge_content([stored.receipt.content for stored in receipts]),
         metrics=first.metrics,
+        extensions={name: value for stored in reversed(receipts) for name, value in stored.receipt.extensions.items()},
     )
     # A manifest that readers would reject must not be committed.
     check_manifest(manifest, f"the manifest of attempt {first.attempt}")

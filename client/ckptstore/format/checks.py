@@ -19,7 +19,7 @@ from ckptstore.format.columns import Column, column, concatenate
 from ckptstore.format.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from ckptstore.format.documents import Committed, Content, Entries, Manifest, Receipt, Shard
+    from ckptstore.format.documents import Committed, Content, Entries, Generation, Manifest, Receipt, Shard
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_BYTES = 16
@@ -70,6 +70,16 @@ def check_committed(committed: Committed) -> None:
     _require(max(counts) <= _MAX_BYTES, "a count is out of bounds")
     _require(summary.world_size <= names.MAX_RANKS, f"the world has {summary.world_size} ranks")
     _require(_is_digest(committed.digest), "the manifest's digest is not 32 digits")
+
+
+def check_generation(generation: Generation) -> None:
+    """Its parent is of an earlier generation. Raises Invalid or BadInput."""
+    names.check_run(generation.run)
+    names.check_ulid(generation.session)
+    _require(names.check_generation(generation.number) > 0, "generation 0 has no document")
+    if generation.parent is not None:
+        parent = names.Attempt.parse(generation.parent)
+        _require(parent.generation < generation.number, "the parent is not of an earlier generation")
 
 
 def check_content(content: Content) -> None:

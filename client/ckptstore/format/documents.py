@@ -1,4 +1,4 @@
-"""The documents of a checkpoint, as types: receipt, manifest, outcome, lease, tombstone. No I/O.
+"""The documents of a checkpoint, as types: receipt, manifest, outcome, generation, lease, tombstone. No I/O.
 
 docs/format.md specifies them. parsing.py reads and writes them.
 """
@@ -14,7 +14,7 @@ import xxhash
 from ckptstore.format.codecs import Buffer
 from ckptstore.format.columns import Column
 
-FORMAT = 1
+FORMAT = 2
 """Format version of all documents. A reader rejects newer versions and reads all older ones."""
 
 DIGEST_BYTES = 16
@@ -30,7 +30,15 @@ def digest(data: Buffer) -> str:
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all documents that are stored as JSON."""
+    """Base of all documents that are stored as JSON, and of their parts."""
+
+
+class StoredDocument(Document, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of documents that are objects of their own."""
+
+    extensions: dict[str, JSON] = {}
+    """Additions that have no field, by name. A reader refuses names that begin with `critical.` unless it knows them,
+    and ignores other names that it does not know."""
 
 
 class Chunks(Document, frozen=True, eq=False, omit_defaults=True):
@@ -132,7 +140,7 @@ class Content(Document, frozen=True, eq=False):
     """State that does not belong to a single rank, by item (model, optim, ...), as tagged JSON (trees.py)."""
 
 
-class Receipt(Document, frozen=True):
+class Receipt(StoredDocument, frozen=True):
     """A rank's statement that all its data is durable."""
 
     format: int
@@ -165,7 +173,7 @@ class ReceiptRef(Document, frozen=True):
     bytes: int
 
 
-class Manifest(Document, frozen=True):
+class Manifest(StoredDocument, frozen=True):
     """All entries, slices and chunks of one checkpoint. A pure function of its receipts."""
 
     format: int
@@ -202,7 +210,7 @@ class Committed(Document, frozen=True):
     summary: Summary
 
 
-class Outcome(Document, frozen=True):
+class Outcome(StoredDocument, frozen=True):
     """The create-only decision about one attempt: committed, or aborted (committed is None)."""
 
     format: int
@@ -216,7 +224,23 @@ class Outcome(Document, frozen=True):
     at: float
 
 
-class Lease(Document, frozen=True):
+class Generation(StoredDocument, frozen=True):
+    """The create-only beginning of a generation: the series of saves of one trainer between two restores."""
+
+    format: int
+    kind: Literal["generation"]
+    run: str
+    number: int
+    """From 1. Generation 0 has no document."""
+    session: str
+    """A ULID that the ranks of the trainer share."""
+    parent: str | None
+    """The attempt of an earlier generation from which the trainer resumed; null if of none of this run."""
+    by: str
+    at: float
+
+
+class Lease(StoredDocument, frozen=True):
     """A reader's expiring claim on a checkpoint."""
 
     format: int
@@ -226,7 +250,7 @@ class Lease(Document, frozen=True):
     expires_at: float
 
 
-class Tombstone(Document, frozen=True):
+class Tombstone(StoredDocument, frozen=True):
     """The statement that a checkpoint is being deleted."""
 
     format: int

@@ -17,7 +17,17 @@ from ckptstore.errors import BadInput, CorruptObject, InvalidPolicy, InvalidRequ
 from ckptstore.format import checks
 from ckptstore.format.columns import decode_hook, encode_hook
 from ckptstore.format.decoding import decode_json
-from ckptstore.format.documents import FORMAT, JSON, Document, LocalState, Manifest, Outcome, Receipt, digest
+from ckptstore.format.documents import (
+    FORMAT,
+    JSON,
+    Document,
+    Generation,
+    LocalState,
+    Manifest,
+    Outcome,
+    Receipt,
+    digest,
+)
 
 MAX_SEALED_BYTES = 256 << 20
 MAX_MANIFEST_BYTES = 4 << 30
@@ -29,8 +39,15 @@ _D = TypeVar("_D", bound=Document)
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
-class _Version(msgspec.Struct):
+class _Head(msgspec.Struct):
+    """What decides whether this program understands a document."""
+
     format: int
+    extensions: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_CRITICAL = "critical."
+"""Begins the names of extensions that a reader must know. This program knows none."""
 
 
 def seal(document: Document) -> bytes:
@@ -61,6 +78,8 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
         _checked(key, checks.check_receipt, document)
     if isinstance(document, Outcome) and document.committed is not None:
         _checked(key, checks.check_committed, document.committed)
+    if isinstance(document, Generation):
+        _checked(key, checks.check_generation, document)
     return document
 
 
@@ -116,13 +135,16 @@ def _trailer(body: bytes) -> bytes:
 
 def _decode(body: bytes, kind: type[_S], key: str) -> _S:
     try:
-        version = decode_json(body, _Version).format
-        if version < 1:
-            raise CorruptObject(f"{key} has format version {version}")
-        if version > FORMAT:
+        head = decode_json(body, _Head)
+        if head.format < 1:
+            raise CorruptObject(f"{key} has format version {head.format}")
+        if head.format > FORMAT:
             raise UnsupportedFormat(
-                f"{key} has format version {version}, this program reads up to {FORMAT}", "Upgrade ckptd"
+                f"{key} has format version {head.format}, this program reads up to {FORMAT}", "Upgrade ckptd"
             )
+        unknown = sorted(n for n in decode_json(head.extensions, dict[str, msgspec.Raw]) if n.startswith(_CRITICAL))
+        if unknown:
+            raise UnsupportedFormat(f"{key} needs {', '.join(unknown[:8])}, which this program lacks", "Upgrade ckptd")
         return decode_json(body, kind, decode_hook)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error

@@ -10,10 +10,10 @@ from enum import StrEnum
 from typing import Literal
 
 from ckptstore.errors import InvalidPolicy
-from ckptstore.format.documents import Document
+from ckptstore.format.documents import Document, StoredDocument
 
 
-class Pin(Document, frozen=True):
+class Pin(StoredDocument, frozen=True):
     """A named hold on a checkpoint. The object's key is the hold, so a damaged pin still protects."""
 
     format: int
@@ -25,7 +25,7 @@ class Pin(Document, frozen=True):
     reason: str
 
 
-class Fate(Document, frozen=True):
+class Fate(StoredDocument, frozen=True):
     """The create-only decision about one tombstone: its checkpoint is deleted, or the deletion is undone."""
 
     format: int
@@ -37,7 +37,7 @@ class Fate(Document, frozen=True):
     at: float
 
 
-class Labels(Document, frozen=True):
+class Labels(StoredDocument, frozen=True):
     """One version of a checkpoint's tags, and of metrics that were added or corrected after its commit."""
 
     format: int
@@ -50,7 +50,7 @@ class Labels(Document, frozen=True):
     at: float
 
 
-class ReferenceMark(Document, frozen=True):
+class ReferenceMark(StoredDocument, frozen=True):
     """States that attempt `by` references chunks of `attempt`. The object's key is the hold."""
 
     format: int
@@ -60,7 +60,7 @@ class ReferenceMark(Document, frozen=True):
     at: float
 
 
-class Finding(Document, frozen=True):
+class Finding(StoredDocument, frozen=True):
     """The result of a scrub, which reads a whole checkpoint, or of a restore that found damage."""
 
     format: int
@@ -87,7 +87,7 @@ class Action(StrEnum):
     HEAL = "heal"
 
 
-class AuditRecord(Document, frozen=True):
+class AuditRecord(StoredDocument, frozen=True):
     """An action on attempts: who, when and why. Written before the action is carried out."""
 
     format: int
@@ -178,7 +178,7 @@ class PolicySet(Document, frozen=True):
     """Largest fraction of a run's checkpoints that may be deleted at once without confirmation."""
 
 
-class PoliciesVersion(Document, frozen=True):
+class PoliciesVersion(StoredDocument, frozen=True):
     """One version of the policies of a store, create-only; the highest counts."""
 
     format: int

@@ -28,15 +28,24 @@ def unseal(path: pathlib.Path) -> dict:  # type: ignore[type-arg]
     body, trailer = path.read_bytes().split(b"\n", 1)
     assert trailer == b'{"xxh3_128":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode(), f"{path} is damaged"
     document: dict = json.loads(body)  # type: ignore[type-arg]
-    assert document["format"] == 1, "a newer format"
+    return understood(document)
+
+
+def understood(document: dict) -> dict:  # type: ignore[type-arg]
+    assert document["format"] <= 2, "a newer format"
+    assert not any(name.startswith("critical.") for name in document.get("extensions", {})), "an unknown extension"
     return document
+
+
+def generation(attempt: str) -> int:
+    return int(attempt[:6]) if attempt[6] == "-" else 0
 
 
 def latest(root: str, run: str) -> dict:  # type: ignore[type-arg]
     outcomes = [unseal(path) for path in pathlib.Path(root, run, "commits").iterdir()]
     hidden = {path.name.split(".")[0] for path in pathlib.Path(root, run).glob("tombstones/*.json")}
     visible = [o for o in outcomes if o["committed"] is not None and o["attempt"] not in hidden]
-    return max(visible, key=lambda o: (o["step"], o["at"], o["attempt"]))
+    return max(visible, key=lambda o: (generation(o["attempt"]), o["step"], o["at"], o["attempt"]))
 
 
 def decode(codec: str, stored: bytes, size: int) -> bytes:
@@ -88,7 +97,7 @@ def read(root: str, run: str) -> tuple[dict, Entries]:  # type: ignore[type-arg]
     folder = pathlib.Path(root, run, "attempts", outcome["attempt"])
     packed = (folder / "manifest.json.zst").read_bytes()
     assert xxhash.xxh3_128_hexdigest(packed) == outcome["committed"]["digest"], "the manifest is damaged"
-    manifest = json.loads(zstandard.decompress(packed))
+    manifest = understood(json.loads(zstandard.decompress(packed)))
     content, streams = manifest["content"], []
     for shard in content["shards"]:
         at, stream, referenced = 0, b"", shard.get("references")

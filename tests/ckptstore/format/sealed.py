@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptstore.commits.commit import merge, read_outcome
-from ckptstore.format.documents import FORMAT, Lease, Outcome, Receipt, Tombstone
+from ckptstore.format.documents import FORMAT, Generation, Lease, Outcome, Receipt, Tombstone
 from ckptstore.format.parsing import manifest_bytes, seal
 from ckptstore.format.records import (
     Action,
@@ -36,6 +36,12 @@ def _samples() -> dict[str, bytes]:
     return {
         "receipt": receipt.data,
         "outcome": seal(outcome),
+        "generation": seal(
+            Generation(
+                format=FORMAT, kind="generation", run="gpt", number=2, session=ATTEMPT.ulid, parent=str(ATTEMPT),
+                by="me", at=1.0,
+            )
+        ),
         "lease": seal(Lease(format=FORMAT, kind="lease", attempt=str(ATTEMPT), holder="me", expires_at=1.5)),
         "tombstone": seal(
             Tombstone(
@@ -81,5 +87,5 @@ def _samples() -> dict[str, bytes]:
 SAMPLES = _samples()
 KINDS: dict[str, Any] = {
     "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
-    "finding": Finding, "audit": AuditRecord, "policies": PoliciesVersion,
+    "generation": Generation, "finding": Finding, "audit": AuditRecord, "policies": PoliciesVersion,
 }  # fmt: skip
