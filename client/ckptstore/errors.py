@@ -169,6 +169,12 @@ class AttemptAborted(Conflict):
     http_status = 410
 
 
+class Superseded(Conflict):
+    """A newer trainer, or a later restore, has begun another generation of the run: this one cannot save any more."""
+
+    code = "superseded"
+
+
 class CheckpointHeld(Conflict):
     """A lease or a pin protects this checkpoint from deletion."""
 

@@ -125,9 +125,10 @@ def write_checkpoint(
     clock: Clock = system_clock,
     coding: CodingPolicy = fast,
     base: Attempt | None = None,
+    generation: int = 0,
 ) -> Checkpoint:
     """A committed checkpoint of a single process. base: see `write_rank`."""
-    attempt = Attempt(step, new_ulid(clock()))
+    attempt = Attempt(step, new_ulid(clock()), generation=generation)
     arrays = sample_arrays(step) if arrays is None else arrays
     receipt = write_rank(store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding, base=base)
     checkpoint = from_outcome(commit_attempt(Run(store, run, clock), [receipt]))

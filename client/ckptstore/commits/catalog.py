@@ -1,8 +1,9 @@
 """Which checkpoints exist: the committed outcomes of a store, newest first.
 
 There is no mutable pointer, and folders prove nothing: a checkpoint exists if its outcome is committed and no
-tombstone hides it. If two attempts of one step are committed, the later commit is the step's checkpoint and the
-earlier one is superseded.
+tombstone hides it. Newest means: of the newest generation that has a checkpoint, the highest step. If two attempts of
+one step and generation are committed, the later commit counts and the earlier one is superseded. Checkpoints outside
+of the live lineage (generations.py) are abandoned.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import groupby
 
 from ckptstore import names
 from ckptstore.commits.commit import read_outcome
+from ckptstore.commits.generations import Lineage, read_generation, read_generations
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, Reference, checkpoint_id
@@ -29,7 +31,9 @@ class State(StrEnum):
 
     COMMITTED = "committed"
     SUPERSEDED = "superseded"
-    """A later commit of the same step exists."""
+    """A later commit of the same step and generation exists."""
+    ABANDONED = "abandoned"
+    """Outside of the live lineage: training went on from an earlier checkpoint. Never latest."""
     CORRUPT = "corrupt"
     """Its outcome cannot be read, or its bytes were found damaged; never latest."""
 
@@ -92,20 +96,20 @@ def list_runs(store: Store) -> list[str]:
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
-    """All checkpoints of a run that are not being deleted, newest step first; reads every outcome."""
+    """All checkpoints of a run that are not being deleted, newest generation and step first; reads every outcome."""
     written = _outcome_times(run)  # first, as in visible_attempts
     attempts = _without(written, hidden_attempts(run))
     damaged = set(quarantined_attempts(run))
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda attempt: _read_checkpoint(run, attempt, damaged), attempts))
     listed = (replace(c, written_at=written[c.attempt]) for c in found if c is not None)
-    return [c for group in _by_step(listed) for c in group]
+    return with_states(listed, Lineage(read_generations(run).get))
 
 
 def latest(run: Run) -> Checkpoint:
-    """The newest checkpoint of a run: the highest step. Reads outcomes, newest first, until one is usable.
+    """The newest checkpoint of a run: of the newest generation that has one, the highest step.
 
-    Raises NoCheckpoint if the run has none.
+    Reads outcomes, newest first, until one is usable. Raises NoCheckpoint if the run has none.
     """
     for checkpoint in newest_first(run):
         return checkpoint
@@ -116,7 +120,7 @@ def latest(run: Run) -> Checkpoint:
 
 
 def newest_first(run: Run) -> Iterator[Checkpoint]:
-    """The checkpoints of a run that a restore may use, newest step first. Outcomes are read lazily."""
+    """The checkpoints of a run that a restore may use: the live lineage, newest first. Outcomes are read lazily."""
     return (c for c in candidates(run) if c.state is State.COMMITTED)
 
 
@@ -133,10 +137,17 @@ def candidates(run: Run) -> Iterator[Checkpoint]:
     def read(attempt: Attempt) -> Checkpoint | None:
         return _apply_quarantine(newest.result() if attempt == decided[0] else _load(run, attempt), quarantine)
 
-    for _, attempts in groupby(visible, key=lambda attempt: attempt.step):
-        found = (read(attempt) for attempt in attempts)
-        for group in _by_step(c for c in found if c is not None):
-            yield from (c for c in group if c.state is not State.SUPERSEDED)
+    lineage = Lineage(lambda number: read_generation(run, number))
+    for generation, attempts in groupby(visible, key=lambda attempt: attempt.generation):
+        readable: list[bool] = []
+        for _, of_step in groupby(attempts, key=lambda attempt: attempt.step):
+            wanted = (attempt for attempt in of_step if not lineage.complete or lineage.includes(attempt))
+            for c in supersede(c for c in map(read, wanted) if c is not None):
+                readable.append(is_readable(c))
+                if c.state is not State.SUPERSEDED:
+                    yield c
+        if readable:
+            lineage.add(generation, any(readable))
 
 
 def find(store: Store, reference: Reference) -> Checkpoint:
@@ -144,14 +155,7 @@ def find(store: Store, reference: Reference) -> Checkpoint:
     run = Run(store, reference.run)
     if reference.step is None:
         return latest(run)
-    if reference.ulid is not None:
-        attempt = Attempt(reference.step, reference.ulid)
-        hidden = attempt in hidden_attempts(run)
-        damaged = quarantined_attempts(run)
-        checkpoint = None if hidden else _read_checkpoint(run, attempt, damaged)
-        found = [checkpoint] if checkpoint else []
-    else:
-        found = [c for c in candidates(run) if c.step == reference.step]
+    found = _find(run, reference)
     if not found:
         raise NoCheckpoint(
             f"run {reference.run!r} has no checkpoint at step {reference.step} in {store.url}",
@@ -160,8 +164,41 @@ def find(store: Store, reference: Reference) -> Checkpoint:
     return found[0]
 
 
+def _find(run: Run, reference: Reference) -> list[Checkpoint]:
+    """The checkpoints that a reference with a step may mean, best first."""
+    visible = visible_attempts(run)
+    meant = [a for a in visible if a.step == reference.step and reference.ulid in (None, a.ulid)]
+    if not meant:
+        return []
+    damaged = quarantined_attempts(run)
+    found = (_read_checkpoint(run, attempt, damaged) for attempt in meant)
+    listed = with_states((c for c in found if c is not None), _lineage(run, visible))
+    return sorted(listed, key=lambda c: c.state is State.ABANDONED)
+
+
+def _lineage(run: Run, visible: Iterable[Attempt]) -> Lineage:
+    """The live lineage. Reads outcomes, newest first, until one is readable, and generations when they are needed."""
+    lineage = Lineage(lambda number: read_generation(run, number))
+    for generation, attempts in groupby(visible, key=lambda attempt: attempt.generation):
+        found = False
+        for checkpoint in (_load(run, attempt) for attempt in attempts):
+            found = found or checkpoint is not None
+            if checkpoint is not None and is_readable(checkpoint):
+                lineage.add(generation, readable=True)
+                return lineage
+        if found:
+            lineage.add(generation, readable=False)
+    return lineage
+
+
+def find_attempt(run: Run, reference: Reference) -> Attempt | None:
+    """The decided attempt that a reference names by its ULID, even if it is hidden; None if there is none."""
+    named = (a for a in decided_attempts(run) if (a.step, a.ulid) == (reference.step, reference.ulid))
+    return next(named, None)
+
+
 def decided_attempts(run: Run) -> list[Attempt]:
-    """Attempts that have an outcome, committed or aborted, newest step first."""
+    """Attempts that have an outcome, committed or aborted, newest generation and step first."""
     return list(_outcome_times(run))
 
 
@@ -176,7 +213,7 @@ def quarantined_attempts(run: Run) -> list[Attempt]:
 
 
 def visible_attempts(run: Run) -> list[Attempt]:
-    """Attempts that have an outcome and no tombstone, newest step first."""
+    """Attempts that have an outcome and no tombstone, newest generation and step first."""
     # Outcomes first: a checkpoint that is deleted between the two listings already has its tombstone.
     decided = decided_attempts(run)
     return _without(decided, hidden_attempts(run))
@@ -217,16 +254,31 @@ def from_outcome(outcome: Outcome) -> Checkpoint | None:
 
 
 def supersede(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """The checkpoints of one step, latest commit first, with all others marked superseded. Pure."""
+    """The checkpoints of one step of a generation, latest commit first, with all others marked superseded. Pure."""
     ordered = sorted(checkpoints, key=lambda c: (c.state is State.COMMITTED, c.committed_at, c.attempt), reverse=True)
     return [
         c if i == 0 or c.state is State.CORRUPT else replace(c, state=State.SUPERSEDED) for i, c in enumerate(ordered)
     ]
 
 
-def _by_step(checkpoints: Iterable[Checkpoint]) -> Iterator[list[Checkpoint]]:
-    for _, group in groupby(checkpoints, key=lambda c: c.step):
-        yield supersede(group)
+def with_states(checkpoints: Iterable[Checkpoint], lineage: Lineage) -> list[Checkpoint]:
+    """All visible checkpoints of a run, which are given newest generation and step first, with their states. Pure."""
+    found: list[Checkpoint] = []
+    for generation, of_generation in groupby(checkpoints, key=lambda c: c.attempt.generation):
+        group = [c for _, of_step in groupby(of_generation, key=lambda c: c.step) for c in supersede(of_step)]
+        lineage.add(generation, any(map(is_readable, group)))
+        found += group
+    return [replace(c, state=State.ABANDONED) if is_abandoned(c, lineage) else c for c in found]
+
+
+def is_readable(checkpoint: Checkpoint) -> bool:
+    """Whether its outcome could be read, so that it is certain that it was committed. Pure."""
+    return checkpoint.state is not State.CORRUPT or bool(checkpoint.manifest_digest)
+
+
+def is_abandoned(checkpoint: Checkpoint, lineage: Lineage) -> bool:
+    """Whether a checkpoint that is usable otherwise is outside of the live lineage."""
+    return checkpoint.state is State.COMMITTED and not lineage.includes(checkpoint.attempt)
 
 
 def quarantined(checkpoint: Checkpoint) -> Checkpoint:

@@ -6,8 +6,9 @@ Order of events for one attempt (docs/decisions/0001):
     2. a committer reads all receipts, merges them, creates manifest.json.zst, and marks the attempts they reference
     3. it creates the outcome as committed        <- from here on the checkpoint exists
 
-Instead of 3, a collector of orphans creates the same outcome as aborted. Create-only means that one of them wins;
-the loser reads the outcome and follows it. Any process may do 2 and 3: the merge is deterministic, so that a
+Instead of 3, a collector of orphans creates the same outcome as aborted, and so does a committer that finds a newer
+generation (docs/decisions/0025). Create-only means that one of them wins; the loser reads the outcome and follows it.
+Any process may do 2 and 3: the merge is deterministic, so that a
 roll-forward after a crash yields the same manifest.
 """
 
@@ -18,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore import names
+from ckptstore.commits.generations import superseded_by
 from ckptstore.commits.references import mark, reference_lost, referenced_attempts
-from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
+from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable, Superseded
 from ckptstore.format.columns import Column, column, concatenate
 from ckptstore.format.documents import (
     FORMAT,
@@ -85,18 +87,24 @@ def read_outcome(run: Run, attempt: Attempt) -> Outcome | None:
 def commit_attempt(run: Run, receipts: Sequence[StoredReceipt]) -> Outcome:
     """Merge all receipts of an attempt and commit it; the checkpoint is durable on return.
 
-    receipts: of all ranks, in rank order. Idempotent, and safe from several processes.
-    Raises AttemptAborted if the attempt was aborted, ReferenceLost if a checkpoint that it references is deleted,
-    StoreUnavailable if the outcome could not be read: it is then unknown, and another call returns it.
+    receipts: of all ranks, in rank order. Idempotent, and safe from several processes. If a newer generation has begun,
+    the attempt is aborted. Raises Superseded then, AttemptAborted if the attempt was aborted by another process,
+    ReferenceLost if a checkpoint that it references is deleted, StoreUnavailable if the outcome could not be read: it
+    is then unknown, and another call returns it.
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
     data = _create_manifest(run, manifest, attempt)
     _mark_referenced(run, manifest, attempt)
     committed = Committed(digest=digest(data), bytes=len(data), summary=_summarize(manifest))
-    outcome = decide(run, attempt, committed)
+    # As late as possible. If the next generation begins after this look, the checkpoint is committed, and abandoned.
+    newer = superseded_by(run, attempt)
+    if newer is not None:
+        outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
+    else:
+        outcome = decide(run, attempt, committed)
     if outcome.committed is None:
-        raise AttemptAborted(
+        raise superseded(outcome) or AttemptAborted(
             f"attempt {attempt} of run {run.name!r} was aborted by {outcome.by} before it was complete",
             "Save again. If saves take longer than the grace of the collector, increase the grace",
         )
@@ -270,6 +278,8 @@ def _create_manifest(run: Run, manifest: Manifest, attempt: Attempt) -> bytes:
 
 
 _MOST_CHARACTERS = 1000
+_SUPERSEDED = "superseded by generation {}"
+_SUPERSEDED_BY = re.compile(r"superseded by generation (\d{1,6})")
 _ABORTED_BY = re.compile(r"rank (\d{1,9}) (?:skipped it|failed: (.+))", re.DOTALL)
 
 
@@ -290,6 +300,17 @@ def abort_attempt(run: Run, attempt: Attempt, rank: int, failure: str | None = N
     """
     cause = f"failed: {failure[:_MOST_CHARACTERS]}" if failure else "skipped it"
     decide(replace(run, by=f"rank {rank} {cause}"), attempt, None)
+
+
+def superseded(outcome: Outcome) -> Superseded | None:
+    """The error if an attempt was aborted because a newer generation had begun."""
+    match = _SUPERSEDED_BY.fullmatch(outcome.by) if outcome.committed is None else None
+    if match is None:
+        return None
+    return Superseded(
+        f"attempt {outcome.attempt} of run {outcome.run!r} was not committed: generation {match[1]} has begun",
+        "Another trainer continues this run. Stop this one, or restore first to continue from what is in the store",
+    )
 
 
 def aborted_by(outcome: Outcome) -> AbortedBy | None:

@@ -25,6 +25,7 @@ from ckptstore.errors import (
     NewestCheckpoint,
     ObjectMissing,
     ReferenceLost,
+    Superseded,
     SweepBegun,
 )
 from ckptstore.format.records import Action
@@ -128,10 +129,11 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> Collected:
 
 
 def advance(run: Run, attempt: Attempt) -> bool:
-    """Commit an undecided attempt if all of its receipts exist. True if it is now committed."""
+    """Commit an undecided attempt if all of its receipts exist, unless a newer generation has begun. True if it is now
+    committed."""
     try:
         return roll_forward(run, attempt) is not None
-    except (AttemptAborted, ReferenceLost, Damaged, ObjectMissing):  # missing: another collector was faster
+    except (AttemptAborted, ReferenceLost, Superseded, Damaged, ObjectMissing):  # missing: another collector was faster
         return False
 
 

@@ -52,16 +52,16 @@ def evaluate(
 
     holds: why attempts must stay regardless of the policy. now: by the store's clock, like `Checkpoint.written_at`.
     verified: the attempt that was last found intact. Corrupt checkpoints stay until an operator examines them: their
-    metrics may be unknown, and a repair may be possible.
+    metrics may be unknown, and a repair may be possible. Abandoned ones stay, and the rules do not count them.
     """
-    usable = sorted((c for c in checkpoints if c.state is State.COMMITTED), key=lambda c: c.step, reverse=True)
+    usable = sorted((c for c in checkpoints if c.state is State.COMMITTED), key=lambda c: c.attempt, reverse=True)
     reasons = _limited(policy, usable, _by_rules(policy, usable, now))
     if usable and not reasons.get(usable[0].attempt):
         reasons[usable[0].attempt] = ["newest"]
 
     def of(checkpoint: Checkpoint) -> Iterable[str]:
-        if checkpoint.state is State.CORRUPT:
-            yield "corrupt"
+        if checkpoint.state in (State.CORRUPT, State.ABANDONED):
+            yield checkpoint.state
         yield from reasons.get(checkpoint.attempt, ())
         if checkpoint.attempt == verified:
             yield "last-verified"
@@ -71,7 +71,7 @@ def evaluate(
 
 
 def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[Attempt, list[str]]:
-    """The reasons that the rules give. usable: newest step first."""
+    """The reasons that the rules give. usable: newest generation and step first."""
     reasons: dict[Attempt, list[str]] = defaultdict(list)
     for i, checkpoint in enumerate(usable[: policy.keep_last], 1):
         reasons[checkpoint.attempt].append(f"last-{i}")

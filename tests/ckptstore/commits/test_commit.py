@@ -166,7 +166,7 @@ def test_a_lost_reply_on_the_outcome_is_a_success(store: Store, committed: bool)
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
     call = partial(commit_attempt, receipts=receipts) if committed else partial(decide, attempt=attempt, committed=None)
-    at = 1 if committed else 0
+    at = 2 if committed else 0
     faults = Faults(at, "after")
     outcome = call(Run(FaultyStore(store, faults), RUN))
     assert faults.calls[at].startswith("put_if_absent gpt/commits/")

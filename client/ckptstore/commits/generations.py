@@ -1,0 +1,212 @@
+"""Generations: the series of saves of one trainer between two restores, and the live lineage of a run.
+
+A generation is created only if absent, before the first save of its trainer is uploaded. It names the checkpoint from
+which the trainer resumed. `Lineage` follows these parents from the newest generation that has a checkpoint: what it
+does not meet is abandoned. docs/decisions/0025 has the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from ulid import ULID
+
+from ckptstore import names
+from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUnavailable
+from ckptstore.format.documents import FORMAT, Generation
+from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.names import Attempt
+from ckptstore.run import Run
+
+_READERS = 16
+_TRIES = 3
+_DAY_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the ranks of a trainer know about their generation before its number is known."""
+
+    id: str
+    """A ULID that the ranks share."""
+    parent: Attempt | None
+    """The checkpoint from which the trainer resumed; None if of none of this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewAttempt:
+    """An attempt whose generation the saver will find out."""
+
+    session: Session
+    step: int
+    ulid: str
+
+    def of(self, generation: int) -> Attempt:
+        """The attempt in this generation."""
+        return Attempt(self.step, self.ulid, generation=generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The generation of a session."""
+
+    number: int
+    created: bool
+    """By this call, not by another rank or an earlier call."""
+
+
+def begin_generation(run: Run, session: Session) -> Begun:
+    """The generation of a session, which is created if it does not exist yet; durable on return.
+
+    Any rank may call it, at any time: a session has one generation. Each number is tried in sequence, and a document
+    that is there is read, so that a lost reply or the creation by another rank is recognised. Raises Unavailable.
+    """
+    listed = _numbers(run)
+    for number in reversed(listed):
+        found = read_generation(run, number)
+        if found is not None and found.session == session.id:
+            return Begun(number, created=False)
+        if found is not None and found.at < ULID.from_str(session.id).timestamp - _DAY_S:
+            break  # older than the session: no rank of it can have created this one, or one before it
+    number = newest_generation(run, listed) + 1
+    while True:
+        proposal = Generation(
+            format=FORMAT, kind="generation", run=run.name, number=number, session=session.id,
+            parent=str(session.parent) if session.parent is not None else None, by=run.by, at=run.clock(),
+        )  # fmt: skip
+        if (created := _create(run, proposal)) is not None:
+            return Begun(number, created)
+        number += 1
+
+
+def newest_generation(run: Run, listed: Iterable[int] | None = None) -> int:
+    """The highest generation that was begun, 0 if none was. listed: the numbers in a listing of the documents."""
+    # A document may be missing. Its number must not be used again while there are checkpoints of it.
+    decided = (_generation_of(info.key) for info in run.store.list(run.keys.commits))
+    return max([*(_numbers(run) if listed is None else listed), *decided], default=0)
+
+
+def superseded_by(run: Run, attempt: Attempt) -> int | None:
+    """The generation after that of an attempt, if it exists: then the attempt must not be committed."""
+    number = attempt.generation + 1
+    try:
+        run.store.size(run.keys.generation(number))
+    except ObjectMissing:
+        return None
+    return number
+
+
+def read_generation(run: Run, number: int) -> Generation | None:
+    """The document of a generation; None if it is missing or damaged. Raises UnsupportedFormat or Unavailable."""
+    key = run.keys.generation(number)
+    try:
+        found = parse_sealed(run.store.get(key), Generation, run.store.object_url(key))
+    except (CorruptObject, ObjectMissing):
+        return None
+    return found if (found.run, found.number) == (run.name, number) else None
+
+
+def read_generations(run: Run, numbers: Iterable[int] | None = None) -> dict[int, Generation | None]:
+    """The documents of all generations, or of some, by number; None for a damaged one."""
+    wanted = _numbers(run) if numbers is None else list(numbers)
+    with ThreadPoolExecutor(_READERS) as pool:
+        return dict(zip(wanted, pool.map(partial(read_generation, run), wanted), strict=True))
+
+
+ParentOf = Callable[[int], Generation | None]
+"""The document of a generation; None if it is damaged or missing, so that its parent is unknown."""
+
+
+class Lineage:
+    """The live attempts of a run. Pure, apart from `parent_of`, which is called when an answer depends on it.
+
+    Show it the generations that have a checkpoint, newest first, with `add`, until `complete`.
+    """
+
+    def __init__(self, parent_of: ParentOf) -> None:
+        self._parent_of = parent_of
+        self._branches: list[_Branch] = []
+        self.complete = False
+        """Whether the head is known: older generations change nothing."""
+
+    def add(self, generation: int, readable: bool) -> None:
+        """The next older generation that has a visible checkpoint.
+
+        readable: whether the outcome of one of them can be read. Otherwise all of them may be of aborted attempts, so
+        the next older generation may be the head, and both lineages are live.
+        """
+        if not self.complete:
+            self._branches.append(_Branch(generation, self._parent_of))
+            self.complete = readable
+
+    def includes(self, attempt: Attempt) -> bool:
+        """Whether an attempt is live."""
+        return any(branch.includes(attempt) for branch in self._branches)
+
+
+class _Branch:
+    """A generation, its parent and what is before the parent, and so on. Parents are looked up one by one."""
+
+    def __init__(self, head: int, parent_of: ParentOf) -> None:
+        self._ends: dict[int, Attempt | None] = {}
+        """The last attempt of each generation that is met; None: all of its attempts are."""
+        self._lowest = head
+        self._all_below = 0
+        self._walk = self._meet(head, parent_of)
+        next(self._walk)
+
+    def includes(self, attempt: Attempt) -> bool:
+        while attempt.generation < self._lowest and next(self._walk, None) is not None:
+            pass
+        if attempt.generation < self._all_below:
+            return True
+        if attempt.generation not in self._ends:
+            return False
+        end = self._ends[attempt.generation]
+        return end is None or attempt.step < end.step or attempt == end
+
+    def _meet(self, head: int, parent_of: ParentOf) -> Iterator[int]:
+        generation, end = head, None
+        while True:
+            self._ends[generation], self._lowest = end, generation
+            yield generation
+            if generation == 0:
+                return
+            found = parent_of(generation)
+            if found is None:
+                self._all_below = generation
+                return
+            if found.parent is None:
+                return
+            end = Attempt.parse(found.parent)
+            generation = end.generation
+
+
+def _numbers(run: Run) -> list[int]:
+    found = (names.generation_number(info.key) for info in run.store.list(run.keys.generations))
+    return sorted(number for number in found if number is not None)
+
+
+def _generation_of(key: str) -> int:
+    try:
+        return names.attempt_and_name(key)[0].generation
+    except InvalidName:
+        return 0  # a foreign object
+
+
+def _create(run: Run, proposal: Generation) -> bool | None:
+    """Create a generation. False if its session had created it already; None if the number is taken."""
+    failure: StoreUnavailable | None = None
+    for _ in range(_TRIES):
+        try:
+            if run.store.put_if_absent(run.keys.generation(proposal.number), seal(proposal)):
+                return True
+            found = read_generation(run, proposal.number)
+        except StoreUnavailable as error:
+            failure = error
+            continue
+        return False if found is not None and found.session == proposal.session else None
+    raise failure or StoreUnavailable(f"cannot begin a generation of run {run.name!r}", "Save again")

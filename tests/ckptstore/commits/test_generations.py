@@ -1,0 +1,365 @@
+"""Generations: one for each session, whoever creates it; and which checkpoints are of the live lineage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import (
+    Checkpoint,
+    State,
+    candidates,
+    find,
+    latest,
+    list_checkpoints,
+    newest_first,
+    with_states,
+)
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, decide, read_outcome
+from ckptstore.commits.generations import (
+    Begun,
+    Lineage,
+    Session,
+    begin_generation,
+    newest_generation,
+    read_generation,
+    read_generations,
+)
+from ckptstore.errors import NoCheckpoint, StoreUnavailable, Superseded
+from ckptstore.format.documents import FORMAT, Generation
+from ckptstore.format.parsing import seal
+from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.retention.deletion import advance, delete_checkpoint
+from ckptstore.run import Run
+from ckptstore.stores import Store, open_store
+from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+
+SMALL = {"model/a": np.arange(10)}
+
+
+def session(parent: Attempt | None = None) -> Session:
+    return Session(new_ulid(system_clock()), parent)
+
+
+def begin(run: Run, parent: Checkpoint | None = None) -> int:
+    return begin_generation(run, session(parent.attempt if parent is not None else None)).number
+
+
+def write(run: Run, generation: int, step: int) -> Checkpoint:
+    return write_checkpoint(run.store, run.name, step, SMALL, generation=generation)
+
+
+# The beginning of a generation.
+
+
+def test_numbers_are_used_in_sequence_and_a_session_has_one(store: Store) -> None:
+    run = Run(store, "gpt")
+    parent = Attempt(7, new_ulid(0))
+    first, second = session(), session(parent)
+    assert begin_generation(run, first) == Begun(1, created=True)
+    assert begin_generation(run, second) == Begun(2, created=True)
+    assert begin_generation(run, first) == Begun(1, created=False)
+    assert begin_generation(run, second) == Begun(2, created=False)
+    found = read_generation(run, 2)
+    assert found is not None
+    assert (found.session, found.parent, found.by) == (second.id, str(parent), run.by)
+    assert newest_generation(run) == 2
+
+
+@pytest.mark.parametrize("store", ["local", "memory", "s3"], indirect=True)
+def test_ranks_that_race_begin_one_generation_and_trainers_one_each(store: Store) -> None:
+    run = Run(store, "gpt")
+    sessions = [session() for _ in range(3)]
+    found = race(*(partial(begin_generation, run, one) for one in sessions for _ in range(4)))
+    numbers = [{begun.number for begun in found[i : i + 4]} for i in (0, 4, 8)]
+    assert sorted(map(len, numbers)) == [1, 1, 1]
+    assert set.union(*numbers) == {1, 2, 3}
+    assert sum(begun.created for begun in found) == 3
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_a_beginning_that_fails_at_any_call_is_repeated_with_the_same_number(store: Store, mode: str) -> None:
+    for number in range(20):
+        run, one = Run(store, f"gpt-{number}"), session()
+        begin(run)
+        faults = Faults(number, mode)  # type: ignore[arg-type]
+        try:
+            begin_generation(Run(FaultyStore(store, faults), run.name), one)
+        except StoreUnavailable:
+            assert not any(call.startswith("put_if_absent") for call in faults.calls), "a create is repeated"
+        assert begin_generation(run, one).number == 2
+        assert newest_generation(run) == 2
+        if len(faults.calls) <= number:
+            return
+    pytest.fail("it makes more calls than expected")
+
+
+def test_another_rank_or_trainer_may_act_at_every_call(store: Store) -> None:
+    for number in range(20):
+        run, ours, theirs = Run(store, f"gpt-{number}"), session(), session()
+        numbers: list[int] = []
+
+        def others(run: Run = run, ours: Session = ours, theirs: Session = theirs, n: list[int] = numbers) -> None:
+            n.extend([begin_generation(run, theirs).number, begin_generation(run, ours).number])
+
+        between = Interleaving(number, others)
+        found = begin_generation(Run(FaultyStore(store, between), run.name), ours).number
+        if not numbers:
+            assert len(between.calls) <= number
+            return
+        assert found == numbers[1]
+        assert sorted(numbers) == [1, 2]
+        assert newest_generation(run) == 2
+    pytest.fail("it makes more calls than expected")
+
+
+def test_a_number_of_which_there_are_checkpoints_is_not_used_again(store: Store) -> None:
+    run = Run(store, "gpt")
+    begin(run)
+    write(run, 1, 5)
+    store.delete_many([run.keys.generation(1)])
+    assert begin(run) == 2
+    store.put(run.keys.generation(2), b"noise")
+    assert read_generation(run, 2) is None
+    assert begin(run) == 3
+
+
+# Commits.
+
+
+def receipt_of(store: Store, attempt: Attempt) -> StoredReceipt:
+    return write_rank(store, "gpt", attempt, SMALL)
+
+
+def test_an_attempt_of_an_older_generation_is_aborted_and_every_committer_says_why(store: Store) -> None:
+    run = Run(store, "gpt")
+    attempt = Attempt(400, new_ulid(system_clock()), generation=begin(run))
+    receipt = receipt_of(store, attempt)
+    begin(run)
+    assert not advance(run, attempt)
+    for _ in range(2):
+        with pytest.raises(Superseded, match="generation 2") as caught:
+            commit_attempt(run, [receipt])
+        assert caught.value.code == "superseded"
+    outcome = read_outcome(run, attempt)
+    assert outcome is not None
+    assert (outcome.committed, outcome.by) == (None, "superseded by generation 2")
+    with pytest.raises(NoCheckpoint):
+        latest(run)
+
+
+def test_a_commit_that_had_happened_is_not_taken_back(store: Store) -> None:
+    run = Run(store, "gpt")
+    attempt = Attempt(400, new_ulid(system_clock()), generation=begin(run))
+    receipt = receipt_of(store, attempt)
+    before = commit_attempt(run, [receipt])
+    begin(run)
+    assert commit_attempt(run, [receipt]) == before
+    assert latest(run).attempt == attempt
+
+
+def test_a_generation_may_begin_at_every_call_of_a_commit(store: Store) -> None:
+    for number in range(20):
+        name = f"gpt-{number}"
+        run = Run(store, name)
+        attempt = Attempt(400, new_ulid(system_clock()), generation=begin(run))
+        receipt = write_rank(store, name, attempt, SMALL)
+        made: list[Checkpoint] = []
+
+        def successor(run: Run = run, made: list[Checkpoint] = made) -> None:
+            made.append(write(run, begin(run), 310))
+
+        between = Interleaving(number, successor)
+        try:
+            commit_attempt(Run(FaultyStore(store, between), name), [receipt])
+        except Superseded:
+            assert made
+        if not made:
+            assert len(between.calls) <= number
+            return
+        assert latest(run) == made[0]
+        assert {c.state for c in list_checkpoints(run) if c.attempt == attempt} <= {State.ABANDONED}
+    pytest.fail("it makes more calls than expected")
+
+
+# The live lineage.
+
+
+def docs(parents: dict[int, Attempt | None]) -> Callable[[int], Generation | None]:
+    """The documents of generations with these parents; a missing one is damaged."""
+    found = {
+        number: Generation(
+            format=FORMAT, kind="generation", run="gpt", number=number, session=new_ulid(0),
+            parent=str(parent) if parent is not None else None, by="", at=0.0,
+        )
+        for number, parent in parents.items()
+    }  # fmt: skip
+    return found.get
+
+
+ULIDS = [new_ulid(number) for number in range(3)]
+attempts = st.builds(
+    lambda generation, step, ulid: Attempt(step, ulid, generation=generation),
+    st.integers(0, 4), st.integers(0, 4), st.sampled_from(ULIDS),
+)  # fmt: skip
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> tuple[list[Checkpoint], dict[int, Attempt | None]]:
+    listed = draw(st.lists(attempts, unique=True, max_size=12))
+    checkpoints = [
+        Checkpoint("gpt", attempt, draw(st.sampled_from([State.COMMITTED, State.COMMITTED, State.CORRUPT])))
+        for attempt in sorted(listed, reverse=True)
+    ]
+    parents: dict[int, Attempt | None] = {}
+    for number in range(1, 5):
+        if draw(st.integers(0, 4)):
+            older = attempts.filter(lambda a, number=number: a.generation < number)  # type: ignore[misc]
+            parents[number] = draw(st.none() | older)
+    return checkpoints, parents
+
+
+def live_by_definition(checkpoints: list[Checkpoint], parents: dict[int, Attempt | None]) -> set[Attempt]:
+    """As format.md defines it, one attempt at a time."""
+
+    def in_lineage(attempt: Attempt, head: int) -> bool:
+        if attempt.generation == head:
+            return True
+        if head not in parents:
+            return attempt.generation < head
+        parent = parents[head]
+        if parent is None:
+            return False
+        if attempt.generation == parent.generation:
+            return attempt == parent or attempt.step < parent.step
+        return in_lineage(attempt, parent.generation)
+
+    readable = {c.attempt.generation for c in checkpoints if c.state is State.COMMITTED}
+    certain = max(readable, default=-1)
+    heads = {c.attempt.generation for c in checkpoints if c.attempt.generation >= certain}
+    # Generation 0 has no document, and nothing is before it.
+    return {c.attempt for c in checkpoints if any(in_lineage(c.attempt, head) for head in heads)}
+
+
+@given(stories())
+def test_what_is_live(story: tuple[list[Checkpoint], dict[int, Attempt | None]]) -> None:
+    checkpoints, parents = story
+    lineage = Lineage(docs(parents))
+    listed = with_states(checkpoints, lineage)
+    live = live_by_definition(checkpoints, parents)
+    assert {c.attempt for c in checkpoints if lineage.includes(c.attempt)} == live
+    assert {c.attempt for c in listed if c.state is State.ABANDONED} == {
+        c.attempt for c in listed if c.state not in (State.CORRUPT, State.SUPERSEDED)
+    } - live
+    assert sorted(c.attempt for c in listed) == sorted(c.attempt for c in checkpoints)
+
+
+@given(stories())
+def test_a_restore_tries_exactly_what_is_live(story: tuple[list[Checkpoint], dict[int, Attempt | None]]) -> None:
+    planned, parents = story
+    store = open_store(f"memory://{new_ulid(system_clock())}")
+    run = Run(store, "gpt")
+    for c in planned:
+        commit_attempt(run, [receipt_of(store, c.attempt)])
+        if c.state is State.CORRUPT:
+            store.put(run.keys.outcome(c.attempt), b"noise")
+    for number in range(1, 5):
+        found = docs(parents)(number)
+        store.put(run.keys.generation(number), seal_of(found))
+    listed = list_checkpoints(run)
+    live = live_by_definition(planned, parents)
+    usable = (State.COMMITTED, State.CORRUPT)
+    tried = [c.attempt for c in listed if c.attempt in live and c.state in usable]
+    assert [c.attempt for c in candidates(run)] == tried
+    assert [c.attempt for c in newest_first(run)] == [c.attempt for c in listed if c.state is State.COMMITTED]
+
+
+def seal_of(found: Generation | None) -> bytes:
+    return seal(found) if found is not None else b"noise"
+
+
+def test_a_zombie_is_never_latest_and_rewinding_in_place_works(store: Store) -> None:
+    run = Run(store, "gpt")
+    one = begin(run)
+    for step in (100, 200, 300):
+        write(run, one, step)
+    old = [Attempt(step, new_ulid(system_clock()), generation=one) for step in (400, 500)]
+    receipts = [receipt_of(store, attempt) for attempt in old]
+    two = begin(run, latest(run))
+    # The old trainer had looked before the new one began.
+    for attempt, receipt in zip(old, receipts, strict=True):
+        committed_late(run, attempt, receipt)
+    assert latest(run).step == 500, "the new one has no checkpoint yet"
+    new = write(run, two, 310)
+    assert latest(run) == new
+    assert [(c.step, c.state) for c in list_checkpoints(run)] == [
+        (310, State.COMMITTED), (500, State.ABANDONED), (400, State.ABANDONED),
+        (300, State.COMMITTED), (200, State.COMMITTED), (100, State.COMMITTED),
+    ]  # fmt: skip
+    assert [c.step for c in newest_first(run)] == [310, 300, 200, 100]
+    assert find(store, Reference("gpt", 500)).state is State.ABANDONED, "asked for by name, it is restored"
+    again = write(run, begin(run, find(store, Reference("gpt", 200))), 300)
+    assert find(store, Reference("gpt", 300)) == again
+    assert [c.step for c in newest_first(run)] == [300, 200, 100]
+    old_300 = next(c for c in list_checkpoints(run) if c.step == 300 and c.attempt.generation == one)
+    assert find(store, Reference.parse(old_300.id)).state is State.ABANDONED
+    delete_checkpoint(run, again.attempt, "test")
+    assert latest(run) == new, "of the newest generation that still has a checkpoint"
+
+
+def committed_late(run: Run, attempt: Attempt, receipt: StoredReceipt) -> None:
+    """Commit as a trainer that looked for a newer generation before there was one."""
+    key = run.keys.generation(attempt.generation + 1)
+    data = run.store.get(key)
+    run.store.delete_many([key])
+    commit_attempt(run, [receipt])
+    run.store.put(key, data)
+
+
+def test_damage_abandons_nothing(store: Store) -> None:
+    run = Run(store, "gpt")
+    one = begin(run)
+    first = [write(run, one, step) for step in (100, 200)]
+    two = begin(run, first[0])
+    write(run, two, 150)
+    assert [c.state for c in list_checkpoints(run)] == [State.COMMITTED, State.ABANDONED, State.COMMITTED]
+    store.put(run.keys.generation(two), b"noise")
+    assert {c.state for c in list_checkpoints(run)} == {State.COMMITTED}
+    assert [c.step for c in newest_first(run)] == [150, 200, 100]
+    store.delete_many([run.keys.generation(two)])
+    assert {c.state for c in list_checkpoints(run)} == {State.COMMITTED}
+
+
+def test_latest_reads_no_generation(store: Store) -> None:
+    run = Run(store, "gpt")
+    for _ in range(5):
+        previous = write(run, begin(run), 100)
+    faults = Faults()
+    assert latest(Run(FaultyStore(store, faults), "gpt")) == previous
+    assert not [call for call in faults.calls if "generations" in call]
+    assert list(read_generations(run)) == [1, 2, 3, 4, 5]
+
+
+def test_aborted_attempts_are_no_head(store: Store) -> None:
+    run = Run(store, "gpt")
+    one = write(run, begin(run), 100)
+    decide(run, Attempt(50, new_ulid(system_clock()), generation=begin(run)), None)
+    assert latest(run) == one
+    assert list_checkpoints(run) == [one]
+
+
+def test_a_session_of_long_ago_is_looked_for_only_as_far_as_needed(store: Store) -> None:
+    clock = MovableClock(-10 * 24 * 3600.0)
+    old = Run(store, "gpt", clock)
+    for _ in range(6):
+        begin_generation(old, Session(new_ulid(clock()), None))
+    faults = Faults()
+    assert begin(Run(FaultyStore(store, faults), "gpt")) == 7
+    assert sum(call.startswith("get") for call in faults.calls) == 1
