@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -36,13 +35,14 @@ from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.counters import Counters, LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckpt.snapshot.overlap import Overlap
-from ckpt.snapshot.request import SaveRequest
+from ckpt.snapshot.request import SaveRequest, finite
+from ckpt.snapshot.session import TrainerSession
 from ckpt.snapshot.stage import SnapshotLayout
 from ckpt.snapshot.take import take_snapshot
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
-from ckptstore.names import Attempt, Reference, check_step, derive_ulid
+from ckptstore.names import Reference, check_step
 from ckptstore.reading.source import Source, StoreSource
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Checkpointer:
         self._tally = LiveCounters()
         self._client: SaveClient | None = None
         self._agreement: Agreement | None = None
-        self._saves_of_step: Counter[int] = Counter()
+        self._session = TrainerSession(config.run_name, config.repeat_steps)
         self._layout = SnapshotLayout.of([])
         self._placed: object | None = None  # the sameness of captures that have this layout
         self._capturer = Capturer()
@@ -129,8 +129,10 @@ class Checkpointer:
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of
-        an earlier background save of this rank, UnsupportedObject, InvalidRequest, LayoutChanged, or at the first save
-        RankLost. Then nothing was copied, and the handles of the other ranks raise RankFailed.
+        an earlier background save of this rank; Superseded, until a restore, after another trainer began to save this
+        run; InvalidRequest, also for a step saved since the last restore (see `repeat_steps`); UnsupportedObject,
+        LayoutChanged, or at the first save RankLost. Then nothing was copied, and the handles of the other ranks raise
+        RankFailed.
         """
         return self._save(TrainState.of(model, optim, extras), step, grads, metrics, self.config.on_busy)
 
@@ -156,15 +158,16 @@ class Checkpointer:
         self._join()
         check_step(step)
         agreement = self._agreement or self._agree(state)
-        attempt = Attempt(step, derive_ulid(agreement.session, step, self._saves_of_step[step]))
-        self._saves_of_step[step] += 1  # also if the save fails: the other ranks count their calls
+        attempt = self._session.new_attempt(agreement.session, step)
         with client.declining(attempt):
             client.start()  # replaces a client that died, so that saves work again after the error
             client.raise_failure(of_other_ranks=False)
+            self._session.check(step)
             captured = self._capture(state, agreement, grads)
             updates = HandleUpdates(step, self._layout.num_bytes, started)
-            save = SaveRequest(attempt, captured, self._layout, _numbers(metrics), self._lease)
+            save = SaveRequest(attempt, captured, self._layout, finite(metrics), self._lease)
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
+        self._session.saved(updates)
         self._lease = None if taken else self._lease
         self._newest = handle = updates.handle
         updates.measure(blocked_s=time.perf_counter() - started)
@@ -194,6 +197,9 @@ class Checkpointer:
         before anything is changed; after CorruptObject or an unreachable store, the objects may hold a mixture and
         must not be trained on. CorruptObject is also raised if the newest checkpoint is damaged and the one before it
         does not fit, or with strict=False lacks a tensor that was already overwritten.
+
+        After a restore with an optimizer, or the first one, saves continue from this checkpoint: once one is committed,
+        checkpoints that came after this one are abandoned, and restored only if they are named.
         """
         if self._client is not None:
             self.wait()
@@ -205,6 +211,7 @@ class Checkpointer:
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             self._lease = restored.lease
+            self._session.restored(restored.checkpoint, restorer.trains)
         if restorer.trains and not self.config.read_only:
             self._make_ready(state.without_others())
         return restored
@@ -336,6 +343,8 @@ class Checkpointer:
                 "buffers differ between ranks, and those of the lowest rank are kept: %s",
                 ", ".join(agreement.different_buffers[:8]),
             )
+        if self._agreement is not None:  # of another layout; the session goes on
+            agreement = replace(agreement, session=self._agreement.session)
         self._agreement = agreement
         return agreement
 
@@ -373,15 +382,6 @@ class Checkpointer:
         lease, self._lease = self._lease, None
         if lease is not None:
             release_lease(self._source, self.config.run_name, lease)
-
-
-def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """The finite metrics: a diverged loss must not lose the checkpoint."""
-    numbers = {name: float(value) for name, value in (metrics or {}).items()}
-    finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-    if len(finite) < len(numbers):
-        logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - finite.keys()))
-    return finite
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> None:

@@ -69,6 +69,7 @@ class Config:
     daemon_timeout_s: how long reads through a daemon that does not answer are retried, which hides a restart.
     split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
         writes all of them, into one file.
+    repeat_steps: allow a step to be saved more than once between two restores; the later commit counts.
     replica_reads: how ranks that restore the same bytes get them. broadcast: one rank reads and sends them to the
         others. daemon: all ranks read through the daemon's cache. none: each rank reads for itself. auto: broadcast
         within a process group; without one, daemon if one is given and the environment names several ranks.
@@ -95,6 +96,7 @@ class Config:
     peer_timeout_s: float = 600.0
     daemon_timeout_s: float = 60.0
     split_replicas: bool = False
+    repeat_steps: bool = False
     replica_reads: ReplicaReads = "auto"
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, find, from_outcome
 from ckptstore.commits.commit import StoredReceipt, commit_attempt
+from ckptstore.commits.generations import newest_generation
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import Box
 from ckptstore.format.codecs import fast
@@ -51,14 +52,18 @@ _AHEAD = 2  # encoded chunks that wait, in addition to one per thread
 
 
 def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attempt]:
-    """The run and a new attempt of the step in RUN@STEP. Raises InvalidRequest if the step has a checkpoint."""
+    """The run and a new attempt of the step in RUN@STEP, in the newest generation that has begun.
+
+    Raises InvalidRequest if the step has a checkpoint.
+    """
     wanted = Reference.parse(reference)
     if wanted.step is None or wanted.ulid is not None:
         raise InvalidRequest(f"{reference!r} does not name a new checkpoint", "Use RUN@STEP")
     try:
         found = find(store, wanted)
     except NoCheckpoint:
-        return wanted.run, Attempt(wanted.step, new_ulid(clock()))
+        generation = newest_generation(Run(store, wanted.run))
+        return wanted.run, Attempt(wanted.step, new_ulid(clock()), generation=generation)
     raise InvalidRequest(
         f"{found.id} exists", "Choose another run or step; committed checkpoints are never overwritten"
     )

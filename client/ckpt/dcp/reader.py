@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
+from ckpt.dcp.generation import loaded
 from ckpt.dcp.loading import ItemLoader
 from ckpt.dcp.naming import Value, flatten, parse_checkpoint_id
 from ckpt.dtypes import BY_NAME
@@ -131,6 +132,7 @@ class StorageReader(TorchStorageReader):
                         loader.add_tensor(planner, item, value)
                 fetch(source, opened.checkpoint, plan_reads(opened.content, loader.wants), loader.buffers)
                 loader.place()
+            loaded(source.url, opened.checkpoint)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ckpt.dcp.generation import generation_for_save
 from ckpt.dcp.items import RankItems
 from ckpt.dcp.naming import nest, parse_checkpoint_id
 from ckpt.saver.encode import encode_by, encode_stream
@@ -59,7 +60,9 @@ class StorageWriter(TorchStorageWriter):
 
     When dcp.save returns, the checkpoint is durable and committed, and its id is in the `storage_meta` of what dcp.save
     returns; if it raises, on any rank, nothing was committed (unless the store failed during the commit itself).
-    Saving a step again commits another attempt of it and leaves the earlier one unchanged.
+    Saving a step again commits another attempt of it and leaves the earlier one unchanged. After StorageReader has
+    loaded a checkpoint of the run from the same store in this process, saves continue from it: newer checkpoints are
+    abandoned.
     One writer does one save at a time, and can be pickled if it was given a URL.
     """
 
@@ -114,10 +117,10 @@ class StorageWriter(TorchStorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign one attempt to all ranks."""
+        """Assign one attempt to all ranks. Raises the store's errors."""
         assert self._step is not None
         now = system_clock()
-        attempt = Attempt(self._step, new_ulid(now))
+        attempt = Attempt(self._step, new_ulid(now), generation=generation_for_save(Run(self._open(), self._run)))
         self._plans = {rank: self._whole(rank, plan) for rank, plan in enumerate(plans)}
         return [
             replace(plan, storage_data=Assignment(self._run, attempt, rank, len(plans), now))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import SaveJob, Setup
+from ckpt.saver.numbering import Numbering
 from ckptstore.commits.commit import (
     StoredReceipt,
     abort_attempt,
@@ -23,7 +24,9 @@ from ckptstore.commits.commit import (
     read_outcome,
     read_receipt,
     receipt_ranks,
+    superseded,
 )
+from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import AttemptAborted, CkptError, RankFailed, ReceiptsMissing, SaveSkipped
 from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard
 from ckptstore.format.parsing import seal
@@ -42,7 +45,13 @@ Ended = Callable[[Outcome | BaseException], None]
 
 
 def write_receipt(
-    run: Run, setup: Setup, job: SaveJob, placed: list[Placed], derived: list[Derived], shard: Shard | None
+    run: Run,
+    setup: Setup,
+    attempt: Attempt,
+    job: SaveJob,
+    placed: list[Placed],
+    derived: list[Derived],
+    shard: Shard | None,
 ) -> StoredReceipt:
     """Write the receipt, which states that this rank's shard is durable; the receipt is durable on return."""
     shards = [shard] if shard is not None else []
@@ -51,8 +60,8 @@ def write_receipt(
         format=FORMAT,
         kind="receipt",
         run=run.name,
-        step=job.attempt.step,
-        attempt=str(job.attempt),
+        step=attempt.step,
+        attempt=str(attempt),
         rank=setup.rank,
         world_size=setup.world_size,
         created_at=job.created_at,
@@ -61,7 +70,7 @@ def write_receipt(
         metrics=job.metrics,
     )
     data = seal(receipt)
-    run.store.put(run.keys.receipt(job.attempt, setup.rank), data)
+    run.store.put(run.keys.receipt(attempt, setup.rank), data)
     return StoredReceipt(receipt, data)
 
 
@@ -93,7 +102,8 @@ class Committer:
 
         ended: called once, by the committer's thread: with the outcome when the checkpoint exists; with ReceiptsMissing
         if ranks are not done within the time-out, SaveSkipped if a rank skipped the attempt, RankFailed if a rank
-        aborted it after an error, AttemptAborted if a collector aborted it; or with another error of the commit.
+        aborted it after an error, Superseded if a newer generation has begun, AttemptAborted if a collector aborted it;
+        or with another error of the commit.
         """
         now = time.monotonic()
         with self._changed:
@@ -177,7 +187,9 @@ def _timed_out(run: Run, setup: Setup, attempt: Attempt) -> ReceiptsMissing:
 def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
     abort = aborted_by(outcome)
     if abort is None:
-        return AttemptAborted(f"attempt {attempt} of run {run!r} was aborted by {outcome.by}", "Save again")
+        return superseded(outcome) or AttemptAborted(
+            f"attempt {attempt} of run {run!r} was aborted by {outcome.by}", "Save again"
+        )
     step = f"step {attempt.step} of run {run!r}"
     if abort.failure is None:
         return SaveSkipped(f"{step} was skipped by rank {abort.rank}, which was busy with earlier saves")
@@ -187,14 +199,14 @@ def _aborted(run: str, attempt: Attempt, outcome: Outcome) -> CkptError:
     )
 
 
-def abort_attempts(run: Run, rank: int, attempts: Iterable[Attempt], failure: str | None) -> None:
+def abort_attempts(numbering: Numbering, rank: int, attempts: Iterable[NewAttempt], failure: str | None) -> None:
     """Abort attempts that this rank takes no part in, so that the other ranks do not wait for it. Never raises.
 
     failure: what went wrong on this rank; None if it skips the attempts.
     """
     try:
         for attempt in attempts:
-            abort_attempt(run, attempt, rank, failure)
+            abort_attempt(numbering.run, numbering.attempt(attempt), rank, failure)
     except CkptError as error:
         logger.warning("could not abort the attempt; other ranks will wait until their timeout: %s", error)
 

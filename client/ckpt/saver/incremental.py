@@ -41,7 +41,7 @@ from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.commits.references import marks
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.columns import column
-from ckptstore.format.documents import Chunks, Content, References, Shard
+from ckptstore.format.documents import Chunks, Receipt, References, Shard
 from ckptstore.format.shards import ChunkSpan, Placed, chunk_table
 from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
@@ -73,11 +73,9 @@ class ChunkIndex:
         """Guards `uploaded` and `ended` of all saves."""
         self._loaded: Future[None] | None = run_soon(self._load) if setup.incremental else None
 
-    def begin(
-        self, attempt: Attempt, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode
-    ) -> IncrementalSave:
+    def begin(self, step: int, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode) -> IncrementalSave:
         """Begin a save; its chunks are compared when they are consumed. encode: how this save encodes them."""
-        self._last = IncrementalSave(self, attempt, placed, spans, encode, self._last)
+        self._last = IncrementalSave(self, step, placed, spans, encode, self._last)
         return self._last
 
     def wait_for_base(self, save: IncrementalSave, previous: IncrementalSave | None) -> BaseCheckpoint | None:
@@ -162,7 +160,7 @@ class IncrementalSave:
     def __init__(
         self,
         index: ChunkIndex,
-        attempt: Attempt,
+        step: int,
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
         encode: Encode,
@@ -170,7 +168,7 @@ class IncrementalSave:
     ) -> None:
         self.uploaded = self.ended = False
         self._index = index
-        self._attempt = attempt
+        self._step = step
         self._placed = placed
         self._spans = spans
         self._encode = encode
@@ -252,20 +250,18 @@ class IncrementalSave:
         rank = self._index.rank
         return Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references if attempts else None)
 
-    def end(self, content: Content | None) -> None:
-        """End the save. content: of the committed receipt, as base for the next save; None: not committed."""
-        if content is not None and content.shards and self._index.enabled:
-            self._index.set_base(self._next_base(content.shards[0]), self.number)
+    def end(self, receipt: Receipt | None) -> None:
+        """End the save. receipt: committed, as base for the next save; None: not committed."""
+        if receipt is not None and receipt.content.shards and self._index.enabled:
+            self._index.set_base(self._next_base(Attempt.parse(receipt.attempt), receipt.content.shards[0]), self.number)
         self._index.mark(self, ended=True)
         self._release()
 
-    def _next_base(self, shard: Shard) -> BaseCheckpoint:
+    def _next_base(self, attempt: Attempt, shard: Shard) -> BaseCheckpoint:
         others = {other: self._holders[other] for other in referenced_by(shard)}
         counted = {other: replace(holder, references=holder.references + 1) for other, holder in others.items()}
-        holders = {self._attempt: Holder(shard.stored_bytes), **counted}
-        return next_base(
-            self._attempt, shard, self._keys(), self._matches.result(), holders, self.number, self._index.most
-        )
+        holders = {attempt: Holder(shard.stored_bytes), **counted}
+        return next_base(attempt, shard, self._keys(), self._matches.result(), holders, self.number, self._index.most)
 
     def mark_uploaded(self) -> None:
         """The shard and the receipt of this save are durable."""
@@ -326,9 +322,9 @@ class IncrementalSave:
         if not chosen:
             return ()
         try:
-            self._lease, suspect = self._index.protect(base, f"save of {self._attempt}")
+            self._lease, suspect = self._index.protect(base, f"save of step {self._step}")
         except CkptError as error:
-            logger.warning("%s stores all chunks: %s", self._attempt, error)
+            logger.warning("the save of step %d stores all chunks: %s", self._step, error)
             return ()
         if self.ended:  # aborted meanwhile
             self._release()

@@ -1,8 +1,8 @@
 """The messages between trainer and saver: length-prefixed JSON over a Unix socket.
 
 Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, SaveJob per save, Staged, Cut, Withdraw, Abort,
-Stop. Saver to trainer: SaveProgress, Released, Done, Failed. If the trainer dies, the socket reaches end of file, and
-the saver finishes its jobs.
+Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned. If the trainer dies, the socket reaches end of
+file, and the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from ckptstore.commits.generations import NewAttempt
 from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import JSON
-from ckptstore.names import Attempt
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 4
@@ -74,7 +74,7 @@ class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     number: int
     slot: int | None
     """None: this rank has no shard."""
-    attempt: Attempt
+    attempt: NewAttempt
     created_at: float
     slices: list[SliceRow]
     aliases: dict[str, str]
@@ -110,7 +110,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Abort an attempt: this rank takes no part in it."""
 
-    attempt: Attempt
+    attempt: NewAttempt
     failure: str | None = None
     """What went wrong; None if this rank skips the attempt."""
 
@@ -160,8 +160,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     hint: str
 
 
+class Warned(msgspec.Struct, frozen=True, tag=True):
+    """Something that the user should know; the trainer logs it."""
+
+    message: str
+
+
 Command = Setup | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Abort | Stop
-Report = SaveProgress | Released | Done | Failed
+Report = SaveProgress | Released | Done | Failed | Warned
 
 
 class Channel:

@@ -21,8 +21,9 @@ from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave
 from ckpt.saver.lock import note_checkpoint
 from ckpt.saver.measuring import SaveCodings, codings_for
-from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup
+from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Warned
 from ckpt.saver.notify import Notifier
+from ckpt.saver.numbering import Numbering
 from ckpt.saver.streaming import StreamReader
 from ckpt.saver.throttle import CpuThrottle
 from ckpt.saver.upload import Uploaded, upload_shard
@@ -30,6 +31,7 @@ from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.commit import StoredReceipt
+from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.documents import Outcome
@@ -84,6 +86,7 @@ class SavePipeline:
             store.upload_bytes = setup.upload_bytes
         # Some stores ignore If-None-Match and would let several committers win; there the daemon decides.
         self._run = Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
+        self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
         self._setup = setup
         self._report = report
         # Rank 0 commits for all ranks, so only its saver notifies the daemon.
@@ -128,7 +131,7 @@ class SavePipeline:
     ) -> None:
         spans = plan_chunks(placed)
         codings = self._codings.begin(spans, job.created_at)
-        incremental = self._chunk_index.begin(job.attempt, placed, spans, codings.encode)
+        incremental = self._chunk_index.begin(job.attempt.step, placed, spans, codings.encode)
         reader = None
         if job.streamed:
             reader = StreamReader(raw, spans, lambda done: self._report(SaveProgress(job.number, done)))
@@ -165,10 +168,10 @@ class SavePipeline:
         skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
         self._abort_job(running.job, skipped)
 
-    def abort(self, attempt: Attempt, failure: str | None = None) -> None:
+    def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""
         if self._setup.world_size > 1:
-            self._background.submit(abort_attempts, self._run, self._setup.rank, [attempt], failure)
+            self._background.submit(abort_attempts, self._numbering, self._setup.rank, [attempt], failure)
 
     def finish_uploads(self) -> None:
         """Return when every shard and receipt of this rank is durable or failed: the slots are no longer read."""
@@ -192,9 +195,10 @@ class SavePipeline:
             if self._waiting.pop(job.number, None) is None:
                 return  # withdrawn
         try:
+            attempt = self._numbering.attempt(job.attempt)
             # The stream ends before the encoding, which may be waiting for its next chunk.
             with running.encoding, running.reader or nullcontext():
-                receipt, released = self._make_durable(running)
+                receipt, released = self._make_durable(running, attempt)
             self._readers.pop(job.number, None)
             self._report(released)
         except BaseException as error:
@@ -203,16 +207,16 @@ class SavePipeline:
             return
         running.incremental.mark_uploaded()
         started = time.perf_counter()
-        self._committer.add(job.attempt, receipt, lambda result: self._end(running, receipt, started, result))
+        self._committer.add(attempt, receipt, lambda result: self._end(running, receipt, started, result))
 
-    def _make_durable(self, running: _RunningJob) -> tuple[StoredReceipt, Released]:
+    def _make_durable(self, running: _RunningJob, attempt: Attempt) -> tuple[StoredReceipt, Released]:
         job, placed = running.job, running.placed
         started, cpu = time.perf_counter(), time.process_time()
-        uploaded = self._upload_shard(running)
+        uploaded = self._upload_shard(running, attempt)
         if uploaded is not None:
             running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
-        receipt = write_receipt(self._run, self._setup, job, placed, running.derived, shard)
+        receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
             number=job.number,
@@ -227,7 +231,7 @@ class SavePipeline:
         )
         return receipt, released
 
-    def _upload_shard(self, running: _RunningJob) -> Uploaded | None:
+    def _upload_shard(self, running: _RunningJob, attempt: Attempt) -> Uploaded | None:
         """Upload the shard; None if no chunk has to be stored."""
         setup, chunks = self._setup, iter(running.encoding)
         first = next(chunks, None)
@@ -235,7 +239,7 @@ class SavePipeline:
             return None
         return upload_shard(
             self._run.store,
-            self._run.keys.shard(running.job.attempt, names.shard_name(setup.rank)),
+            self._run.keys.shard(attempt, names.shard_name(setup.rank)),
             running.incremental.expected_bytes,
             chain([first], chunks),
             self._progress_of(running),
@@ -259,14 +263,14 @@ class SavePipeline:
             if self._setup.rank == 0 and isinstance(result, ReferenceLost | CorruptObject):
                 self.abort(job.attempt, describe(result))  # no other rank could commit it either
             return
-        running.incremental.end(receipt.receipt.content)
+        running.incremental.end(receipt.receipt)
         if not self._noted and self._run.store.shared_between_processes:
             note_checkpoint(self._setup.store, self._setup.run)
         self._noted = True
         self._report(Done(number=job.number, outcome=seal(result).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
         if self._notifier is not None:
-            self._notifier.commit(job.attempt)
+            self._notifier.commit(Attempt.parse(result.attempt))
 
     def _release_leases(self) -> None:
         """Release all leases that a commit of this run makes unnecessary, whichever save it was."""
@@ -284,7 +288,7 @@ class SavePipeline:
 
     def _fail(self, job: SaveJob, slot: int | None, error: BaseException) -> None:
         if not isinstance(error, SaveSkipped):
-            logger.error("save of attempt %s failed", job.attempt, exc_info=error)
+            logger.error("save of step %d failed", job.attempt.step, exc_info=error)
         if isinstance(error, CkptError):
             code, message, hint = error.code, error.message, error.hint
         else:

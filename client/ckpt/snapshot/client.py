@@ -17,7 +17,8 @@ import torch
 
 from ckpt.config import OnBusy
 from ckpt.saver.commit import abort_attempts, describe
-from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup
+from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Warned
+from ckpt.saver.numbering import Numbering
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.arena import Arena, ArenaSlot
@@ -28,10 +29,10 @@ from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.remote_create import with_remote_create
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, from_outcome
+from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import CkptError, RankFailed, SaverDied, SaveSkipped, error_from_code
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.names import Attempt
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 
@@ -45,7 +46,7 @@ class _UnfinishedJob:
     """A job that the writer has not finished."""
 
     updates: HandleUpdates
-    attempt: Attempt
+    attempt: NewAttempt
     slot: int | None
     """None: the job uses no slot, or no longer."""
     released: bool = False
@@ -141,13 +142,13 @@ class SaveClient:
         """Return a slot for which no job was submitted. For any thread."""
         self._arena.release(slot.number)
 
-    def skip(self, attempt: Attempt, updates: HandleUpdates) -> None:
+    def skip(self, attempt: NewAttempt, updates: HandleUpdates) -> None:
         """Finish a handle as skipped, and abort the attempt for the other ranks."""
         self.start().abort(attempt)
         self._fail_handle(updates, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
     @contextmanager
-    def declining(self, attempt: Attempt) -> Iterator[None]:
+    def declining(self, attempt: NewAttempt) -> Iterator[None]:
         """Abort the attempt in the background if the body raises, so that the other ranks do not wait for this one."""
         try:
             yield
@@ -252,6 +253,9 @@ class SaveClient:
     # Called by the writer, on its own threads.
 
     def _on_report(self, report: Report) -> None:
+        if isinstance(report, Warned):
+            logger.warning(report.message)
+            return
         with self._lock:
             if report.number not in self._jobs:
                 return  # abandoned already
@@ -288,15 +292,15 @@ class SaveClient:
             self._fail_handle(job.updates, error)
         self._decline([job.attempt for job in lost if not job.released], error)
 
-    def _decline(self, attempts: Sequence[Attempt], error: BaseException) -> None:
+    def _decline(self, attempts: Sequence[NewAttempt], error: BaseException) -> None:
         """Abort attempts in the background without the saver, which may be dead."""
         if attempts and self._setup.world_size > 1:
             threading.Thread(target=self._abort_attempts, args=(attempts, describe(error)), name="ckpt-abort").start()
 
-    def _abort_attempts(self, attempts: Sequence[Attempt], failure: str) -> None:
+    def _abort_attempts(self, attempts: Sequence[NewAttempt], failure: str) -> None:
         setup = self._setup
         store = with_remote_create(open_store(setup.store, setup.options), setup.daemon, setup.token)
-        abort_attempts(Run(store, setup.run), setup.rank, attempts, failure)
+        abort_attempts(Numbering(Run(store, setup.run), logger.warning), setup.rank, attempts, failure)
 
     def _fail_handle(self, updates: HandleUpdates, error: CkptError) -> None:
         if updates.handle.done():
@@ -304,7 +308,7 @@ class SaveClient:
         self._counters.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
         updates.fail(error)
 
-    def _apply(self, updates: HandleUpdates, report: Report) -> None:
+    def _apply(self, updates: HandleUpdates, report: SaveProgress | Released | Done | Failed) -> None:
         if isinstance(report, SaveProgress):
             updates.progress(report.done_bytes)
         elif isinstance(report, Released):

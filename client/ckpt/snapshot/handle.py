@@ -133,6 +133,11 @@ class HandleUpdates:
         return time.perf_counter() - self._started_at
 
     @property
+    def error(self) -> CkptError | None:
+        """The error of a save that failed or was skipped; None while it is under way or committed."""
+        return self.handle._error
+
+    @property
     def unseen_error(self) -> CkptError | None:
         """The error, unless user code has read it or the save was skipped."""
         handle = self.handle

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,19 +12,30 @@ from ckpt.saver.messages import SaveJob
 from ckpt.snapshot.arena import ArenaSlot
 from ckpt.snapshot.handle import HandleUpdates
 from ckpt.snapshot.stage import SnapshotLayout
-from ckptstore.names import Attempt
+from ckptstore.commits.generations import NewAttempt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """The state and metadata of one save."""
 
-    attempt: Attempt
+    attempt: NewAttempt
     captured: Captured
     layout: SnapshotLayout
     metrics: Mapping[str, float]
     lease: str | None
     """A lease to release once this save is committed."""
+
+
+def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """The finite metrics: a diverged loss must not lose the checkpoint."""
+    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    kept = {name: value for name, value in numbers.items() if math.isfinite(value)}
+    if len(kept) < len(numbers):
+        logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - kept.keys()))
+    return kept
 
 
 class Snapshot:

@@ -32,8 +32,8 @@ from ckpt.saver.messages import (
 )
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.segment import Segment, close_after_fork
+from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import SaverDied
-from ckptstore.names import Attempt
 from ckptstore.stores import open_store
 
 OnReport = Callable[[Report], None]
@@ -67,7 +67,7 @@ class SaveWriter(Protocol):
         A saver process does so after return, and reports it.
         """
 
-    def abort(self, attempt: Attempt, failure: str | None = None) -> None:
+    def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         """Abort an attempt, so that other ranks do not wait for this one. It may be done after return.
 
         failure: what went wrong; None if this rank skips the attempt.
@@ -103,7 +103,7 @@ class ThreadWriter:
     def withdraw(self, step: int) -> None:
         self._pipeline.withdraw(step)
 
-    def abort(self, attempt: Attempt, failure: str | None = None) -> None:
+    def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         self._pipeline.abort(attempt, failure)
 
     def close(self, timeout_s: float | None) -> None:
@@ -158,7 +158,7 @@ class ProcessWriter:
     def withdraw(self, step: int) -> None:
         self._send(Withdraw(step))
 
-    def abort(self, attempt: Attempt, failure: str | None = None) -> None:
+    def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         self._send(Abort(attempt, failure))
 
     def close(self, timeout_s: float | None) -> None:

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from ulid import ULID
-
 from ckptstore import names
 from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUnavailable
 from ckptstore.format.documents import FORMAT, Generation
@@ -69,7 +67,7 @@ def begin_generation(run: Run, session: Session) -> Begun:
         found = read_generation(run, number)
         if found is not None and found.session == session.id:
             return Begun(number, created=False)
-        if found is not None and found.at < ULID.from_str(session.id).timestamp - _DAY_S:
+        if found is not None and found.at < names.ulid_time(session.id) - _DAY_S:
             break  # older than the session: no rank of it can have created this one, or one before it
     number = newest_generation(run, listed) + 1
     while True:

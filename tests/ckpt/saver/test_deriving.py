@@ -25,12 +25,13 @@ from ckptstore.format.documents import Content
 from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import check_manifest
 from ckptstore.format.planning import derived_bytes, plan_reads
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
 from tests.ckpt.dcp_state import load as dcp_load
+from tests.ckpt.saver.attempts import new_attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -161,7 +162,7 @@ def save_halves(store: Store, cut: int) -> tuple[Content, Words]:
     """The state of two ranks: boxes of masters and of their casts, cut in the dimension `cut`."""
     bits = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32).view(np.uint32)
     weights = cast(bits, "bfloat16")
-    attempt, reports = Attempt(1, new_ulid(system_clock())), queue.SimpleQueue[Report]()
+    attempt, reports = new_attempt(1), queue.SimpleQueue[Report]()
     pipelines = []
     for rank in range(2):
         sizes = [length // (2 if dimension == cut else 1) for dimension, length in enumerate(SHAPE)]

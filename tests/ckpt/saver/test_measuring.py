@@ -13,9 +13,10 @@ from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, Setup, 
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.format.shards import ChunkSpan
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import new_ulid
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
+from tests.ckpt.saver.attempts import new_attempt
 from tests.ckpt.saver.sinks import Sink
 
 COUNT = 1 << 20
@@ -52,7 +53,7 @@ class Saver:
             SliceRow("noise", "uint8", (len(NOISE),), (0, len(NOISE)), WEIGHTS.nbytes),
         ]
         job = SaveJob(
-            number=self._steps, slot=0, attempt=Attempt(self._steps, new_ulid(system_clock())),
+            number=self._steps, slot=0, attempt=new_attempt(self._steps),
             created_at=self._created_at, slices=rows, aliases={}, trees={}, local={}, metrics={}, lease=None,
         )  # fmt: skip
         self.pipeline.submit(job, STATES[self._steps % 2])

@@ -6,11 +6,14 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from ckpt.saver.messages import Abort, Channel, Command, Forget, Report, SaveProgress, Slot, Stop
-from ckptstore.names import Attempt
+from ckptstore.commits.generations import Session
+from ckptstore.names import Attempt, new_ulid
+from tests.ckpt.saver.attempts import new_attempt
 
 Pair = tuple[Channel, Channel]
 
@@ -65,6 +68,7 @@ def test_the_end_of_the_stream_is_none_also_in_the_middle_of_a_message(pair: Pai
 
 
 def test_attempts_stay_typed(pair: Pair) -> None:
-    sent = Abort(Attempt(7, "01ARZ3NDEKTSV4RRFFQ69G5FAV"), "out of memory")
+    session = Session(new_ulid(0), Attempt(3, new_ulid(0), generation=2))
+    sent = Abort(replace(new_attempt(7), session=session), "out of memory")
     pair[0].send(sent)
     assert pair[1].receive(Command) == sent

@@ -13,6 +13,7 @@ from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SavePro
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.commits.commit import read_outcome, read_receipt, receipt_ranks, roll_forward
+from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import active_leases, take_lease
 from ckptstore.commits.references import referenced_attempts
 from ckptstore.format.documents import Outcome
@@ -23,6 +24,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import undecided_attempts
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from tests.ckpt.saver.attempts import new_attempt, stored
 from tests.support.checkpoints import write_rank
 from tests.support.waiting import wait_until
 
@@ -37,7 +39,7 @@ def setup(store: Store, rank: int = 0, world_size: int = 1, timeout: float = 20.
     )  # fmt: skip
 
 
-def job(attempt: Attempt, number: int = 1, rows: bool = True) -> SaveJob:
+def job(attempt: NewAttempt, number: int = 1, rows: bool = True) -> SaveJob:
     return SaveJob(
         number=number,
         slot=0 if rows else None,
@@ -63,11 +65,11 @@ def run(store: Store, what: Setup, jobs: list[SaveJob]) -> list[Report]:
 
 
 @pytest.fixture
-def attempt() -> Attempt:
-    return Attempt(7, new_ulid(system_clock()))
+def attempt() -> NewAttempt:
+    return new_attempt(7)
 
 
-def test_progress_then_release_then_commit(store: Store, attempt: Attempt) -> None:
+def test_progress_then_release_then_commit(store: Store, attempt: NewAttempt) -> None:
     reports = run(store, setup(store), [job(attempt)])
     kinds = [type(report) for report in reports]
     assert kinds == [*[SaveProgress] * (len(kinds) - 2), Released, Done]
@@ -76,11 +78,11 @@ def test_progress_then_release_then_commit(store: Store, attempt: Attempt) -> No
     done = reports[-1]
     assert isinstance(done, Done)
     outcome = parse_sealed(done.outcome.encode(), Outcome, "report")
-    assert outcome.attempt == str(attempt)
+    assert outcome.attempt == str(stored(attempt))
     assert verify(StoreSource(store), StoreSource(store).latest("r")).ok
 
 
-def test_rank_zero_commits_when_the_last_receipt_is_there(store: Store, attempt: Attempt) -> None:
+def test_rank_zero_commits_when_the_last_receipt_is_there(store: Store, attempt: NewAttempt) -> None:
     reports: dict[int, list[Report]] = {0: [], 1: []}
 
     def rank(number: int) -> None:
@@ -97,7 +99,7 @@ def test_rank_zero_commits_when_the_last_receipt_is_there(store: Store, attempt:
     assert StoreSource(store).latest("r").world_size == 2
 
 
-def test_a_missing_rank_is_named_and_nothing_is_committed(store: Store, attempt: Attempt) -> None:
+def test_a_missing_rank_is_named_and_nothing_is_committed(store: Store, attempt: NewAttempt) -> None:
     reports = run(store, setup(store, 0, 3, timeout=0.2), [job(attempt)])
     failed = reports[-1]
     assert isinstance(reports[-2], Released)  # the slot is free all the same
@@ -107,8 +109,8 @@ def test_a_missing_rank_is_named_and_nothing_is_committed(store: Store, attempt:
     assert StoreSource(store).checkpoints("r") == []
 
 
-def test_a_save_that_waits_for_other_ranks_does_not_hold_up_the_next_upload(store: Store, attempt: Attempt) -> None:
-    later = Attempt(8, new_ulid(system_clock()))
+def test_a_save_that_waits_for_other_ranks_does_not_hold_up_the_next_upload(store: Store, attempt: NewAttempt) -> None:
+    later = new_attempt(8)
     reports = run(store, setup(store, 0, 2, timeout=1.0), [job(attempt, 1), job(later, 2)])
     order = [(type(report), report.number) for report in reports if not isinstance(report, SaveProgress)]
     assert order.index((Released, 2)) < order.index((Failed, 1))
@@ -117,14 +119,14 @@ def test_a_save_that_waits_for_other_ranks_does_not_hold_up_the_next_upload(stor
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_complete_save_is_committed_while_an_earlier_one_waits_for_a_rank(store: Store, rank: int) -> None:
     """The later one is committed first and stays what saves are compared with: it is never what was undecided."""
-    first, second, third = (Attempt(step, new_ulid(system_clock())) for step in (7, 8, 9))
+    first, second, third = map(new_attempt, (7, 8, 9))
     where, reports = Run(store, "r"), list[Report]()
     pipeline = SavePipeline(store, setup(store, rank, 2, timeout=3600.0), reports.append)
 
-    def complete(attempt: Attempt) -> None:
-        write_rank(store, "r", attempt, {}, rank=1 - rank, world_size=2)
+    def complete(attempt: NewAttempt) -> None:
+        write_rank(store, "r", stored(attempt), {}, rank=1 - rank, world_size=2)
         if rank:
-            assert roll_forward(where, attempt) is not None
+            assert roll_forward(where, stored(attempt)) is not None
 
     def committed() -> list[int]:
         return [report.number for report in reports if isinstance(report, Done)]
@@ -132,15 +134,16 @@ def test_a_complete_save_is_committed_while_an_earlier_one_waits_for_a_rank(stor
     try:
         pipeline.submit(job(first, 1), RAW)
         pipeline.submit(job(second, 2), RAW)
-        wait_until(lambda: receipt_ranks(where, second) == {rank})
+        wait_until(lambda: receipt_ranks(where, stored(second)) == {rank})
         complete(second)
         wait_until(lambda: committed() == [2])
-        assert read_outcome(where, first) is None
+        assert read_outcome(where, stored(first)) is None
         complete(first)
         wait_until(lambda: committed() == [2, 1])
         pipeline.submit(job(third, 3), RAW)
-        wait_until(lambda: receipt_ranks(where, third) == {rank})
+        wait_until(lambda: receipt_ranks(where, stored(third)) == {rank})
         complete(third)
+        wait_until(lambda: committed() == [2, 1, 3])
     finally:
         pipeline.finish_uploads()
         for attempt in undecided_attempts(where):  # whatever failed, nothing waits any more
@@ -148,21 +151,21 @@ def test_a_complete_save_is_committed_while_an_earlier_one_waits_for_a_rank(stor
             roll_forward(where, attempt)
         pipeline.close()
     assert StoreSource(store).latest("r").step == 9
-    stored = [referenced_attempts(read_receipt(where, one, rank).receipt.content) for one in (first, second, third)]
-    assert stored == [[], [], [second]]
+    receipts = [read_receipt(where, stored(one), rank).receipt for one in (first, second, third)]
+    assert [referenced_attempts(receipt.content) for receipt in receipts] == [[], [], [stored(second)]]
 
 
-def test_a_failed_upload_leaves_no_shard_and_the_next_one_works(tmp_path: Path, attempt: Attempt) -> None:
+def test_a_failed_upload_leaves_no_shard_and_the_next_one_works(tmp_path: Path, attempt: NewAttempt) -> None:
     folder = tmp_path / "store"
     store = open_store(str(folder))
-    blocked = folder / RunKeys("r").attempts / str(attempt)
+    blocked = folder / RunKeys("r").attempts / str(stored(attempt))
     blocked.parent.mkdir(parents=True)
     blocked.write_text("a file where the attempt's folder should be")
-    later = Attempt(8, new_ulid(system_clock()))
+    later = new_attempt(8)
     lease = take_lease(Run(store, "r"), Attempt(6, new_ulid(system_clock())), "a restore", 3600)
     reports = run(store, setup(store), [replace(job(attempt, 1), lease=lease), job(later, 2)])
     failed = next(report for report in reports if isinstance(report, Failed))
     assert (failed.number, failed.slot) == (1, 0)
-    assert str(attempt) in failed.message
+    assert str(stored(attempt)) in failed.message
     assert StoreSource(store).latest("r").step == 8
     assert active_leases(Run(store, "r")) == {}, "the commit after it does what this one was to do"

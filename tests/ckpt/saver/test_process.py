@@ -18,10 +18,10 @@ from ckpt.saver.segment import Segment
 from ckpt.snapshot.writers import _start
 from ckptstore.clock import system_clock
 from ckptstore.commits.commit import receipt_ranks, roll_forward
-from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from tests.ckpt.saver.attempts import new_attempt, stored
 from tests.support.checkpoints import write_rank
 
 COUNT = 4_000_000
@@ -30,7 +30,7 @@ COUNT = 4_000_000
 def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next_trainer(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     run = Run(store, "r")
-    attempt = Attempt(3, new_ulid(system_clock()))
+    attempt = new_attempt(3)
     setup = Setup(
         store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress="off", commit_timeout_s=60.0,
         daemon=None, token=None,
@@ -58,14 +58,14 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
             segment.close()
 
             assert wait_for_orphans(setup.store, setup.run, timeout_s=30)
-            assert receipt_ranks(run, attempt) == {0}
+            assert receipt_ranks(run, stored(attempt)) == {0}
             assert saver.poll() is None
             held = [str(link.readlink()) for link in Path(f"/proc/{saver.pid}/fd").iterdir()]
             assert "ckpt-arena" not in "".join(held) + Path(f"/proc/{saver.pid}/maps").read_text()
 
             # The other rank's receipt comes after all, and another process commits; the orphan sees it and ends.
-            write_rank(store, "r", attempt, {}, rank=1, world_size=2)
-            assert roll_forward(run, attempt) is not None
+            write_rank(store, "r", stored(attempt), {}, rank=1, world_size=2)
+            assert roll_forward(run, stored(attempt)) is not None
             assert saver.wait(30) == 0
         finally:
             saver.kill()

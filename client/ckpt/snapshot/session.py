@@ -1,0 +1,75 @@
+"""TrainerSession: what the saves of a trainer have in common until its next restore. For the training thread.
+
+All ranks make the same calls in the same order, so each derives the same session and the same attempts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ckpt.snapshot.handle import HandleUpdates
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.generations import NewAttempt, Session
+from ckptstore.errors import InvalidRequest, Superseded
+from ckptstore.names import Attempt, derive_ulid
+
+
+class TrainerSession:
+    """The current session: its parent, and the steps that were saved in it."""
+
+    def __init__(self, run: str, repeat_steps: bool) -> None:
+        """repeat_steps: a step may be saved more than once in a session."""
+        self._run = run
+        self._repeat_steps = repeat_steps
+        self._restores = 0
+        self._continues = False
+        """Whether it has resumed a training run, or saved."""
+        self._parent: Attempt | None = None
+        self._calls: Counter[int] = Counter()
+        self._saves: dict[int, HandleUpdates] = {}
+        self._pending: list[HandleUpdates] = []
+        self._superseded: Superseded | None = None
+
+    def restored(self, checkpoint: Checkpoint, trains: bool) -> None:
+        """Begin a new session: training continues from this checkpoint.
+
+        trains: an optimizer was restored, on any rank. Without one, only the first restore of a trainer counts: later
+        ones are of other models, such as a teacher or an average, and change nothing.
+        """
+        if self._continues and not trains:
+            return
+        self._restores += 1
+        self._continues = trains
+        self._parent = checkpoint.attempt if checkpoint.run == self._run else None
+        self._calls, self._saves, self._pending, self._superseded = Counter(), {}, [], None
+
+    def new_attempt(self, agreed: str, step: int) -> NewAttempt:
+        """The attempt of a call that saves `step`, even if it fails: all ranks count their calls.
+
+        agreed: the ULID that the ranks agreed on.
+        """
+        id = derive_ulid(agreed, "session", self._restores) if self._restores else agreed
+        number = self._calls[step]
+        self._calls[step] += 1
+        return NewAttempt(Session(id, self._parent), step, derive_ulid(id, step, number))
+
+    def check(self, step: int) -> None:
+        """Raises Superseded if another trainer has superseded the session, or InvalidRequest if the step was saved."""
+        for updates in self._pending:
+            if isinstance(updates.error, Superseded):
+                self._superseded = updates.error
+        self._pending = [updates for updates in self._pending if not updates.handle.done()]
+        if self._superseded is not None:
+            raise self._superseded
+        before = self._saves.get(step)
+        if before is not None and before.error is None and not self._repeat_steps:
+            raise InvalidRequest(
+                f"step {step} of run {self._run!r} was saved already, and nothing was restored since",
+                "Save each step once, or pass repeat_steps=True to the Checkpointer",
+            )
+
+    def saved(self, updates: HandleUpdates) -> None:
+        """A save has begun."""
+        self._continues = True
+        self._saves[updates.handle.step] = updates
+        self._pending.append(updates)

@@ -1,0 +1,218 @@
+"""Trainers that follow, replace and rewind each other: which checkpoints a restart resumes from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer, SaveHandle
+from ckptstore.commits.catalog import State, list_checkpoints
+from ckptstore.commits.generations import read_generations
+from ckptstore.errors import InvalidRequest, Superseded
+from ckptstore.retention.deletion import collect, delete_checkpoint
+from ckptstore.run import Run
+from ckptstore.stores import Store, open_store
+
+RUN = "gpt"
+
+
+class Job:
+    """A training job: its process is never told to end."""
+
+    def __init__(self, store: str, **config: object) -> None:
+        self.net = nn.Linear(4, 4)
+        self.optim = torch.optim.SGD(self.net.parameters(), momentum=0.9)
+        self.checkpointer = Checkpointer(store, run=RUN, **{"writer": "thread", **config})  # type: ignore[arg-type]
+
+    def save(self, *steps: int) -> None:
+        """Save these steps, each durable before the next."""
+        for step in steps:
+            self.save_async(step).result(60.0)
+
+    def save_async(self, step: int) -> SaveHandle:
+        """The weight is the number of the step."""
+        nn.init.constant_(self.net.weight, step)
+        return self.checkpointer.save_async(self.net, self.optim, step)
+
+    def restore(self, checkpoint: int | str | None = None) -> int | None:
+        """The restored step; None if there is none."""
+        found = self.checkpointer.restore(self.net, self.optim, checkpoint=checkpoint)
+        if found is None:
+            return None
+        assert float(self.net.weight[0, 0].detach()) == found.step
+        return found.step
+
+
+@pytest.fixture(params=["process", "thread"])
+def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[type[Job]]:
+    made: list[Job] = []
+
+    def new_job(**config: object) -> Job:
+        made.append(Job(str(tmp_path / "store"), **{"writer": request.param, **config}))
+        return made[-1]
+
+    yield new_job  # type: ignore[misc]
+    for job in made:
+        try:
+            job.checkpointer.close()
+        except Superseded:
+            pass  # of a handle that the test did not look at
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(open_store(str(tmp_path / "store")), RUN)
+
+
+def states(run: Run) -> dict[int, str]:
+    return {c.step: c.state for c in list_checkpoints(run)}
+
+
+def test_a_job_that_comes_back_after_its_successor_cannot_save_any_more(jobs: type[Job], run: Run) -> None:
+    old = jobs()
+    old.save(100, 200, 300)
+    successor = jobs()
+    assert successor.restore() == 300
+    successor.save(310)
+    with pytest.raises(Superseded, match="generation 2"):
+        old.save(400)
+    for _ in range(2):
+        with pytest.raises(Superseded) as caught:
+            old.save_async(500)
+        assert "restore" in caught.value.hint
+    successor.save(320)
+    assert states(run) == dict.fromkeys((100, 200, 300, 310, 320), State.COMMITTED)
+    assert jobs().restore() == 320
+    # A restore joins it: it is the newest trainer now, and supersedes in turn.
+    assert old.restore() == 320
+    old.save(330)
+    with pytest.raises(Superseded):
+        successor.save(330)
+
+
+def test_the_next_call_raises_it_if_nobody_looked_at_the_handle(jobs: type[Job], run: Run) -> None:
+    old, successor = jobs(), jobs()
+    old.save(100)
+    assert successor.restore() == 100
+    successor.save(110)
+    handle = old.save_async(200)
+    assert handle._finished.wait(60.0)
+    with pytest.raises(Superseded):
+        old.checkpointer.wait()
+
+
+def test_what_an_old_job_had_already_committed_is_abandoned(jobs: type[Job], run: Run) -> None:
+    """It looked for a newer generation when there was none: its commit is valid, and never latest."""
+    old, successor = jobs(), jobs()
+    old.save(100, 200, 300)
+    assert successor.restore() == 300
+    old.save(400, 500)
+    assert jobs().restore() == 500, "the successor has not saved yet"
+    successor.save(310, 320)
+    assert states(run) == {
+        320: State.COMMITTED, 310: State.COMMITTED, 500: State.ABANDONED, 400: State.ABANDONED,
+        300: State.COMMITTED, 200: State.COMMITTED, 100: State.COMMITTED,
+    }  # fmt: skip
+    assert jobs().restore() == 320
+    assert jobs().restore(500) == 500, "named, it is restored"
+    collect(run)
+    assert jobs().restore() == 320
+
+
+def test_rewinding_in_place(jobs: type[Job], run: Run) -> None:
+    """Training diverged: the operator goes back, and every restart resumes the new branch from its first save on."""
+    job = jobs()
+    job.save(100, 200, 300, 900)
+    assert job.restore(300) == 300
+    job.save(310)
+    again = jobs()
+    assert again.restore() == 310
+    again.save(320)
+    assert states(run)[900] == State.ABANDONED
+    assert jobs().restore() == 320
+    # Damage in the new branch falls back along the lineage, never to what was left behind.
+    for step in (320, 310):
+        (found,) = (c for c in list_checkpoints(run) if c.step == step)
+        run.store.put(run.keys.shard(found.attempt, "shard-00000.ckpt"), b"damaged")
+    assert jobs().restore() == 300
+    parents = [document and document.parent for document in read_generations(run).values()]
+    assert [parent and int(parent.split("-")[1]) for parent in parents] == [None, 300, 310]
+
+
+def test_an_evaluation_changes_nothing(jobs: type[Job], run: Run) -> None:
+    job = jobs()
+    job.save(100, 200)
+    reader = jobs()
+    reader.restore(100)
+    # In the trainer itself: a teacher, without an optimizer.
+    job.checkpointer.restore(nn.Linear(4, 4), checkpoint=100)
+    job.save(300)
+    assert len(read_generations(run)) == 1
+    assert jobs().restore() == 300
+
+
+def test_the_first_restore_counts_without_an_optimizer_too(jobs: type[Job], run: Run) -> None:
+    jobs().save(100, 200)
+    job = jobs()
+    job.checkpointer.restore(job.net, checkpoint=100)
+    job.save(110)
+    assert states(run) == {110: State.COMMITTED, 200: State.ABANDONED, 100: State.COMMITTED}
+
+
+def test_a_trainer_that_restores_nothing_is_warned_once(
+    jobs: type[Job], run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        jobs().save(100, 200)
+        assert "abandoned" not in caplog.text
+        jobs().save(10, 20)
+    assert caplog.text.count("earlier checkpoints are abandoned") == 1
+    assert f"{RUN}@200." in caplog.text
+    assert jobs().restore() == 20
+    assert states(run)[200] == State.ABANDONED
+
+
+def test_a_step_is_saved_once(jobs: type[Job], run: Run) -> None:
+    job = jobs()
+    job.save(100)
+    with pytest.raises(InvalidRequest, match="saved already"):
+        job.save_async(100)
+    job.save(110)
+    assert job.restore(100) == 100
+    job.save(110)
+    assert [c.step for c in list_checkpoints(run) if c.state is State.COMMITTED] == [110, 100]
+    allowed = jobs(repeat_steps=True)
+    assert allowed.restore() == 110
+    allowed.save(120, 120)
+    assert [c.state for c in list_checkpoints(run)][:2] == [State.COMMITTED, State.SUPERSEDED]
+
+
+def test_a_step_that_failed_may_be_saved_again(jobs: type[Job], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = jobs(writer="thread")
+    job.save(100)
+
+    def refuse(self: Store, *args: object, **kwargs: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt.saver.pipeline.upload_shard", refuse)
+        with pytest.raises(Exception, match="no space"):
+            job.save(110)
+    job.save(110)
+    assert jobs().restore() == 110
+
+
+def test_a_deleted_branch_gives_way_to_the_one_before(jobs: type[Job], run: Run) -> None:
+    job = jobs()
+    job.save(100, 200)
+    job.restore(100)
+    job.save(110)
+    (branch,) = (c for c in list_checkpoints(run) if c.step == 110)
+    assert job.restore(200) == 200, "so that 110 is not leased"
+    delete_checkpoint(run, branch.attempt, "a mistake")
+    assert jobs().restore() == 200
