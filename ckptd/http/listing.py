@@ -11,11 +11,11 @@ from typing import Annotated
 import msgspec
 from fastapi import Depends, Query
 
-from ckptd.index import Bound, Filter, PageKey, Sort, Tagged, types_of
+from ckptd.index import Bound, Filter, PageKey, Sort, Tagged, key_types
 from ckptd.services.callers import Caller
 from ckptstore.commits.catalog import State
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest
-from ckptstore.names import MAX_STEP, check_run, check_step, check_ulid
+from ckptstore.names import MAX_STEP, check_generation, check_run, check_step, check_ulid
 
 _GLOB = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}")
 _BOUND = re.compile(r"([^<>=:]{1,128})(<=|>=)(-?[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,3})?)")
@@ -105,7 +105,7 @@ def read_cursor(text: str, sort: Sort) -> PageKey:
         cursor = msgspec.json.decode(urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=_Cursor)
         if cursor.sort is not sort:
             raise ValueError("it belongs to a listing with another sort order")
-        place = tuple(msgspec.convert(cursor.values, type=tuple[types_of(sort)]))  # type: ignore[misc]
+        place = tuple(msgspec.convert(cursor.values, type=tuple[tuple(key_types(sort).values())]))  # type: ignore[misc]
         _check(sort, place)
     except (binascii.Error, ValueError, msgspec.DecodeError, BadInput) as error:
         raise InvalidRequest(f"the cursor is invalid: {error}", "Pass next_cursor unchanged") from error
@@ -117,7 +117,8 @@ def _check(sort: Sort, place: PageKey) -> None:
     for value in place:
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ValueError("a number is too large")
-    run, ulid = (value for value in place if isinstance(value, str))
-    check_run(run)
-    check_ulid(ulid)
-    check_step(place[1] if sort is Sort.RUN else place[0] if sort in (Sort.STEP, Sort.STEP_FALLING) else place[2])
+    values = dict(zip(key_types(sort), place, strict=True))
+    check_run(values["run"])
+    check_ulid(values["ulid"])
+    check_step(values["step"])
+    check_generation(values["generation"])

@@ -6,11 +6,13 @@ from ckptd.index.decisions import Decision, DecisionIndex
 from ckptd.index.events import Event, EventContent, EventLog
 from ckptd.index.jobs import Job, JobIndex
 from ckptd.index.leaders import LeaderIndex, Tenure
-from ckptd.index.listing import Bound, Filter, Found, Listing, PageKey, Sort, Tagged, types_of
+from ckptd.index.listing import Bound, Filter, Found, Listing, PageKey, Sort, Tagged, key_types
 from ckptd.index.restores import RankProgress, Restore, RestoreIndex
+from ckptd.index.states import BegunGeneration
 from ckptd.index.tokens import Token, TokenIndex
 
 __all__ = [
+    "BegunGeneration",
     "Bound",
     "Database",
     "Decision",
@@ -40,5 +42,5 @@ __all__ = [
     "Tenure",
     "Token",
     "TokenIndex",
-    "types_of",
+    "key_types",
 ]

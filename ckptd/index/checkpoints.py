@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
     Connection,
     Double,
     FromClause,
-    Row,
     Select,
     Table,
     and_,
@@ -27,13 +25,24 @@ from sqlalchemy import (
 
 from ckptd.index.database import Database, retried
 from ckptd.index.events import Event, EventLog, content_of
-from ckptd.index.tables import aborted, checkpoints, decisions, generation, origin, restores, runs
-from ckptstore.commits.catalog import Checkpoint, State, supersede
+from ckptd.index.states import (
+    NEWEST_FIRST,
+    PLAIN_COLUMNS,
+    BegunGeneration,
+    Heads,
+    attempt_of,
+    generation_stamps,
+    read_checkpoint,
+    read_heads,
+    settle_states,
+    write_generations,
+)
+from ckptd.index.tables import aborted, checkpoints, decisions, origin, restores, revision, runs
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Attempt, Reference
 
-_ORDER = (checkpoints.c.run, checkpoints.c.step.desc(), checkpoints.c.committed_at.desc(), checkpoints.c.ulid.desc())
-_STAMPED = ("step", "ulid", "outcome_bytes", "outcome_modified_at")
+_STAMPED = ("generation", "step", "ulid", "object_bytes", "object_modified_at")
 _KNOWN = tuple(checkpoints.c[name] for name in (*_STAMPED, "labels_version", "state"))
 _ABORTED = tuple(aborted.c[name] for name in _STAMPED)
 
@@ -60,6 +69,7 @@ class IndexedAttempts:
     corrupt: frozenset[Attempt]
     """The checkpoints whose outcome could not be read."""
     aborted: Mapping[Attempt, Stamp | None]
+    generations: Mapping[int, Stamp | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,9 @@ class Reading:
     """Attempts whose outcome is aborted."""
     gone: Sequence[Attempt] = ()
     """Attempts whose outcome was deleted or hidden."""
+    generations: Sequence[BegunGeneration] = ()
+    lost_generations: Sequence[int] = ()
+    """Generations whose document was deleted."""
     stamps: Mapping[Attempt, Stamp] = field(default_factory=dict)
     """Stamps of the outcomes that were listed before they were read."""
 
@@ -107,25 +120,25 @@ class Index:
 
     @property
     def seen(self) -> int:
-        """The newest generation that this object has seen: after its own changes, or at the last `look`."""
+        """The newest revision that this object has seen: after its own changes, or at the last `look`."""
         return self._seen
 
     @retried
     def look(self) -> int:
-        """The current generation: a number that grows with every change of the tables that the queries below read."""
+        """The current revision: a number that grows with every change of the tables that the queries below read."""
         with self._database.read() as connection:
-            return self._see(connection.execute(select(generation.c.value)).scalar_one())
+            return self._see(connection.execute(select(revision.c.value)).scalar_one())
 
     @retried
     def versions(self) -> dict[str, int]:
-        """All runs by name, each with the generation of its last change."""
+        """All runs by name, each with the revision of its last change."""
         with self._database.read() as connection:
             rows = connection.execute(select(runs.c.name, runs.c.version).order_by(runs.c.name))
             return {row.name: row.version for row in rows}
 
     @retried
     def version(self, run: str) -> int:
-        """The generation of the last change of a run, 0 if it is not indexed."""
+        """The revision of the last change of a run, 0 if it is not indexed."""
         with self._database.read() as connection:
             return connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
 
@@ -136,24 +149,31 @@ class Index:
             version = connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
             known = connection.execute(select(*_KNOWN).where(checkpoints.c.run == run)).all()
             aborted_rows = connection.execute(select(*_ABORTED).where(aborted.c.run == run)).all()
+            begun = generation_stamps(connection, run)
         return IndexedAttempts(
             version=version,
             checkpoints=_stamps(known),
-            corrupt=frozenset(Attempt(row.step, row.ulid) for row in known if row.state == State.CORRUPT),
+            corrupt=frozenset(attempt_of(row) for row in known if row.state == State.CORRUPT),
             aborted=_stamps(aborted_rows),
+            generations={number: Stamp(*stamp) if stamp else None for number, stamp in begun.items()},
         )
 
     @retried
     def find(self, reference: Reference) -> Checkpoint | None:
-        """The checkpoint that a reference names; without a ULID, one that a restore may use."""
-        query = select(checkpoints).where(checkpoints.c.run == reference.run)
-        if reference.step is not None:
-            query = query.where(checkpoints.c.step == reference.step)
-        if reference.ulid is not None:
-            query = query.where(checkpoints.c.ulid == reference.ulid)
+        """The checkpoint that a reference names; without a ULID, one that a restore may use.
+
+        A step without a ULID names an abandoned checkpoint only if the live lineage has none of it.
+        """
+        c = checkpoints.c
+        query = select(checkpoints).where(c.run == reference.run)
+        if reference.step is None:
+            query = query.where(c.state == State.COMMITTED)
+        elif reference.ulid is None:
+            query = query.where(c.step == reference.step, c.state.in_([State.COMMITTED, State.ABANDONED]))
+            query = query.order_by((c.state == State.ABANDONED).asc())
         else:
-            query = query.where(checkpoints.c.state == State.COMMITTED)
-        return next(iter(self._select(query.order_by(*_ORDER).limit(1))), None)
+            query = query.where(c.step == reference.step, c.ulid == reference.ulid)
+        return next(iter(self._select(query.order_by(*NEWEST_FIRST).limit(1))), None)
 
     @retried
     def latest(self) -> Checkpoint | None:
@@ -180,7 +200,7 @@ class Index:
         Raises InvalidRequest if daemons of another store may be using the database.
         """
         with self._database.write() as connection:
-            _next_generation(connection)
+            _next_revision(connection)
             known: str | None = connection.scalar(select(origin.c.url))
             if known == url:
                 return
@@ -195,20 +215,23 @@ class Index:
 
     @retried
     def apply(self, run: str, reading: Reading = _NOTHING, expected: int | None = None) -> int:
-        """Write the result of reading a run, and recompute the superseded checkpoints. Returns its new version.
+        """Write the result of reading a run, and recompute the states of its checkpoints. Returns its new version.
 
         expected: its version before the reading began, 0 if it was not indexed. Raises RunChanged if the version
         differs: then another process has written a newer reading.
         """
         with self._database.write() as connection:
-            version = _next_generation(connection)
+            version = _next_revision(connection)
             before: int | None = connection.scalar(select(runs.c.version).where(runs.c.name == run))
             if expected is not None and expected != (before or 0):
                 raise RunChanged(f"run {run!r} was changed by another process")
             if before is None:
                 connection.execute(insert(runs).values(name=run, version=version, num_checkpoints=0, stored_bytes=0.0))
             recorded = self._record(connection, run, reading)
+            heads = read_heads(connection, run)
             _write(connection, run, reading)
+            steps = {attempt.step for attempt in _touched(reading)}
+            settle_states(connection, run, None if _changes_lineage(connection, run, reading, heads) else steps)
             _summarize(connection, run, version)
         if self._log is not None:
             self._log.announce(recorded)
@@ -218,15 +241,15 @@ class Index:
     def drop_runs(self, versions: Mapping[str, int]) -> None:
         """Delete runs and their checkpoints from the index, unless their version has changed."""
         with self._database.write() as connection:
-            generation = _next_generation(connection)
+            revision = _next_revision(connection)
             for name, version in versions.items():
                 connection.execute(delete(runs).where(runs.c.name == name, runs.c.version == version))
-        self._see(generation)
+        self._see(revision)
 
-    def _see(self, generation: int) -> int:
+    def _see(self, revision: int) -> int:
         with self._lock:
-            self._seen = max(self._seen, generation)
-        return generation
+            self._seen = max(self._seen, revision)
+        return revision
 
     def _record(self, connection: Connection, run: str, reading: Reading) -> list[Event]:
         if self._log is None:
@@ -248,9 +271,9 @@ def _newest(some_runs: FromClause) -> Select[Any]:
     )
 
 
-def _next_generation(connection: Connection) -> int:
+def _next_revision(connection: Connection) -> int:
     # Every writer of runs locks this row, so that writers are serialized as on SQLite.
-    changed = update(generation).values(value=generation.c.value + 1).returning(generation.c.value)
+    changed = update(revision).values(value=revision.c.value + 1).returning(revision.c.value)
     found: int = connection.execute(changed).scalar_one()
     return found
 
@@ -265,8 +288,14 @@ def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> 
     steps = [attempt.step for attempt in attempts]
     if not steps:
         return {}
-    query = select(c.step, c.ulid, c.state).where(c.run == run, c.step.between(min(steps), max(steps)))
-    return {Attempt(row.step, row.ulid): State(row.state) for row in connection.execute(query)}
+    columns = (c.generation, c.step, c.ulid, c.state)
+    query = select(*columns).where(c.run == run, c.step.between(min(steps), max(steps)))
+    return {attempt_of(row): State(row.state) for row in connection.execute(query)}
+
+
+def _changes_lineage(connection: Connection, run: str, reading: Reading, heads: Heads) -> bool:
+    """Whether a reading that was written may change the states of checkpoints that are not in it."""
+    return bool(reading.generations or reading.lost_generations) or heads != read_heads(connection, run)
 
 
 def _write(connection: Connection, run: str, reading: Reading) -> None:
@@ -280,9 +309,9 @@ def _write(connection: Connection, run: str, reading: Reading) -> None:
         ]
         connection.execute(insert(checkpoints), rows)
     if reading.aborted:
-        aborted_rows = [{"run": run, "step": a.step, "ulid": a.ulid} | _stamp(reading, a) for a in reading.aborted]
+        aborted_rows = [{"run": run, **_names(a), **_stamp(reading, a)} for a in reading.aborted]
         connection.execute(insert(aborted), aborted_rows)
-    _supersede(connection, run, {attempt.step for attempt in touched})
+    write_generations(connection, run, reading.generations, reading.lost_generations)
 
 
 def _summarize(connection: Connection, run: str, version: int) -> None:
@@ -291,7 +320,7 @@ def _summarize(connection: Connection, run: str, version: int) -> None:
     totals = select(func.count(), func.coalesce(func.sum(c.stored_bytes.cast(Double)), 0.0)).where(c.run == run)
     number, stored = connection.execute(totals).one()
     usable = select(c.step, c.ulid, c.committed_at).where(c.run == run, c.state == State.COMMITTED)
-    top = connection.execute(usable.order_by(*_ORDER).limit(1)).one_or_none()
+    top = connection.execute(usable.order_by(*NEWEST_FIRST).limit(1)).one_or_none()
     summary = {
         "version": version,
         "num_checkpoints": number,
@@ -310,43 +339,22 @@ def _delete(connection: Connection, table: Table, run: str, attempts: Iterable[A
         connection.execute(delete(table).where(*same), rows)
 
 
-def _supersede(connection: Connection, run: str, steps: Collection[int]) -> None:
-    if not steps:
-        return
-    query = select(checkpoints).where(checkpoints.c.run == run, checkpoints.c.step.between(min(steps), max(steps)))
-    stored = [read_checkpoint(row) for row in connection.execute(query.order_by(*_ORDER))]
-    for _, group in groupby(stored, key=lambda checkpoint: checkpoint.step):
-        before = {checkpoint.attempt: checkpoint for checkpoint in group}
-        for after in supersede(_as_read(checkpoint) for checkpoint in before.values()):
-            if after.state is not before[after.attempt].state:
-                connection.execute(
-                    update(checkpoints)
-                    .where(checkpoints.c.run == run, checkpoints.c.step == after.step)
-                    .where(checkpoints.c.ulid == after.attempt.ulid)
-                    .values(state=after.state)
-                )
-
-
-def _as_read(checkpoint: Checkpoint) -> Checkpoint:
-    return replace(checkpoint, state=State.COMMITTED) if checkpoint.state is State.SUPERSEDED else checkpoint
-
-
-_PLAIN = (
-    "run", "state", "committed_at", "created_at", "world_size", "raw_bytes", "stored_bytes", "referenced_bytes",
-    "num_entries", "num_shards", "manifest_digest", "manifest_bytes", "problem",
-)  # fmt: skip
+def _names(attempt: Attempt) -> dict[str, Any]:
+    return {"generation": attempt.generation, "step": attempt.step, "ulid": attempt.ulid}
 
 
 def _stamps(rows: Iterable[Any]) -> dict[Attempt, Stamp | None]:
     return {
-        Attempt(step, ulid): Stamp(size, modified_at, *labels_and_state[:1]) if size is not None else None
-        for step, ulid, size, modified_at, *labels_and_state in rows
+        Attempt(step, ulid, generation=generation): (
+            Stamp(size, modified_at, *labels_and_state[:1]) if size is not None else None
+        )
+        for generation, step, ulid, size, modified_at, *labels_and_state in rows
     }
 
 
 def _stamp(reading: Reading, attempt: Attempt) -> dict[str, Any]:
     size, modified_at, _ = reading.stamps.get(attempt, (None, None, 0))
-    return {"outcome_bytes": size, "outcome_modified_at": modified_at}
+    return {"object_bytes": size, "object_modified_at": modified_at}
 
 
 def _labels(reading: Reading, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -355,25 +363,11 @@ def _labels(reading: Reading, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
-    row = {name: getattr(checkpoint, name) for name in _PLAIN}
+    row = {name: getattr(checkpoint, name) for name in PLAIN_COLUMNS}
     # Text from a damaged outcome; PostgreSQL stores neither NUL nor unpaired surrogates.
     problem = checkpoint.problem.replace("\0", "?").encode(errors="replace").decode()
     return row | {
         "problem": problem,
-        "step": checkpoint.step,
-        "ulid": checkpoint.attempt.ulid,
+        **_names(checkpoint.attempt),
         "metrics": json.dumps(checkpoint.metrics),
     }
-
-
-def read_checkpoint(row: Row[Any]) -> Checkpoint:
-    """The checkpoint in a row of the table."""
-    values = {name: row._mapping[name] for name in _PLAIN}
-    values |= {
-        "attempt": Attempt(row.step, row.ulid),
-        "state": State(row.state),
-        "metrics": json.loads(row.metrics),
-        "tags": json.loads(row.tags),
-        "written_at": row.outcome_modified_at or 0.0,
-    }
-    return Checkpoint(**values)

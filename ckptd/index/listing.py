@@ -11,8 +11,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, or_, select
 
-from ckptd.index.checkpoints import read_checkpoint
 from ckptd.index.database import Database, retried
+from ckptd.index.states import read_checkpoint
 from ckptd.index.tables import checkpoints
 from ckptstore.commits.catalog import Checkpoint, State
 
@@ -25,7 +25,7 @@ class Sort(StrEnum):
     """Sort orders; a minus sign means descending."""
 
     RUN = "run"
-    """By run, then newest step first."""
+    """By run, then newest generation and step first."""
     STEP = "step"
     STEP_FALLING = "-step"
     COMMITTED = "committed_at"
@@ -134,16 +134,15 @@ class Listing:
         return Found(found, after)
 
 
-def types_of(sort: Sort) -> tuple[type, ...]:
-    """The types of the values of a page key."""
-    return tuple(
-        float if name == "committed_at" else str if name in ("run", "ulid") else int for name, _ in _keys(sort)
-    )
+def key_types(sort: Sort) -> dict[str, type]:
+    """The values of a page key, in order: name and type."""
+    types: dict[str, type] = {"committed_at": float, "run": str, "ulid": str}
+    return {name: types.get(name, int) for name, _ in _keys(sort)}
 
 
 def _keys(sort: Sort) -> Sequence[tuple[str, bool]]:
     """Sort columns and whether they are descending. Together they identify a checkpoint."""
-    rest = [("run", False), ("step", True), ("committed_at", True), ("ulid", True)]
+    rest = [("run", False), ("generation", True), ("step", True), ("committed_at", True), ("ulid", True)]
     if sort is Sort.RUN:
         return rest
     first = (sort.lstrip("-"), sort.startswith("-"))
@@ -151,7 +150,8 @@ def _keys(sort: Sort) -> Sequence[tuple[str, bool]]:
 
 
 def _place(checkpoint: Checkpoint, sort: Sort) -> PageKey:
-    values = {"ulid": checkpoint.attempt.ulid, "step": checkpoint.step}
+    attempt = checkpoint.attempt
+    values = {"ulid": attempt.ulid, "step": attempt.step, "generation": attempt.generation}
     return tuple(values[name] if name in values else getattr(checkpoint, name) for name, _ in _keys(sort))
 
 

@@ -28,8 +28,8 @@ origin = Table(
     Column("adopted_at", Double, nullable=False, server_default="0", comment="Older commits give no event"),
 )
 
-generation = Table(
-    "generation",
+revision = Table(
+    "revision",
     METADATA,
     Column(
         "value", BigInteger, nullable=False, comment="Counts changes of runs; one row, locked by every writer of runs"
@@ -43,7 +43,7 @@ runs = Table(
     "runs",
     METADATA,
     Column("name", _NAME, primary_key=True),
-    Column("version", BigInteger, nullable=False, comment="The generation of its last change"),
+    Column("version", BigInteger, nullable=False, comment="The revision of its last change"),
     Column("num_checkpoints", BigInteger, nullable=False),
     Column("stored_bytes", Double, nullable=False, comment="Floating point: a sum that cannot overflow"),
     Column("latest_step", BigInteger, comment="Step of the newest checkpoint that a restore may use; NULL without one"),
@@ -57,14 +57,26 @@ def _run() -> Column[str]:
 
 
 def _stamp() -> list[Column[Any]]:
-    # Size and time in the listing before the outcome was read: if they change, it must be read again.
-    return [Column("outcome_bytes", BigInteger), Column("outcome_modified_at", Double)]
+    # Size and time in the listing before the document was read: if they change, it must be read again.
+    return [Column("object_bytes", BigInteger), Column("object_modified_at", Double)]
 
+
+generations = Table(
+    "generations",
+    METADATA,
+    _run(),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("parent", String(64), comment="NULL: none"),
+    Column("readable", Boolean, nullable=False, comment="Otherwise its parent is unknown"),
+    Column("begun_at", Double, nullable=False),
+    *_stamp(),
+)
 
 checkpoints = Table(
     "checkpoints",
     METADATA,
     _run(),
+    Column("generation", BigInteger, nullable=False),
     Column("step", BigInteger, primary_key=True),
     Column("ulid", String(26), primary_key=True),
     Column("state", String(16), nullable=False),
@@ -87,13 +99,14 @@ checkpoints = Table(
 Index(
     "checkpoints_newest_first",
     checkpoints.c.run,
-    *(checkpoints.c[name].desc() for name in ("step", "committed_at", "ulid")),
+    *(checkpoints.c[name].desc() for name in ("generation", "step", "committed_at", "ulid")),
 )
 
 aborted = Table(
     "aborted",
     METADATA,
     _run(),
+    Column("generation", BigInteger, nullable=False),
     Column("step", BigInteger, primary_key=True),
     Column("ulid", String(26), primary_key=True),
     *_stamp(),

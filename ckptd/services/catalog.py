@@ -30,8 +30,8 @@ class Catalog:
         """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
         if known := self.cached_latest(run):
             return known
-        # Read the generation before the query: the answer is of that generation or newer.
-        generation = self._index.seen
+        # Read the revision before the query: the answer is of that revision or newer.
+        revision = self._index.seen
         found = self._index.find(Reference(run, None)) if run is not None else self._index.latest()
         self._freshness.check(run, found is not None)
         if found is None:
@@ -40,7 +40,7 @@ class Catalog:
             raise NoCheckpoint(f"{which} {has} in {self.store_url}", _HOW)
         if len(self._latest) >= _ANSWERS_KEPT:
             self._latest.clear()
-        self._latest[run] = (generation, found)
+        self._latest[run] = (revision, found)
         return found
 
     def cached_latest(self, run: str | None) -> Checkpoint | None:
@@ -48,8 +48,8 @@ class Catalog:
 
         Changes by other daemons are seen after the next `follow`.
         """
-        generation, found = self._latest.get(run, (-1, None))
-        if found is None or generation != self._index.seen:
+        revision, found = self._latest.get(run, (-1, None))
+        if found is None or revision != self._index.seen:
             return None
         self._freshness.check(run, found=True)
         return found

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from ckptd.cache import BLOCK_BYTES, BlockCache
 from ckptd.services.catalog import Catalog
+from ckptstore.commits.catalog import find_attempt
 from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import NoCheckpoint, StoreUnavailable, Unavailable
 from ckptstore.names import Attempt, Reference, RunKeys
@@ -34,6 +35,7 @@ class Objects:
         self._catalog = catalog
         self._cache = cache
         self._size = lru_cache(_SIZES_KEPT)(store.size)
+        self._named: dict[Reference, Attempt] = {}
 
     def shard(self, reference: Reference, name: str) -> StoredObject:
         """A shard of a checkpoint."""
@@ -89,11 +91,22 @@ class Objects:
             # A reader with a lease may finish although its checkpoint has been hidden since.
             if reference.step is None or reference.ulid is None:
                 raise
-            attempt = Attempt(reference.step, reference.ulid)
-            outcome = read_outcome(Run(self._store, reference.run), attempt)
-            if outcome is None or outcome.committed is None:
+            attempt = self._decided(reference)
+            outcome = read_outcome(Run(self._store, reference.run), attempt) if attempt is not None else None
+            if attempt is None or outcome is None or outcome.committed is None:
                 raise
             return attempt
+
+    def _decided(self, reference: Reference) -> Attempt | None:
+        """The attempt that an exact reference names, from a listing of the store, which names it once and for all."""
+        attempt = self._named.get(reference)
+        if attempt is None:
+            attempt = find_attempt(Run(self._store, reference.run), reference)
+            if attempt is not None:
+                if len(self._named) >= _SIZES_KEPT:
+                    self._named.clear()
+                self._named[reference] = attempt
+        return attempt
 
     def _object(self, key: str) -> StoredObject:
         size = self._size(key)

@@ -11,11 +11,11 @@ import logging
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from zlib import crc32
 
-from ckptd.index import Index, IndexedAttempts, Reading, RunChanged, Stamp
+from ckptd.index import BegunGeneration, Index, IndexedAttempts, Reading, RunChanged, Stamp
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
 from ckptstore import names
@@ -30,6 +30,7 @@ from ckptstore.commits.catalog import (
     quarantined_attempts,
 )
 from ckptstore.commits.commit import read_outcome
+from ckptstore.commits.generations import list_generations, read_generations
 from ckptstore.commits.labels import label_versions, labelled, newest_labels, with_labels
 from ckptstore.errors import (
     AttemptAborted,
@@ -64,6 +65,7 @@ class _Listing:
     damaged: frozenset[Attempt]
     labels: Mapping[Attempt, int]
     """The newest label version of each attempt that has labels."""
+    generations: Mapping[int, Stamp]
     fingerprint: int
 
 
@@ -156,8 +158,9 @@ class StoreSync:
                     "Notify after the commit; does the daemon serve the store that the trainer writes to?",
                 )
             [found] = with_labels(self._run(run), [found])
+            begun = self._read_generations(run, {attempt.generation: None} if attempt.generation else {})
             try:
-                self._index.apply(run, Reading([found]), version)
+                self._index.apply(run, Reading([found], generations=begun), version)
             except RunChanged:
                 continue
             return found
@@ -224,8 +227,10 @@ class StoreSync:
             stamps[attempt] = Stamp(info.bytes, info.modified_at, labels.get(attempt, 0))
         for attempt in hidden:
             stamps.pop(attempt, None)
-        fingerprint = hash((*outcomes, *hidden, None, *damaged, None, *labels.items()))
-        return _Listing(stamps, frozenset(damaged), labels, fingerprint)
+        begun = list_generations(self._run(run))
+        fingerprint = hash((*outcomes, *hidden, None, *damaged, None, *labels.items(), None, *begun.values()))
+        generations = {number: Stamp(info.bytes, info.modified_at) for number, info in begun.items()}
+        return _Listing(stamps, frozenset(damaged), labels, generations, fingerprint)
 
     def _update(self, run: str, known: IndexedAttempts, listing: _Listing, reread: bool, done: set[Attempt]) -> None:
         """Read new outcomes and index them in batches. done: attempts indexed so far, including earlier tries."""
@@ -241,6 +246,15 @@ class StoreSync:
             if attempt not in done and (reread or attempt in suspect or indexed.get(attempt) != stamp)
         ]
         version = known.version
+        changed_generations = {
+            number: stamp
+            for number, stamp in listing.generations.items()
+            if reread or known.generations.get(number) != stamp
+        }
+        lost = [number for number in known.generations if number not in listing.generations]
+        if changed_generations or lost:
+            begun = self._read_generations(run, changed_generations)
+            version = self._index.apply(run, Reading(generations=begun, lost_generations=lost), version)
         for first in range(0, len(unread), _BATCH):
             reading = self._read_all(run, unread[first : first + _BATCH], gone, listing)
             changed = reading if reread else _without(reading, known)
@@ -271,6 +285,20 @@ class StoreSync:
             gone=[*gone, *vanished],
             stamps=listing.outcomes,
         )
+
+    def _read_generations(self, run: str, stamps: Mapping[int, Stamp | None]) -> list[BegunGeneration]:
+        found = read_generations(self._run(run), stamps)
+        return [
+            BegunGeneration(
+                number=number,
+                parent=document.parent if document is not None else None,
+                readable=document is not None,
+                begun_at=document.at if document is not None else 0.0,
+                stamp=stamp[:2] if stamp is not None else None,
+            )
+            for number, stamp in stamps.items()
+            for document in [found[number]]
+        ]
 
     def _read_labelled(self, run: str, attempt: Attempt, listing: _Listing) -> Checkpoint | Attempt | None:
         found = self._read(run, attempt, listing.damaged)
@@ -309,4 +337,4 @@ def _without(reading: Reading, known: IndexedAttempts) -> Reading:
         return checkpoint.state is not State.CORRUPT or not seen
 
     found = [checkpoint for checkpoint in reading.found if is_changed(checkpoint)]
-    return Reading(found, reading.aborted, reading.gone, reading.stamps)
+    return replace(reading, found=found)

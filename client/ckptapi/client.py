@@ -38,8 +38,8 @@ class DaemonClient(Operations):
         return list(self._pages(run))
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
-        """The checkpoints that a restore tries, newest step first. Corrupt ones are included for the report only."""
-        return (c for c in self._pages(run) if c.state is not State.SUPERSEDED)
+        """The checkpoints that a restore tries, newest first. Corrupt ones are included for the report only."""
+        return (c for c in self._pages(run) if c.state in (State.COMMITTED, State.CORRUPT))
 
     def latest(self, run: str | None = None) -> Checkpoint:
         """The newest checkpoint of a run; without a run, the one committed last."""

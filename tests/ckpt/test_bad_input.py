@@ -165,7 +165,7 @@ def test_newer_format_is_refused_not_skipped(tmp_path: Path) -> None:
         newest = checkpointer.save(model, None, 2)
         path = tmp_path / "r" / "commits" / f"{newest.attempt}.json"
         outcome = parse_sealed(path.read_bytes(), Outcome, "x")
-        body = seal(outcome).split(b"\n")[0].replace(b'"format":1', b'"format":99')
+        body = seal(outcome).split(b"\n")[0].replace(b'"format":2', b'"format":99')
         path.write_bytes(body + b'\n{"xxh3_128":"' + digest(body).encode() + b'"}\n')
         with pytest.raises(UnsupportedFormat, match="99"):
             checkpointer.restore(model)

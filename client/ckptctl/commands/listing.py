@@ -14,7 +14,7 @@ from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 
-STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.CORRUPT: "red"}
+STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.ABANDONED: "dim", State.CORRUPT: "red"}
 
 
 def register(app: typer.Typer) -> None:

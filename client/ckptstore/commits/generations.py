@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from ckptstore import names
 from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUnavailable
@@ -18,6 +19,7 @@ from ckptstore.format.documents import FORMAT, Generation
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.names import Attempt
 from ckptstore.run import Run
+from ckptstore.stores import ObjectInfo
 
 _READERS = 16
 _TRIES = 3
@@ -62,7 +64,7 @@ def begin_generation(run: Run, session: Session) -> Begun:
     Any rank may call it, at any time: a session has one generation. Each number is tried in sequence, and a document
     that is there is read, so that a lost reply or the creation by another rank is recognised. Raises Unavailable.
     """
-    listed = _numbers(run)
+    listed = list(list_generations(run))
     for number in reversed(listed):
         found = read_generation(run, number)
         if found is not None and found.session == session.id:
@@ -84,7 +86,7 @@ def newest_generation(run: Run, listed: Iterable[int] | None = None) -> int:
     """The highest generation that was begun, 0 if none was. listed: the numbers in a listing of the documents."""
     # A document may be missing. Its number must not be used again while there are checkpoints of it.
     decided = (_generation_of(info.key) for info in run.store.list(run.keys.commits))
-    return max([*(_numbers(run) if listed is None else listed), *decided], default=0)
+    return max([*(list_generations(run) if listed is None else listed), *decided], default=0)
 
 
 def superseded_by(run: Run, attempt: Attempt) -> int | None:
@@ -109,13 +111,21 @@ def read_generation(run: Run, number: int) -> Generation | None:
 
 def read_generations(run: Run, numbers: Iterable[int] | None = None) -> dict[int, Generation | None]:
     """The documents of all generations, or of some, by number; None for a damaged one."""
-    wanted = _numbers(run) if numbers is None else list(numbers)
+    wanted = list(list_generations(run)) if numbers is None else list(numbers)
     with ThreadPoolExecutor(_READERS) as pool:
         return dict(zip(wanted, pool.map(partial(read_generation, run), wanted), strict=True))
 
 
-ParentOf = Callable[[int], Generation | None]
-"""The document of a generation; None if it is damaged or missing, so that its parent is unknown."""
+class HasParent(Protocol):
+    """A generation whose parent is known."""
+
+    @property
+    def parent(self) -> str | None:
+        """The attempt from which it continues; None if from none."""
+
+
+ParentOf = Callable[[int], HasParent | None]
+"""A generation; None if its document is damaged or missing, so that its parent is unknown."""
 
 
 class Lineage:
@@ -183,9 +193,10 @@ class _Branch:
             generation = end.generation
 
 
-def _numbers(run: Run) -> list[int]:
-    found = (names.generation_number(info.key) for info in run.store.list(run.keys.generations))
-    return sorted(number for number in found if number is not None)
+def list_generations(run: Run) -> dict[int, ObjectInfo]:
+    """The documents of all generations in a listing, by number, in order."""
+    found = {names.generation_number(info.key): info for info in run.store.list(run.keys.generations)}
+    return {number: found[number] for number in sorted(number for number in found if number is not None)}
 
 
 def _generation_of(key: str) -> int:

@@ -184,7 +184,7 @@ def test_one_that_was_overtaken_writes_nothing(database: Database) -> None:
     first, second = _pair(database, time)
     fenced = database.fenced(first.fence)
     with fenced.write() as connection:
-        connection.execute(text("UPDATE generation SET value = 1"))
+        connection.execute(text("UPDATE revision SET value = 1"))
     time.pass_(LEASE_S)
     with pytest.raises(LeadershipLost), fenced.write():
         pass  # its own clock says so
@@ -193,9 +193,9 @@ def test_one_that_was_overtaken_writes_nothing(database: Database) -> None:
     time.now -= LEASE_S
     assert first.leads()
     with pytest.raises(LeadershipLost), fenced.write() as connection:
-        connection.execute(text("UPDATE generation SET value = 2"))
+        connection.execute(text("UPDATE revision SET value = 2"))
     with database.read() as connection:
-        assert connection.scalar(text("SELECT value FROM generation")) == 1
+        assert connection.scalar(text("SELECT value FROM revision")) == 1
 
 
 @on_both
@@ -208,7 +208,7 @@ def test_no_daemon_takes_over_in_the_middle_of_a_fenced_transaction(database: Da
         taking_over.start()
         taking_over.join(0.3)
         assert not second.leads()
-        connection.execute(text("UPDATE generation SET value = 1"))
+        connection.execute(text("UPDATE revision SET value = 1"))
     taking_over.join()
     second.run_once()  # on PostgreSQL the claim had waited, and may have given up
     assert second.leads()

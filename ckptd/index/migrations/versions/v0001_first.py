@@ -21,8 +21,8 @@ def _create_listings() -> None:
         sa.Column("url", sa.Text, primary_key=True),
         sa.Column("adopted_at", sa.Double, nullable=False, server_default="0"),
     )
-    generation = op.create_table("generation", sa.Column("value", sa.BigInteger, nullable=False))
-    op.bulk_insert(generation, [{"value": 0}])
+    revision = op.create_table("revision", sa.Column("value", sa.BigInteger, nullable=False))
+    op.bulk_insert(revision, [{"value": 0}])
     op.create_table(
         "runs",
         sa.Column("name", _name(), primary_key=True),
@@ -32,6 +32,15 @@ def _create_listings() -> None:
         sa.Column("latest_step", sa.BigInteger),
         sa.Column("latest_ulid", sa.String(26)),
         sa.Column("latest_committed_at", sa.Double),
+    )
+    op.create_table(
+        "generations",
+        _run(),
+        sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("parent", sa.String(64)),
+        sa.Column("readable", sa.Boolean, nullable=False),
+        sa.Column("begun_at", sa.Double, nullable=False),
+        *_stamp(),
     )
     op.create_table(
         "checkpoints",
@@ -53,8 +62,8 @@ def _create_listings() -> None:
         *_stamp(),
         sa.Column("labels_version", sa.BigInteger, nullable=False, server_default="0"),
     )
-    newest_first = [sa.text(column) for column in ("run", "step DESC", "committed_at DESC", "ulid DESC")]
-    op.create_index("checkpoints_newest_first", "checkpoints", newest_first)
+    newest_first = ("run", "generation DESC", "step DESC", "committed_at DESC", "ulid DESC")
+    op.create_index("checkpoints_newest_first", "checkpoints", list(map(sa.text, newest_first)))
     op.create_table("aborted", *_attempt(), *_stamp())
 
 
@@ -158,13 +167,18 @@ def _name() -> sa.types.TypeEngine[str]:
     return sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
 
 
+def _run() -> sa.Column[str]:
+    return sa.Column("run", _name(), sa.ForeignKey("runs.name", ondelete="CASCADE"), primary_key=True)
+
+
 def _attempt() -> list[sa.Column[object]]:
     return [
-        sa.Column("run", _name(), sa.ForeignKey("runs.name", ondelete="CASCADE"), primary_key=True),
+        _run(),
+        sa.Column("generation", sa.BigInteger, nullable=False),
         sa.Column("step", sa.BigInteger, primary_key=True),
         sa.Column("ulid", sa.String(26), primary_key=True),
     ]
 
 
 def _stamp() -> list[sa.Column[object]]:
-    return [sa.Column("outcome_bytes", sa.BigInteger), sa.Column("outcome_modified_at", sa.Double)]
+    return [sa.Column("object_bytes", sa.BigInteger), sa.Column("object_modified_at", sa.Double)]
