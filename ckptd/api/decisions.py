@@ -19,10 +19,10 @@ _MAX_BODY_BYTES = 1 << 20
 
 @router.post(bodies.DECISIONS, **documented(bodies.DecisionBody, 404, body=bodies.DecisionRequest))
 async def decide(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
-    """Decide an attempt for good. The first proposal wins, and every request returns it."""
+    """Decide an attempt, a tombstone or a generation for good: every request returns the first proposal."""
     body = await read_body(request, bodies.DecisionRequest, _MAX_BODY_BYTES)
-    proposal = Proposal.parse(body.run, body.attempt, body.tombstone, body.proposal)
-    if proposal.committed is None:
+    proposal = Proposal.parse(body)
+    if proposal.deletes:
         caller.check_scope(Scope.PRUNE)
     decided = await ctx.threads.store(ctx.services.remote_create.decide, proposal)
     return json_response(bodies.DecisionBody(document=decided.decode()))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from ckptapi.bodies import DecisionRequest
 from ckptd.index import Decision, DecisionIndex
 from ckptstore.clock import Clock
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, ObjectMissing
-from ckptstore.format.documents import Committed, Outcome
+from ckptstore.format.documents import Committed, Generation, Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import Fate
 from ckptstore.names import Attempt, RunKeys
@@ -79,29 +80,44 @@ class Proposal:
     document: bytes
     manifest_key: str
     committed: Committed | None
-    """The manifest that it would commit; None if the proposal is part of a deletion."""
+    """The manifest that it would commit; None if it would commit none."""
+    deletes: bool
+    """Whether it is part of a deletion."""
 
     @staticmethod
-    def parse(run: str, attempt: str, tombstone: str | None, text: str) -> Proposal:
-        """Raises InvalidName, or InvalidRequest if `text` is not a document of this attempt or tombstone."""
-        named, document = Attempt.parse(attempt), text.encode()
-        manifest_key = RunKeys(run).manifest(named)
+    def parse(request: DecisionRequest) -> Proposal:
+        """Raises InvalidName, or InvalidRequest if the proposal is not a document of what the request names."""
+        document = request.proposal.encode()
         try:
-            if tombstone is None:
-                outcome = parse_sealed(document, Outcome, "the proposal")
-                key = RunKeys(run).outcome(named)
-                fits, committed = (outcome.run, outcome.attempt) == (run, attempt), outcome.committed
-            else:
-                fate = parse_sealed(document, Fate, "the proposal")
-                key = RunKeys(run).fate(named, tombstone)
-                fits, committed = (fate.attempt, fate.tombstone) == (attempt, tombstone), None
+            if request.generation is not None:
+                return _of_generation(request.run, request.generation, document)
+            return _of_attempt(request.run, request.attempt, request.tombstone, document)
         except Damaged as error:
             raise InvalidRequest(error.message, "Send the document exactly as it would be stored") from error
-        if not fits:
-            raise InvalidRequest(
-                "the proposal names another attempt or tombstone", "Send the names that are in the document"
-            )
-        return Proposal(key, document, manifest_key, committed)
+
+
+def _of_generation(run: str, number: int, document: bytes) -> Proposal:
+    found = parse_sealed(document, Generation, "the proposal")
+    _check_fits((found.run, found.number) == (run, number))
+    return Proposal(RunKeys(run).generation(number), document, "", None, deletes=False)
+
+
+def _of_attempt(run: str, attempt: str, tombstone: str | None, document: bytes) -> Proposal:
+    named, keys = Attempt.parse(attempt), RunKeys(run)
+    if tombstone is not None:
+        fate = parse_sealed(document, Fate, "the proposal")
+        _check_fits((fate.attempt, fate.tombstone) == (attempt, tombstone))
+        return Proposal(keys.fate(named, tombstone), document, "", None, deletes=True)
+    outcome = parse_sealed(document, Outcome, "the proposal")
+    _check_fits((outcome.run, outcome.attempt) == (run, attempt))
+    return Proposal(keys.outcome(named), document, keys.manifest(named), outcome.committed, outcome.committed is None)
+
+
+def _check_fits(fits: bool) -> None:
+    if not fits:
+        raise InvalidRequest(
+            "the proposal names another attempt, tombstone or generation", "Send the names that are in the document"
+        )
 
 
 class RemoteCreateService:

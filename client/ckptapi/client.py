@@ -118,6 +118,11 @@ class DaemonClient(Operations):
         request = bodies.DecisionRequest(run=run, attempt=str(attempt), tombstone=tombstone, proposal=proposal.decode())
         return self._json("POST", bodies.DECISIONS, bodies.DecisionBody, body=request).document.encode()
 
+    def decide_generation(self, run: str, number: int, proposal: bytes) -> bytes:
+        """As `decide`, for the trainer that begins a generation."""
+        request = bodies.DecisionRequest(run=run, generation=number, proposal=proposal.decode())
+        return self._json("POST", bodies.DECISIONS, bodies.DecisionBody, body=request).document.encode()
+
     def reindex(self) -> bodies.ReindexBody:
         """Rebuild the daemon's index from the store."""
         return self._json("POST", bodies.REINDEX, bodies.ReindexBody, timeout=3600)

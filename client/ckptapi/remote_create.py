@@ -56,11 +56,17 @@ class DaemonRemoteCreate:
         return decided
 
     def _propose(self, client: DaemonClient, key: str, proposal: bytes) -> bytes:
-        run, attempt, tombstone = _parse_key(key)
+        number = names.generation_number(key)
+
+        def decide() -> bytes:
+            if number is not None:
+                return client.decide_generation(_run(key), number, proposal)
+            attempt, tombstone = _parse_key(key)
+            return client.decide(_run(key), attempt, proposal, tombstone)
 
         def propose() -> bytes:
             try:
-                return client.decide(run, attempt, proposal, tombstone)
+                return decide()
             except Unavailable:
                 # A decision that is in the store counts, even if the response was lost.
                 if (stored := self._stored(key)) is not None:
@@ -82,8 +88,12 @@ def with_remote_create(store: Store, daemon: str | None, token: str | None) -> R
     return RemoteCreateStore(store, DaemonRemoteCreate(store, daemon, token) if daemon is not None else None)
 
 
-def _parse_key(key: str) -> tuple[str, Attempt, str | None]:
-    """Run, attempt and tombstone of the decision at `key`."""
+def _run(key: str) -> str:
+    return names.check_run(key.partition("/")[0])
+
+
+def _parse_key(key: str) -> tuple[Attempt, str | None]:
+    """Attempt and tombstone of the decision at `key`."""
     try:
         attempt, tombstone = names.attempt_and_name(key)
     except InvalidName as error:
@@ -91,4 +101,4 @@ def _parse_key(key: str) -> tuple[str, Attempt, str | None]:
             f"a client cannot decide {key}: the store overwrites on create",
             "Run the operation through the daemon",
         ) from error
-    return names.check_run(key.partition("/")[0]), attempt, tombstone or None
+    return attempt, tombstone or None

@@ -8,11 +8,14 @@ DECISIONS = "/v1/decisions"
 
 
 class DecisionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposal: an outcome of an attempt, or the fate of one of its tombstones."""
+    """A proposal: an outcome of an attempt, the fate of one of its tombstones, or a generation."""
 
     run: str
-    attempt: str
+    attempt: str = ""
+    """Empty for a generation."""
     tombstone: str | None = None
+    generation: int | None = None
+    """Its number."""
     proposal: str
     """The document as it would be stored: sealed, two lines of text."""
 

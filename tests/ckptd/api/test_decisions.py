@@ -24,6 +24,7 @@ from ckptd.services.remote_create import RemoteCreateDecider
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
+from ckptstore.commits.generations import Session, begin_generation, read_generations
 from ckptstore.commits.remote_create import RemoteCreateStore
 from ckptstore.errors import (
     AttemptAborted,
@@ -34,7 +35,7 @@ from ckptstore.errors import (
     StoreUnavailable,
     StoreUnsafe,
 )
-from ckptstore.format.documents import FORMAT, Outcome
+from ckptstore.format.documents import FORMAT, Generation, Outcome
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import Fate, Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
@@ -202,6 +203,21 @@ def test_pruning_works_through_the_daemon_only(overwriting: Store, gateway: S3Se
                 client.decide(RUN, gone.attempt, proposal(gone.attempt))
 
 
+def test_trainers_that_begin_at_once_get_a_generation_each(
+    overwriting: Store, gateway: S3Service, tmp_path: Path
+) -> None:
+    with daemon_of(overwriting, gateway, tmp_path / "index.db", *_CALM) as daemon:
+        runs = [Run(with_remote_create(overwriting, daemon.url, None), RUN) for _ in range(6)]
+        sessions = [Session(new_ulid(system_clock()), None) for _ in range(3)]
+        begun = race(*(partial(begin_generation, run, sessions[i % 3]) for i, run in enumerate(runs)))
+        assert [one.number for one in begun[:3]] == [one.number for one in begun[3:]]
+        assert {one.number for one in begun} == {1, 2, 3}
+        documents = read_generations(Run(overwriting, RUN))
+        assert [document and document.session for document in documents.values()] == [
+            sessions[[one.number for one in begun[:3]].index(number)].id for number in (1, 2, 3)
+        ]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_other_doors_ask_the_daemon_too(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
     state = {"weight": torch.arange(8.0)}
@@ -290,6 +306,14 @@ def committing(attempt: Attempt) -> tuple[bytes, bytes]:
     return seal(outcome), elsewhere.get(run.keys.manifest(attempt))
 
 
+def generation(number: int) -> bytes:
+    """A document that begins a generation."""
+    document = Generation(
+        format=FORMAT, kind="generation", run=RUN, number=number, session=new_ulid(0.0), parent=None, by="me", at=1.0
+    )
+    return seal(document)
+
+
 def test_who_may_propose_what(honest: Honest) -> None:
     attempt = new_attempt()
     store, daemon, runs = honest.store, honest.daemon, [RUN]
@@ -307,6 +331,10 @@ def test_who_may_propose_what(honest: Honest) -> None:
         with pytest.raises(Forbidden):
             client.decide("bert", attempt, proposal(attempt, run="bert"))
         assert client.decide(RUN, attempt, commit) == commit
+        first = generation(1)
+        assert client.decide_generation(RUN, 1, first) == client.decide_generation(RUN, 1, generation(1)) == first
+        with pytest.raises(InvalidRequest, match="names another"):
+            client.decide_generation(RUN, 2, first)
     with daemon.client(pruner) as client:
         assert client.decide(RUN, attempt, abort) == commit
         store.delete_many([RunKeys(RUN).outcome(attempt)])

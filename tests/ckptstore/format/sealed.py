@@ -38,8 +38,14 @@ def _samples() -> dict[str, bytes]:
         "outcome": seal(outcome),
         "generation": seal(
             Generation(
-                format=FORMAT, kind="generation", run="gpt", number=2, session=ATTEMPT.ulid, parent=str(ATTEMPT),
-                by="me", at=1.0,
+                format=FORMAT,
+                kind="generation",
+                run="gpt",
+                number=2,
+                session=ATTEMPT.ulid,
+                parent=str(ATTEMPT),
+                by="me",
+                at=1.0,
             )
         ),
         "lease": seal(Lease(format=FORMAT, kind="lease", attempt=str(ATTEMPT), holder="me", expires_at=1.5)),
