@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, newest_first
 from ckptstore.commits.commit import commit_attempt
+from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.commits.references import Mark, marks
 from ckptstore.commits.store_check import MAX_SKEW_S, check_store
@@ -23,6 +22,7 @@ from ckptstore.errors import (
     NoCheckpoint,
     ReferenceLost,
     StoreUnavailable,
+    Superseded,
     SweepBegun,
 )
 from ckptstore.format.records import Policy
@@ -38,7 +38,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock
-from tests.support.lives import HOUR_S, Life, faults, graces, pick, policies
+from tests.support.lives import HOUR_S, Life, faults, graces, lineage, pick, policies, states
 from tests.support.stores import Faults, FaultyStore
 
 RUN = "gpt"
@@ -56,7 +56,8 @@ class LifeCycle(RuleBasedStateMachine):
         """Undecided attempts, and whether all of their receipts are there."""
         self.frozen: dict[Attempt, Attempt] = {}
         """Of attempts that reference: who holds the chunk that is the same in all of them."""
-        self.saves = 0
+        self.state = states()
+        self.parents: dict[int, Attempt | None] = {}
         self.leases: dict[str, tuple[Attempt, float]] = {}
 
     # What happened after a call that may have crashed.
@@ -101,11 +102,6 @@ class LifeCycle(RuleBasedStateMachine):
             return bool(life.flipped)
         return bool(life.flipped) or -1 in self.lives[life.frozen].flipped
 
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """What is saved next: one chunk that never changes, after one that always does."""
-        self.saves += 1
-        return {"model/a": np.arange(40, dtype=np.float32), "model/step": np.array([self.saves, 1], np.int64)}
-
     def some(self, number: int, *states: str) -> Attempt | None:
         found = sorted(a for a, life in self.lives.items() if life.state in states)
         return found[number % len(found)] if found else None
@@ -114,11 +110,37 @@ class LifeCycle(RuleBasedStateMachine):
         (found,) = (c for c in list_checkpoints(Run(self.store, RUN)) if c.attempt == attempt)
         return found
 
+    @property
+    def generation(self) -> int:
+        return max(self.parents, default=0)
+
     # Saves.
+
+    @rule(number=pick, resumes=st.booleans(), fault=faults)
+    def begin(self, number: int, resumes: bool, fault: Faults | None) -> None:
+        """A trainer takes over, from any checkpoint or from scratch."""
+        session = Session(new_ulid(self.clock()), self.some(number, "visible") if resumes else None)
+        self.attempt_to(lambda s: begin_generation(Run(s, RUN, self.clock), session), fault)
+        begun = begin_generation(Run(self.store, RUN, self.clock), session)
+        assert begun.number == self.generation + 1
+        self.parents[begun.number] = session.parent
+
+    @rule(number=pick, step=st.integers(0, 12))
+    def save_too_late(self, number: int, step: int) -> None:
+        """By a trainer that another one has replaced."""
+        if not self.generation:
+            return
+        attempt = Attempt(step, new_ulid(self.clock()), generation=number % self.generation)
+        receipt = write_rank(self.store, RUN, attempt, next(self.state), clock=self.clock)
+        self.orphans[attempt] = True
+        error = self.attempt_to(lambda s: commit_attempt(Run(s, RUN, self.clock), [receipt]), None)
+        assert isinstance(error, Superseded)
+        self.settle_orphans()
 
     @rule(step=st.integers(0, 12), loss=st.floats(0, 1))
     def save(self, step: int, loss: float) -> None:
-        found = write_checkpoint(self.store, RUN, step, self.state(), {"loss": loss}, self.clock)
+        state, number = next(self.state), self.generation
+        found = write_checkpoint(self.store, RUN, step, state, {"loss": loss}, self.clock, generation=number)
         self.lives[found.attempt] = Life(step, found.attempt)
         self.clock.now += 1
 
@@ -128,8 +150,9 @@ class LifeCycle(RuleBasedStateMachine):
         base = self.some(number, "visible", "hidden")
         if base is None:
             return
-        frozen, attempt = self.lives[base].frozen, Attempt(step, new_ulid(self.clock()))
-        receipt = write_rank(self.store, RUN, attempt, self.state(), 0, 1, {"loss": loss}, self.clock, base=base)
+        attempt = Attempt(step, new_ulid(self.clock()), generation=self.generation)
+        frozen = self.lives[base].frozen
+        receipt = write_rank(self.store, RUN, attempt, next(self.state), 0, 1, {"loss": loss}, self.clock, base=base)
         self.frozen[attempt] = frozen
         self.orphans[attempt] = True
         error = self.attempt_to(lambda s: commit_attempt(Run(s, RUN, self.clock), [receipt]), fault)
@@ -142,9 +165,9 @@ class LifeCycle(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 12), complete=st.booleans())
     def save_and_die(self, step: int, complete: bool) -> None:
-        attempt = Attempt(step, new_ulid(self.clock()))
+        attempt = Attempt(step, new_ulid(self.clock()), generation=self.generation)
         for rank in range(2 if complete else 1):
-            write_rank(self.store, RUN, attempt, self.state() if rank == 0 else {}, rank, 2, clock=self.clock)
+            write_rank(self.store, RUN, attempt, next(self.state) if rank == 0 else {}, rank, 2, clock=self.clock)
         self.orphans[attempt] = complete
 
     # Deletions.
@@ -223,7 +246,8 @@ class LifeCycle(RuleBasedStateMachine):
                 del self.orphans[attempt]
             elif not left:
                 age = self.clock() - names.ulid_time(attempt.ulid)
-                assert age >= ORPHAN_GRACE_S or not complete, "a save was given up too early"
+                superseded = attempt.generation < self.generation
+                assert age >= ORPHAN_GRACE_S or not complete or superseded, "a save was given up too early"
                 del self.orphans[attempt]
 
     # Holds.
@@ -323,10 +347,14 @@ class LifeCycle(RuleBasedStateMachine):
                 assert verify(source, checkpoint, threads=1).ok, f"{checkpoint.id} is listed and broken"
 
     @invariant()
-    def the_latest_is_the_highest_step(self) -> None:
-        usable = [life.step for life in self.lives.values() if life.state == "visible" and not life.quarantined]
+    def the_latest_is_the_newest_of_the_lineage(self) -> None:
+        live = lineage([a for a, life in self.lives.items() if life.state == "visible"], self.parents)
+        usable = [(a.generation, a.step) for a in live if not self.lives[a].quarantined]
         found = next(newest_first(Run(self.store, RUN)), None)
-        assert (found.step if found else None) == max(usable, default=None)
+        assert ((found.attempt.generation, found.step) if found else None) == max(usable, default=None)
+        for checkpoint in list_checkpoints(Run(self.store, RUN)):
+            if not self.lives[checkpoint.attempt].quarantined and checkpoint.state is not State.SUPERSEDED:
+                assert (checkpoint.state is State.ABANDONED) == (checkpoint.attempt not in live)
 
     @invariant()
     def what_is_held_is_there(self) -> None:

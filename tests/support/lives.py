@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import count
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -39,6 +43,23 @@ class Life:
     """Bytes of its shard that are not as they were written: 0 is of its own chunk, -1 the last one of all."""
     quarantined: bool = False
     pins: set[str] = field(default_factory=set)
+
+
+def states() -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """What is saved in turn: one chunk that never changes, after one that always does."""
+    for number in count(1):
+        yield {"model/a": np.arange(40, dtype=np.float32), "model/step": np.array([number, 1], np.int64)}
+
+
+def lineage(visible: Collection[Attempt], parents: Mapping[int, Attempt | None]) -> set[Attempt]:
+    """What a trainer may resume from: what is visible of the newest generation, of its parent and before, and so on."""
+    generation, end, live = max((a.generation for a in visible), default=0), None, set[Attempt]()
+    while True:
+        live |= {a for a in visible if a.generation == generation and (end is None or a.step < end.step or a == end)}
+        end = parents.get(generation)
+        if end is None:
+            return live
+        generation = end.generation
 
 
 def lives(few: int) -> settings:

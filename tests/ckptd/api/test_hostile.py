@@ -74,7 +74,7 @@ def test_paths_and_queries(served: Served, path: str) -> None:
 
 
 def test_cursors_come_back_and_nothing_else_does() -> None:
-    place = ("gpt", 10, 5.5, ULID)
+    place = ("gpt", 3, 10, 5.5, ULID)
     text = write_cursor(Sort.RUN, place)
     assert read_cursor(text, Sort.RUN) == place
     chosen = random.Random(0)
@@ -87,11 +87,12 @@ def test_cursors_come_back_and_nothing_else_does() -> None:
             continue
         assert names.check_run(found[0])
     for values in (
-        ["gpt", 1 << 70, 0.0, ULID],
-        ["../x", 1, 0.0, ULID],
-        ["gpt", 1, 0.0],
-        [1, 2, 3, 4],
-        ["gpt", -1, 0, ULID],
+        ["gpt", 0, 1 << 70, 0.0, ULID],
+        ["../x", 0, 1, 0.0, ULID],
+        ["gpt", 0, 1, 0.0],
+        [1, 2, 3, 4, 5],
+        ["gpt", 0, -1, 0, ULID],
+        ["gpt", -1, 1, 0, ULID],
     ):
         forged = urlsafe_b64encode(msgspec.json.encode(["run", values])).decode()
         with pytest.raises(InvalidRequest):

@@ -46,7 +46,7 @@ def _outcome(store: Store, tmp_path: Path, checkpoint: Checkpoint) -> Path:
     return tmp_path / "store" / RunKeys(checkpoint.run).outcome(checkpoint.attempt)
 
 
-def test_a_poll_costs_four_listings_per_run(store: Store, database: Database) -> None:
+def test_a_poll_costs_five_listings_per_run(store: Store, database: Database) -> None:
     for run in "ab":
         write_checkpoint(store, run, arrays={})
     counting = Faults()
@@ -55,7 +55,8 @@ def test_a_poll_costs_four_listings_per_run(store: Store, database: Database) ->
         store_sync.run_once()
     counting.calls.clear()
     store_sync.run_once()
-    of_runs = [f"list {run}/{part}/" for run in "ab" for part in ("commits", "labels", "quarantine", "tombstones")]
+    parts = ("commits", "generations", "labels", "quarantine", "tombstones")
+    of_runs = [f"list {run}/{part}/" for run in "ab" for part in parts]
     assert sorted(counting.calls) == sorted(["list_folders ", *of_runs])
 
 
@@ -101,9 +102,9 @@ def test_a_first_reading_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(module, "_BATCH", 4)
     for step in range(10):
         write_checkpoint(store, step=step, arrays={})
-    # A run's first three calls are listings; then come four outcomes, and the next batch fails.
+    # A run's first five calls are listings; then come four outcomes, and the next batch fails.
     with pytest.raises(CkptError):
-        _store_sync(FaultyStore(store, Faults(fail_at=8)), database).sync_run("gpt")
+        _store_sync(FaultyStore(store, Faults(fail_at=9)), database).sync_run("gpt")
     assert [c.step for c in _all(database)] == [9, 8, 7, 6]
     counting = Faults()
     _store_sync(FaultyStore(store, counting), database).sync_run("gpt")
