@@ -214,5 +214,5 @@ def test_a_deleted_branch_gives_way_to_the_one_before(jobs: type[Job], run: Run)
     job.save(110)
     (branch,) = (c for c in list_checkpoints(run) if c.step == 110)
     assert job.restore(200) == 200, "so that 110 is not leased"
-    delete_checkpoint(run, branch.attempt, "a mistake")
+    delete_checkpoint(run, branch.attempt, "a mistake", force=True)
     assert jobs().restore() == 200

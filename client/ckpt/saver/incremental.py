@@ -253,7 +253,9 @@ class IncrementalSave:
     def end(self, receipt: Receipt | None) -> None:
         """End the save. receipt: committed, as base for the next save; None: not committed."""
         if receipt is not None and receipt.content.shards and self._index.enabled:
-            self._index.set_base(self._next_base(Attempt.parse(receipt.attempt), receipt.content.shards[0]), self.number)
+            self._index.set_base(
+                self._next_base(Attempt.parse(receipt.attempt), receipt.content.shards[0]), self.number
+            )
         self._index.mark(self, ended=True)
         self._release()
 

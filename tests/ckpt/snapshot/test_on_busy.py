@@ -15,6 +15,7 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.snapshot import writers
 from ckptstore.errors import SaveSkipped
+from ckptstore.names import Attempt
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import collect
 from ckptstore.run import Run
@@ -155,8 +156,8 @@ def test_the_other_ranks_fail_at_once_with_the_cause(folder: Path, outcomes: dic
     assert [checkpoint.step for checkpoint in StoreSource(store).checkpoints(RUN)] == [5, 1]
     clock.advance(2 * 24 * 3600)
     collect(run)
-    left = {info.key.split("/")[2][:12] for info in store.list(run.keys.attempts)}
-    assert left == {f"{step:012d}" for step in (1, 5)}
+    left = {Attempt.parse(info.key.split("/")[2]).step for info in store.list(run.keys.attempts)}
+    assert left == {1, 5}
 
 
 def test_a_rank_whose_save_raises_fails_that_step_for_all_and_no_later_one(

@@ -24,6 +24,7 @@ from ckpt import Checkpointer
 from ckpt.capture.leaves import Captured
 from ckpt.snapshot.transfer import Transfer
 from ckptstore.errors import SaveFailed, SnapshotTorn
+from ckptstore.names import Attempt
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.ckpt.loops import OPTIMIZERS, Loop, open_run
@@ -197,7 +198,7 @@ def test_a_change_without_an_optimizer_fails_the_save(tmp_path: Path, past_the_c
         again = checkpointer.save_async(loop.model, loop.optim, 2)
         assert again.staged()
         again.result(PATIENCE_S)
-        assert [path.name[:12] for path in (tmp_path / "r" / "commits").iterdir()] == ["000000000002"]
+        assert [Attempt.parse(path.stem).step for path in (tmp_path / "r" / "commits").iterdir()] == [2]
 
 
 def test_an_unseen_torn_snapshot_is_raised_by_the_next_save(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_a_zombie_is_never_latest_and_rewinding_in_place_works(store: Store) -> 
     assert [c.step for c in newest_first(run)] == [300, 200, 100]
     old_300 = next(c for c in list_checkpoints(run) if c.step == 300 and c.attempt.generation == one)
     assert find(store, Reference.parse(old_300.id)).state is State.ABANDONED
-    delete_checkpoint(run, again.attempt, "test")
+    delete_checkpoint(run, again.attempt, "test", force=True)
     assert latest(run) == new, "of the newest generation that still has a checkpoint"
 
 
