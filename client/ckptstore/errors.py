@@ -9,8 +9,7 @@
     ├── Unavailable         a store, a daemon or another rank failed; retrying may help
     └── SaveFailed          a background save did not become durable
 
-An exception handler chooses by group; docs/errors.md lists what people can do. All programs take HTTP status and exit
-code from `http_status` and `exit_code`.
+An exception handler chooses by group; docs/errors.md lists what people can do. `http_status` and `exit_code` count.
 """
 
 from __future__ import annotations
