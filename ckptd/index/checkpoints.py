@@ -288,7 +288,7 @@ def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> 
     steps = [attempt.step for attempt in attempts]
     if not steps:
         return {}
-    columns = (c.generation, c.step, c.ulid, c.state)
+    columns = [c.generation, c.step, c.ulid, c.state]
     query = select(*columns).where(c.run == run, c.step.between(min(steps), max(steps)))
     return {attempt_of(row): State(row.state) for row in connection.execute(query)}
 

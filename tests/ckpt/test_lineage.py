@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,14 +49,14 @@ class Job:
 
 
 @pytest.fixture(params=["process", "thread"])
-def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[type[Job]]:
+def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def new_job(**config: object) -> Job:
         made.append(Job(str(tmp_path / "store"), **{"writer": request.param, **config}))
         return made[-1]
 
-    yield new_job  # type: ignore[misc]
+    yield new_job
     for job in made:
         try:
             job.checkpointer.close()
@@ -73,7 +73,7 @@ def states(run: Run) -> dict[int, str]:
     return {c.step: c.state for c in list_checkpoints(run)}
 
 
-def test_a_job_that_comes_back_after_its_successor_cannot_save_any_more(jobs: type[Job], run: Run) -> None:
+def test_a_job_that_comes_back_after_its_successor_cannot_save_any_more(jobs: Callable[..., Job], run: Run) -> None:
     old = jobs()
     old.save(100, 200, 300)
     successor = jobs()
@@ -95,7 +95,7 @@ def test_a_job_that_comes_back_after_its_successor_cannot_save_any_more(jobs: ty
         successor.save(330)
 
 
-def test_the_next_call_raises_it_if_nobody_looked_at_the_handle(jobs: type[Job], run: Run) -> None:
+def test_the_next_call_raises_it_if_nobody_looked_at_the_handle(jobs: Callable[..., Job], run: Run) -> None:
     old, successor = jobs(), jobs()
     old.save(100)
     assert successor.restore() == 100
@@ -106,7 +106,7 @@ def test_the_next_call_raises_it_if_nobody_looked_at_the_handle(jobs: type[Job],
         old.checkpointer.wait()
 
 
-def test_what_an_old_job_had_already_committed_is_abandoned(jobs: type[Job], run: Run) -> None:
+def test_what_an_old_job_had_already_committed_is_abandoned(jobs: Callable[..., Job], run: Run) -> None:
     """It looked for a newer generation when there was none: its commit is valid, and never latest."""
     old, successor = jobs(), jobs()
     old.save(100, 200, 300)
@@ -124,7 +124,7 @@ def test_what_an_old_job_had_already_committed_is_abandoned(jobs: type[Job], run
     assert jobs().restore() == 320
 
 
-def test_rewinding_in_place(jobs: type[Job], run: Run) -> None:
+def test_rewinding_in_place(jobs: Callable[..., Job], run: Run) -> None:
     """Training diverged: the operator goes back, and every restart resumes the new branch from its first save on."""
     job = jobs()
     job.save(100, 200, 300, 900)
@@ -144,7 +144,7 @@ def test_rewinding_in_place(jobs: type[Job], run: Run) -> None:
     assert [parent and int(parent.split("-")[1]) for parent in parents] == [None, 300, 310]
 
 
-def test_an_evaluation_changes_nothing(jobs: type[Job], run: Run) -> None:
+def test_an_evaluation_changes_nothing(jobs: Callable[..., Job], run: Run) -> None:
     job = jobs()
     job.save(100, 200)
     reader = jobs()
@@ -156,7 +156,7 @@ def test_an_evaluation_changes_nothing(jobs: type[Job], run: Run) -> None:
     assert jobs().restore() == 300
 
 
-def test_the_first_restore_counts_without_an_optimizer_too(jobs: type[Job], run: Run) -> None:
+def test_the_first_restore_counts_without_an_optimizer_too(jobs: Callable[..., Job], run: Run) -> None:
     jobs().save(100, 200)
     job = jobs()
     job.checkpointer.restore(job.net, checkpoint=100)
@@ -165,7 +165,7 @@ def test_the_first_restore_counts_without_an_optimizer_too(jobs: type[Job], run:
 
 
 def test_a_trainer_that_restores_nothing_is_warned_once(
-    jobs: type[Job], run: Run, caplog: pytest.LogCaptureFixture
+    jobs: Callable[..., Job], run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "ckpt"):
         jobs().save(100, 200)
@@ -177,7 +177,7 @@ def test_a_trainer_that_restores_nothing_is_warned_once(
     assert states(run)[200] == State.ABANDONED
 
 
-def test_a_step_is_saved_once(jobs: type[Job], run: Run) -> None:
+def test_a_step_is_saved_once(jobs: Callable[..., Job], run: Run) -> None:
     job = jobs()
     job.save(100)
     with pytest.raises(InvalidRequest, match="saved already"):
@@ -192,7 +192,9 @@ def test_a_step_is_saved_once(jobs: type[Job], run: Run) -> None:
     assert [c.state for c in list_checkpoints(run)][:2] == [State.COMMITTED, State.SUPERSEDED]
 
 
-def test_a_step_that_failed_may_be_saved_again(jobs: type[Job], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_failed_may_be_saved_again(
+    jobs: Callable[..., Job], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = jobs(writer="thread")
     job.save(100)
 
@@ -207,7 +209,7 @@ def test_a_step_that_failed_may_be_saved_again(jobs: type[Job], run: Run, monkey
     assert jobs().restore() == 110
 
 
-def test_a_deleted_branch_gives_way_to_the_one_before(jobs: type[Job], run: Run) -> None:
+def test_a_deleted_branch_gives_way_to_the_one_before(jobs: Callable[..., Job], run: Run) -> None:
     job = jobs()
     job.save(100, 200)
     job.restore(100)

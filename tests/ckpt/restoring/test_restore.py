@@ -110,7 +110,7 @@ def test_an_undecided_attempt_with_a_hostile_receipt_does_not_stop_a_restore(tmp
 
 def save_with_and_without_extra_layer(folder: Path) -> list[Checkpoint]:
     """Step 0 without and step 1 with the last layer."""
-    saved = []
+    saved: list[Checkpoint] = []
     for step, layers in enumerate((2, 3)):
         with Checkpointer(str(folder), run="r", writer="thread") as checkpointer:
             if saved:

@@ -77,7 +77,9 @@ def test_numbers_are_used_in_sequence_and_a_session_has_one(store: Store) -> Non
 def test_ranks_that_race_begin_one_generation_and_trainers_one_each(store: Store) -> None:
     run = Run(store, "gpt")
     sessions = [session() for _ in range(3)]
-    found = race(*(partial(begin_generation, run, one) for one in sessions for _ in range(4)))
+    raced = race(*(partial(begin_generation, run, one) for one in sessions for _ in range(4)))
+    found = [begun for begun in raced if isinstance(begun, Begun)]
+    assert found == raced
     numbers = [{begun.number for begun in found[i : i + 4]} for i in (0, 4, 8)]
     assert sorted(map(len, numbers)) == [1, 1, 1]
     assert set.union(*numbers) == {1, 2, 3}
@@ -211,6 +213,10 @@ attempts = st.builds(
 )  # fmt: skip
 
 
+def attempts_before(number: int) -> st.SearchStrategy[Attempt]:
+    return attempts.filter(lambda attempt: attempt.generation < number)
+
+
 @st.composite
 def stories(draw: st.DrawFn) -> tuple[list[Checkpoint], dict[int, Attempt | None]]:
     listed = draw(st.lists(attempts, unique=True, max_size=12))
@@ -221,8 +227,7 @@ def stories(draw: st.DrawFn) -> tuple[list[Checkpoint], dict[int, Attempt | None
     parents: dict[int, Attempt | None] = {}
     for number in range(1, 5):
         if draw(st.integers(0, 4)):
-            older = attempts.filter(lambda a, number=number: a.generation < number)  # type: ignore[misc]
-            parents[number] = draw(st.none() | older)
+            parents[number] = draw(st.none() | attempts_before(number))
     return checkpoints, parents
 
 

@@ -149,7 +149,8 @@ def test_extensions(kind: str) -> None:
         with pytest.raises(UnsupportedFormat, match=name) as caught:
             parse_json(kind, {"format": FORMAT, "news": 1, "extensions": {**plain, name: None}})
         assert "Upgrade" in caught.value.hint
-    for wrong in (None, [], "critical.x", 1):
+    strange: list[Any] = [None, [], "critical.x", 1]
+    for wrong in strange:
         with pytest.raises(CorruptObject):
             parse_json(kind, {**body(kind), "extensions": wrong})
 

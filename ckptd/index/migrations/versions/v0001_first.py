@@ -167,7 +167,7 @@ def _name() -> sa.types.TypeEngine[str]:
     return sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
 
 
-def _run() -> sa.Column[str]:
+def _run() -> sa.Column[object]:
     return sa.Column("run", _name(), sa.ForeignKey("runs.name", ondelete="CASCADE"), primary_key=True)
 
 
