@@ -27,6 +27,11 @@ ATTEMPT = Attempt(7, new_ulid(1_700_000_000.0))
 KEY = "somewhere/document"
 
 
+_GENERATION = Generation(
+    format=FORMAT, kind="generation", run="gpt", number=2, session=ATTEMPT.ulid, parent=str(ATTEMPT), by="me", at=1.0
+)
+
+
 def _samples() -> dict[str, bytes]:
     store = open_store("memory://documents")
     receipt = write_rank(store, "gpt", ATTEMPT, sample_arrays(), metrics={"loss": 1.5})
@@ -36,18 +41,7 @@ def _samples() -> dict[str, bytes]:
     return {
         "receipt": receipt.data,
         "outcome": seal(outcome),
-        "generation": seal(
-            Generation(
-                format=FORMAT,
-                kind="generation",
-                run="gpt",
-                number=2,
-                session=ATTEMPT.ulid,
-                parent=str(ATTEMPT),
-                by="me",
-                at=1.0,
-            )
-        ),
+        "generation": seal(_GENERATION),
         "lease": seal(Lease(format=FORMAT, kind="lease", attempt=str(ATTEMPT), holder="me", expires_at=1.5)),
         "tombstone": seal(
             Tombstone(

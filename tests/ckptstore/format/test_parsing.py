@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.commit import StoredReceipt, merge
+from ckptstore.commits.commit import merge
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.format import parsing
 from ckptstore.format.columns import column, pack, unpack
@@ -51,18 +51,6 @@ def test_the_untouched_document_is_accepted(kind: str) -> None:
     parsed = parse_json(kind, body(kind))
     again = manifest_bytes(parsed) + b"\n" if kind == "manifest" else seal(parsed)
     assert again == SAMPLES[kind], "documents are canonical: parsing and writing gives the same bytes"
-
-
-def test_a_manifest_has_the_extensions_of_the_lowest_rank_that_gives_them() -> None:
-    store, attempt = open_store("memory://extensions"), Attempt(1, new_ulid(system_clock()))
-    ranks = [write_rank(store, "gpt", attempt, sample_arrays() if rank == 0 else {}, rank, 3) for rank in range(3)]
-    given: list[dict[str, Any]] = [{"a": 0}, {"b": 1, "a": 1}, {"b": 2, "c": 2}]
-    changed = [
-        StoredReceipt(msgspec.structs.replace(stored.receipt, extensions=extensions), stored.data)
-        for stored, extensions in zip(ranks, given, strict=True)
-    ]
-    assert merge(changed).extensions == {"a": 0, "b": 1, "c": 2}
-    assert merge(ranks).extensions == {}
 
 
 def test_packed_manifests_come_back() -> None:
@@ -138,21 +126,6 @@ def test_unknown_and_missing_fields_are_refused_everywhere(kind: str) -> None:
         for field in at:
             with pytest.raises(CorruptObject):
                 parse_json(kind, replaced(original, (*path, field), lambda parent, key: parent.pop(key)))
-
-
-@every_kind
-def test_extensions(kind: str) -> None:
-    plain = {"note": {"any": [1, None]}, "critically": 1}
-    assert parse_json(kind, {**body(kind), "extensions": plain}).extensions == plain
-    for name in ("critical.", "critical.boundary"):
-        # As with a newer version, the rest may have any shape.
-        with pytest.raises(UnsupportedFormat, match=name) as caught:
-            parse_json(kind, {"format": FORMAT, "news": 1, "extensions": {**plain, name: None}})
-        assert "Upgrade" in caught.value.hint
-    strange: list[Any] = [None, [], "critical.x", 1]
-    for wrong in strange:
-        with pytest.raises(CorruptObject):
-            parse_json(kind, {**body(kind), "extensions": wrong})
 
 
 @every_kind
