@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,14 @@ settings.load_profile("repeatable")
 # For the same reason no request ends after httpx's five seconds, unless a test says so.
 for part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, 60.0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Remove the notes of earlier sessions (ckpt.saver.lock): they name folders that this session may use again."""
+    if not hasattr(config, "workerinput"):
+        for note in Path(tempfile.gettempdir(), f"ckpt-{os.getuid()}").glob("*.known"):
+            if "/pytest-of-" in note.read_text():
+                note.unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
