@@ -22,7 +22,7 @@ NEWEST_FIRST = (
 )  # fmt: skip
 PLAIN_COLUMNS = (
     "run", "state", "committed_at", "created_at", "world_size", "raw_bytes", "stored_bytes", "referenced_bytes",
-    "num_entries", "num_shards", "manifest_digest", "manifest_bytes", "problem",
+    "num_entries", "num_shards", "manifest_digest", "manifest_bytes", "problem", "abandoned_at",
 )  # fmt: skip
 
 Heads = list[tuple[int, bool]]
@@ -92,10 +92,12 @@ def settle_states(connection: Connection, run: str, steps: Collection[int] | Non
     lineage = Lineage(lambda number: _parent_of(connection, run, number))
     for generation, readable in read_heads(connection, run):
         lineage.add(generation, readable)
-    for after in with_states(map(_as_read, before.values()), lineage):
-        if after.state is not before[after.attempt].state:
+    begun_at = {number: stamp[1] for number, stamp in generation_stamps(connection, run).items() if stamp}
+    for after in with_states(map(_as_read, before.values()), lineage, begun_at):
+        known, settled = before[after.attempt], (after.state, after.abandoned_at)
+        if settled != (known.state, known.abandoned_at):
             same = and_(c.run == run, c.step == after.step, c.ulid == after.attempt.ulid)
-            connection.execute(update(checkpoints).where(same).values(state=after.state))
+            connection.execute(update(checkpoints).where(same).values(state=settled[0], abandoned_at=settled[1]))
 
 
 def _parent_of(connection: Connection, run: str, number: int) -> BegunGeneration | None:
@@ -107,7 +109,7 @@ def _parent_of(connection: Connection, run: str, number: int) -> BegunGeneration
 
 def _as_read(checkpoint: Checkpoint) -> Checkpoint:
     derived = checkpoint.state in (State.SUPERSEDED, State.ABANDONED)
-    return replace(checkpoint, state=State.COMMITTED) if derived else checkpoint
+    return replace(checkpoint, state=State.COMMITTED, abandoned_at=None) if derived else checkpoint
 
 
 def attempt_of(row: Row[Any]) -> Attempt:

@@ -93,6 +93,7 @@ checkpoints = Table(
     Column("metrics", Text, nullable=False, comment="JSON"),
     Column("tags", Text, nullable=False, server_default="{}", comment="JSON"),
     Column("problem", Text, nullable=False),
+    Column("abandoned_at", Double, comment="By the store's clock; NULL: not abandoned, or not known"),
     *_stamp(),
     Column("labels_version", BigInteger, nullable=False, server_default="0", comment="0: it has none"),
 )

@@ -10,7 +10,7 @@ import yaml
 
 from ckptstore import human
 from ckptstore.errors import InvalidPolicy
-from ckptstore.format.records import PolicySet
+from ckptstore.format.records import Policy, PolicySet
 from ckptstore.retention.policy import check_policies
 
 EXAMPLE = """\
@@ -19,6 +19,7 @@ default:                     # for runs that no override matches; leave it out: 
   keep_every: 1000           # steps
   keep_daily: 7
   keep_best: [val_loss:min:3]
+  keep_abandoned: 7d         # what training left behind when it went on from an earlier checkpoint; 0s: nothing
 overrides:                   # the first that matches a run counts
   - runs: exp-*
     rules: {keep_last: 2, keep_within: 12h, max_bytes: 500GB}
@@ -30,6 +31,7 @@ max_delete_fraction: 0.5     # the daemon removes no larger part of a run at onc
 
 _WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
     "grace": ("grace_s", human.parse_duration),
+    "keep_abandoned": ("keep_abandoned_s", human.parse_duration),
     "keep_within": ("keep_within_s", human.parse_duration),
     "max_bytes": ("max_bytes", human.parse_size),
 }
@@ -51,9 +53,10 @@ def parse_policies(text: str) -> PolicySet:
 def write_policies(policies: PolicySet) -> str:
     """The file for these policies."""
     plain = msgspec.to_builtins(policies)
-    for rules in (plain, plain["default"], *(override["rules"] for override in plain["overrides"])):
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Policy)}
+    for rules in (plain["default"], *(override["rules"] for override in plain["overrides"])):
         for name in list(rules or ()):
-            if rules[name] in (0, [], ()) and name.startswith(("keep_", "max_bytes")):
+            if rules[name] == defaults[name]:
                 del rules[name]
     return yaml.safe_dump(_without_tuples(plain), sort_keys=False)
 

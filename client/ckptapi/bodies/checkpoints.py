@@ -20,7 +20,10 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     step: int
     attempt: str
+    generation: int = 0
     state: State
+    abandoned_at: float | None = None
+    """When it was left behind, by the store's clock; null: it is not abandoned, or the time is not known."""
     committed_at: float
     created_at: float
     save_seconds: float
@@ -44,7 +47,9 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             run=checkpoint.run,
             step=checkpoint.step,
             attempt=str(checkpoint.attempt),
+            generation=checkpoint.attempt.generation,
             state=checkpoint.state,
+            abandoned_at=checkpoint.abandoned_at,
             committed_at=checkpoint.committed_at,
             created_at=checkpoint.created_at,
             save_seconds=checkpoint.save_seconds,
@@ -67,6 +72,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             run=self.run,
             attempt=Attempt.parse(self.attempt),
             state=self.state,
+            abandoned_at=self.abandoned_at,
             committed_at=self.committed_at,
             created_at=self.created_at,
             world_size=self.world_size,

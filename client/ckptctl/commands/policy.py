@@ -11,6 +11,7 @@ import typer
 
 from ckptapi.bodies import MAX_PAGE
 from ckptctl.commands.rules import (
+    KeepAbandonedOption,
     KeepBestOption,
     KeepDailyOption,
     KeepEveryOption,
@@ -108,6 +109,7 @@ def change_rules(
     keep_best: KeepBestOption = None,
     keep_within: KeepWithinOption = None,
     max_bytes: MaxBytesOption = None,
+    keep_abandoned: KeepAbandonedOption = None,
     reason: HistoryReasonOption = "",
 ) -> None:
     """Set the rules of some runs, or the default rules. Other policies are not changed.
@@ -116,8 +118,9 @@ def change_rules(
     Fails if the policies are changed concurrently.
     """
     session: Session = ctx.obj
-    rules = RuleOptions(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
-    policy = rules.policy()
+    policy = RuleOptions(
+        keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes, keep_abandoned
+    ).policy()
     if policy is None:
         raise InvalidRequest(
             "no rule is set", "Use for example ckptctl policy set --keep 5; ckptctl policy clear removes all policies"
@@ -164,7 +167,9 @@ def _change(session: Session, policies: PolicySet, expect: int | None, reason: s
 def _words(rules: Policy | None) -> str:
     if rules is None:
         return "keep everything"
-    fields = ((name, getattr(rules, name)) for name in rules.__struct_fields__)
+    fields = ((field.name, getattr(rules, field.name), field.default) for field in msgspec.structs.fields(rules))
     return " ".join(
-        f"{name}={value if not isinstance(value, tuple) else ','.join(value)}" for name, value in fields if value
+        f"{name}={value if not isinstance(value, tuple) else ','.join(value)}"
+        for name, value, default in fields
+        if value != default
     )

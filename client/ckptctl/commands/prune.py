@@ -11,6 +11,7 @@ import typer
 from ckptapi.bodies import PruneBody
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.commands.rules import (
+    KeepAbandonedOption,
     KeepBestOption,
     KeepDailyOption,
     KeepEveryOption,
@@ -24,7 +25,7 @@ from ckptctl.commands.rules import (
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CheckpointHeld, PartlyDone
 from ckptstore.retention.policy import KeepDecision
 from ckptstore.retention.pruning import Prune, PrunePlan
@@ -45,6 +46,7 @@ def prune(
     keep_best: KeepBestOption = None,
     keep_within: KeepWithinOption = None,
     max_bytes: MaxBytesOption = None,
+    keep_abandoned: KeepAbandonedOption = None,
     run: Annotated[
         str | None, typer.Option("--run", "-r", metavar="GLOB", help="These runs only.", show_default=False)
     ] = None,
@@ -64,7 +66,9 @@ def prune(
     then.
     """
     session: Session = ctx.obj
-    rules = RuleOptions(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes)
+    rules = RuleOptions(
+        keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes, keep_abandoned
+    )
     wanted = Prune(rules.policy(), run, human.parse_duration(grace) if grace is not None else None)
     _prune(session, wanted, dry_run, yes, force)
 
@@ -123,12 +127,8 @@ def _table(decisions: Sequence[KeepDecision], now: float) -> Table:
     for decision in decisions:
         c = decision.checkpoint
         cells = (f"  {short_id(c)}", c.state, human.age(now - c.committed_at), human.size(c.stored_bytes))
-        rows.append(Row((*cells, ", ".join(decision.reasons) or _why_removed(c)), STATE_STYLES[c.state]))
+        rows.append(Row((*cells, ", ".join(decision.reasons) or decision.why_removed), STATE_STYLES[c.state]))
     return Table(tuple(columns), rows)
-
-
-def _why_removed(checkpoint: Checkpoint) -> str:
-    return "superseded" if checkpoint.state is State.SUPERSEDED else "older"
 
 
 def _amount(checkpoints: Sequence[Checkpoint]) -> str:

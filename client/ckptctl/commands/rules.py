@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from ckptstore import human
@@ -31,6 +32,14 @@ KeepWithinOption = Annotated[
 MaxBytesOption = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Maximum total size to keep: 500GB, 4GiB.", show_default=False)
 ]
+KeepAbandonedOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Keep abandoned checkpoints for this time after they were left behind; 0s: delete them.  [default: 7d]",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +54,16 @@ class RuleOptions:
     best: list[str] | None
     within: str | None
     max_bytes: str | None
+    abandoned: str | None
 
     def policy(self) -> Policy | None:
         """The policy of the options; None without options. Raises InvalidPolicy or InvalidRequest."""
-        others = (self.every, self.hourly, self.daily, self.weekly, self.best, self.within, self.max_bytes)
+        others = (
+            self.every, self.hourly, self.daily, self.weekly, self.best, self.within, self.max_bytes, self.abandoned
+        )  # fmt: skip
         if self.keep is None and not any(others):
             return None
-        return Policy(
+        policy = Policy(
             keep_last=self.keep or 0,
             keep_every=self.every,
             keep_hourly=self.hourly,
@@ -61,3 +73,6 @@ class RuleOptions:
             keep_within_s=human.parse_duration(self.within) if self.within else 0.0,
             max_bytes=human.parse_size(self.max_bytes) if self.max_bytes else 0,
         )
+        if self.abandoned is None:
+            return policy
+        return msgspec.structs.replace(policy, keep_abandoned_s=human.parse_duration(self.abandoned))

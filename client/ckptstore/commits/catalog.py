@@ -8,7 +8,7 @@ of the live lineage (generations.py) are abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,7 +16,7 @@ from itertools import groupby
 
 from ckptstore import names
 from ckptstore.commits.commit import read_outcome
-from ckptstore.commits.generations import Lineage, read_generation, read_generations
+from ckptstore.commits.generations import Lineage, list_generations, read_generation, read_generations
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, Reference, checkpoint_id
@@ -64,6 +64,9 @@ class Checkpoint:
     """Why it is corrupt."""
     written_at: float = field(default=0.0, compare=False)
     """When its outcome was written, by the store's clock; 0 if it was read without a listing."""
+    abandoned_at: float | None = field(default=None, compare=False)
+    """When it was left behind: when the next newer generation of the live lineage began or, if that is later, when it
+    was committed. By the store's clock. None: it is not abandoned, or was read without a listing."""
 
     @property
     def id(self) -> str:
@@ -103,7 +106,9 @@ def list_checkpoints(run: Run) -> list[Checkpoint]:
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda attempt: _read_checkpoint(run, attempt, damaged), attempts))
     listed = (replace(c, written_at=written[c.attempt]) for c in found if c is not None)
-    return with_states(listed, Lineage(read_generations(run).get))
+    begun = list_generations(run)
+    begun_at = {number: info.modified_at for number, info in begun.items()}
+    return with_states(listed, Lineage(read_generations(run, begun).get), begun_at)
 
 
 def latest(run: Run) -> Checkpoint:
@@ -261,14 +266,27 @@ def supersede(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     ]
 
 
-def with_states(checkpoints: Iterable[Checkpoint], lineage: Lineage) -> list[Checkpoint]:
-    """All visible checkpoints of a run, which are given newest generation and step first, with their states. Pure."""
+def with_states(
+    checkpoints: Iterable[Checkpoint], lineage: Lineage, begun_at: Mapping[int, float] | None = None
+) -> list[Checkpoint]:
+    """All visible checkpoints of a run, which are given newest generation and step first, with their states. Pure.
+
+    begun_at: when generations began, by the store's clock.
+    """
     found: list[Checkpoint] = []
     for generation, of_generation in groupby(checkpoints, key=lambda c: c.attempt.generation):
         group = [c for _, of_step in groupby(of_generation, key=lambda c: c.step) for c in supersede(of_step)]
         lineage.add(generation, any(map(is_readable, group)))
         found += group
-    return [replace(c, state=State.ABANDONED) if is_abandoned(c, lineage) else c for c in found]
+    return [_left(c, lineage, begun_at or {}) if is_abandoned(c, lineage) else c for c in found]
+
+
+def _left(checkpoint: Checkpoint, lineage: Lineage, begun_at: Mapping[int, float]) -> Checkpoint:
+    """The checkpoint, marked abandoned."""
+    begun = begun_at.get(lineage.left_by(checkpoint.attempt) or 0)
+    # An old job may commit long after its successor began.
+    at = None if begun is None else max(begun, checkpoint.written_at)
+    return replace(checkpoint, state=State.ABANDONED, abandoned_at=at)
 
 
 def is_readable(checkpoint: Checkpoint) -> bool:

@@ -111,7 +111,7 @@ def read_generation(run: Run, number: int) -> Generation | None:
 
 def read_generations(run: Run, numbers: Iterable[int] | None = None) -> dict[int, Generation | None]:
     """The documents of all generations, or of some, by number; None for a damaged one."""
-    wanted = list(list_generations(run)) if numbers is None else list(numbers)
+    wanted = list(list_generations(run) if numbers is None else numbers)
     with ThreadPoolExecutor(_READERS) as pool:
         return dict(zip(wanted, pool.map(partial(read_generation, run), wanted), strict=True))
 
@@ -154,6 +154,11 @@ class Lineage:
         """Whether an attempt is live."""
         return any(branch.includes(attempt) for branch in self._branches)
 
+    def left_by(self, attempt: Attempt) -> int | None:
+        """The generation that left an abandoned attempt behind: the next newer one of the live lineage."""
+        found = (branch.next_after(attempt.generation) for branch in self._branches)
+        return max((number for number in found if number is not None), default=None)
+
 
 class _Branch:
     """A generation, its parent and what is before the parent, and so on. Parents are looked up one by one."""
@@ -175,6 +180,10 @@ class _Branch:
             return False
         end = self._ends[attempt.generation]
         return end is None or attempt.step < end.step or attempt == end
+
+    def next_after(self, generation: int) -> int | None:
+        """The lowest generation of the branch above one that `includes` was asked about."""
+        return min((number for number in self._ends if number > generation), default=None)
 
     def _meet(self, head: int, parent_of: ParentOf) -> Iterator[int]:
         generation, end = head, None

@@ -123,7 +123,7 @@ class Best:
 
 
 class Policy(Document, frozen=True):
-    """What to keep of a run, as it is stored, sent and evaluated. A rule that is 0 or empty is not used.
+    """What to keep of a run, as it is stored, sent and evaluated. A rule that is 0 or empty keeps nothing.
 
     Raises InvalidPolicy, also when decoded, if no rule is used or a value makes no sense.
     """
@@ -143,15 +143,19 @@ class Policy(Document, frozen=True):
     max_bytes: int = 0
     """A limit, not a reason: of the checkpoints that other rules keep, or of all if there is no other rule, the newest
     that fit into N stored bytes."""
+    keep_abandoned_s: float = 7 * 24 * 3600.0
+    """Abandoned checkpoints, for N seconds after they were left behind; 0: not at all. The other rules and the limit
+    do not count them."""
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in self.__struct_fields__ if name != "keep_best"}
         for name, value in numbers.items():
-            allowed = (int, float) if name == "keep_within_s" else int
+            allowed = (int, float) if name.endswith("_s") else int
             if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value < 1 << 62:
                 raise InvalidPolicy(f"{name} cannot be {value!r}", "Use a number from 0 on; 0: not used")
         for text in self.keep_best:
             Best.parse(text)
+        del numbers["keep_abandoned_s"]  # keeps nothing of the live lineage
         if not any(numbers.values()) and not self.keep_best:
             raise InvalidPolicy(
                 "the policy keeps nothing", "Keep at least something: the last 1, every 1000, within a day ..."

@@ -40,6 +40,12 @@ class KeepDecision:
     checkpoint: Checkpoint
     reasons: tuple[str, ...]
 
+    @property
+    def why_removed(self) -> str:
+        """Why a checkpoint without reasons is deleted: abandoned, superseded or older."""
+        state = self.checkpoint.state
+        return state if state in (State.ABANDONED, State.SUPERSEDED) else "older"
+
 
 def evaluate(
     policy: Policy,
@@ -52,7 +58,8 @@ def evaluate(
 
     holds: why attempts must stay regardless of the policy. now: by the store's clock, like `Checkpoint.written_at`.
     verified: the attempt that was last found intact. Corrupt checkpoints stay until an operator examines them: their
-    metrics may be unknown, and a repair may be possible. Abandoned ones stay, and the rules do not count them.
+    metrics may be unknown, and a repair may be possible. The rules count the live lineage. An abandoned checkpoint
+    stays for `keep_abandoned_s`, and for as long as it is not known when it was left behind.
     """
     usable = sorted((c for c in checkpoints if c.state is State.COMMITTED), key=lambda c: c.attempt, reverse=True)
     reasons = _limited(policy, usable, _by_rules(policy, usable, now))
@@ -60,8 +67,10 @@ def evaluate(
         reasons[usable[0].attempt] = ["newest"]
 
     def of(checkpoint: Checkpoint) -> Iterable[str]:
-        if checkpoint.state in (State.CORRUPT, State.ABANDONED):
+        if checkpoint.state is State.CORRUPT:
             yield checkpoint.state
+        if checkpoint.state is State.ABANDONED and _left_recently(policy, checkpoint, now):
+            yield "abandoned-within"
         yield from reasons.get(checkpoint.attempt, ())
         if checkpoint.attempt == verified:
             yield "last-verified"
@@ -95,6 +104,11 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
     return reasons
 
 
+def _left_recently(policy: Policy, checkpoint: Checkpoint, now: float) -> bool:
+    left_at = checkpoint.abandoned_at
+    return left_at is None or (policy.keep_abandoned_s > 0 and now - left_at <= policy.keep_abandoned_s)
+
+
 def _first_of_each(every: int, usable: Sequence[Checkpoint]) -> list[Checkpoint]:
     """The lowest step from each multiple up to the next. Before the first multiple only step 0 qualifies."""
     if not every:
@@ -115,7 +129,7 @@ def _limited(
     """The reasons, without those of checkpoints that exceed `max_bytes`, counted from the newest."""
     if not policy.max_bytes:
         return reasons
-    if policy == Policy(max_bytes=policy.max_bytes):
+    if policy == Policy(max_bytes=policy.max_bytes, keep_abandoned_s=policy.keep_abandoned_s):
         reasons = {c.attempt: ["fits"] for c in usable}
     total = 0
     for checkpoint in usable:

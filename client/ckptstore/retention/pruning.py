@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ckptstore.clock import Clock
-from ckptstore.commits.catalog import Checkpoint, list_checkpoints, list_runs
+from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.commits.labels import with_labels
 from ckptstore.commits.store_check import check_store
 from ckptstore.errors import InvalidPolicy, NoCheckpoint, TooMuchToDelete
 from ckptstore.format.records import Policy, PolicySet
-from ckptstore.retention.pins import active_holds
+from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
 from ckptstore.retention.scrubbing import last_verified
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, sweep
@@ -141,7 +141,12 @@ def apply_prune(
     remove = {checkpoint.attempt: checkpoint for checkpoint in plan.remove}
     if not remove:
         return []
-    held = hide(run, [*remove], reason, grace_s, lambda attempt: progress(remove[attempt]))
+    abandoned = [checkpoint.attempt for checkpoint in plan.remove if checkpoint.state is State.ABANDONED]
+    older = [attempt for attempt in remove if attempt not in abandoned]
+    held: Holds = {}
+    for attempts, why in ((older, reason), (abandoned, f"{reason}: abandoned")):
+        if attempts:
+            held = {**held, **hide(run, attempts, why, grace_s, lambda attempt: progress(remove[attempt]))}
     if not grace_s:
         sweep(run, only=remove.keys() - held.keys())
     return [remove[attempt] for attempt in held]

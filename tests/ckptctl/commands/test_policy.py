@@ -78,13 +78,17 @@ def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
     assert change("--keep", 5, "--keep-best", "loss:min:3", "--reason", "space") == 0
     assert change("--run", "w*", "--keep-within", "12h") == 0
     assert change("--run", "wide", "--keep-every", 1000) == 0
-    assert change("--run", "w*", "--max-bytes", "1GB") == 0
+    assert change("--run", "w*", "--max-bytes", "1GB", "--keep-abandoned", "0s") == 0
+    assert change("--keep-abandoned", "1d") == 2, "nothing of the live lineage would stay"
     found = read_policies(filled)
     assert found is not None
     assert found.policies.default == Policy(keep_last=5, keep_best=("loss:min:3",))
     assert found.policies.overrides == (
-        Override(runs="w*", rules=Policy(max_bytes=10**9)),
+        Override(runs="w*", rules=Policy(max_bytes=10**9, keep_abandoned_s=0)),
         Override(runs="wide", rules=Policy(keep_every=1000)),
     )
     history = invoke("policy", "history", "--store", folder, "-o", "json").json
     assert [version["reason"] for version in history] == ["", "", "", "space"]
+    shown = invoke("policy", "show", "--store", folder).stdout
+    assert parse_policies(shown) == found.policies
+    assert shown.count("keep_abandoned") == 1, "where it is not the default"

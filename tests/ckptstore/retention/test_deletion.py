@@ -8,8 +8,10 @@ from typing import Literal
 import pytest
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts, latest, list_checkpoints
-from ckptstore.commits.commit import decide, read_outcome
+from ckptstore.commits.audit import read_log
+from ckptstore.commits.catalog import Checkpoint, State, decided_attempts, hidden_attempts, latest, list_checkpoints
+from ckptstore.commits.commit import commit_attempt, decide, read_outcome
+from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.commits.leases import take_lease
 from ckptstore.errors import NewestCheckpoint, StoreUnavailable
 from ckptstore.format.records import Policy
@@ -17,6 +19,7 @@ from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.verify import Verification
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, collect, delete_checkpoint, undecided_attempts
+from ckptstore.retention.pins import pin
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.scrubbing import record_finding
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
@@ -28,6 +31,8 @@ from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, pru
 from tests.support.stores import Faults, FaultyStore, MovableClock
 
 in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
 here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
 
 
@@ -64,6 +69,68 @@ def test_ages_count_by_the_stores_clock_not_the_committers(off_s: float) -> None
         (2, ("within",)),
         (1, ("hourly-2",)),
     ]
+
+
+def zombie_and_successor(store: Store, clock: FakeClock) -> Run:
+    """An old job commits 400 in time, and 500 after its successor has begun and committed 310 and 320."""
+    run = Run(store, RUN, clock)
+    save = partial(write_checkpoint, store, RUN, arrays=SMALL, clock=clock)
+    one = begin_generation(run, Session(new_ulid(clock()), None)).number
+    *_, at_300, _ = [save(step, generation=one) for step in (100, 200, 300, 400)]
+    attempt = Attempt(500, new_ulid(clock()), generation=one)
+    late = write_rank(store, RUN, attempt, SMALL, clock=clock)
+    clock.now += HOUR_S
+    two = begin_generation(run, Session(new_ulid(clock()), at_300.attempt)).number
+    document, begun_at = store.get(run.keys.generation(two)), clock.now
+    clock.now += HOUR_S
+    store.delete_many([run.keys.generation(two)])  # not there yet when the old job looked
+    commit_attempt(run, [late])
+    clock.now = begun_at
+    store.put(run.keys.generation(two), document)
+    for step in (310, 320):
+        save(step, generation=two)
+    clock.now = begun_at + HOUR_S
+    return run
+
+
+def test_abandoned_checkpoints_have_a_rule_of_their_own() -> None:
+    """And the newest steps are counted within the live lineage: an old job that came back costs none of it."""
+    clock = FakeClock()
+    run = zombie_and_successor(DictStore(clock), clock)
+    begun_at = clock.now - HOUR_S
+    listed = {c.step: c.abandoned_at for c in list_checkpoints(run) if c.state is State.ABANDONED}
+    assert listed == {400: begun_at, 500: begun_at + HOUR_S}, "500 was committed after its successor began"
+
+    def kept(**rules: float) -> dict[int, tuple[str, ...]]:
+        plan = plan_prune(run, Policy(keep_last=2, **rules))  # type: ignore[arg-type]
+        assert {d.why_removed for d in plan.decisions if not d.reasons and d.checkpoint.step >= 400} <= {"abandoned"}
+        return {d.checkpoint.step: d.reasons for d in plan.keep}
+
+    live, recently = {320: ("last-1",), 310: ("last-2",)}, ("abandoned-within",)
+    assert kept() == live | {400: recently, 500: recently}
+    assert kept(keep_abandoned_s=0) == live
+    clock.now = begun_at + 7 * DAY_S + 1
+    assert kept() == live | {500: recently}
+    assert kept(keep_abandoned_s=8 * DAY_S) == live | {400: recently, 500: recently}
+    pin(run, next(c.attempt for c in list_checkpoints(run) if c.step == 500), "look")
+    clock.now += HOUR_S
+    assert kept() == live | {500: ("pin:look",)}
+    assert apply_prune(run, plan_prune(run, Policy(keep_last=2))) == []
+    assert [c.step for c in list_checkpoints(run)] == [320, 310, 500]
+    assert latest(run).step == 320
+    log = {record.reason: {Attempt.parse(a).step for a in record.attempts} for record in read_log(run)}
+    assert log["prune"] == {100, 200, 300}
+    assert log["prune: abandoned"] == {400}
+
+
+def test_a_damaged_generation_costs_no_abandoned_checkpoint() -> None:
+    clock = FakeClock()
+    run = zombie_and_successor(DictStore(clock), clock)
+    run.store.put(run.keys.generation(2), b"noise")
+    clock.now += 30 * DAY_S
+    plan = plan_prune(run, Policy(keep_last=100))
+    assert plan.remove == []
+    assert {d.checkpoint.state for d in plan.keep} == {State.COMMITTED}
 
 
 def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:

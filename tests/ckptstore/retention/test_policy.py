@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -116,6 +117,21 @@ def test_all_rules_together_give_all_reasons() -> None:
     }
 
 
+def test_abandoned_checkpoints_stay_for_a_time_and_count_for_no_other_rule() -> None:
+    left = [replace(checkpoint(step, state=State.ABANDONED), abandoned_at=NOW - step * DAY_S) for step in (6, 7, 8)]
+    unknown = checkpoint(90, state=State.ABANDONED)
+    live = [checkpoint(5), checkpoint(4), checkpoint(3)]
+    assert reasons(Policy(2), *left, unknown, *live) == {
+        5: ("last-1",), 4: ("last-2",), **dict.fromkeys((6, 7, 90), ("abandoned-within",)),
+    }  # fmt: skip
+    kept = reasons(Policy(max_bytes=250, keep_abandoned_s=7.5 * DAY_S), *left, *live)
+    assert kept.keys() == {5, 4, 6, 7}, "they are not counted, and the limit is a rule of its own without others"
+    kept = reasons(Policy(2, keep_abandoned_s=0), *left, unknown, *live)
+    assert kept.keys() == {5, 4, 90}, "it is not known when it was left behind"
+    with pytest.raises(InvalidPolicy):
+        Policy(keep_abandoned_s=60)
+
+
 def test_the_last_verified_stays() -> None:
     listed = [checkpoint(step) for step in range(5)]
     assert reasons(Policy(1), *listed, verified=listed[1].attempt) == {4: ("last-1",), 1: ("last-verified",)}
@@ -146,6 +162,7 @@ policies = st.builds(
     keep_weekly=st.integers(0, 3),
     keep_best=st.lists(st.sampled_from(["loss:min:1", "loss:max:1", "loss:min:3"]), max_size=2).map(tuple),
     keep_within_s=st.floats(0, 1e6),
+    keep_abandoned_s=st.floats(0, 1e6),
     max_bytes=st.integers(0, 2000),
 )
 runs = st.lists(

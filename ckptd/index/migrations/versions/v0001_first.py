@@ -59,6 +59,7 @@ def _create_listings() -> None:
         sa.Column("metrics", sa.Text, nullable=False),
         sa.Column("tags", sa.Text, nullable=False, server_default="{}"),
         sa.Column("problem", sa.Text, nullable=False),
+        sa.Column("abandoned_at", sa.Double),
         *_stamp(),
         sa.Column("labels_version", sa.BigInteger, nullable=False, server_default="0"),
     )
