@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from ckpt.saver.streaming import StreamWriter
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, SaveSkipped
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(msgspec.Struct, frozen=True):
     """Where the time of a save went, in seconds, and its size. Fields are zero until they are known."""
 
     blocked_s: float = 0.0
@@ -147,7 +147,7 @@ class HandleUpdates:
         """Set fields of the handle's Timings."""
         # The training thread and the writer's threads set different fields.
         with self._lock:
-            self.handle._timings = replace(self.handle._timings, **timings)  # type: ignore[arg-type]
+            self.handle._timings = msgspec.structs.replace(self.handle._timings, **timings)
 
     def progress(self, done_bytes: int) -> None:
         """This many raw bytes are uploaded."""
