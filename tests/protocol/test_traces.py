@@ -29,7 +29,7 @@ from tests.support.stores import Faults, FaultyStore, MovableClock
 
 pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)
 
-RULES = Rules(tombstone_read_after_fate=False)
+RULES = Rules()
 ONE = ("0",)
 LATER = MovableClock(SWEEP_GRACE_S + 60)
 STATE = SMALL

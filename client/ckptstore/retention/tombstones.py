@@ -121,14 +121,16 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
     due = [h for h in due if h.attempt not in held]
     if due:
         audit.record(run, Action.SWEEP, dict.fromkeys(h.attempt for h in due), "")
-    claimed = [h.attempt for h in due if _decide(run, h.attempt, h.id, swept=True).swept]
-    to_delete = {*claimed, *(h.attempt for h, fate in decided.items() if fate.swept)}
+    decided_now = {h: _decide(run, h.attempt, h.id, swept=True) for h in due}
+    both = (decided | decided_now).items()
+    swept = [h for h, fate in both if fate.swept and _is_left(run, h.attempt, h.id)]
+    to_delete = {h.attempt for h in swept}
     freed = sum(_delete(run, attempt) for attempt in _present(run, to_delete))
     if to_delete:
         unmark(run, [found for found in marks(run) if found.by in to_delete])
     for error in damage.values():
         raise error
-    return Swept(tuple(dict.fromkeys(claimed)), freed)
+    return Swept(tuple(dict.fromkeys(h.attempt for h in swept if h in decided_now)), freed)
 
 
 def list_hidden(run: Run) -> list[Hidden]:
@@ -196,6 +198,8 @@ def _cancel_deletion(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
     """Undelete the tombstones `ids`. False if one of them is decided as swept."""
     if any(_decide(run, attempt, id, swept=False).swept for id in ids):
         return False
+    if not all(_is_left(run, attempt, id) for id in ids) and attempt not in decided_attempts(run):
+        return False  # swept and forgotten
     run.store.delete_many(run.keys.tombstone(attempt, id) for id in ids)
     return True
 
@@ -232,6 +236,19 @@ def _read_fate(run: Run, attempt: Attempt, id: str) -> Fate | None:
     if (fate.attempt, fate.tombstone) != (str(attempt), id):
         raise CorruptObject(f"{run.store.object_url(key)} is the fate of another tombstone")
     return fate
+
+
+def _is_left(run: Run, attempt: Attempt, id: str) -> bool:
+    """Whether a tombstone still exists, asked after its fate is known.
+
+    A fate expires. A process that slept for weeks may then create that of a tombstone that was removed long ago, with
+    another decision (docs/decisions/0027).
+    """
+    try:
+        run.store.get(run.keys.tombstone(attempt, id))
+    except ObjectMissing:
+        return False
+    return True
 
 
 def _fates(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, Fate], dict[Hidden, Damaged]]:

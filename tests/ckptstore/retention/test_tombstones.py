@@ -24,7 +24,15 @@ from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys, new_ulid
 from ckptstore.retention.deletion import collect, delete_checkpoint, list_deleted
 from ckptstore.retention.pruning import apply_prune, plan_prune
-from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, list_hidden, sweep, undelete
+from ckptstore.retention.tombstones import (
+    SWEEP_GRACE_S,
+    TOMBSTONE_KEPT_S,
+    forget_tombstones,
+    hide,
+    list_hidden,
+    sweep,
+    undelete,
+)
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
@@ -55,6 +63,11 @@ def try_to_undelete(store: Store, checkpoint: Checkpoint) -> bool:
 
 def sweep_all(store: Store) -> object:
     return sweep(Run(store, RUN, LATER, "sweeper"))
+
+
+def forget(store: Store, weeks: int) -> None:
+    """Old tombstones and fates are forgotten, as that many weeks pass for the other process."""
+    forget_tombstones(Run(store, RUN, MovableClock(weeks * TOMBSTONE_KEPT_S)))
 
 
 def exactly_one_won(store: Store, checkpoint: Checkpoint, undeleted: bool) -> None:
@@ -93,8 +106,9 @@ def test_what_was_never_deleted_cannot_be_taken_back(store: Store) -> None:
         undelete(Run(store, RUN, by="me"), checkpoint.attempt)
 
 
+@pytest.mark.parametrize("weeks", [0, 2])
 @in_memory
-def test_an_undelete_at_every_moment_of_a_sweep(store: Store) -> None:
+def test_an_undelete_at_every_moment_of_a_sweep(store: Store, weeks: int) -> None:
     hidden_checkpoint(store)
     calls = count_calls(store, sweep_all)
     results = set()
@@ -105,6 +119,7 @@ def test_an_undelete_at_every_moment_of_a_sweep(store: Store) -> None:
 
         def act(checkpoint: Checkpoint = checkpoint, won: list[bool] = won) -> None:
             won.append(try_to_undelete(store, checkpoint))
+            forget(store, weeks)
 
         sweep_all(FaultyStore(store, Interleaving(k, act)))
         exactly_one_won(store, checkpoint, won[0])
@@ -112,14 +127,20 @@ def test_an_undelete_at_every_moment_of_a_sweep(store: Store) -> None:
     assert results == {True, False}
 
 
+@pytest.mark.parametrize("weeks", [0, 2])
 @in_memory
-def test_a_sweep_at_every_moment_of_an_undelete(store: Store) -> None:
+def test_a_sweep_at_every_moment_of_an_undelete(store: Store, weeks: int) -> None:
     calls = count_calls(store, partial(try_to_undelete, checkpoint=hidden_checkpoint(store)))
     results = set()
     for k in range(calls):
         clear(store)
         checkpoint = hidden_checkpoint(store)
-        won = try_to_undelete(FaultyStore(store, Interleaving(k, partial(sweep_all, store))), checkpoint)
+
+        def act() -> None:
+            sweep_all(store)
+            forget(store, weeks)
+
+        won = try_to_undelete(FaultyStore(store, Interleaving(k, act)), checkpoint)
         exactly_one_won(store, checkpoint, won)
         results.add(won)
     assert results == {True, False}
