@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from ckptstore.clock import system_clock
+from ckptstore.names import RunKeys
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.entries import ENTRIES, TREES, write_entries
@@ -30,7 +32,9 @@ def folder(tmp_path: Path) -> Path:
     written = open_store(str(folder))
     clock = Calendar(system_clock() - 7 * 3600 - 60)
     for step in (10, 20, 30, 30, 40):
-        write_checkpoint(written, "gpt", step, metrics={"loss": 1 / step}, clock=clock)
+        checkpoint = write_checkpoint(written, "gpt", step, metrics={"loss": 1 / step}, clock=clock)
+        outcome = folder / RunKeys("gpt").outcome(checkpoint.attempt)
+        os.utime(outcome, times=(checkpoint.committed_at, checkpoint.committed_at))  # ages count by the store's times
         clock.now += 3600
     write_checkpoint(written, "wide", 5, clock=clock)
     return folder
