@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select, update
 
 from ckptd.index.tables import checkpoints, generations
-from ckptstore.commits.catalog import Checkpoint, State, with_states
+from ckptstore.commits.catalog import Checkpoint, State, with_parents, with_states
 from ckptstore.commits.generations import Lineage
 from ckptstore.names import Attempt
 
@@ -89,15 +90,21 @@ def settle_states(connection: Connection, run: str, steps: Collection[int] | Non
     if steps is not None:
         query = query.where(c.step.between(min(steps), max(steps)))
     before = {found.attempt: found for found in map(read_checkpoint, connection.execute(query.order_by(*NEWEST_FIRST)))}
-    lineage = Lineage(lambda number: _parent_of(connection, run, number))
+    parent_of = partial(_parent_of, connection, run)
+    lineage = Lineage(parent_of)
     for generation, readable in read_heads(connection, run):
         lineage.add(generation, readable)
     begun_at = {number: stamp[1] for number, stamp in generation_stamps(connection, run).items() if stamp}
-    for after in with_states(map(_as_read, before.values()), lineage, begun_at):
-        known, settled = before[after.attempt], (after.state, after.abandoned_at)
-        if settled != (known.state, known.abandoned_at):
+    for after in with_parents(with_states(map(_as_read, before.values()), lineage, begun_at), parent_of):
+        if (settled := _settled(after)) != _settled(before[after.attempt]):
             same = and_(c.run == run, c.step == after.step, c.ulid == after.attempt.ulid)
-            connection.execute(update(checkpoints).where(same).values(state=settled[0], abandoned_at=settled[1]))
+            connection.execute(update(checkpoints).where(same).values(settled))
+
+
+def _settled(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The columns that depend on other rows."""
+    parent = str(checkpoint.parent) if checkpoint.parent is not None else None
+    return {"state": checkpoint.state, "abandoned_at": checkpoint.abandoned_at, "parent": parent}
 
 
 def _parent_of(connection: Connection, run: str, number: int) -> BegunGeneration | None:
@@ -126,5 +133,6 @@ def read_checkpoint(row: Row[Any]) -> Checkpoint:
         "metrics": json.loads(row.metrics),
         "tags": json.loads(row.tags),
         "written_at": row.object_modified_at or 0.0,
+        "parent": Attempt.parse(row.parent) if row.parent is not None else None,
     }
     return Checkpoint(**{**values, **decoded})

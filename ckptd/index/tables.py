@@ -94,6 +94,7 @@ checkpoints = Table(
     Column("tags", Text, nullable=False, server_default="{}", comment="JSON"),
     Column("problem", Text, nullable=False),
     Column("abandoned_at", Double, comment="By the store's clock; NULL: not abandoned, or not known"),
+    Column("parent", String(64), comment="Of its generation; NULL: none, or not known"),
     *_stamp(),
     Column("labels_version", BigInteger, nullable=False, server_default="0", comment="0: it has none"),
 )

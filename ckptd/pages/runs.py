@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from ckptd.index import RunSummary
 from ckptd.pages.charts import Plot, Point, compact, plot, sparkline
 from ckptstore import human
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State, has_branches
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import KeepDecision
@@ -125,6 +125,8 @@ class RunView:
     metrics: tuple[str, ...]
     plots_metric: bool
     """Whether the plot shows a metric, not a size or duration."""
+    branched: bool
+    """Whether it has more than one generation."""
     chart: Plot | None
     rows: tuple[CheckpointRow, ...]
     preview: Preview | None
@@ -172,6 +174,7 @@ def run_view(
         states=tuple((state, states[state]) for state in State if states[state]),
         metrics=metrics,
         plots_metric=query.metric not in _WRITERS,
+        branched=has_branches(checkpoints),
         chart=_chart(matching, query.metric),
         rows=tuple(_row(c, reasons, c.attempt in removed, query.metric, now) for c in shown),
         preview=_preview(pruned, query),

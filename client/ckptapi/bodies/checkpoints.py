@@ -24,6 +24,8 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     abandoned_at: float | None = None
     """When it was left behind, by the store's clock; null: it is not abandoned, or the time is not known."""
+    parent: str | None = None
+    """The attempt from which its generation continues; null: from none, or not known."""
     committed_at: float
     created_at: float
     save_seconds: float
@@ -50,6 +52,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             generation=checkpoint.attempt.generation,
             state=checkpoint.state,
             abandoned_at=checkpoint.abandoned_at,
+            parent=str(checkpoint.parent) if checkpoint.parent is not None else None,
             committed_at=checkpoint.committed_at,
             created_at=checkpoint.created_at,
             save_seconds=checkpoint.save_seconds,
@@ -73,6 +76,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             attempt=Attempt.parse(self.attempt),
             state=self.state,
             abandoned_at=self.abandoned_at,
+            parent=Attempt.parse(self.parent) if self.parent is not None else None,
             committed_at=self.committed_at,
             created_at=self.created_at,
             world_size=self.world_size,

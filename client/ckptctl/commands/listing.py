@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from ckptctl.commands.arguments import RunOption
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State, has_branches
 
 STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.ABANDONED: "dim", State.CORRUPT: "red"}
 
@@ -91,9 +92,10 @@ def short_id(checkpoint: Checkpoint) -> str:
 
 def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
     """A table of checkpoints."""
-    columns = (
+    columns = [
         TableColumn("CHECKPOINT"),
         TableColumn("STATE"),
+        TableColumn("GENERATION", drop=2),
         TableColumn("AGE", right=True),
         TableColumn("SIZE", right=True),
         TableColumn("STORED", right=True, drop=2),
@@ -101,11 +103,12 @@ def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
         TableColumn("RANKS", right=True, drop=4),
         TableColumn("METRICS", drop=1),
         TableColumn("TAGS", drop=1),
-    )
+    ]
     found = list(checkpoints)
-    # The column is left out if there are no tags.
-    shown = len(columns) - (not any(c.tags for c in found))
-    return Table(columns[:shown], [Row(_cells(c, now)[:shown], STATE_STYLES[c.state]) for c in found])
+    tagged, branched = any(c.tags for c in found), has_branches(found)
+    shown = [tagged if c.header == "TAGS" else branched if c.header == "GENERATION" else True for c in columns]
+    rows = [Row(tuple(compress(_cells(c, now), shown)), STATE_STYLES[c.state]) for c in found]
+    return Table(tuple(compress(columns, shown)), rows)
 
 
 def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
@@ -136,10 +139,11 @@ def _is_tagged(checkpoint: Checkpoint, tag: str) -> bool:
 
 def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:
     if c.state is State.CORRUPT:
-        return (short_id(c), c.state, "?", "?", "?", "?", "?", c.problem, "")
+        return (short_id(c), c.state, c.branch, "?", "?", "?", "?", "?", c.problem, "")
     return (
         short_id(c),
         c.state,
+        c.branch,
         human.age(now - c.committed_at),
         human.size(c.raw_bytes),
         human.size(c.stored_bytes),

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from ckptstore import names
 from ckptstore.commits.commit import read_outcome
-from ckptstore.commits.generations import Lineage, list_generations, read_generation, read_generations
+from ckptstore.commits.generations import Lineage, ParentOf, list_generations, read_generation, read_generations
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, Reference, checkpoint_id
@@ -67,6 +67,8 @@ class Checkpoint:
     abandoned_at: float | None = field(default=None, compare=False)
     """When it was left behind: when the next newer generation of the live lineage began or, if that is later, when it
     was committed. By the store's clock. None: it is not abandoned, or was read without a listing."""
+    parent: Attempt | None = field(default=None, compare=False)
+    """The attempt from which its generation continues. None: from none, not known, or read without a listing."""
 
     @property
     def id(self) -> str:
@@ -77,6 +79,12 @@ class Checkpoint:
     def step(self) -> int:
         """The optimizer step it was captured at."""
         return self.attempt.step
+
+    @property
+    def branch(self) -> str:
+        """Its generation in words: 3, from step 300."""
+        number = str(self.attempt.generation)
+        return number if self.parent is None else f"{number}, from step {self.parent.step}"
 
     @property
     def needed_bytes(self) -> int:
@@ -108,7 +116,8 @@ def list_checkpoints(run: Run) -> list[Checkpoint]:
     listed = (replace(c, written_at=written[c.attempt]) for c in found if c is not None)
     begun = list_generations(run)
     begun_at = {number: info.modified_at for number, info in begun.items()}
-    return with_states(listed, Lineage(read_generations(run, begun).get), begun_at)
+    parent_of = read_generations(run, begun).get
+    return with_parents(with_states(listed, Lineage(parent_of), begun_at), parent_of)
 
 
 def latest(run: Run) -> Checkpoint:
@@ -281,12 +290,26 @@ def with_states(
     return [_left(c, lineage, begun_at or {}) if is_abandoned(c, lineage) else c for c in found]
 
 
+def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list[Checkpoint]:
+    """The checkpoints with the attempts from which their generations continue."""
+    listed = list(checkpoints)
+    found = {number: parent_of(number) for number in {c.attempt.generation for c in listed} if number}
+    parents = {number: Attempt.parse(one.parent) for number, one in found.items() if one is not None and one.parent}
+    return [replace(c, parent=parents.get(c.attempt.generation)) for c in listed]
+
+
 def _left(checkpoint: Checkpoint, lineage: Lineage, begun_at: Mapping[int, float]) -> Checkpoint:
     """The checkpoint, marked abandoned."""
     begun = begun_at.get(lineage.left_by(checkpoint.attempt) or 0)
     # An old job may commit long after its successor began.
     at = None if begun is None else max(begun, checkpoint.written_at)
     return replace(checkpoint, state=State.ABANDONED, abandoned_at=at)
+
+
+def has_branches(checkpoints: Iterable[Checkpoint]) -> bool:
+    """Whether any run has checkpoints of more than one generation. Pure."""
+    listed = {(c.run, c.attempt.generation) for c in checkpoints}
+    return len(listed) > len({run for run, _ in listed})
 
 
 def is_readable(checkpoint: Checkpoint) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -41,6 +42,10 @@ CHECKPOINT = Checkpoint(
 def test_a_checkpoint_is_the_same_after_a_round_trip() -> None:
     sent = msgspec.json.encode(CheckpointBody.of(CHECKPOINT))
     assert decode_json(sent, CheckpointBody).checkpoint() == CHECKPOINT
+    parent = Attempt(300, CHECKPOINT.attempt.ulid, generation=2)
+    left = replace(CHECKPOINT, attempt=replace(CHECKPOINT.attempt, generation=3), abandoned_at=9.5, parent=parent)
+    found = decode_json(msgspec.json.encode(CheckpointBody.of(left)), CheckpointBody).checkpoint()
+    assert (found, found.abandoned_at, found.parent) == (left, 9.5, parent)
 
 
 def test_the_names_of_a_checkpoint_agree() -> None:

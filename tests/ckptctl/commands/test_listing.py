@@ -4,7 +4,10 @@ from pathlib import Path
 import msgspec
 
 from ckptapi.bodies import CheckpointBody
+from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.names import new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
@@ -125,3 +128,23 @@ def test_a_checkpoint_without_tensors_can_be_shown(tmp_path: Path) -> None:
     done = invoke("show", "bare@1", "--store", tmp_path)
     assert done.code == 0
     assert "0 entries in 0 shards" in done.stdout
+
+
+def test_branches_are_shown_where_a_run_has_some(folder: Path, filled: Store) -> None:
+    assert "GENERATION" not in invoke("ls", "--store", folder).stdout
+    run = Run(filled, "wide")
+    parent = list_checkpoints(run)[0].attempt
+    for resumed_from, steps in ((parent, (20, 30)), (None, (7,)), (parent, (6,))):
+        number = begin_generation(run, Session(new_ulid(system_clock()), resumed_from)).number
+        for step in steps:
+            write_checkpoint(filled, "wide", step, generation=number)
+    shown = invoke("ls", "--run", "wide", "--store", folder).stdout.splitlines()
+    at = shown[0].index("GENERATION")
+    assert [row[at:].split("  ")[0] for row in shown[1:]] == [
+        "3, from step 5", "2", "1, from step 5", "1, from step 5", "0",
+    ]  # fmt: skip
+    assert [row.split()[1] for row in shown[1:]] == ["committed", "abandoned", "abandoned", "abandoned", "committed"]
+    found = invoke("ls", "--run", "wide", "--store", folder, "-o", "json").json
+    assert [body["generation"] for body in found] == [3, 2, 1, 1, 0]
+    assert [body["abandoned_at"] is None for body in found] == [True, False, False, False, True]
+    assert {body["parent"] for body in found} == {str(parent), None}

@@ -206,8 +206,8 @@ class IndexLifeCycle(LifeCycle):
         stored = list_checkpoints(Run(self.store, RUN))
         daemon.catalog.follow()
         assert _by_attempt(daemon.listed()) == _by_attempt(stored)
-        left = {c.attempt: c.abandoned_at for c in stored}
-        assert {c.attempt: c.abandoned_at for c in daemon.listed()} == left
+        branches = {c.attempt: (c.abandoned_at, c.parent) for c in stored}
+        assert {c.attempt: (c.abandoned_at, c.parent) for c in daemon.listed()} == branches
         assert daemon.listed(OTHER) == [self.other]
         newest = next((c for c in stored if c.state is State.COMMITTED), None)
         assert _or_none(lambda: daemon.catalog.latest(RUN)) == newest

@@ -14,6 +14,10 @@ import pytest
 from ckptapi import bodies
 from ckptd.http.access import RULES
 from ckptd.pages.routes import router
+from ckptstore.clock import system_clock
+from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.names import new_ulid
+from ckptstore.run import Run
 from tests.ckptd.conftest import Served
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
@@ -110,6 +114,21 @@ def test_metrics_and_entries_are_shown_as_text(served: Served) -> None:
         assert "&lt;i&gt;x&lt;/i&gt;" in page
         assert "<i>" not in page
         assert "<b>" not in page
+
+
+def test_the_page_of_a_run_shows_its_branches(served: Served) -> None:
+    parent = write_checkpoint(served.store, "forked", 300, SMALL)
+    write_checkpoint(served.store, "forked", 400, SMALL)
+    assert "Generation</th>" not in served.daemon.get("/runs/gpt").text
+    session = Session(new_ulid(system_clock()), parent.attempt)
+    number = begin_generation(Run(served.store, "forked"), session).number
+    write_checkpoint(served.store, "forked", 310, SMALL, generation=number)
+    seen = ("Generation</th>", "<td>1, from step 300</td>", "<td>0</td>", "abandoned</")
+    wait_until(
+        lambda: all(text in served.daemon.get("/runs/forked").text for text in seen), "the branch's way into the index"
+    )
+    outline = _Outline(served.daemon.get("/runs/forked?keep=1").text)
+    assert (outline.open, outline.wrong) == ([], [])
 
 
 @pytest.mark.parametrize("path", HOSTILE)

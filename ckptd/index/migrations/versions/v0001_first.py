@@ -60,6 +60,7 @@ def _create_listings() -> None:
         sa.Column("tags", sa.Text, nullable=False, server_default="{}"),
         sa.Column("problem", sa.Text, nullable=False),
         sa.Column("abandoned_at", sa.Double),
+        sa.Column("parent", sa.String(64)),
         *_stamp(),
         sa.Column("labels_version", sa.BigInteger, nullable=False, server_default="0"),
     )
