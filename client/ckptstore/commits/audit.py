@@ -37,7 +37,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(run: str, record: AuditRecord) -> AuditEntry:
         """The entry for a stored record."""
-        ids = [f"{run}@{int(step)}.{ulid}" for step, _, ulid in (text.partition("-") for text in record.attempts)]
+        ids = [names.checkpoint_id(run, Attempt.parse(text)) for text in record.attempts]
         return AuditEntry(run=run, action=record.action, ids=ids, by=record.by, at=record.at, reason=record.reason)
 
 

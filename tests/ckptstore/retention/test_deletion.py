@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.audit import read_log
+from ckptstore.commits.audit import AuditEntry, read_log
 from ckptstore.commits.catalog import Checkpoint, State, decided_attempts, hidden_attempts, latest, list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
 from ckptstore.commits.generations import Session, begin_generation
@@ -115,12 +115,13 @@ def test_abandoned_checkpoints_have_a_rule_of_their_own() -> None:
     pin(run, next(c.attempt for c in list_checkpoints(run) if c.step == 500), "look")
     clock.now += HOUR_S
     assert kept() == live | {500: ("pin:look",)}
+    ids = {c.step: c.id for c in list_checkpoints(run)}
     assert apply_prune(run, plan_prune(run, Policy(keep_last=2))) == []
     assert [c.step for c in list_checkpoints(run)] == [320, 310, 500]
     assert latest(run).step == 320
-    log = {record.reason: {Attempt.parse(a).step for a in record.attempts} for record in read_log(run)}
-    assert log["prune"] == {100, 200, 300}
-    assert log["prune: abandoned"] == {400}
+    log = {entry.reason: entry.ids for entry in (AuditEntry.of(RUN, record) for record in read_log(run))}
+    assert log["prune"] == [ids[300], ids[200], ids[100]]
+    assert log["prune: abandoned"] == [ids[400]]
 
 
 def test_a_damaged_generation_costs_no_abandoned_checkpoint() -> None:
