@@ -61,6 +61,8 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
     def child(key: object, item: Any) -> JSON:
         return encode_tree(item, f"{path}/{key}", leaf, depth + 1)
 
+    if kind is list and set(map(type, value)) == {str}:  # names of parameters: no call for each
+        return [_text(item, path) for item in value]
     if kind is list:
         return [child(i, item) for i, item in enumerate(value)]
     if kind in (tuple, set, frozenset):
