@@ -61,10 +61,10 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
     def child(key: object, item: Any) -> JSON:
         return encode_tree(item, f"{path}/{key}", leaf, depth + 1)
 
-    if kind is list and set(map(type, value)) == {str}:  # names of parameters: no call for each
-        return [_text(item, path) for item in value]
     if kind is list:
-        return [child(i, item) for i, item in enumerate(value)]
+        # Names of parameters are many.
+        texts = set(map(type, value)) == {str}
+        return [_text(item, path) for item in value] if texts else [child(i, item) for i, item in enumerate(value)]
     if kind in (tuple, set, frozenset):
         return {TAG: kind.__name__, "v": [child(i, item) for i, item in enumerate(value)]}
     if kind is dict and all(type(key) is str for key in value):
