@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -32,7 +33,12 @@ for part in ("connect", "read", "write", "pool"):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Remove the notes of earlier sessions (ckpt.saver.lock): they name folders that this session may use again."""
+    """Remove the notes of earlier sessions (ckpt.saver.lock): they name folders that this session may use again.
+
+    A shell that starts this in the background ignores SIGINT, and processes that tests interrupt would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         for note in Path(tempfile.gettempdir(), f"ckpt-{os.getuid()}").glob("*.known"):
             if "/pytest-of-" in note.read_text():
