@@ -44,6 +44,6 @@ def test_a_daemon_serves_and_keeps_what_is_referenced(tmp_path: Path) -> None:
         assert "referenced" in shown.stdout
         (shard,) = invoke("show", third.id, "--url", daemon.url, "-o", "json").json["shards"]
         assert (shard["stored_bytes"], shard["referenced_bytes"]) == (third.stored_bytes, third.referenced_bytes)
-        client.delete(third, 0.0)
+        client.delete(third, 0.0, force=True)
         client.delete(first, 0.0)
         assert client.checkpoints("gpt") == []
