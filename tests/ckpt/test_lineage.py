@@ -135,7 +135,7 @@ def test_rewinding_in_place(jobs: Callable[..., Job], run: Run) -> None:
     again.save(320)
     assert states(run)[900] == State.ABANDONED
     assert jobs().restore() == 320
-    # Damage in the new branch falls back along the lineage, never to what was left behind.
+    # Damage in the new branch falls back along the lineage, never to an abandoned checkpoint.
     for step in (320, 310):
         (found,) = (c for c in list_checkpoints(run) if c.step == step)
         run.store.put(run.keys.shard(found.attempt, "shard-00000.ckpt"), b"damaged")

@@ -35,7 +35,7 @@ def test_a_daemon_serves_and_keeps_what_is_referenced(tmp_path: Path) -> None:
         assert [c.referenced_bytes for c in listed] == [third.referenced_bytes, second.referenced_bytes, 0]
         assert all(verify(client, checkpoint).ok for checkpoint in listed)
         with pytest.raises(CheckpointHeld, match=f"referenced:{third.id}"):
-            client.delete(first, 0.0, force=True)
+            client.delete(first, 0.0)
         client.delete(second, 0.0)
         assert verify(client, third).ok
         shown = invoke("show", third.id, "--url", daemon.url)

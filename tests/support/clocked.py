@@ -49,7 +49,7 @@ class DictStore(Store):
             return True
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        return _DictWriter(self, key)
+        return self.open_replacement(key, size_hint)  # one put of all bytes
 
     def get(self, key: str) -> bytes:
         try:
@@ -78,19 +78,3 @@ class DictStore(Store):
         for key in list(keys):
             with self._lock:
                 self._objects.pop(key, None)
-
-
-class _DictWriter(ObjectWriter):
-    def __init__(self, store: DictStore, key: str) -> None:
-        self._store = store
-        self._key = key
-        self._data = bytearray()
-
-    def write(self, data: Buffer) -> None:
-        self._data += data
-
-    def commit(self) -> None:
-        self._store.put(self._key, self._data)
-
-    def abort(self) -> None:
-        pass

@@ -33,13 +33,17 @@ class Numbering:
             return new.of(self._numbers[session.id])
 
     def _begin(self, session: Session) -> int:
-        left = next(newest_first(self.run), None) if session.parent is None else None
         begun = begin_generation(self.run, session)
-        if begun.created and left is not None:
+        if begun.created and session.parent is None:
+            self._warn_of_abandoned(begun.number)
+        return begun.number
+
+    def _warn_of_abandoned(self, number: int) -> None:
+        newest = next((c for c in newest_first(self.run) if c.attempt.generation < number), None)
+        if newest is not None:
             self._warn(
-                f"run {self.run.name!r} has checkpoints, the newest is {left.id}, and this trainer restored none of "
-                f"them. From its first commit on it is the run's newest generation ({begun.number}), and all earlier "
+                f"run {self.run.name!r} has checkpoints, the newest is {newest.id}, and this trainer restored none of "
+                f"them. From its first commit on it is the run's newest generation ({number}), and all earlier "
                 "checkpoints are abandoned: they are not restored unless they are named. Restore before the first save "
                 "to continue the run, or use another run"
             )
-        return begun.number

@@ -25,9 +25,15 @@ class TrainerSession:
         self._continues = False
         """Whether it has resumed a training run, or saved."""
         self._parent: Attempt | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._session: Session | None = None
+        """Known from the first save on."""
         self._calls: Counter[int] = Counter()
-        self._saves: dict[int, HandleUpdates] = {}
+        self._committed: set[int] = set()
         self._pending: list[HandleUpdates] = []
+        """The saves that had not ended at the last call. Ended ones are released: a job may run for months."""
         self._superseded: Superseded | None = None
 
     def restored(self, checkpoint: Checkpoint, trains: bool) -> None:
@@ -41,28 +47,33 @@ class TrainerSession:
         self._restores += 1
         self._continues = trains
         self._parent = checkpoint.attempt if checkpoint.run == self._run else None
-        self._calls, self._saves, self._pending, self._superseded = Counter(), {}, [], None
+        self._begin()
 
     def new_attempt(self, agreed: str, step: int) -> NewAttempt:
         """The attempt of a call that saves `step`, even if it fails: all ranks count their calls.
 
         agreed: the ULID that the ranks agreed on.
         """
-        id = derive_ulid(agreed, "session", self._restores) if self._restores else agreed
+        if self._session is None:
+            id = derive_ulid(agreed, "session", self._restores) if self._restores else agreed
+            self._session = Session(id, self._parent)
         number = self._calls[step]
         self._calls[step] += 1
-        return NewAttempt(Session(id, self._parent), step, derive_ulid(id, step, number))
+        return NewAttempt(self._session, step, derive_ulid(self._session.id, step, number))
 
     def check(self, step: int) -> None:
         """Raises Superseded if another trainer has superseded the session, or InvalidRequest if the step was saved."""
-        for updates in self._pending:
-            if isinstance(updates.error, Superseded):
+        ended = [updates for updates in self._pending if updates.handle.done()]
+        self._pending = [updates for updates in self._pending if updates not in ended]
+        for updates in ended:
+            if updates.error is None:
+                self._committed.add(updates.handle.step)
+            elif isinstance(updates.error, Superseded):
                 self._superseded = updates.error
-        self._pending = [updates for updates in self._pending if not updates.handle.done()]
         if self._superseded is not None:
             raise self._superseded
-        before = self._saves.get(step)
-        if before is not None and before.error is None and not self._repeat_steps:
+        under_way = any(updates.handle.step == step for updates in self._pending)
+        if (under_way or step in self._committed) and not self._repeat_steps:
             raise InvalidRequest(
                 f"step {step} of run {self._run!r} was saved already, and nothing was restored since",
                 "Save each step once, or pass repeat_steps=True to the Checkpointer",
@@ -71,5 +82,4 @@ class TrainerSession:
     def saved(self, updates: HandleUpdates) -> None:
         """A save has begun."""
         self._continues = True
-        self._saves[updates.handle.step] = updates
         self._pending.append(updates)

@@ -1,4 +1,4 @@
-"""Generations: one for each session, whoever creates it; and which checkpoints are of the live lineage."""
+"""Generations: one for each session, created by any rank; and which checkpoints are of the live lineage."""
 
 from __future__ import annotations
 
