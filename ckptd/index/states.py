@@ -39,7 +39,6 @@ class BegunGeneration:
     """The attempt from which it continues; None: none."""
     readable: bool
     """False: the document is damaged, and the parent unknown."""
-    begun_at: float
     stamp: tuple[int, float] | None
     """Size and time in the listing before it was read; None if it was not listed."""
 
@@ -61,7 +60,6 @@ def write_generations(connection: Connection, run: str, begun: Sequence[BegunGen
             "number": one.number,
             "parent": one.parent,
             "readable": one.readable,
-            "begun_at": one.begun_at,
             "object_bytes": one.stamp[0] if one.stamp else None,
             "object_modified_at": one.stamp[1] if one.stamp else None,
         }
@@ -111,7 +109,7 @@ def _parent_of(connection: Connection, run: str, number: int) -> BegunGeneration
     """A generation; None if its parent is unknown."""
     c = generations.c
     row = connection.execute(select(generations).where(c.run == run, c.number == number, c.readable)).one_or_none()
-    return BegunGeneration(number, row.parent, True, row.begun_at, None) if row is not None else None
+    return BegunGeneration(number, row.parent, True, None) if row is not None else None
 
 
 def _as_read(checkpoint: Checkpoint) -> Checkpoint:

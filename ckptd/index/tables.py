@@ -68,7 +68,6 @@ generations = Table(
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("parent", String(64), comment="NULL: none"),
     Column("readable", Boolean, nullable=False, comment="Otherwise its parent is unknown"),
-    Column("begun_at", Double, nullable=False),
     *_stamp(),
 )
 

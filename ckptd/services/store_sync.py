@@ -293,7 +293,6 @@ class StoreSync:
                 number=number,
                 parent=document.parent if document is not None else None,
                 readable=document is not None,
-                begun_at=document.at if document is not None else 0.0,
                 stamp=stamp[:2] if stamp is not None else None,
             )
             for number, stamp in stamps.items()

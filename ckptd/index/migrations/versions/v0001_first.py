@@ -39,7 +39,6 @@ def _create_listings() -> None:
         sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("parent", sa.String(64)),
         sa.Column("readable", sa.Boolean, nullable=False),
-        sa.Column("begun_at", sa.Double, nullable=False),
         *_stamp(),
     )
     op.create_table(
