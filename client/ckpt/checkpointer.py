@@ -7,9 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -17,27 +16,21 @@ from typing import Any
 
 import torch
 
-from ckpt.capture.describe import describe
-from ckpt.capture.estimate import estimate_snapshot_bytes
-from ckpt.capture.fingerprint import Capturer
-from ckpt.capture.leaves import Captured
-from ckpt.capture.ownership import Unit
-from ckpt.capture.state import check_others
 from ckpt.capture.train_state import Model, Optimizers, TrainState
 from ckpt.config import Config, OnBusy, takes
-from ckpt.ranks.world import Agreement, World, meet
+from ckpt.ranks.world import World
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import check_present, release_lease
 from ckpt.restoring.tensors import load_tensors
 from ckpt.saver.budget import Budget
 from ckpt.schedule import Schedule
+from ckpt.snapshot.agreed import AgreedLayout
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.counters import Counters, LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckpt.snapshot.overlap import Overlap
 from ckpt.snapshot.request import SaveRequest, finite
 from ckpt.snapshot.session import TrainerSession
-from ckpt.snapshot.stage import SnapshotLayout
 from ckpt.snapshot.take import take_snapshot
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
@@ -64,11 +57,8 @@ class Checkpointer:
         self._pid = os.getpid()
         self._tally = LiveCounters()
         self._client: SaveClient | None = None
-        self._agreement: Agreement | None = None
+        self._agreed = AgreedLayout(self._world, config.split_replicas)
         self._session = TrainerSession(config.run_name, config.repeat_steps)
-        self._layout = SnapshotLayout.of([])
-        self._placed: object | None = None  # the sameness of captures that have this layout
-        self._capturer = Capturer()
         self._overlap: Overlap | None = None
         self._lease: str | None = None
         self._newest: SaveHandle | None = None
@@ -87,11 +77,11 @@ class Checkpointer:
         self._join()
         client.start()
         state = TrainState.of(model, optim, extras)
-        agreement = self._agree(state, partial(check_present, self._source, self.config))
+        self._agreed.agree(state, partial(check_present, self._source, self.config))
         state = state.without_others()
         self._gate(state)  # before the first step, so that its hooks are in place
-        captured = self._capture(state, agreement, grads=False)
-        client.expect(estimate_snapshot_bytes(captured, state, agreement.ownership), captured.leaves.gpu, wait=True)
+        captured, num_bytes = self._agreed.estimate(state)
+        client.expect(num_bytes, captured.leaves.gpu, wait=True)
 
     def save_async(
         self,
@@ -157,15 +147,14 @@ class Checkpointer:
         client = self._saving_client()
         self._join()
         check_step(step)
-        agreement = self._agreement or self._agree(state)
-        attempt = self._session.new_attempt(agreement.session, step)
+        attempt = self._session.new_attempt(self._agreed.session_for(state), step)
         with client.declining(attempt):
             client.start()  # replaces a client that died, so that saves work again after the error
             client.raise_failure(of_other_ranks=False)
             self._session.check(step)
-            captured = self._capture(state, agreement, grads)
-            updates = HandleUpdates(step, self._layout.num_bytes, started)
-            save = SaveRequest(attempt, captured, self._layout, finite(metrics), self._lease)
+            captured = self._agreed.capture(state, grads)
+            updates = HandleUpdates(step, self._agreed.layout.num_bytes, started)
+            save = SaveRequest(attempt, captured, self._agreed.layout, finite(metrics), self._lease)
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
         self._session.saved(updates)
         self._lease = None if taken else self._lease
@@ -316,48 +305,13 @@ class Checkpointer:
         """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
         client = self._saving_client()
         client.start()
-        if self._agreement is not None:
+        if self._agreed.session is not None:
             return
         try:
-            # Saves may be given other objects than the restore, so this is not yet what ranks agree on for them.
-            agreement = self._meet(state)
-            captured = self._capturer.capture(state, agreement.ownership, grads=False)
-            client.expect(estimate_snapshot_bytes(captured, state, agreement.ownership), captured.leaves.gpu)
+            captured, num_bytes = self._agreed.estimate(state)
+            client.expect(num_bytes, captured.leaves.gpu)
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
-
-    def _meet(self, state: TrainState, check: Callable[[], None] = lambda: None) -> Agreement:
-        world = self._world()
-
-        def described() -> dict[str, Unit]:
-            check()
-            check_others(state)
-            return describe(state, sampled=world.size > 1)
-
-        return meet(world, described, self.config.split_replicas)
-
-    def _agree(self, state: TrainState, check: Callable[[], None] = lambda: None) -> Agreement:
-        agreement = self._meet(state, check)
-        if agreement.different_buffers and self._world().rank == 0:
-            logger.warning(
-                "buffers differ between ranks, and those of the lowest rank are kept: %s",
-                ", ".join(agreement.different_buffers[:8]),
-            )
-        if self._agreement is not None:  # of another layout; the session goes on
-            agreement = replace(agreement, session=self._agreement.session)
-        self._agreement = agreement
-        return agreement
-
-    def _capture(self, state: TrainState, agreement: Agreement, grads: bool) -> Captured:
-        captured = self._capturer.capture(state, agreement.ownership, grads)
-        if captured.sameness is not None and captured.sameness is self._placed:
-            return captured
-        if captured.leaves.slices != self._layout.slices:
-            # Optimizer state appears with the first step; anything else is for all ranks to agree on.
-            agreement.ownership.check(describe(state, sampled=False))
-            self._layout = SnapshotLayout.of(captured.leaves.slices)
-        self._placed = captured.sameness
-        return captured
 
     def _gate(self, state: TrainState) -> Overlap | None:
         if state.optimizers and self.config.overlap and self._overlap is None:

@@ -115,8 +115,8 @@ def _kill_saver(checkpointer: Checkpointer, model: Any, optim: Any, step: int, s
 
 
 def _block_shard(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
-    assert checkpointer._agreement is not None
-    session = checkpointer._agreement.session
+    session = checkpointer._agreed.session
+    assert session is not None
     attempt = Attempt(step, derive_ulid(session, step, 0), generation=1)
     if dist.get_rank() == 1:
         (store / RunKeys(RUN).shard(attempt, names.shard_name(1))).mkdir(parents=True)

@@ -1,0 +1,96 @@
+"""What the ranks agreed on before the first save: who writes what, and where it lies in this rank's slots."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckpt.capture.describe import describe
+from ckpt.capture.estimate import estimate_snapshot_bytes
+from ckpt.capture.fingerprint import Capturer
+from ckpt.capture.leaves import Captured
+from ckpt.capture.ownership import Unit
+from ckpt.capture.state import check_others
+from ckpt.capture.train_state import TrainState
+from ckpt.ranks.world import Agreement, World, meet
+from ckpt.snapshot.stage import SnapshotLayout
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 8
+
+
+class AgreedLayout:
+    """The agreement of all ranks on one run's saves, and captures that keep to it. Used by the training thread."""
+
+    def __init__(self, world: Callable[[], World], split_replicas: bool) -> None:
+        self._world = world
+        self._split_replicas = split_replicas
+        self._agreement: Agreement | None = None
+        self._capturer = Capturer()
+        self._placed: object | None = None  # the sameness of captures that have this layout
+        self.layout = SnapshotLayout.of([])
+        """Where the leaves of the last capture lie."""
+
+    @property
+    def session(self) -> str | None:
+        """The session of all ranks; None before they have agreed."""
+        return None if self._agreement is None else self._agreement.session
+
+    def session_for(self, state: TrainState) -> str:
+        """The session of all ranks. They agree first if they have not: then this is a collective."""
+        return (self._agreement or self.agree(state)).session
+
+    def agree(self, state: TrainState, check: Callable[[], None] = lambda: None) -> Agreement:
+        """Agree on the owners of this state, again if the ranks had agreed. A collective of all ranks.
+
+        Raises the first error of any rank's `check` or description, UnsupportedObject or RankLost, on every rank.
+        """
+        agreement = self._meet(state, check)
+        if agreement.different_buffers and self._world().rank == 0:
+            logger.warning(
+                "buffers differ between ranks, and those of the lowest rank are kept: %s",
+                ", ".join(agreement.different_buffers[:_SHOWN]),
+            )
+        if self._agreement is not None:  # of another layout; the session goes on
+            agreement = replace(agreement, session=self._agreement.session)
+        self._agreement = agreement
+        return agreement
+
+    def capture(self, state: TrainState, grads: bool) -> Captured:
+        """What this rank saves of the state, and its `layout`. Raises UnsupportedObject or LayoutChanged."""
+        assert self._agreement is not None
+        ownership = self._agreement.ownership
+        captured = self._capturer.capture(state, ownership, grads)
+        if captured.sameness is not None and captured.sameness is self._placed:
+            return captured
+        if captured.leaves.slices != self.layout.slices:
+            # Optimizer state appears with the first step; anything else is for all ranks to agree on.
+            ownership.check(describe(state, sampled=False))
+            self.layout = SnapshotLayout.of(captured.leaves.slices)
+        self._placed = captured.sameness
+        return captured
+
+    def estimate(self, state: TrainState) -> tuple[Captured, int]:
+        """A capture of the state for the agreement, and the bytes of its snapshots.
+
+        Without an agreement the ranks meet for it, as a collective, and agree on nothing: saves may be given other
+        objects.
+        """
+        if self._agreement is None:
+            ownership = self._meet(state, lambda: None).ownership
+            captured = self._capturer.capture(state, ownership, grads=False)
+        else:
+            ownership, captured = self._agreement.ownership, self.capture(state, grads=False)
+        return captured, estimate_snapshot_bytes(captured, state, ownership)
+
+    def _meet(self, state: TrainState, check: Callable[[], None]) -> Agreement:
+        world = self._world()
+
+        def described() -> dict[str, Unit]:
+            check()
+            check_others(state)
+            return describe(state, sampled=world.size > 1)
+
+        return meet(world, described, self._split_replicas)
