@@ -15,8 +15,9 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.snapshot import overlap
+from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import ChangeGuard
-from ckpt.snapshot.overlap import Overlap
+from ckpt.snapshot.overlap import Overlap, PendingCopy
 from ckpt.snapshot.transfer import Transfer
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
@@ -40,8 +41,10 @@ class Brake:
 @contextmanager
 def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator[Brake]:
     """Copies wait to be released; with `release_at_gate`, until an optimizer waits for them. Of any size, unless
-    `small_bytes` is how small those are that do not wait."""
-    brake, copy, before_step = Brake(), Transfer.copy, Overlap.before_step
+    `small_bytes` is how small those are that do not wait. On exit, all copies that began are complete: a later brake
+    must not hold them."""
+    brake, copy, before_step, begin = Brake(), Transfer.copy, Overlap.before_step, Overlap.begin
+    begun: list[PendingCopy] = []
 
     def held_copy(transfer: Transfer, guard: ChangeGuard) -> None:
         assert brake.released.wait(_PATIENCE_S)
@@ -54,8 +57,13 @@ def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator
             brake.released.set()
         before_step(self, optimizer)
 
+    def seen_begin(self: Overlap, client: SaveClient, pending: PendingCopy) -> None:
+        begin(self, client, pending)
+        begun.append(pending)
+
     with (
         patch.object(Transfer, "copy", held_copy),
+        patch.object(Overlap, "begin", seen_begin),
         patch.object(Overlap, "before_step", seen_before_step),
         patch.object(overlap, "_SMALL_BYTES", small_bytes),
     ):
@@ -63,6 +71,8 @@ def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator
             yield brake
         finally:
             brake.released.set()
+            for pending in begun:
+                assert pending.copied.wait(_PATIENCE_S)
 
 
 def stored_alike(store: str, layout: str) -> dict[str, Any]:

@@ -291,6 +291,7 @@ def test_frozen_parameters_overlap_once_they_were_seen_to_stay(tmp_path: Path) -
                     optim.step()
         assert later[:3] == [{"model/adapter.weight", "model/adapter.bias"}] * 3
         assert later[3:] == [{"model/adapter.weight", "model/adapter.bias", "model/base.weight"}] * 2
+        checkpointer.wait()
         for step, average in zip((0, 1, 10, 20, 30), averages, strict=True):
             assert torch.equal(checkpointer.load(step, "model/average.weight")["model/average.weight"], average)
 
