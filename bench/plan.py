@@ -22,6 +22,7 @@ from bench.report import Goal, Report
 from ckptstore import names
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, Chunks, Content, Entries, Manifest, ReceiptRef, Shard, Slices
+from ckptstore.format.layouts import rows_of
 from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import pack_manifest, parse_manifest
 from ckptstore.format.planning import plan_reads
@@ -94,7 +95,7 @@ def plan(path: Path, ranks: int) -> dict[str, float]:
     wants = [
         Want(name, (first, *(0 for _ in shape[1:]), rows, *shape[1:]), name)
         for name, shape in zip(content.entries.name, content.entries.shape, strict=True)
-        for first, rows in [even_part(shape[0], ranks // 2, READER % (ranks // 2))]
+        for first, rows in [rows_of(shape[0], READER % (ranks // 2), ranks // 2)]
     ]
     reads = plan_reads(content, wants)
     planned = time.process_time()
@@ -107,13 +108,6 @@ def plan(path: Path, ranks: int) -> dict[str, float]:
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "fetched_over_needed": sum(read.bytes for read in reads) / needed,
     }
-
-
-def even_part(size: int, parts: int, number: int) -> tuple[int, int]:
-    """First row and rows of a part, as torch cuts a dimension."""
-    step = -(-size // parts)
-    first = min(step * number, size)
-    return first, min(step, size - first)
 
 
 def made_up(ranks: int) -> Manifest:
@@ -153,7 +147,7 @@ def slices_of(rank: int, ranks: int) -> list[Row]:
     rows: list[Row] = []
     at = 0
     for entry, shape in enumerate(SHAPES):
-        first, count = even_part(shape[0], ranks, rank)
+        first, count = rows_of(shape[0], rank, ranks)
         size = int(np.prod([count, *shape[1:]])) * ITEM
         if size:
             rows.append((entry, at, size, (first, *(0 for _ in shape[1:]), count, *shape[1:])))

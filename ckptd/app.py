@@ -16,7 +16,8 @@ from fastapi.routing import APIRoute
 from ckptapi import bodies
 from ckptd.api import changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
-from ckptd.housekeeping.gauges import EventMetrics, Gauges
+from ckptd.housekeeping.drilling import Driller
+from ckptd.housekeeping.gauges import DrillGauges, EventMetrics, Gauges
 from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
 from ckptd.housekeeping.orphans import OrphanCollector
@@ -189,16 +190,19 @@ def _serving(core: _Core, services: Services) -> list[_Background]:
 
 def _housekeeping(core: _Core) -> list[_Background]:
     """Background work of the leader."""
+    led = core.leadership.leads
     settings, store, metrics, clock = core.settings, core.leader_store, core.metrics, core.clock
     recovery = Recovery(store, clock, settings.commit_grace_seconds)
     recovery_loop = RecoveryLoop(store, core.index, recovery, metrics, clock, core.store_sync.notify)
     collector = OrphanCollector(store, metrics, clock, settings.orphan_grace_seconds)
     policies = PolicyLoop(store, core.index, core.pruning(store), metrics, clock)
     scrub_s = settings.scrub_days * 24 * 3600
-    scrubber = Scrubber(store, core.store_sync, metrics, clock, scrub_s, settings.scrub_bytes_per_second)
+    drill_s, ranks = settings.drill_hours * 3600, settings.drill_rank_counts
+    driller = Driller(store, core.store_sync, metrics, clock, drill_s, scrub_s, ranks)
+    scrubber = Scrubber(store, core.store_sync, metrics, clock, scrub_s, settings.scrub_bytes_per_second, driller)
+    metrics.registry.register(DrillGauges(lambda: driller.last() if led() else {}))
     led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))
     restore_leases = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
-    led = core.leadership.leads
     metrics.orphan_bytes.set_function(lambda: collector.waste().orphans if led() else 0)
     metrics.tombstoned_bytes.set_function(lambda: collector.waste().tombstoned if led() else 0)
     return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -14,6 +14,7 @@ from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
 from ckptstore.clock import Clock
 from ckptstore.errors import IndexUnavailable
+from ckptstore.format.records import Drill
 
 
 class Gauges(Collector):
@@ -56,6 +57,33 @@ class Gauges(Collector):
         for state, number in num_restores.items():
             restores.add_metric([state], number)
         yield from (age, step, count, stored, restores)
+
+
+class DrillGauges(Collector):
+    """The last restore drill of each run; no series if the daemon is not the leader."""
+
+    def __init__(self, last: Callable[[], Mapping[str, Drill]]) -> None:
+        self._last = last
+
+    def describe(self) -> list[Metric]:
+        """Empty: there are no series before the first drill."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """From memory: the store is not read."""
+        at = GaugeMetricFamily(
+            "ckptd_last_drill_timestamp_seconds", "When a checkpoint of the run was last drilled.", labels=["run"]
+        )
+        estimate = GaugeMetricFamily(
+            "ckptd_drill_restore_seconds",
+            "Estimated duration of a restore, if each rank reads as fast as the drill did.",
+            labels=["run", "ranks"],
+        )
+        for run, drill in self._last().items():
+            at.add_metric([run], drill.at)
+            for layout in drill.layouts:
+                estimate.add_metric([run, str(layout.ranks)], layout.restore_s)
+        yield from (at, estimate)
 
 
 class EventMetrics:

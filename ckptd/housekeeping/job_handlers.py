@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from ckptapi.bodies import ChunkBody, CollectJob, HealJob, VerifyJob
+from ckptapi.bodies import ChunkBody, CollectJob, DrillBody, DrillJob, HealJob, VerifyJob
 from ckptd.services.jobs import JobHandler, JobProgress
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
@@ -17,6 +18,7 @@ from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, check_run
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.deletion import CollectReport
+from ckptstore.retention.drilling import drill
 from ckptstore.retention.scrubbing import confirm_damage, scrub
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -45,6 +47,7 @@ class JobHandlers:
         return {
             VerifyJob: self.verify,
             HealJob: self.heal,
+            DrillJob: self.drill,
             CollectJob: self.collect,
         }
 
@@ -82,6 +85,29 @@ class JobHandlers:
                 corrupt.append(found.checkpoint.id)
             self._store_sync.sync_run(found.checkpoint.run)
         return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}, healed
+
+    def drill(self, request: DrillJob, progress: JobProgress) -> dict[str, Any]:
+        """Prove that checkpoints restore on so many ranks; those that do not are marked corrupt."""
+        chosen = self._drilled(request)
+        progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
+        drills = []
+        for checkpoint in chosen:
+            run = Run(self._store, checkpoint.run, self._clock, progress.by)
+            done = drill(run, checkpoint, request.ranks, progress.advance)
+            if done is None:
+                progress.log(f"{checkpoint.id} was deleted in the meantime")
+                continue
+            drills.append(DrillBody.of(run.name, done))
+            progress.log(f"{checkpoint.id} {'; '.join(done.problems[:5]) or 'ok'}")
+            self._store_sync.sync_run(checkpoint.run)
+        num_failed = sum(not body.ok for body in drills)
+        return {"drills": msgspec.to_builtins(drills[:100]), "num_drilled": len(drills), "num_failed": num_failed}
+
+    def _drilled(self, request: DrillJob) -> list[Checkpoint]:
+        if request.checkpoint is not None:
+            return [catalog.find(self._store, Reference.parse(request.checkpoint))]
+        runs = (Run(self._store, run) for run in self._runs(request.run))
+        return [c for run in runs for c in islice(catalog.newest_first(run), 1)]
 
     def _confirm(self, checkpoint: Checkpoint, chunks: list[ChunkBody], progress: JobProgress) -> dict[str, Any]:
         run = Run(self._store, checkpoint.run, self._clock, progress.by)

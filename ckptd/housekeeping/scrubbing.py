@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 
+from ckptd.housekeeping.drilling import Driller
 from ckptd.metrics import Metrics
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
@@ -31,27 +32,33 @@ class Scrubber:
         clock: Clock,
         every_s: float,
         bytes_per_s: float,
+        driller: Driller,
     ) -> None:
-        """every_s: a checkpoint is due this long after it last passed verification; 0 disables scrubbing."""
+        """every_s: a checkpoint is due this long after it last passed verification; 0 disables scrubbing. driller: its
+        drills come first, and count as verifications."""
         self._store = store
         self._store_sync = store_sync
         self._metrics = metrics
         self._clock = clock
         self._every_s = every_s
         self._throttle = RateLimiter(bytes_per_s, clock, time.sleep)
+        self._driller = driller
         self._queue: deque[Checkpoint] = deque()
         self._checked = VerifiedChunks()
         self._listed_at = float("-inf")
 
     def run_once(self) -> None:
-        """Verify the checkpoint that is most overdue. Never raises CkptError: a failure is retried."""
-        if not self._every_s:
-            return
+        """Drill or verify the checkpoint that is most overdue. Never raises CkptError: a failure is retried."""
         try:
-            self._scrub_next()
+            if self._driller.run_once(self._throttle):
+                self._queue.clear()  # what was drilled is not due any more
+                self._listed_at = float("-inf")
+            elif self._every_s:
+                self._scrub_next()
         except LeadershipLost as error:
             _LOG.warning("leaving the scrub to another daemon: %s", error)
             self._queue.clear()
+            self._driller.forget()
         except CkptError as error:
             _LOG.warning("cannot scrub: %s", error)
             self._metrics.store_errors.labels("scrub", error.code).inc()

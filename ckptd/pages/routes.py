@@ -136,6 +136,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         all_states=tuple(State),
         most=MOST_CHECKPOINTS,
         policy=kept.policy if kept else None,
+        drill=kept.drill if kept else None,
         known=kept is not None,
     )
 

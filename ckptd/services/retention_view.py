@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.format.records import Policy
-from ckptstore.names import Attempt
+from ckptstore.errors import NoCheckpoint
+from ckptstore.format.records import Drill, Policy
+from ckptstore.names import Attempt, check_run
+from ckptstore.retention.drilling import last_drill
 from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
 from ckptstore.retention.scrubbing import verified_at
@@ -25,6 +27,8 @@ class RetentionView:
     holds: Holds
     verified: Mapping[Attempt, float]
     """When each attempt last passed verification, by the store's clock."""
+    drill: Drill | None
+    """The last restore drill of the run."""
     now: float
 
     def evaluate(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[KeepDecision]:
@@ -54,5 +58,16 @@ class RetentionViews:
             policy=policy_for(in_force.policies, run) if in_force is not None else None,
             holds=active_holds(named),
             verified=verified_at(named),
+            drill=last_drill(named),
             now=self._clock(),
         )
+
+    def last_drill(self, run: str) -> Drill:
+        """The last restore drill of a run. Raises NoCheckpoint if there was none."""
+        found = last_drill(Run(self._store, check_run(run), self._clock))
+        if found is None:
+            raise NoCheckpoint(
+                f"no checkpoint of run {run!r} was drilled",
+                f"ckptctl drill {run} does it, ckptd --drill-hours repeats it",
+            )
+        return found

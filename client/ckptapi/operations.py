@@ -186,6 +186,10 @@ class Operations(Connection):
         query = {"run": run} if run is not None else {}
         return self._json("GET", bodies.ATTEMPTS, bodies.AttemptsBody, params=query).items
 
+    def last_drill(self, run: str) -> bodies.DrillBody:
+        """The last restore drill of a run. Raises NoCheckpoint if there was none."""
+        return self._json("GET", bodies.DRILLS, bodies.DrillBody, params={"run": run})
+
     def probe(self) -> StoreReport:
         """Run the daemon's check of its store."""
         return self._json("POST", bodies.PROBE, StoreReport, timeout=300)

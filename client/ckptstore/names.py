@@ -228,6 +228,11 @@ class RunKeys:
         return f"{self.run}/quarantine/"
 
     @property
+    def drills(self) -> str:
+        """Prefix of the records of restore drills."""
+        return f"{self.run}/drills/"
+
+    @property
     def audit(self) -> str:
         """Prefix of the audit log."""
         return f"{self.run}/audit/"
@@ -271,6 +276,10 @@ class RunKeys:
     def quarantine_record(self, attempt: Attempt) -> str:
         """The record that a scrub or a restore found a checkpoint damaged."""
         return f"{self.quarantine}{attempt}.json"
+
+    def drill(self, attempt: Attempt) -> str:
+        """The record of the last restore drill of a checkpoint."""
+        return f"{self.drills}{attempt}.json"
 
     def attempt(self, attempt: Attempt) -> str:
         """Prefix of everything an attempt writes before its outcome."""

@@ -22,9 +22,12 @@ from ckptapi.bodies.checkpoints import (
 from ckptapi.bodies.decisions import DECISIONS, DecisionBody, DecisionRequest
 from ckptapi.bodies.events import EVENT_STREAM, EVENTS, GAP, MAX_EVENTS, OPEN, EventBody, EventKind, EventsBody
 from ckptapi.bodies.jobs import (
+    DRILLS,
     JOBS,
     ChunkBody,
     CollectJob,
+    DrillBody,
+    DrillJob,
     HealJob,
     JobBody,
     JobRequest,
@@ -88,6 +91,7 @@ __all__ = [
     "CHECKPOINTS",
     "DECISIONS",
     "DELETED",
+    "DRILLS",
     "EVENTS",
     "EVENT_STREAM",
     "GAP",
@@ -122,6 +126,8 @@ __all__ = [
     "DecisionBody",
     "DecisionRequest",
     "DeletedListBody",
+    "DrillBody",
+    "DrillJob",
     "EntriesBody",
     "EntryBody",
     "EventBody",

@@ -233,6 +233,13 @@ def check_chunk(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) ->
         raise _checksum_error(checkpoint, chunk)
 
 
+def check_decoded(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) -> None:
+    """As check_chunk, and raises CorruptObject unless the bytes can be decoded."""
+    check_chunk(checkpoint, chunk, stored)
+    if chunk.codec != RAW:
+        _decode(checkpoint, chunk, stored, np.empty(chunk.raw, np.uint8).data)
+
+
 def place_chunk(
     checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, buffers: Buffers, scratch: Scratch | None = None
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,6 +14,9 @@ from ckptstore.format.planning import ChunkRead, ShardRead, check_cover, plan_al
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, fetch_stored
 from ckptstore.reading.source import Source, read_manifest, read_receipt
+
+ChunkCheck = Callable[[Checkpoint, ChunkRead, memoryview], None]
+"""Checks the stored bytes of a chunk; raises Damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,10 @@ class VerifiedChunks:
         if read.attempt is not None or (checkpoint.run, checkpoint.attempt) in self.referenced:
             self._found.add(_identity(checkpoint, read))
 
+    def add_all(self, checkpoint: Checkpoint, reads: Iterable[ChunkRead]) -> None:
+        """Record that chunks are intact, even if no other checkpoint needs them."""
+        self._found.update(_identity(checkpoint, read) for read in reads)
+
 
 def _identity(checkpoint: Checkpoint, read: ChunkRead) -> bytes:
     """A hash of the chunk's place and checksum."""
@@ -67,12 +74,14 @@ def verify(
     checked: VerifiedChunks | None = None,
     throttle: Progress = lambda _: None,
     only: Collection[tuple[str, int]] | None = None,
+    check: ChunkCheck = check_chunk,
 ) -> Verification:
     """Read and check every document and chunk of a checkpoint; continues after a problem, to report all of them.
 
     progress is called with the number of stored bytes checked. checked: chunks that are not read again. throttle is
     called with the number of bytes read, and may block. only: shard and number of the chunks to check; None: all. All
-    documents are checked in any case. Raises Unavailable, which is not a finding.
+    documents are checked in any case. check: raises Damaged for a damaged chunk. Raises Unavailable, which is not a
+    finding.
     """
     if checkpoint.state is State.CORRUPT:
         return Verification(checkpoint, 0, 0, (checkpoint.problem,))
@@ -90,10 +99,10 @@ def verify(
         with lock:
             problems.append(str(error))
 
-    def check(read: ChunkRead) -> None:
+    def examine(read: ChunkRead) -> None:
         if (checkpoint, read) not in known:
             try:
-                check_chunk(checkpoint, read, fetch_stored(source, checkpoint, ShardRead((read,))))
+                check(checkpoint, read, fetch_stored(source, checkpoint, ShardRead((read,))))
                 known.add(checkpoint, read)
             except (Damaged, ObjectMissing) as error:
                 note(error)
@@ -107,7 +116,7 @@ def verify(
         except (Damaged, ObjectMissing) as error:
             note(error)
     reads = [read for read in plan_all(manifest.content) if only is None or (read.shard, read.index) in only]
-    _each(reads, check, threads)
+    _each(reads, examine, threads)
     stored_bytes = sum(read.stored for read in reads)
     return Verification(checkpoint, len(reads), stored_bytes, tuple(sorted(problems)), tuple(damaged))
 

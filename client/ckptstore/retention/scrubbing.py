@@ -92,7 +92,7 @@ def scrub(
     checked = checked or VerifiedChunks()
     for checkpoint in checkpoints:
         run = Run(store, checkpoint.run, clock, by)
-        with _leased(run, checkpoint) as is_held:
+        with leased(run, checkpoint) as is_held:
             if not is_held:
                 continue
             # Ignore an earlier finding and verify again. An unreadable outcome is itself a finding.
@@ -116,7 +116,7 @@ def confirm_damage(
     the cause. Nothing is recorded if no problem is found, because most chunks were not read. Returns None if the
     checkpoint is being deleted. Raises Unavailable, which is not a finding.
     """
-    with _leased(run, checkpoint) as is_held:
+    with leased(run, checkpoint) as is_held:
         if not is_held:
             return None
         result = verify(StoreSource(run.store, run.clock), checkpoint, progress, only=chunks)
@@ -126,7 +126,7 @@ def confirm_damage(
 
 
 @contextmanager
-def _leased(run: Run, checkpoint: Checkpoint) -> Iterator[bool]:
+def leased(run: Run, checkpoint: Checkpoint) -> Iterator[bool]:
     """Protect a checkpoint while it is read; False if it is being deleted."""
     try:
         lease = take_lease(run, checkpoint.attempt, f"scrub by {run.by}", _LEASE_S)

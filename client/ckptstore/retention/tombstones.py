@@ -290,6 +290,7 @@ def _delete(run: Run, attempt: Attempt) -> int:
             *(run.keys.labels_version(attempt, version) for version in label_versions(run).get(attempt, ())),
             run.keys.verified_record(attempt),
             run.keys.quarantine_record(attempt),
+            run.keys.drill(attempt),
             run.keys.outcome(attempt),
         ]
     )

@@ -10,6 +10,8 @@ from ckptstore.format.parsing import manifest_bytes, seal
 from ckptstore.format.records import (
     Action,
     AuditRecord,
+    Drill,
+    DrilledLayout,
     Fate,
     Finding,
     Override,
@@ -30,6 +32,12 @@ KEY = "somewhere/document"
 _GENERATION = Generation(
     format=FORMAT, kind="generation", run="gpt", number=2, session=ATTEMPT.ulid, parent=str(ATTEMPT), by="me", at=1.0
 )
+
+
+_DRILL = Drill(
+    format=FORMAT, kind="drill", attempt=str(ATTEMPT), at=1.0, by="me", drill_s=2.0, stored_bytes=9, bytes_per_s=4.5,
+    layouts=[DrilledLayout(ranks=1, busiest_bytes=9, read_bytes=9, restore_s=2.5, shared_s=2.5)], problems=[],
+)  # fmt: skip
 
 
 def _samples() -> dict[str, bytes]:
@@ -64,6 +72,7 @@ def _samples() -> dict[str, bytes]:
                 problems=["a chunk is damaged"],
             )
         ),
+        "drill": seal(_DRILL),
         "audit": seal(
             AuditRecord(
                 format=FORMAT, kind="audit", action=Action.DELETE, attempts=[str(ATTEMPT)], by="me", at=1.0, reason=""
@@ -87,5 +96,5 @@ def _samples() -> dict[str, bytes]:
 SAMPLES = _samples()
 KINDS: dict[str, Any] = {
     "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
-    "generation": Generation, "finding": Finding, "audit": AuditRecord, "policies": PoliciesVersion,
+    "generation": Generation, "finding": Finding, "drill": Drill, "audit": AuditRecord, "policies": PoliciesVersion,
 }  # fmt: skip

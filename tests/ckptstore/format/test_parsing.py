@@ -106,7 +106,8 @@ def test_every_place_with_every_wrong_value(kind: str) -> None:
     assert {path[-1] for path in accepted if isinstance(path[-1], str)} <= {
         "created_at", "at", "nonce", "by", "reason", "holder", "expires_at", "bytes", "world_size", "aliases",
         "raw_bytes", "stored_bytes", "num_entries", "num_shards", "committed", "grace_s", "name", "tombstone", "swept",
-        "num_chunks", "problems", "attempts", "version", "parent",
+        "num_chunks", "problems", "attempts", "version", "parent", "drill_s", "bytes_per_s", "layouts", "ranks",
+        "busiest_bytes", "read_bytes", "restore_s", "shared_s",
     }, accepted  # fmt: skip
 
 

@@ -1,0 +1,196 @@
+"""Restore drills: proof that a checkpoint restores on N ranks, and an estimate of how long that takes.
+
+A drill plans the restore of every rank, restores a part at full speed into memory as a trainer would, and reads, checks
+and decodes all other chunks once, at the rate of the scrub. It is a scrub as well: its finding is recorded as one, so a
+checkpoint that fails is listed as corrupt. docs/decisions/0031 explains the estimate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptstore import names
+from ckptstore.commits.catalog import Checkpoint, State, latest
+from ckptstore.errors import CorruptObject, Damaged, InvalidName, NoCheckpoint, ObjectMissing
+from ckptstore.format.documents import FORMAT, Content
+from ckptstore.format.layouts import LayoutPlan, plan_layout, plan_rank, rows_of
+from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.planning import ShardRead, entry_bytes
+from ckptstore.format.records import Drill, DrilledLayout
+from ckptstore.names import Attempt
+from ckptstore.reading.fetch import Progress, check_decoded, fetch
+from ckptstore.reading.source import StoreSource, read_local, read_manifest
+from ckptstore.reading.verify import Verification, VerifiedChunks, verify
+from ckptstore.retention.scrubbing import leased, record_finding
+from ckptstore.run import Run
+
+SAMPLE_BYTES = 256 << 20
+"""Decoded bytes that are restored at full speed into memory, at most."""
+MAX_RANKS = 16_384
+"""Largest number of ranks to plan for: each takes a millisecond or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The restore of one rank at full speed."""
+
+    open_s: float
+    """Reading and parsing the documents."""
+    read_s: float
+    """Reading, checking, decoding and placing."""
+    reads: Sequence[ShardRead]
+
+    @property
+    def bytes(self) -> int:
+        """Stored bytes, with gaps."""
+        return sum(read.bytes for read in self.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """The plan for a number of ranks."""
+
+    plan: LayoutPlan
+    rank_s: float
+    """Time to plan one rank, on average."""
+
+    @classmethod
+    def of(cls, content: Content, ranks: int) -> _Timed:
+        """Plan for all of them."""
+        began = time.perf_counter()
+        plan = plan_layout(content, ranks)
+        return cls(plan, (time.perf_counter() - began) / ranks)
+
+
+def drill(
+    run: Run,
+    checkpoint: Checkpoint,
+    ranks: Iterable[int] = (),
+    progress: Progress = lambda _: None,
+    throttle: Progress = lambda _: None,
+    checked: VerifiedChunks | None = None,
+) -> Drill | None:
+    """Drill a checkpoint and record the result; durable on return. None if it is being deleted.
+
+    ranks: numbers of ranks to plan for, in addition to that of the checkpoint. progress, throttle, checked: as for a
+    scrub. Raises Unavailable, which is no result; then nothing is recorded.
+    """
+    began = time.perf_counter()
+    source = StoreSource(run.store, run.clock)
+    known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
+    checked = checked or VerifiedChunks()
+    with leased(run, checkpoint) as is_held:
+        if not is_held:
+            return None
+        sample, layouts, problem = _rehearse(source, known, sorted({*ranks, max(1, known.world_size)}))
+        if sample is not None:
+            checked.add_all(known, (chunk for read in sample.reads for chunk in read.chunks))
+            throttle(sample.bytes)
+        result = verify(source, known, progress, checked=checked, throttle=throttle, check=check_decoded)
+        if result.ok and problem:
+            result = replace(result, problems=(problem,))
+        record_finding(run, result)
+    done = _result(run, result, time.perf_counter() - began, sample, layouts if result.ok else [])
+    _record(run, done)
+    return done
+
+
+def _rehearse(
+    source: StoreSource, checkpoint: Checkpoint, ranks: Sequence[int]
+) -> tuple[_Sample | None, list[_Timed], str]:
+    """A sample, the plans by number of ranks, and the problem. A failed restore is repeated once: a read may fail."""
+    problem = ""
+    for _ in range(2):
+        try:
+            sample, content = _restore_sample(source, checkpoint)
+            return sample, [_Timed.of(content, number) for number in ranks], ""
+        except (Damaged, ObjectMissing) as error:
+            problem = str(error)
+    return None, [], problem
+
+
+def _restore_sample(source: StoreSource, checkpoint: Checkpoint) -> tuple[_Sample, Content]:
+    """Restore the middle one of so many ranks that its part has SAMPLE_BYTES at most, apart from shared entries."""
+    if checkpoint.state is State.CORRUPT:
+        raise CorruptObject(checkpoint.problem)
+    began = time.perf_counter()
+    manifest = read_manifest(source, checkpoint)
+    read_local(source, checkpoint, manifest, 0)
+    opened = time.perf_counter()
+    content = manifest.content
+    shares = max(1, -(-sum(entry_bytes(content).values()) // SAMPLE_BYTES))
+    reads = plan_rank(content, shares // 2, shares)
+    buffers = _buffers(content, shares // 2, shares)
+    planned = time.perf_counter()
+    fetch(source, checkpoint, reads, buffers)
+    return _Sample(opened - began, time.perf_counter() - planned, reads), content
+
+
+def _buffers(content: Content, rank: int, ranks: int) -> dict[str, memoryview]:
+    found = {}
+    for (name, size), shape in zip(entry_bytes(content).items(), content.entries.shape, strict=True):
+        if shape and shape[0]:
+            size = size // shape[0] * rows_of(shape[0], rank, ranks)[1]
+        found[name] = np.empty(size, np.uint8).data
+    return found
+
+
+def _result(run: Run, result: Verification, drill_s: float, sample: _Sample | None, layouts: Sequence[_Timed]) -> Drill:
+    return Drill(
+        format=FORMAT, kind="drill", attempt=str(result.checkpoint.attempt), at=run.clock(), by=run.by, drill_s=drill_s,
+        stored_bytes=result.stored_bytes,
+        bytes_per_s=sample.bytes / sample.read_s if sample is not None and sample.bytes else 0.0,
+        layouts=[_estimate(timed, sample) for timed in layouts if sample is not None],
+        problems=list(result.problems),
+    )  # fmt: skip
+
+
+def _estimate(timed: _Timed, sample: _Sample) -> DrilledLayout:
+    """The time of a restore by its longest rank: opening, planning, then reading at the speed of the sample."""
+    plan, byte_s = timed.plan, sample.read_s / max(1, sample.bytes)
+    begin_s = sample.open_s + timed.rank_s
+    return DrilledLayout(
+        ranks=plan.ranks,
+        busiest_bytes=plan.busiest_bytes,
+        read_bytes=plan.read_bytes,
+        restore_s=begin_s + plan.busiest_bytes * byte_s,
+        shared_s=begin_s + plan.read_bytes * byte_s,
+    )
+
+
+def _record(run: Run, done: Drill) -> None:
+    """Keep the newest drill of a run; earlier ones are removed."""
+    key = run.keys.drill(Attempt.parse(done.attempt))
+    run.store.put(key, seal(done))
+    run.store.delete_many([info.key for info in list(run.store.list(run.keys.drills)) if info.key != key])
+
+
+def last_drill(run: Run) -> Drill | None:
+    """The newest drill of a run; None if there was none, or its record is damaged. Raises Unavailable."""
+    listed = sorted(run.store.list(run.keys.drills), key=lambda info: info.modified_at, reverse=True)
+    for info in listed:
+        try:
+            names.attempt_and_name(info.key)
+            return parse_sealed(run.store.get(info.key), Drill, run.store.object_url(info.key))
+        except (Damaged, InvalidName, ObjectMissing):
+            continue
+    return None
+
+
+def due_for_drill(run: Run, every_s: float, again_s: float) -> tuple[Checkpoint | None, Drill | None]:
+    """The newest checkpoint of a run if it is due, and the last drill of the run.
+
+    every_s: seconds between drills while the run goes on. again_s: seconds between drills of the same checkpoint.
+    """
+    last = last_drill(run)
+    try:
+        newest = latest(run)
+    except NoCheckpoint:
+        return None, last
+    wait_s = again_s if last is not None and last.attempt == str(newest.attempt) else every_s
+    due = last is None or bool(last.problems) or run.clock() - last.at >= wait_s
+    return newest if due else None, last
