@@ -3,6 +3,7 @@
     import ckpt
 
     ckpt.init("file:///mnt/ckpts", run="gpt-small")
+    loader = ckpt.data.resumable(DataLoader(...))
     restored = ckpt.restore(model, optim, scheduler=sched, loader=loader)
     ...
     ckpt.save_async(model, optim, step, scheduler=sched, loader=loader)
@@ -19,6 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt import data
     from ckpt.checkpointer import Checkpointer
     from ckpt.default import close, every, init, latest, load, prepare, restore, save, save_async, wait
     from ckpt.restoring.pipeline import Restored
@@ -38,6 +40,7 @@ __all__ = [
     "Schedule",
     "Timings",
     "close",
+    "data",
     "every",
     "init",
     "latest",
@@ -64,6 +67,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    if name == "data":
+        return import_module("ckpt.data")
     return getattr(import_module(_HOME.get(name, "ckpt.default")), name)
 
 

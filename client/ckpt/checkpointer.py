@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ckpt.capture.forgotten import warn_of_forgotten
 from ckpt.capture.train_state import Model, Optimizers, TrainState
 from ckpt.config import Config, OnBusy, takes
 from ckpt.ranks.world import World
@@ -157,6 +158,8 @@ class Checkpointer:
             save = SaveRequest(attempt, captured, self._agreed.layout, finite(metrics), self._lease)
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
         self._session.saved(updates)
+        if self._newest is None:
+            warn_of_forgotten(state)
         self._lease = None if taken else self._lease
         self._newest = handle = updates.handle
         updates.measure(blocked_s=time.perf_counter() - started)
@@ -171,6 +174,7 @@ class Checkpointer:
         *,
         checkpoint: str | int | None = None,
         strict: bool = True,
+        rng: bool = True,
         **extras: Any,
     ) -> Restored | None:
         """Restore a checkpoint into the objects, in place; None if the run has none yet.
@@ -178,6 +182,8 @@ class Checkpointer:
         checkpoint: a step or an id; by default the newest, or the one before it if the newest turns out
         to be corrupt (`Restored.skipped` lists it). strict: every tensor and every keyword must be in the
         checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported.
+        rng: put random state back, last, and once more when a `ckpt.data.resumable` loader in mid-epoch has reached its
+        position. With rng=False call `Restored.restore_rng` yourself, after all else that draws random numbers.
         Keywords whose value is plain data come back in `Restored.values`. Raises UnsupportedObject for a value that a
         later save would refuse, such as a plain DataLoader; RunVanished if the run was seen here and is gone.
 
@@ -195,7 +201,7 @@ class Checkpointer:
         state = TrainState.of(model, optim, extras)
         restorer = Restorer(self._source, self.config, self._world())
         try:
-            restored = restorer.restore(state, self._reference(checkpoint), strict)
+            restored = restorer.restore(state, self._reference(checkpoint), strict, rng)
         finally:
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:

@@ -89,7 +89,7 @@ def test_a_plain_data_loader_is_refused_at_once_with_the_way_out(call: str, tmp_
         pytest.raises(UnsupportedObject, match="DataLoader at 'data/0' has no state_dict") as caught,
     ):
         getattr(checkpointer, call)(*arguments, data=[loader])
-    assert "torchdata.stateful_dataloader.StatefulDataLoader" in caught.value.hint
+    assert "ckpt.data.resumable(loader)" in caught.value.hint
 
 
 def test_extras_that_can_be_saved_are_accepted_by_a_restore(tmp_path: Path) -> None:

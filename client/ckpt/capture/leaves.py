@@ -321,7 +321,7 @@ def small_leaf(path: str, value: Any) -> JSON:
     if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
         raise UnsupportedObject(
             f"the {kind.__name__} at {path!r} has no state_dict, so that its position cannot be saved",
-            "Use torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments",
+            "Iterate over ckpt.data.resumable(loader) and pass that, or use StatefulDataLoader of torchdata",
         )
     raise unsupported(path, value)
 

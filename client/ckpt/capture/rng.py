@@ -14,21 +14,26 @@ def rng_state() -> dict[str, Any]:
 
     A generator's state lies in host memory: reading it neither waits for a device nor makes a context on it.
     """
-    version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {
-        # 625 numbers, which as an array are written in a fraction of the time.
-        "python": (version, np.array(internal, dtype=np.uint32), gauss),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
+    state = host_rng_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         every = [generator.get_state() for generator in torch.cuda.default_generators]
         state |= {"cuda": every[torch.cuda.current_device()], "cuda_devices": every}
     return state
 
 
+def host_rng_state() -> dict[str, Any]:
+    """Python's, numpy's and torch's global generators on the CPU."""
+    version, internal, gauss = random.getstate()
+    return {
+        # 625 numbers, which as an array are written in a fraction of the time.
+        "python": (version, np.array(internal, dtype=np.uint32), gauss),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+
+
 def load_rng_state(state: dict[str, Any]) -> None:
-    """Set them all. Do it last: whatever else a restore does may draw numbers."""
+    """Set all generators in the state. Do it last: whatever else a restore does may draw numbers."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     np.random.set_state(state["numpy"])

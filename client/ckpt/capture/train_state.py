@@ -37,6 +37,17 @@ class Stateful(Protocol):
         """Take a state back."""
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """A data loader that reaches its position when training asks for the first batch, and draws random numbers then."""
+
+    def check_state_dicts(self, states: Sequence[Any]) -> None:
+        """Raise StateMismatch if these states of ranks cannot be taken back. Changes nothing."""
+
+    def restore_rng_at_position(self, restore_rng: Callable[[], None]) -> None:
+        """Call `restore_rng` once, after the position is reached and before the first batch is loaded."""
+
+
 @dataclass(frozen=True)
 class TrainState:
     """The objects of a training loop that are saved or restored together. Made for one call of save or restore."""

@@ -15,7 +15,7 @@ import msgspec
 
 from ckpt.capture.rng import derive_rng_state
 from ckpt.capture.state import check_others
-from ckpt.capture.train_state import TrainState
+from ckpt.capture.train_state import Resumable, TrainState
 from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
@@ -76,6 +76,7 @@ class Restored:
     """How per-rank state was redistributed, if the number of ranks has changed."""
     seconds: float
     lease: str | None = field(repr=False)
+    rng: Callable[[], None] | None = field(default=None, repr=False)
 
     @property
     def id(self) -> str:
@@ -91,6 +92,15 @@ class Restored:
     def metrics(self) -> dict[str, float]:
         """As given to save_async."""
         return self.checkpoint.metrics
+
+    def restore_rng(self) -> None:
+        """Put the random state of the checkpoint back: after `restore(..., rng=False)`, or once more.
+
+        Call it last, in the training thread: before the first step, after all else that draws random numbers. Without
+        random state in the checkpoint (an imported one) it does nothing.
+        """
+        if self.rng is not None:
+            self.rng()
 
 
 @contextmanager
@@ -119,17 +129,19 @@ class Restorer:
         self._world = world
         self.trains = False
         """Whether any rank restores an optimizer, and so will save. Equal on every rank; set by `restore`."""
+        self._rng = True
         self._begun: list[str] = []
         """Ids of the checkpoints whose bytes may have been placed."""
         self._overwritten: set[str] = set()
 
     @gc_paused()
-    def restore(self, state: TrainState, reference: Reference, strict: bool) -> Restored | None:
-        """Restore the newest usable checkpoint, or the named one; None if the run has none.
+    def restore(self, state: TrainState, reference: Reference, strict: bool, rng: bool = True) -> Restored | None:
+        """Restore the newest usable checkpoint, or the named one; None if the run has none. rng: also random state.
 
         Raises the errors of `Checkpointer.restore`, on every rank.
         """
         started = time.perf_counter()
+        self._rng = rng
         self.trains = self._begin(state)
         found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
@@ -162,6 +174,7 @@ class Restorer:
                 notes=list(rank_state.notes),
                 seconds=seconds,
                 lease=lease,
+                rng=plan.restore_rng,
             )
         if skipped:
             raise CorruptObject(
@@ -221,7 +234,7 @@ class Restorer:
             self._begun.append(checkpoint.id)
             self._overwritten |= plan.overwritten
             self._fetch(fetcher, manifest, plan, session)
-            self._together(partial(self._place, plan, rank_state, session))
+            self._together(partial(self._place, plan, session))
             session.finish()
         except BaseException as error:
             session.fail(error)
@@ -270,8 +283,14 @@ class Restorer:
             plan = plan_restore(manifest.content, rank_state.items, state)
             for item, trees in rank_state.redistributed.items():
                 states = [plan.destinations.decode(tree, item) for tree in trees]
+                if isinstance(state.others[item], Resumable):
+                    state.others[item].check_state_dicts(states)
                 plan.finish.append(partial(state.others[item].load_state_dicts, states))
                 plan.missing.remove(item)
+            if rank_state.seed is not None:
+                plan.restore_rng = partial(derive_rng_state, rank_state.seed)
+            if self._rng:
+                plan.finish.append(partial(_restore_rng, state, plan))
             return plan
 
         plan, unexpected = self._together(work, report=lambda plan: plan.unexpected)
@@ -311,13 +330,11 @@ class Restorer:
             session.enter(Phase.FETCHING, total)
             self._together(fetch)
 
-    def _place(self, plan: RestorePlan, rank_state: RankState, session: RestoreSession) -> None:
+    def _place(self, plan: RestorePlan, session: RestoreSession) -> None:
         session.enter(Phase.PLACING)
         plan.destinations.place()
         for step in plan.finish:
             step()
-        if rank_state.seed is not None:
-            derive_rng_state(rank_state.seed)
 
     def _together(self, work: Callable[[], _T], report: Callable[[_T], Any] | None = None) -> tuple[_T, list[Any]]:
         """Run `work` on all ranks, and gather `report` of every rank's result. Raises one rank's error on all ranks.
@@ -349,6 +366,16 @@ class Restorer:
         if errors:
             raise min(errors, key=lambda found: isinstance(found, _TRY_NEXT))
         return cast(_T, result), [answer[0] for answer in answers]
+
+
+def _restore_rng(state: TrainState, plan: RestorePlan) -> None:
+    """Put random state back: now, and where a loader is in mid-epoch again when it has reached its position."""
+    if plan.restore_rng is None:
+        return
+    plan.restore_rng()
+    for value in state.others.values():
+        if isinstance(value, Resumable):
+            value.restore_rng_at_position(plan.restore_rng)
 
 
 def _error_of_rank(code: str, message: str, hint: str, chunks: list[tuple[str, int]]) -> CkptError:

@@ -27,7 +27,7 @@ from ckpt.capture.optimizers import (
 )
 from ckpt.capture.parts import Flat, TensorPart, part_of
 from ckpt.capture.rng import load_rng_state
-from ckpt.capture.train_state import GRADIENTS, MODEL, RNG, Stateful, TrainState
+from ckpt.capture.train_state import GRADIENTS, MODEL, RNG, Resumable, Stateful, TrainState
 from ckpt.capture.wrapped import drop_cached, inner_tensors, is_plain_type, kind_of, memory_address
 from ckpt.restoring.destinations import Destinations
 from ckptstore.errors import CorruptObject, StateMismatch
@@ -43,6 +43,8 @@ class RestorePlan:
 
     destinations: Destinations
     finish: list[Callable[[], object]] = field(default_factory=list)
+    restore_rng: Callable[[], None] | None = None
+    """Puts the saved random state back, after all of `finish`; None if the checkpoint has none for this rank."""
     values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     """Requested, but not in the checkpoint."""
@@ -80,7 +82,7 @@ def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState)
     if GRADIENTS in trees and MODEL in state.modules:
         _plan_gradients(plan, state, trees[GRADIENTS])
     if RNG in trees:
-        plan.finish.append(partial(load_rng_state, plan.destinations.decode(trees[RNG], RNG)))
+        plan.restore_rng = partial(load_rng_state, plan.destinations.decode(trees[RNG], RNG))
     plan.items = sorted(trees)
     wanted = {*state.modules, *state.optimizers, *state.others, GRADIENTS, RNG}
     plan.unused = sorted(trees.keys() - wanted)
@@ -244,6 +246,8 @@ def _first_entry(leaf: JSON) -> str | None:
 
 def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
     decoded = plan.destinations.decode(tree, item)
+    if isinstance(value, Resumable):
+        value.check_state_dicts([decoded])
     if isinstance(value, Stateful):
         plan.finish.append(partial(value.load_state_dict, decoded))
     else:

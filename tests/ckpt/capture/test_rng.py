@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.capture.rng import load_rng_state, rng_state
+from tests.support.training import seed_all
 
 
 @pytest.fixture
@@ -63,3 +66,26 @@ def test_a_state_of_an_older_version_sets_the_current_device(devices: list[torch
     load_rng_state(saved)
     assert drawn(devices[1:2]) == expected[1:2]
     assert torch.equal(devices[0].get_state(), after[0])
+
+
+def test_random_state_is_put_back_when_it_is_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        seed_all(1)
+        checkpointer.save(model, None, 1)
+        expected = drawn_globally()
+        seed_all(2)
+        untouched = drawn_globally()
+        seed_all(2)
+        restored = checkpointer.restore(model, rng=False)
+        assert restored is not None
+        assert drawn_globally() == untouched
+        for _ in range(2):
+            restored.restore_rng()
+            assert drawn_globally() == expected
+        checkpointer.restore(model)
+        assert drawn_globally() == expected
+
+
+def drawn_globally() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]

@@ -1,0 +1,62 @@
+"""What a training loop uses and does not save: looked for once, at the first save, and reported by a warning."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import DataLoader, SequentialSampler
+
+from ckpt.capture.train_state import Resumable, TrainState
+
+logger = logging.getLogger(__name__)
+
+_KINDS = (GradScaler, DataLoader)
+
+
+def warn_of_forgotten(state: TrainState) -> None:
+    """Log a warning for a GradScaler that scales, and for a shuffled DataLoader if no loader is saved.
+
+    Takes tens of milliseconds: it looks at all objects that the garbage collector knows.
+    """
+    saved = list(_reachable(state.others.values()))
+    living = list(_living())
+    scalers = [one for one in living if isinstance(one, GradScaler) and _scales(one)]
+    if scalers and not any(one is scaler for one in saved for scaler in scalers):
+        logger.warning(
+            "a GradScaler is in use and is not saved: its scale starts again after a restore; pass scaler=scaler to "
+            "saves and restores"
+        )
+    loaders = [one for one in living if isinstance(one, DataLoader) and _shuffles(one)]
+    if loaders and not any(isinstance(one, (Resumable, DataLoader)) for one in saved):
+        logger.warning(
+            "a shuffled DataLoader is in use and its position is not saved: a resumed run gets other batches and other "
+            "random numbers; iterate over loader = ckpt.data.resumable(loader) and pass loader=loader"
+        )
+
+
+def _living() -> Iterator[Any]:
+    """The scalers and loaders of this process."""
+    objects = gc.get_objects()
+    wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, _KINDS)}
+    return (one for one in objects if type(one) in wanted)
+
+
+def _reachable(values: Iterable[Any]) -> Iterator[Any]:
+    """The saved objects and what they hold directly, such as a loop's own state object."""
+    for value in values:
+        yield value
+        yield from vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+def _scales(scaler: GradScaler) -> bool:
+    return scaler.is_enabled() and getattr(scaler, "_scale", None) is not None
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    """Whether its order is not that of the data set. A loader for validation usually keeps that."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return sampler is not None and type(sampler) is not SequentialSampler and hasattr(loader.dataset, "__getitem__")

@@ -1,0 +1,248 @@
+"""The resumable loader: a DataLoader that knows its position, and goes on from it in another process."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from ckpt.capture.rng import host_rng_state, load_rng_state
+from ckpt.data.order import EpochOrder, Start
+from ckpt.data.sources import MapSource, Position, source_of
+from ckptstore.errors import InvalidRequest, StateMismatch
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class _Iteration(Iterator[_T]):
+    """One epoch, or the rest of one."""
+
+    def __init__(self, at: Position, batches: Iterator[_T], start: Start) -> None:
+        self.epoch, self.start = at.epoch, start
+        self.num_batches = at.batches or 0
+        self.ended = False
+        self._batches = batches
+
+    def __next__(self) -> _T:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.ended = True
+            raise
+        self.num_batches += 1
+        return batch
+
+
+class ResumableLoader(Generic[_T]):
+    """A DataLoader that goes on where a checkpoint was saved. Made by `ckpt.data.resumable`; for the training thread.
+
+    Iterate over it in place of the loader, and pass it to saves and restores by keyword. Its attributes are those of
+    the loader. An iteration that is dropped before its end, as by `break`, counts as an epoch.
+    """
+
+    def __init__(self, loader: DataLoader[_T]) -> None:
+        self._loader = loader
+        self._source = source_of(loader)
+        self._next = Position(self._source.kind, 0)
+        self._iteration: weakref.ref[_Iteration[_T]] | None = None
+        self._restore_rng: Callable[[], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch, from 0; between epochs of the next one.
+
+        for epoch in range(loader.epoch, num_epochs): ...
+        """
+        current = self._current()
+        return self._next.epoch if current is None else current.epoch
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches that training got in this epoch, those before a restore included."""
+        current = self._current()
+        return (self._next.batches or 0) if current is None else current.num_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, and that of the sampler or data set if it has a `set_epoch`.
+
+        Raises InvalidRequest if the restored position is in another epoch.
+        """
+        if self._next.resumes and epoch != self._next.epoch:
+            raise self._in_another_epoch(epoch)
+        self._next = replace(self._next, epoch=epoch)
+        if (target := self._epoch_target()) is not None:
+            target.set_epoch(epoch)
+
+    def endless(self) -> Iterator[_T]:
+        """The batches of all epochs, one after the other, from the position on; sets the epoch of each.
+
+        Raises InvalidRequest if the loader has no batches.
+        """
+        while True:
+            is_empty = not self._next.resumes
+            self.set_epoch(self.epoch)
+            for batch in self:
+                is_empty = False
+                yield batch
+            if is_empty:
+                raise InvalidRequest("the loader has no batches", "Give it a data set that is not empty")
+
+    def __iter__(self) -> Iterator[_T]:
+        at, restore_rng = self._next, self._restore_rng
+        live = getattr(self._epoch_target(), "epoch", None)
+        if at.resumes and None not in (at.set_epoch, live) and live != at.set_epoch:
+            raise self._in_another_epoch(live)
+        before = host_rng_state() if at.resumes else None
+        batches, start = self._source.begin(at)
+        if before is not None:
+            (restore_rng or partial(load_rng_state, before))()
+        self._restore_rng = None
+        self._next = Position(self._source.kind, at.epoch + 1)
+        iteration = _Iteration(at, batches, start)
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the batches that training got so far, and how their order comes again."""
+        current, at = self._current(), self._next
+        if current is None and at.resumes:  # restored, and not begun
+            return at.state()
+        if current is not None:
+            at = Position(self._source.kind, current.epoch, current.num_batches, start=current.start)
+        live = getattr(self._epoch_target(), "epoch", None)
+        at = replace(at, num_samples=self._num_samples(), set_epoch=live if isinstance(live, int) else None)
+        return {**at.state(), **self._source.state(at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the position of the next iteration; one that is going on counts no more. Raises StateMismatch."""
+        self.check_state_dicts([state])
+        self._take(Position.of(state))
+
+    def check_state_dicts(self, states: Sequence[Any]) -> None:
+        """Raise StateMismatch if these are not positions in such a loader. Changes nothing."""
+        for position in map(Position.of, states):
+            if position.kind != self._source.kind:
+                raise StateMismatch(
+                    f"the loader was saved as {position.kind}, and is {self._source.kind} here",
+                    "Give the loader the kind of sampler that it had; DistributedSampler works on one process, too",
+                )
+
+    def restore_rng_at_position(self, restore_rng: Callable[[], None]) -> None:
+        """Put this random state back when the next iteration has reached a restored position within an epoch."""
+        self._restore_rng = restore_rng if self._next.resumes else None
+
+    def _take(self, position: Position) -> None:
+        num_samples = self._num_samples()
+        if position.num_samples != num_samples:
+            logger.warning(
+                "the data set has %s samples and had %s at the save: the epoch goes on in another order",
+                num_samples,
+                position.num_samples,
+            )
+        self._iteration, self._restore_rng, self._next = None, None, position
+        self._source.prepare(position)
+        target = self._epoch_target()
+        if target is not None and position.set_epoch is not None:
+            target.set_epoch(position.set_epoch)
+
+    def _num_samples(self) -> int | None:
+        return len(self._loader.dataset) if isinstance(self._source, MapSource) else None  # type: ignore[arg-type]
+
+    def _current(self) -> _Iteration[_T] | None:
+        found = None if self._iteration is None else self._iteration()
+        return None if found is None or found.ended else found
+
+    def _epoch_target(self) -> Any:
+        """The object with a `set_epoch`, if there is one."""
+        batches = self._loader.batch_sampler
+        owners = (self._loader.sampler, getattr(batches, "sampler", None), batches, self._loader.dataset)
+        return next((one for one in owners if callable(getattr(one, "set_epoch", None))), None)
+
+    def _in_another_epoch(self, epoch: object) -> InvalidRequest:
+        return InvalidRequest(
+            f"the loader was restored in epoch {self._next.epoch}, and is to begin epoch {epoch}",
+            "Begin with the restored one: for epoch in range(loader.epoch, num_epochs)",
+        )
+
+
+class SplitLoader(ResumableLoader[_T]):
+    """A resumable loader whose epochs are split among ranks by a DistributedSampler."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ResumableLoader. With another batch size or number of ranks, the rest of the epoch is split again."""
+        position, sampler, order = Position.of(state), self._sampler, self._order
+        if not position.resumes or (position.num_replicas, position.batch_size) == (
+            sampler.num_replicas,
+            order.batch_size,
+        ):
+            super().load_state_dict(state)
+        else:
+            self.load_state_dicts([{**state, "replica": rank} for rank in range(position.num_replicas)])
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Split among the ranks of now what the ranks of the save left of the epoch, in the order it had.
+
+        No sample comes twice and none is left out, except what DistributedSampler repeats or drops so that all ranks
+        get equal numbers. Raises StateMismatch.
+        """
+        self.check_state_dicts(states)
+        positions = [Position.of(state) for state in states]
+        first = min(positions, key=lambda one: (one.epoch, not one.resumes))
+        if first.start is None:
+            self._take(first)
+            return
+        everything = len(self._sampler) * max(1, first.num_replicas)
+        taken = [0] * first.num_replicas
+        for one in positions:
+            taken[one.replica] = one.taken if one.resumes and one.epoch == first.epoch else everything
+        start = replace(first.start, splits=[*first.start.splits, taken])
+        self._take(replace(first, start=start, batches=0))
+
+    @property
+    def _order(self) -> EpochOrder:
+        assert isinstance(self._source, MapSource)
+        return self._source.order
+
+    @property
+    def _sampler(self) -> DistributedSampler[Any]:
+        assert self._order.distributed is not None
+        return self._order.distributed
+
+
+def resumable(loader: DataLoader[_T]) -> ResumableLoader[_T]:
+    """The loader, able to go on where a checkpoint was saved; iterate over what this returns.
+
+        loader = ckpt.data.resumable(DataLoader(dataset, batch_size=32, shuffle=True))
+        restored = ckpt.restore(model, optim, loader=loader)
+        for epoch in range(loader.epoch, num_epochs):
+            loader.set_epoch(epoch)
+            for batch in loader: ...
+                ckpt.save_async(model, optim, step, loader=loader)
+
+    The resumed run gets the batches that the uninterrupted one would have got, and random state as of the save from the
+    first of them on. Samples before the position are not loaded, except those of an iterable data set. With worker
+    processes each batch of a data set with indices has random numbers of its own. With a DistributedSampler the rest of
+    an epoch can go to another number of ranks. Raises InvalidRequest.
+    """
+    if isinstance(loader, ResumableLoader):
+        return loader
+    if not isinstance(loader, DataLoader):
+        raise InvalidRequest(f"a {type(loader).__name__} is not a data loader", "Pass a torch.utils.data.DataLoader")
+    if not isinstance(loader.dataset, IterableDataset) and EpochOrder(loader).distributed is not None:
+        return SplitLoader(loader)
+    return ResumableLoader(loader)

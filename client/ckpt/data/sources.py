@@ -1,0 +1,176 @@
+"""Sources: where the batches of a resumable loader come from, for each kind of data set."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt.capture.rng import host_rng_state, load_rng_state
+from ckpt.capture.train_state import Stateful
+from ckpt.data.order import EpochOrder, SeededDataset, Start
+from ckptstore.errors import StateMismatch
+
+_KNOBS = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers", "in_order",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Position:
+    """What `state_dict` holds."""
+
+    kind: str
+    """The kind of loader that it is a position in."""
+    epoch: int
+    """Number of the epoch that the next iteration is in."""
+    batches: int | None = None
+    """The number of its batches that training got; None between epochs."""
+    set_epoch: int | None = None
+    """The last argument of the sampler's or data set's `set_epoch`, if it has one."""
+    start: Start | None = None
+    generators: Sequence[torch.Tensor] = ()
+    """States of the loader's generators between epochs."""
+    inner: Any = None
+    """The state of a StatefulDataLoader over an iterable data set."""
+    num_samples: int | None = None
+    replica: int = 0
+    num_replicas: int = 1
+    batch_size: int | None = None
+    taken: int = 0
+    """The number of samples that this rank took of its share of the epoch."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it lies within an epoch."""
+        return self.batches is not None
+
+    def state(self) -> dict[str, Any]:
+        """It as plain data."""
+        return {**vars(self), "start": None if self.start is None else dict(vars(self.start))}
+
+    @staticmethod
+    def of(state: Any) -> Position:
+        """The inverse of `state`. Raises StateMismatch."""
+        try:
+            start = state["start"]
+            return Position(**{**state, "start": None if start is None else Start(**start)})
+        except (KeyError, TypeError) as error:
+            raise StateMismatch(
+                "what was saved for the loader is not the position of a ckpt.data.resumable loader",
+                "Pass the kind of object that was saved, or leave it out of the restore",
+            ) from error
+
+
+class Source(Protocol):
+    """Where a loader's batches come from."""
+
+    kind: str
+
+    def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
+        """An iteration from this position, which is reached on return."""
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """What else belongs to a position: fields of Position."""
+
+    def prepare(self, position: Position) -> None:
+        """Set what is to be as at the save before an iteration begins."""
+
+
+class MapSource(Source):
+    """A loader over a data set with indices: the position is reached by the sampler alone."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.order = EpochOrder(loader)
+        batched = loader.batch_sampler is not None
+        sampler = self.order.sampler if self.order.sampler is not None else loader.batch_sampler
+        self.kind = f"a loader with {type(sampler).__name__}"
+        if isinstance(loader, Stateful):  # StatefulDataLoader: what it does beyond a DataLoader is done here
+            knobs = {name: getattr(loader, name) for name in _KNOBS if hasattr(loader, name)}
+            replaced = {"batch_sampler": self.order} if batched else {"sampler": self.order, "batch_size": None}
+            self._view: Any = DataLoader(loader.dataset, **replaced, **knobs)
+        else:
+            self._view = copy.copy(loader)
+            self._view.__dict__ |= {"batch_sampler" if batched else "sampler": self.order, "_iterator": None}
+        if loader.num_workers:
+            self._view.__dict__["dataset"] = SeededDataset(loader.dataset)
+
+    def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
+        self.order.enter(position.epoch, position.start, position.batches or 0)
+        found = iter(self._view)
+        return found, self.order.reach()
+
+    def state(self, position: Position) -> dict[str, Any]:
+        if not position.resumes:
+            return {"generators": [generator.get_state() for generator in self.order.generators]}
+        sampler, size = self.order.distributed, self.order.batch_size or 1
+        if sampler is None:
+            return {}
+        taken = min((position.batches or 0) * size, self.order.num_shared)
+        ranks = {"replica": sampler.rank, "num_replicas": sampler.num_replicas}
+        return {**ranks, "batch_size": self.order.batch_size, "taken": taken}
+
+    def prepare(self, position: Position) -> None:
+        for generator, state in zip(self.order.generators, position.generators, strict=False):
+            generator.set_state(state)
+
+
+class _IterableSource(Source):
+    """A loader over an iterable data set: the position is reached by loading what comes before it."""
+
+    kind = "a loader of an iterable data set"
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
+        generator, start = self._loader.generator, position.start
+        if start is None:
+            states = [] if generator is None else [generator.get_state()]
+            start = Start(key=0, rng=host_rng_state(), generators=states)
+        else:
+            load_rng_state(start.rng or {})
+            if generator is not None:
+                generator.set_state(start.generators[0])
+        found = iter(self._loader)
+        for _ in range(position.batches or 0):
+            next(found, None)
+        return found, start
+
+    def state(self, position: Position) -> dict[str, Any]:
+        generator = self._loader.generator
+        return {} if position.resumes or generator is None else {"generators": [generator.get_state()]}
+
+    def prepare(self, position: Position) -> None:
+        if self._loader.generator is not None and position.generators:
+            self._loader.generator.set_state(position.generators[0])
+
+
+class _StatefulSource(Source):
+    """A StatefulDataLoader over an iterable data set, which reaches its position by itself."""
+
+    kind = "a StatefulDataLoader of an iterable data set"
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
+        return iter(self._loader), Start(key=0)
+
+    def state(self, position: Position) -> dict[str, Any]:
+        return {"inner": self._loader.state_dict()}
+
+    def prepare(self, position: Position) -> None:
+        self._loader.load_state_dict(position.inner)
+
+
+def source_of(loader: DataLoader[Any]) -> Source:
+    """The source for the loader's kind of data set."""
+    if not isinstance(loader.dataset, IterableDataset):
+        return MapSource(loader)
+    return _StatefulSource(loader) if isinstance(loader, Stateful) else _IterableSource(loader)

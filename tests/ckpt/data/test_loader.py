@@ -1,0 +1,182 @@
+"""A resumed run over a resumable loader gets the batches, and the losses, of the uninterrupted one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import ckpt
+from ckpt.data import ResumableLoader
+from ckptstore.errors import InvalidRequest, StateMismatch
+from tests.ckpt.data.trained import NUM_SAMPLES, MakeLoader, Run, Samples, Stream, interrupted
+from tests.support.training import same_state, seed_all
+
+
+def own() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+class Backwards(Sampler[list[int]]):
+    """Batches of a custom batch sampler, in an order drawn from Python's generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        groups = [list(range(i, min(i + 4, NUM_SAMPLES))) for i in range(0, NUM_SAMPLES, 4)]
+        random.shuffle(groups)
+        return iter(groups)
+
+    def __len__(self) -> int:
+        return -(-NUM_SAMPLES // 4)
+
+
+def distributed(**options: Any) -> DataLoader[Any]:
+    sampler: Any = DistributedSampler(Samples(), num_replicas=2, rank=1, **options)
+    return DataLoader(Samples(), batch_size=3, sampler=sampler)
+
+
+LOADERS: dict[str, MakeLoader] = {
+    "in-order": lambda: DataLoader(Samples(), batch_size=4),
+    "shuffled": lambda: DataLoader(Samples(), batch_size=4, shuffle=True),
+    "drop-last": lambda: DataLoader(Samples(), batch_size=4, shuffle=True, drop_last=True),
+    "own-generator": lambda: DataLoader(Samples(), batch_size=4, shuffle=True, generator=own()),
+    "no-batches": lambda: DataLoader(Samples(), batch_size=None, shuffle=True),
+    "with-replacement": lambda: DataLoader(
+        Samples(), batch_size=4, sampler=RandomSampler(Samples(), replacement=True, num_samples=40)
+    ),
+    "weighted": lambda: DataLoader(
+        Samples(), batch_size=4, sampler=WeightedRandomSampler([1.0 + i for i in range(NUM_SAMPLES)], 20)
+    ),
+    "batch-sampler": lambda: DataLoader(
+        Samples(), batch_sampler=BatchSampler(RandomSampler(Samples()), 4, drop_last=False)
+    ),
+    "custom-batch-sampler": lambda: DataLoader(Samples(), batch_sampler=Backwards()),
+    "distributed": distributed,
+    "stateful": lambda: StatefulDataLoader(Samples(), batch_size=4, shuffle=True),
+    "iterable": lambda: DataLoader(Stream(), batch_size=4),
+    "stateful-iterable": lambda: StatefulDataLoader(Stream(), batch_size=4),
+}
+WORKERS: dict[str, MakeLoader] = {
+    "workers": lambda: DataLoader(Samples(), batch_size=4, shuffle=True, num_workers=2),
+    "persistent-workers": lambda: DataLoader(
+        Samples(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "iterable-workers": lambda: DataLoader(Stream(), batch_size=4, num_workers=2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
+def test_resumed_losses_equal_those_of_the_uninterrupted_run(make: MakeLoader, tmp_path: Path) -> None:
+    losses, found, whole, resumed = interrupted(make, tmp_path, at=8, num_epochs=3)
+    assert found == losses
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
+    assert resumed.seen == whole.seen[8:]
+
+
+@pytest.mark.parametrize("at", [1, 6, 7])
+@pytest.mark.parametrize("kind", ["own-generator", "distributed", "iterable"])
+def test_positions_at_the_edges_of_epochs(kind: str, at: int, tmp_path: Path) -> None:
+    losses, found, _, _ = interrupted(LOADERS[kind], tmp_path, at, num_epochs=2)
+    assert found == losses
+
+
+@pytest.mark.parametrize("make", WORKERS.values(), ids=WORKERS.keys())
+def test_worker_processes_draw_the_same_numbers_again(make: MakeLoader, tmp_path: Path) -> None:
+    losses, found, _, _ = interrupted(make, tmp_path, at=8, num_epochs=3)
+    assert found == losses
+
+
+def test_samples_before_the_position_are_not_loaded(tmp_path: Path) -> None:
+    _, _, whole, resumed = interrupted(LOADERS["shuffled"], tmp_path, at=4, num_epochs=1)
+    assert resumed.loader.dataset.loaded == whole.loader.dataset.loaded[16:]
+
+
+def test_a_run_without_a_restore_gets_what_a_plain_loader_gives() -> None:
+    seed_all(3)
+    plain = [batch.tolist() for batch in LOADERS["shuffled"]()]
+    seed_all(3)
+    assert [batch.tolist() for batch in ckpt.data.resumable(LOADERS["shuffled"]())] == plain
+
+
+def test_endless_goes_through_all_epochs_and_resumes() -> None:
+    run = Run(LOADERS["distributed"])
+    batches = run.loader.endless()
+    seen = [next(batches)[:, 0].tolist() for _ in range(11)]
+    state = run.loader.state_dict()
+    seen += [next(batches)[:, 0].tolist() for _ in range(4)]
+    assert (run.loader.epoch, run.loader.num_batches) == (3, 3)
+    other = Run(LOADERS["distributed"]).loader
+    other.load_state_dict(state)
+    assert (other.epoch, other.num_batches) == (2, 3)
+    rest = other.endless()
+    assert [next(rest)[:, 0].tolist() for _ in range(4)] == seen[11:]
+    assert seen[:4] != seen[4:8]
+
+
+def test_a_position_that_was_not_continued_is_saved_again() -> None:
+    first = ckpt.data.resumable(LOADERS["distributed"]())
+    batches = iter(first)
+    next(batches)
+    state = first.state_dict()
+    second = ckpt.data.resumable(LOADERS["distributed"]())
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+
+
+def test_an_iteration_that_is_dropped_counts_as_an_epoch() -> None:
+    loader = ckpt.data.resumable(LOADERS["in-order"]())
+    for _ in loader:
+        break
+    assert (loader.epoch, loader.num_batches) == (1, 0)
+    assert loader.state_dict()["batches"] is None
+
+
+def test_another_epoch_than_the_restored_one_is_refused() -> None:
+    first = ckpt.data.resumable(LOADERS["distributed"]())
+    first.set_epoch(1)
+    batches = iter(first)
+    next(batches)
+    second = ckpt.data.resumable(LOADERS["distributed"]())
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(InvalidRequest, match="restored in epoch 1, and is to begin epoch 0"):
+        second.set_epoch(0)
+    second.sampler.set_epoch(0)
+    with pytest.raises(InvalidRequest, match="to begin epoch 0"):
+        iter(second)
+
+
+def test_states_of_other_loaders_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    run, other = Run(LOADERS["shuffled"]), Run(LOADERS["distributed"], seed=1)
+    before = copy.deepcopy(other.model.state_dict())
+    with ckpt.Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.save(run.model, run.optim, 1, loader=run.loader, plain={"at": 3})
+        with pytest.raises(StateMismatch, match="RandomSampler, and is a loader with DistributedSampler here"):
+            checkpointer.restore(other.model, loader=other.loader, plain=None)
+        with pytest.raises(StateMismatch, match="not the position"):
+            checkpointer.restore(other.model, plain=other.loader, loader=None)
+    assert same_state(other.model.state_dict(), before)
+
+
+def test_what_is_no_loader_is_refused() -> None:
+    empty: Any = []
+    with pytest.raises(InvalidRequest, match="a list is not a data loader"):
+        ckpt.data.resumable([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="no batches"):
+        next(ckpt.data.resumable(DataLoader(empty)).endless())
+    loader: ResumableLoader[Any] = ckpt.data.resumable(LOADERS["in-order"]())
+    assert ckpt.data.resumable(loader) is loader  # type: ignore[arg-type]
+    assert (len(loader), loader.batch_size) == (6, 4)
