@@ -23,7 +23,10 @@ from bench.peers import open_codecs
 from bench.peers.peer import Codec
 from bench.report import Goal, Report
 from bench.state import trained, wanted_bytes
+from ckpt.saver.statistics import ChunkSample, sample_chunk, tabulate
 from ckptstore.format.codecs import decode, encode, fast, smallest
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.shards import CHUNK_BYTES
 
 REPETITIONS = 7
@@ -31,6 +34,8 @@ MOST_BYTES = 64 << 20
 GOAL = 1.5
 VS = "zipnn"
 OURS = "ours, fast"
+SURVEYED = "ours, fast, statistics"
+STATISTICS_GOAL = 1.05
 
 
 class Ours:
@@ -51,6 +56,28 @@ class Ours:
         into = self._into[: self._raw_bytes]
         decode(fast(dtype).codec, memoryview(stored), into)
         return into
+
+
+class OursWithStatistics(Ours):
+    """Our codec, and the statistics that a save takes of each chunk; evaluated in batches, as in a save."""
+
+    _BATCH = 32
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self._level = level
+        self._waiting: list[ChunkSample] = []
+
+    def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes | bytearray | memoryview:
+        """One chunk of one slice."""
+        extremes, given = BlockExtremes(), memoryview(raw)
+        encoded = encode(fast(dtype).codec, given, self._level, extremes)[1]
+        self._raw_bytes = len(raw)
+        self._waiting.append(sample_chunk(dtype, given, (len(raw) // ITEM_BYTES[dtype],), extremes))
+        if len(self._waiting) == self._BATCH:
+            tabulate(dtype, self._waiting)
+            self._waiting = []
+        return encoded
 
 
 class Zstd:
@@ -79,7 +106,8 @@ def measure(quick: bool) -> Report:
     state = trained("fp32", wanted_bytes(quick))
     peers, problems = open_codecs()
     level = smallest("float32").level
-    codecs: dict[str, Codec] = {OURS: Ours(1), "ours, max": Ours(level), "zstd -1": Zstd(), **peers}  # type: ignore[dict-item]
+    own = {OURS: Ours(1), SURVEYED: OursWithStatistics(1), "ours, max": Ours(level), "zstd -1": Zstd()}
+    codecs: dict[str, Codec] = {**own, **peers}  # type: ignore[dict-item]
     rows: list[tuple[str, ...]] = []
     sums: dict[tuple[str, str], list[float]] = {}
     for kind in kinds(state, MOST_BYTES // 4 if quick else MOST_BYTES):
@@ -101,6 +129,10 @@ def measure(quick: bool) -> Report:
         Goal(f"{what} {dtype}", VS, _ratio(sums, dtype, at), GOAL, "at least")
         for dtype in ("float32", "bfloat16")
         for at, what in enumerate(("encode", "decode"))
+    ]
+    goals += [
+        Goal(f"statistics {dtype}", OURS, sums[SURVEYED, dtype][0] / sums[OURS, dtype][0], STATISTICS_GOAL, "at most")
+        for dtype in ("float32", "bfloat16")
     ]
     return Report(
         bench="codec",

@@ -137,6 +137,15 @@ async def receipt(
     return await object_response(request, ctx, stored)
 
 
+@router.get(bodies.CHECKPOINTS + "/{id}/statistics/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
+async def statistics(
+    request: Request, ctx: Ctx, id: CheckpointId, rank: Annotated[int, Path(ge=0, le=99_999)]
+) -> Response:
+    """The stored statistics of the shard of a rank. 404 also if the checkpoint was saved without."""
+    stored = await ctx.threads.store(ctx.services.objects.statistics, Reference.parse(id), rank)
+    return await object_response(request, ctx, stored)
+
+
 @router.get(bodies.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 @router.head(bodies.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
 async def shard(request: Request, ctx: Ctx, id: CheckpointId, name: Annotated[str, Path(max_length=32)]) -> Response:

@@ -140,6 +140,7 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("GET", _ONE + "/events"): AccessRule(Scope.READ, of_checkpoint),
     ("GET", _ONE + "/manifest"): AccessRule(Scope.READ, of_checkpoint),
     ("GET", _ONE + "/receipts/{rank}"): AccessRule(Scope.READ, of_checkpoint),
+    ("GET", _ONE + "/statistics/{rank}"): AccessRule(Scope.READ, of_checkpoint),
     ("GET", _ONE + "/shards/{name}"): AccessRule(Scope.READ, of_checkpoint),
     ("PATCH", _ONE): AccessRule(Scope.WRITE, of_checkpoint),
     ("DELETE", _ONE): AccessRule(Scope.PRUNE, of_checkpoint),

@@ -52,6 +52,11 @@ class Objects:
         attempt = self._attempt(reference)
         return self._object(RunKeys(reference.run).receipt(attempt, rank))
 
+    def statistics(self, reference: Reference, rank: int) -> StoredObject:
+        """The statistics of the shard of a rank."""
+        attempt = self._attempt(reference)
+        return self._object(RunKeys(reference.run).statistics(attempt, rank))
+
     def read(self, stored: StoredObject, offset: int, count: int, fresh: bool = False) -> memoryview:
         """At least one and at most `count` bytes from `offset`: those that are in the same piece.
 

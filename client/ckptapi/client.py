@@ -60,6 +60,10 @@ class DaemonClient(Operations):
         """The stored receipt of a rank, unchecked."""
         return self._request("GET", self._path(checkpoint.id, "receipts", str(rank))).content
 
+    def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """The stored statistics of the shard of a rank, unchecked. Raises ObjectMissing."""
+        return self._request("GET", self._path(checkpoint.id, "statistics", str(rank))).content
+
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """Read stored bytes of a shard, unchecked, with one request per read."""
         path = self._path(checkpoint.id, "shards", shard)

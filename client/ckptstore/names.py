@@ -293,6 +293,10 @@ class RunKeys:
         """The receipt of `rank`."""
         return f"{self.attempt(attempt)}shard-{rank:05d}.json"
 
+    def statistics(self, attempt: Attempt, rank: int) -> str:
+        """The statistics of the shard of `rank`."""
+        return f"{self.attempt(attempt)}shard-{rank:05d}.statistics.json"
+
     def manifest(self, attempt: Attempt) -> str:
         """The merged manifest of an attempt."""
         return f"{self.attempt(attempt)}manifest.json.zst"

@@ -28,7 +28,7 @@ from ckptstore.commits.commit import (
 )
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import AttemptAborted, CkptError, RankFailed, ReceiptsMissing, SaveSkipped
-from ckptstore.format.documents import FORMAT, Content, Outcome, Receipt, Shard
+from ckptstore.format.documents import FORMAT, JSON, Content, Outcome, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
@@ -52,6 +52,7 @@ def write_receipt(
     placed: list[Placed],
     derived: list[Derived],
     shard: Shard | None,
+    extensions: dict[str, JSON],
 ) -> StoredReceipt:
     """Write the receipt, which states that this rank's shard is durable; the receipt is durable on return."""
     shards = [shard] if shard is not None else []
@@ -68,6 +69,7 @@ def write_receipt(
         content=Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees),
         local=job.local,
         metrics=job.metrics,
+        extensions=extensions,
     )
     data = seal(receipt)
     run.store.put(run.keys.receipt(attempt, setup.rank), data)

@@ -42,11 +42,19 @@ from ckptstore.commits.references import marks
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Receipt, References, Shard
-from ckptstore.format.shards import ChunkSpan, Placed, chunk_table
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, chunk_table
 from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
 
 logger = logging.getLogger(__name__)
+
+Unchanged = Callable[[memoryview, ChunkSpan, EncodedChunk], None]
+"""Called with the bytes of a chunk, its span, and the equal chunk of the base, without its data."""
+
+
+def ignore(raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
+    """Does nothing about an unchanged chunk."""
+
 
 _LEASE_S = 3600.0
 _COMMIT_WAIT_S = 0.5
@@ -73,9 +81,19 @@ class ChunkIndex:
         """Guards `uploaded` and `ended` of all saves."""
         self._loaded: Future[None] | None = run_soon(self._load) if setup.incremental else None
 
-    def begin(self, step: int, placed: Sequence[Placed], spans: Sequence[ChunkSpan], encode: Encode) -> IncrementalSave:
-        """Begin a save; its chunks are compared when they are consumed. encode: how this save encodes them."""
-        self._last = IncrementalSave(self, step, placed, spans, encode, self._last)
+    def begin(
+        self,
+        step: int,
+        placed: Sequence[Placed],
+        spans: Sequence[ChunkSpan],
+        encode: Encode,
+        unchanged: Unchanged,
+    ) -> IncrementalSave:
+        """Begin a save; its chunks are compared when they are consumed. encode: how this save encodes them.
+
+        unchanged: called with each chunk that is referenced, while its bytes are in memory.
+        """
+        self._last = IncrementalSave(self, step, placed, spans, encode, unchanged, self._last)
         return self._last
 
     def wait_for_base(self, save: IncrementalSave, previous: IncrementalSave | None) -> BaseCheckpoint | None:
@@ -164,6 +182,7 @@ class IncrementalSave:
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
         encode: Encode,
+        unchanged: Unchanged,
         previous: IncrementalSave | None,
     ) -> None:
         self.uploaded = self.ended = False
@@ -172,6 +191,7 @@ class IncrementalSave:
         self._placed = placed
         self._spans = spans
         self._encode = encode
+        self._unchanged = unchanged
         self._previous = previous
         self.number: int = previous.number + 1 if previous else 1
         self._matches: Future[list[Match]] = Future()
@@ -189,6 +209,8 @@ class IncrementalSave:
         for span, match in zip(self._spans, self._matches.result(), strict=True):
             if match.known is None:
                 yield span.of(raw), span
+            else:
+                self._unchanged(span.of(raw), span, match.known.chunk)
 
     def changed_in(
         self, stream: ChunkStream, decided: Callable[[ChunkSpan, bool], None]
@@ -205,6 +227,8 @@ class IncrementalSave:
             for (raw, span), key in zip(stream, self._keys(), strict=True):
                 match = self._chosen(self._match(span, raw, known.get(key)), usable)
                 matches.append(match)
+                if match.known is not None:
+                    self._unchanged(raw, span, match.known.chunk)
                 decided(span, match.known is None)
                 if match.known is None:
                     yield raw, span

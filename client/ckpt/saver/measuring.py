@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from ckpt.saver.choosing import INTERVAL_SHARE, Choice, CodingCost, CostTable, choose
 from ckptstore.format.codecs import POLICIES, Coding, CodingPolicy, codings
+from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 LOCAL_UPLOAD_S = 1 / 2e9
@@ -51,8 +52,8 @@ class SaveCodings(Protocol):
     reason: str
     """The choice and its reason, for the log."""
 
-    def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
-        """Encode one chunk; called in several threads."""
+    def encode(self, raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
+        """Encode one chunk; called in several threads. extremes: see codecs.encode."""
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
         """Record the upload; called once, after the last chunk. upload_s: without waiting for chunks."""
@@ -75,8 +76,8 @@ class FixedCodings:
     def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> FixedCodings:
         return self
 
-    def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
-        return encode_chunk(raw, self._policy(span.dtype))
+    def encode(self, raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
+        return encode_chunk(raw, self._policy(span.dtype), extremes)
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
         """Does nothing: the policy is fixed."""
@@ -180,11 +181,11 @@ class MeasuredSave:
         self._samples: list[EncodeSample] = []
         self.reason = _explain(choice, interval_s)
 
-    def encode(self, raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+    def encode(self, raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
         coding = self._probe.get(span.at, self.choice.codings[span.dtype])
         # Wall time, not CPU time: the thread has a lower priority than the trainer, which slows it down.
         started = time.perf_counter()
-        chunk = encode_chunk(raw, coding)
+        chunk = encode_chunk(raw, coding, extremes)
         self._samples.append(EncodeSample(span.dtype, coding, time.perf_counter() - started, chunk.raw, chunk.stored))
         return chunk
 

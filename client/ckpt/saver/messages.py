@@ -40,6 +40,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incremental: bool = True
     max_references: int = 32
     dedup_casts: bool = False
+    statistics: bool = True
     encoded_bytes: int | None = None
     upload_bytes: int | None = None
     """See Budget; None: the defaults of encoder and object writer."""

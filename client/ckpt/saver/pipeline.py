@@ -18,13 +18,14 @@ from itertools import chain
 from ckpt.saver.commit import Committer, abort_attempts, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
-from ckpt.saver.incremental import ChunkIndex, IncrementalSave
+from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.lock import note_checkpoint
 from ckpt.saver.measuring import SaveCodings, codings_for
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Warned
 from ckpt.saver.notify import Notifier
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.streaming import StreamReader
+from ckpt.saver.surveying import Survey, Surveyor
 from ckpt.saver.throttle import CpuThrottle
 from ckpt.saver.upload import Uploaded, upload_shard
 from ckptapi.remote_create import with_remote_create
@@ -56,6 +57,8 @@ class _RunningJob:
     incremental: IncrementalSave
     codings: SaveCodings
     encoding: Encoding
+    survey: Survey | None
+    """None: no statistics are taken."""
     reader: StreamReader | None
     """The stream of a streamed job; None for other jobs."""
     received_at: float
@@ -106,6 +109,7 @@ class SavePipeline:
         self._committer = Committer(self._run, setup)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-background")
         self._chunk_index = ChunkIndex(self._run, setup, self._background.submit)
+        self._surveyor = Surveyor() if setup.statistics else None
 
     def submit(self, job: SaveJob, raw: memoryview) -> None:
         """Accept a snapshot; its slot stays in use until Released or Failed is reported."""
@@ -131,7 +135,10 @@ class SavePipeline:
     ) -> None:
         spans = plan_chunks(placed)
         codings = self._codings.begin(spans, job.created_at)
-        incremental = self._chunk_index.begin(job.attempt.step, placed, spans, codings.encode)
+        survey = self._surveyor.begin(raw, placed, spans, derived) if self._surveyor is not None else None
+        encode = survey.observing(codings) if survey is not None else codings.encode
+        unchanged = survey.unchanged if survey is not None else ignore
+        incremental = self._chunk_index.begin(job.attempt.step, placed, spans, codings.encode, unchanged)
         reader = None
         if job.streamed:
             reader = StreamReader(raw, spans, lambda done: self._report(SaveProgress(job.number, done)))
@@ -139,8 +146,8 @@ class SavePipeline:
             chunks = incremental.changed_in(reader.chunks(spans), reader.decided)
         else:
             chunks = incremental.changed(raw)
-        encoding = self._encoder.begin(chunks, codings.encode)
-        running = _RunningJob(job, placed, derived, incremental, codings, encoding, reader, received_at)
+        encoding = self._encoder.begin(chunks, encode)
+        running = _RunningJob(job, placed, derived, incremental, codings, encoding, survey, reader, received_at)
         with self._lock:
             self._waiting[job.number] = running
         self._uploads.submit(self._upload, running)
@@ -216,7 +223,8 @@ class SavePipeline:
         if uploaded is not None:
             running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
-        receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard)
+        extensions = running.survey.write(self._run, attempt, self._setup.rank) if running.survey and placed else {}
+        receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
             number=job.number,

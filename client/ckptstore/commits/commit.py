@@ -15,7 +15,7 @@ roll-forward after a crash yields the same manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore import names
@@ -40,6 +40,7 @@ from ckptstore.format.documents import (
 )
 from ckptstore.format.parsing import check_manifest, manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
 from ckptstore.format.planning import check_cover
+from ckptstore.format.statistics import health_extension
 from ckptstore.format.trees import leaves, merge_trees
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
@@ -102,7 +103,7 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt]) -> Outcome:
     if newer is not None:
         outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
     else:
-        outcome = decide(run, attempt, committed)
+        outcome = decide(run, attempt, committed, health_extension(manifest))
     if outcome.committed is None:
         raise superseded(outcome) or AttemptAborted(
             f"attempt {attempt} of run {run.name!r} was aborted by {outcome.by} before it was complete",
@@ -123,7 +124,9 @@ def _mark_referenced(run: Run, manifest: Manifest, attempt: Attempt) -> None:
             raise reference_lost(run, attempt, other)
 
 
-def decide(run: Run, attempt: Attempt, committed: Committed | None) -> Outcome:
+def decide(
+    run: Run, attempt: Attempt, committed: Committed | None, extensions: Mapping[str, JSON] | None = None
+) -> Outcome:
     """Create the outcome of an attempt, or return the existing one. Durable on return.
 
     The nonce distinguishes a lost reply from a lost race: after a refusal or an error the object is read back.
@@ -131,7 +134,7 @@ def decide(run: Run, attempt: Attempt, committed: Committed | None) -> Outcome:
     now = run.clock()
     proposal = Outcome(
         format=FORMAT, kind="outcome", run=run.name, step=attempt.step, attempt=str(attempt),
-        committed=committed, nonce=new_ulid(now), by=run.by, at=now,
+        committed=committed, nonce=new_ulid(now), by=run.by, at=now, extensions=dict(extensions or {}),
     )  # fmt: skip
     failure: StoreUnavailable | None = None
     for _ in range(_TRIES):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format import float_split
+from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.frames import Buffer as Buffer
 from ckptstore.format.frames import pack, unpack
 
@@ -35,15 +36,16 @@ def best_codec(dtype: str) -> str:
     return FLOAT_SPLIT.get(dtype, ZSTD)
 
 
-def encode(codec: str, raw: memoryview, level: int = 1) -> tuple[str, Buffer]:
+def encode(codec: str, raw: memoryview, level: int = 1, extremes: BlockExtremes | None = None) -> tuple[str, Buffer]:
     """Encode one chunk.
 
-    raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. Returns the codec that was used
-    and the encoded bytes: codec "raw" and `raw` itself if the requested codec would not save space.
+    raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. extremes: updated by float-split
+    with all words but the last few, not by other codecs. Returns the codec that was used and the encoded bytes: codec
+    "raw" and `raw` itself if the requested codec would not save space.
     """
     if codec == RAW or not len(raw):
         return RAW, raw
-    encoded = pack(raw, level) if codec == ZSTD else float_split.encode(_DTYPES[codec], raw, level)
+    encoded = pack(raw, level) if codec == ZSTD else float_split.encode(_DTYPES[codec], raw, level, extremes)
     return (codec, encoded) if len(encoded) < len(raw) else (RAW, raw)
 
 

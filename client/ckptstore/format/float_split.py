@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import CorruptObject
+from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.frames import Buffer, pack, pack_huffman, unpack
 
 Plane = npt.NDArray[Any]
@@ -83,23 +84,22 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def encode(dtype: str, raw: memoryview, level: int) -> Buffer:
+def encode(dtype: str, raw: memoryview, level: int, extremes: BlockExtremes | None = None) -> Buffer:
     """Encode one chunk of whole elements. The result may be a few bytes per block longer than `raw`.
 
     level: 1 compresses exponents, and other planes only if they contain repetitions; above 1 tries everything.
+    extremes: updated with the words of all blocks while they are in the cache.
     """
     words: Plane = np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
-    largest = BLOCK_BYTES // words.itemsize
-    if level == 1:
-        return _encode(dtype, words, level, largest)
-    return min((_encode(dtype, words, level, size) for size in (largest, SMALL_BLOCK)), key=len)
+    sizes = (BLOCK_BYTES // words.itemsize, SMALL_BLOCK)[: min(2, level)]
+    return min((_encode(dtype, words, level, size, extremes) for size in sizes), key=len)
 
 
-def _encode(dtype: str, words: Plane, level: int, size: int) -> Buffer:
+def _encode(dtype: str, words: Plane, level: int, size: int, extremes: BlockExtremes | None) -> Buffer:
     whole = len(words) // GROUP * GROUP
     blocks = -(-whole // size)
     out = np.empty(words.nbytes + blocks * (_HEADER.size + 4 * _ALIGN), np.uint8)
-    writer = _Writer(dtype, level, out)
+    writer = _Writer(dtype, level, out, extremes)
     for start in range(0, whole, size):
         writer.add(words[start : min(start + size, whole)])
     tail = words[whole:].view(np.uint8)
@@ -111,11 +111,11 @@ def _encode(dtype: str, words: Plane, level: int, size: int) -> Buffer:
 class _Writer:
     """Writes blocks in order."""
 
-    def __init__(self, dtype: str, level: int, out: Plane) -> None:
+    def __init__(self, dtype: str, level: int, out: Plane, extremes: BlockExtremes | None) -> None:
         self._fields = _TOP_BYTE if dtype == "float16" else _EXPONENT
-        self._pairs = dtype != "float16"
         self._level = level
         self._out = out
+        self._extremes = extremes
         self._base = 0
         self.at = 0
 
@@ -127,8 +127,11 @@ class _Writer:
         if words.itemsize == 4:
             high, low_size = self._split(words)
         # Without signs, the exponent's lowest bit takes their place: cheaper than coding seven bits of eight.
-        fields = self._fields if high.max() > _LARGEST_POSITIVE else _TOP_BYTE
-        escapes = self._window(high, fields) if self._pairs else None
+        highest = int(high.max())
+        fields = self._fields if highest > _LARGEST_POSITIVE else _TOP_BYTE
+        if self._extremes is not None:
+            self._extremes.add(words, high, highest)
+        escapes = self._window(high, fields) if self._fields is _EXPONENT else None
         lanes = high if escapes is None else _scratch.words[:count]
         rest = self._room(count, np.uint16)
         _split_rest(lanes, fields, rest)
@@ -176,9 +179,7 @@ class _Writer:
         return 0
 
     def _pack(self, plane: Plane, repeats: bool) -> bytes:
-        frames = [pack_huffman(plane.data)]
-        if repeats:
-            frames.append(pack(plane.data, self._level))
+        frames: list[bytes] = [pack_huffman(plane.data), *([pack(plane.data, self._level)] if repeats else ())]
         return min(frames, key=len)
 
     def _put(self, data: Buffer) -> None:

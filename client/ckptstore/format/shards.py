@@ -19,6 +19,7 @@ from ckptstore.format.codecs import RAW, Buffer, Coding, encode
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Entries, Slices, digest
 from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.extremes import BlockExtremes
 
 CHUNK_BYTES = 8 << 20
 """Largest raw size of a chunk."""
@@ -144,9 +145,9 @@ def _even_cuts(piece: Slice) -> list[int]:
     return [(row - first) * row_bytes for row in sorted(ends)]
 
 
-def encode_chunk(raw: memoryview, coding: Coding) -> EncodedChunk:
-    """Encode and hash the bytes of one chunk. The result may alias them."""
-    codec, data = encode(coding.codec, raw, coding.level)
+def encode_chunk(raw: memoryview, coding: Coding, extremes: BlockExtremes | None = None) -> EncodedChunk:
+    """Encode and hash the bytes of one chunk. The result may alias them. extremes: see codecs.encode."""
+    codec, data = encode(coding.codec, raw, coding.level, extremes)
     if codec != RAW:
         data = memoryview(data).toreadonly()  # no other references exist
     return EncodedChunk(data, len(raw), len(data), codec, digest(data))

@@ -52,6 +52,9 @@ class Source(Protocol):
     def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
         """The stored receipt of a rank, unchecked."""
 
+    def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """The stored statistics of the shard of a rank, unchecked. Raises ObjectMissing."""
+
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """Open a reader of the stored bytes of a shard, which are not checked."""
 
@@ -109,6 +112,10 @@ class StoreSource:
     def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
         """One read."""
         return self.store.get(self._run(checkpoint.run).keys.receipt(checkpoint.attempt, rank))
+
+    def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """One read."""
+        return self.store.get(self._run(checkpoint.run).keys.statistics(checkpoint.attempt, rank))
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """A reader of the store."""

@@ -31,7 +31,7 @@ def _refused(answer: httpx.Response, *codes: str) -> None:
 
 
 @pytest.mark.parametrize("id", _IDS)
-@pytest.mark.parametrize("tail", ["", "/manifest", "/receipts/0", "/shards/shard-00000.ckpt"])
+@pytest.mark.parametrize("tail", ["", "/manifest", "/receipts/0", "/statistics/0", "/shards/shard-00000.ckpt"])
 def test_ids(served: Served, id: str, tail: str) -> None:
     _refused(served.daemon.get(f"/v1/checkpoints/{id}{tail}"), "invalid_name", "invalid_request")
 

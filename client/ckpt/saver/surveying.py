@@ -1,0 +1,204 @@
+"""Takes the statistics of all chunks of a save, and writes them as the document of its slices.
+
+Statistics of a chunk that is referenced are those of the equal chunk of the save before. Only a saver that has just
+started takes them from the bytes, which it hashes as well then. No error of this module fails a save: the checkpoint
+then has no statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.saver.deriving import Derived
+from ckpt.saver.encode import Encode
+from ckpt.saver.measuring import SaveCodings
+from ckpt.saver.statistics import ChunkSample, sample_chunk, tabulate
+from ckptstore.errors import CkptError
+from ckptstore.format.documents import JSON
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.extremes import BlockExtremes
+from ckptstore.format.parsing import seal
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, plan_chunks
+from ckptstore.format.statistics import Statistics, Table, extension_name, join, merge, named_document
+from ckptstore.names import Attempt
+from ckptstore.run import Run
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 32  # chunks of one type whose samples are evaluated together
+
+_Identity = tuple[str, tuple[int, ...]]
+"""The digest of a chunk's stored bytes, and the number of elements of each slice in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The statistics of the slices of one chunk: rows of a table, from the first on."""
+
+    table: Table
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A chunk whose sample is not evaluated yet."""
+
+    at: int
+    identity: _Identity
+    sample: ChunkSample
+
+
+class Surveyor:
+    """Begins the survey of each save, and keeps the statistics of the chunks of the last one. For any thread."""
+
+    def __init__(self) -> None:
+        self.known: Mapping[_Identity, _Rows] = {}
+
+    def begin(
+        self, raw: memoryview, placed: Sequence[Placed], spans: Sequence[ChunkSpan], derived: Sequence[Derived] = ()
+    ) -> Survey:
+        """Survey a save. raw: the memory of its derived slices, which must stay until the survey is written."""
+        return Survey(self, raw, placed, spans, derived)
+
+
+class Survey:
+    """The statistics of one save."""
+
+    def __init__(
+        self,
+        surveyor: Surveyor,
+        raw: memoryview,
+        placed: Sequence[Placed],
+        spans: Sequence[ChunkSpan],
+        derived: Sequence[Derived],
+    ) -> None:
+        self._surveyor = surveyor
+        self._raw = raw if derived else memoryview(b"")
+        self._placed = placed
+        self._spans = spans
+        self._derived = [one.place for one in derived]
+        self._parts = dict(zip((span.at for span in spans), _parts(placed, spans), strict=True))
+        self._lock = threading.Lock()
+        """Guards the fields below."""
+        self._waiting: dict[str, list[_Waiting]] = defaultdict(list)
+        self._rows: dict[int, _Rows] = {}
+        self._known: dict[_Identity, _Rows] = {}
+        self._failed = False
+
+    def observing(self, codings: SaveCodings) -> Encode:
+        """Encode chunks and take their statistics."""
+
+        def encode(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+            extremes = BlockExtremes()
+            chunk = codings.encode(raw, span, extremes)
+            self._careful(lambda: self._add(raw, span, chunk.digest, extremes))
+            return chunk
+
+        return encode
+
+    def unchanged(self, raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
+        """Take the statistics of a chunk that is referenced."""
+        self._careful(lambda: self._add_unchanged(raw, span, chunk))
+
+    def write(self, run: Run, attempt: Attempt, rank: int) -> dict[str, JSON]:
+        """Write the document; durable on return. Returns the extensions of the receipt: none after an error."""
+        written: dict[str, JSON] = {}
+
+        def write() -> None:
+            table = join([self._table(), *(self._of_derived(place) for place in self._derived)])
+            data = seal(Statistics.of(attempt, rank, table))
+            run.store.put(run.keys.statistics(attempt, rank), data)
+            names = [place.slice.entry for place in [*self._placed, *self._derived]]
+            written[extension_name(rank)] = named_document(data, table, names)
+
+        self._careful(write)
+        self._surveyor.known = self._known
+        self._raw = memoryview(b"")  # the slot's memory must not outlive its use
+        return written
+
+    def _careful(self, work: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            work()
+        except CkptError as error:
+            self._failed = True
+            logger.warning("the statistics of a save could not be written: %s", error)
+        except Exception:
+            self._failed = True
+            logger.exception("the statistics of a save could not be taken, please report this")
+
+    def _add(self, raw: memoryview, span: ChunkSpan, digest: str, extremes: BlockExtremes) -> None:
+        sizes = tuple(count for _, count in self._parts[span.at])
+        waiting = _Waiting(span.at, (digest, sizes), sample_chunk(span.dtype, raw, sizes, extremes))
+        with self._lock:
+            self._waiting[span.dtype].append(waiting)
+            if len(self._waiting[span.dtype]) == _BATCH:
+                self._evaluate(span.dtype)
+
+    def _add_unchanged(self, raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
+        identity = chunk.digest, tuple(count for _, count in self._parts[span.at])
+        rows = self._surveyor.known.get(identity)
+        if rows is None:
+            self._add(raw, span, chunk.digest, BlockExtremes())
+            return
+        with self._lock:
+            self._rows[span.at] = self._known[identity] = rows
+
+    def _evaluate(self, dtype: str) -> None:
+        waiting = self._waiting.pop(dtype)
+        table = tabulate(dtype, [one.sample for one in waiting])
+        first = 0
+        for one in waiting:
+            self._rows[one.at] = self._known[one.identity] = _Rows(table, first)
+            first += len(one.identity[1])
+
+    def _table(self) -> Table:
+        """The statistics of the stored slices, a row each."""
+        with self._lock:
+            for dtype in list(self._waiting):
+                self._evaluate(dtype)
+            tables = {id(rows.table): rows.table for rows in self._rows.values()}
+            starts, end = {}, 0
+            for key, table in tables.items():
+                starts[key] = end
+                end += len(table.elements)
+            group = np.full(end, -1, np.int64)
+            for at, parts in self._parts.items():
+                rows = self._rows[at]
+                first = starts[id(rows.table)] + rows.first
+                group[first : first + len(parts)] = [number for number, _ in parts]
+        return merge(join([Table.empty(0), *tables.values()]), group, len(self._placed))
+
+    def _of_derived(self, place: Placed) -> Table:
+        piece = place.slice
+        raw = self._raw[place.at : place.at + piece.bytes]
+        samples = [
+            sample_chunk(piece.dtype, span.of(raw), (span.bytes // ITEM_BYTES[piece.dtype],), BlockExtremes())
+            for span in plan_chunks([Placed(piece, 0)])
+        ]
+        return merge(tabulate(piece.dtype, samples), np.zeros(len(samples), np.int64), 1)
+
+
+def _parts(placed: Sequence[Placed], spans: Sequence[ChunkSpan]) -> list[list[tuple[int, int]]]:
+    """The slices in each chunk, by number, and how many of their elements are in it. Pure."""
+    found: list[list[tuple[int, int]]] = []
+    slices = ((number, place.at + place.slice.bytes) for number, place in enumerate(placed) if place.slice.bytes)
+    number, end = -1, 0
+    for span in spans:
+        parts: list[tuple[int, int]] = []
+        at = span.at
+        while at < span.at + span.bytes:
+            if end <= at:
+                number, end = next(slices)
+            stop = min(end, span.at + span.bytes)
+            parts.append((number, (stop - at) // ITEM_BYTES[span.dtype]))
+            at = stop
+        found.append(parts)
+    return found

@@ -1,0 +1,153 @@
+"""The statistics of the tensors of a checkpoint, merged from those that each rank took of its slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import isfinite
+
+import msgspec
+import numpy as np
+
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.errors import CorruptObject, Damaged, InvalidRequest, ObjectMissing
+from ckptstore.format.documents import Content, Manifest, digest
+from ckptstore.format.number_types import layout_of
+from ckptstore.format.parsing import parse_sealed
+from ckptstore.format.statistics import Statistics, Table, join, merge, side_documents
+from ckptstore.reading.source import Source, read_manifest
+
+_THREADS = 16
+
+
+class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics of one tensor. Both parts of a complex element count as elements.
+
+    minimum, maximum, mean and rms (root mean square) are of the finite elements; null: there are none.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    elements: int
+    sampled: int
+    """The number of elements from which zeros, mean, rms and exponents are extrapolated."""
+    nan: int
+    positive_inf: int
+    negative_inf: int
+    zeros: float
+    """Fraction of the elements."""
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    rms: float | None
+    is_finite: bool
+    """Whether it has neither NaN nor Inf, or is a mask: nothing but zeros and -Inf."""
+    exponents: dict[int, int]
+    """Number of elements by exponent to the base 2. The lowest one includes zeros and subnormal numbers, the highest
+    one Inf and NaN. Empty for integers."""
+
+    @property
+    def inf(self) -> int:
+        """Number of infinite elements."""
+        return self.positive_inf + self.negative_inf
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a finite element; 0 if there is none."""
+        return max(abs(self.minimum or 0.0), abs(self.maximum or 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStatistics:
+    """The statistics of a checkpoint."""
+
+    checkpoint: Checkpoint
+    tensors: Mapping[str, TensorStatistics]
+    """By name, in the order of the manifest. Tensors with a slice of a missing rank are not among them."""
+    missing: Sequence[str]
+    """Why the statistics of some ranks are missing."""
+
+
+def read_statistics(source: Source, checkpoint: Checkpoint) -> CheckpointStatistics:
+    """Read and merge the statistics of all ranks. Raises InvalidRequest if the checkpoint was saved without them, and
+    Damaged, ObjectMissing or Unavailable if its manifest cannot be read."""
+    manifest = read_manifest(source, checkpoint)
+    content = manifest.content
+    missing: list[str] = []
+
+    def read(number: int) -> Table | None:
+        try:
+            return _read_rank(source, checkpoint, manifest, number)
+        except (Damaged, ObjectMissing) as error:
+            missing.append(error.message)
+            return None
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-statistics") as pool:
+        tables = list(pool.map(read, range(len(content.shards))))
+    if not any(table is not None for table in tables) and content.shards:
+        if missing:
+            raise CorruptObject(f"no statistics of {checkpoint.id} can be read: {missing[0]}", "Use another checkpoint")
+        raise InvalidRequest(f"{checkpoint.id} was saved without statistics", "Save with statistics=True")
+    rows = [np.flatnonzero(content.slices.shard == number) for number in range(len(content.shards))]
+    known = [(table, of) for table, of in zip(tables, rows, strict=True) if table is not None]
+    entry = np.concatenate([np.zeros(0, np.int64), *(content.slices.entry[of] for _, of in known)])
+    merged = merge(join([Table.empty(0), *(table for table, _ in known)]), entry, len(content.entries.name))
+    left_out = {int(n) for t, of in zip(tables, rows, strict=True) if t is None for n in content.slices.entry[of]}
+    return CheckpointStatistics(checkpoint, _tensors(content, merged, left_out), sorted(missing))
+
+
+def _read_rank(source: Source, checkpoint: Checkpoint, manifest: Manifest, number: int) -> Table | None:
+    """The statistics of the slices of a shard, in the order of the manifest; None if there are none."""
+    shard = manifest.content.shards[number]
+    expected = side_documents(manifest)[number]
+    if expected is None:
+        return None
+    key = f"{checkpoint.id}/statistics of rank {shard.rank}"
+    data = source.statistics_data(checkpoint, shard.rank)
+    if digest(data) != expected.digest:
+        raise CorruptObject(f"{key} do not match the checksum in the manifest")
+    document = parse_sealed(data, Statistics, key)
+    if (document.attempt, document.rank) != (str(checkpoint.attempt), shard.rank):
+        raise CorruptObject(f"{key} are those of another rank or attempt")
+    table = document.table(key)
+    if len(table.elements) != np.count_nonzero(manifest.content.slices.shard == number):
+        raise CorruptObject(f"{key} have {len(table.elements)} rows, which does not fit the manifest")
+    return table
+
+
+def _tensors(content: Content, table: Table, left_out: set[int]) -> dict[str, TensorStatistics]:
+    ends = np.searchsorted(table.row, np.arange(len(table.elements)), "right").tolist()
+    starts = [0, *ends[:-1]]
+    healthy = ~table.not_finite
+    found = {}
+    for number, name in enumerate(content.entries.name):
+        if number in left_out:
+            continue
+        dtype, part = content.entries.dtype[number], slice(starts[number], ends[number])
+        layout = layout_of(dtype)
+        exponents = (table.exponent[part] - (layout.bias if layout is not None else 0)).tolist()
+        elements = int(table.elements[number])
+        found[name] = TensorStatistics(
+            name=name,
+            dtype=dtype,
+            shape=content.entries.shape[number],
+            elements=elements,
+            sampled=int(table.sampled[number]),
+            nan=int(table.nan[number]),
+            positive_inf=int(table.positive_inf[number]),
+            negative_inf=int(table.negative_inf[number]),
+            zeros=min(1.0, float(table.zeros[number]) / max(1, elements)),
+            minimum=_number(table.minimum[number]),
+            maximum=_number(table.maximum[number]),
+            mean=_number(table.mean[number]),
+            rms=_number(table.rms[number]),
+            is_finite=bool(healthy[number]),
+            exponents=dict(zip(exponents, np.rint(table.count[part]).astype(np.int64).tolist(), strict=True)),
+        )
+    return found
+
+
+def _number(value: float) -> float | None:
+    return float(value) if isfinite(value) else None

@@ -1,0 +1,212 @@
+"""Statistics that saves write: of all slices, of referenced chunks, of ranks; and saves whose statistics fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckpt.saver import surveying
+from ckpt.saver.messages import Report, Setup
+from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.statistics import sample_chunk
+from ckptstore.commits.catalog import latest, list_checkpoints
+from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.names import RunKeys
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.reading.statistics import CheckpointStatistics, read_statistics
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
+from ckptstore.stores import Store, open_store
+from tests.ckpt.saver.attempts import new_attempt
+from tests.ckpt.saver.test_pipeline import COUNT, RAW, job
+
+
+def model(seed: int = 0, width: int = 96) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, width), nn.LayerNorm(width), nn.Linear(width, 600)).to(torch.float32)
+
+
+def statistics(store: Path | Store) -> CheckpointStatistics:
+    opened = open_store(str(store)) if isinstance(store, Path) else store
+    return read_statistics(StoreSource(opened), latest(Run(opened, "r")))
+
+
+def check(found: CheckpointStatistics, state: dict[str, torch.Tensor]) -> None:
+    assert not found.missing
+    for name, tensor in state.items():
+        row, numbers = found.tensors[name], tensor.double()
+        assert (row.elements, row.shape) == (tensor.numel(), list(tensor.shape))
+        finite = numbers[numbers.isfinite()]
+        assert (row.minimum, row.maximum) == (finite.min().item(), finite.max().item())
+        assert row.nan == numbers.isnan().sum().item()
+        assert row.inf == numbers.isinf().sum().item()
+        assert row.rms is not None
+        assert row.rms == pytest.approx(finite.square().mean().sqrt().item(), rel=0.2, abs=1e-12)
+
+
+def named(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"model/{name}": value for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "knobs", [{}, {"incremental": False}, {"staging_bytes": 16 << 20}, {"compress": "off"}, {"compress": "max"}]
+)
+def test_statistics_of_a_training_state(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with Checkpointer(str(tmp_path), run="r", writer="thread", **knobs) as checkpointer:
+        for step in (1, 2, 3):
+            net(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            if step == 3:
+                net.state_dict()["0.weight"][5, 7] = torch.nan
+                net.state_dict()["2.bias"][599] = torch.inf
+            checkpointer.save(net, optimizer, step=step)
+            found = statistics(tmp_path)
+            check(found, named(net))
+    moments = [row for name, row in found.tensors.items() if name.startswith("optim/") and "exp_avg_sq" in name]
+    assert len(moments) == 6
+    assert all(row.minimum is not None and row.minimum >= 0 for row in moments)
+    assert not found.tensors["model/0.weight"].is_finite
+    sides = [key for key in files(tmp_path) if "statistics" in key]
+    assert len(sides) == 3
+    assert all(key.endswith("/shard-00000.statistics.json") for key in sides)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_statistics_can_be_switched_off(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="r", writer="thread", statistics=False) as checkpointer:
+        checkpointer.save(model(), None, step=1)
+    assert not [key for key in files(tmp_path) if "statistics" in key]
+    with pytest.raises(InvalidRequest, match="saved without statistics"):
+        statistics(tmp_path)
+
+
+def test_unchanged_chunks_keep_their_statistics_and_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[int] = []
+    taken = sample_chunk
+
+    def counting(dtype: str, raw: memoryview, *rest: Any) -> Any:
+        sampled.append(len(raw))
+        return taken(dtype, raw, *rest)
+
+    monkeypatch.setattr(surveying, "sample_chunk", counting)
+    net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+    state_bytes = 6 * 512 * 512 * 4
+    for process in range(2):
+        with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+            if process:
+                checkpointer.restore(net)
+            for step in (1, 2, 3):
+                net.state_dict()["0.weight"][0, 0] += 0.01
+                sampled.clear()
+                checkpointer.save(net, None, step=10 * process + step)
+                # The first save of a process looks at everything; later ones only at what they encode.
+                looked_at = sum(sampled)
+                assert looked_at == state_bytes if step == 1 else looked_at < state_bytes / 4
+                check(statistics(tmp_path), named(net))
+    assert latest(Run(open_store(str(tmp_path)), "r")).referenced_bytes > 0
+
+
+def test_casts_that_are_not_stored_have_statistics(tmp_path: Path) -> None:
+    net = nn.Linear(512, 160).bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            master = parameter.detach().float() + 1e-6
+            optimizer.state[parameter]["master"] = master
+            parameter.data.copy_(master)
+    with Checkpointer(str(tmp_path), run="r", writer="thread", dedup_casts=True) as checkpointer:
+        checkpointer.save(net, optimizer, step=1)
+    source = StoreSource(open_store(str(tmp_path)))
+    manifest = read_manifest(source, source.latest("r"))
+    assert len(manifest.content.slices.derived_rows)
+    check(statistics(tmp_path), named(net))
+
+
+def setup(store: Store, **changed: Any) -> Setup:
+    return Setup(
+        store=store.url, options={}, run="r", rank=0, world_size=1, compress="fast", commit_timeout_s=20,
+        daemon=None, token=None, **changed,
+    )  # fmt: skip
+
+
+def save(store: Store, step: int = 1, **changed: Any) -> list[Report]:
+    reports: list[Report] = []
+    pipeline = SavePipeline(store, setup(store, **changed), reports.append)
+    pipeline.submit(job(new_attempt(step)), RAW)
+    pipeline.close()
+    return reports
+
+
+def test_a_save_survives_an_error_in_its_statistics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store("memory://survey-error")
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(surveying, "tabulate", broken)
+    save(store)
+    assert latest(Run(store, "r")).raw_bytes == len(RAW)
+    assert "could not be taken" in caplog.text
+    with pytest.raises(InvalidRequest, match="saved without statistics"):
+        statistics(store)
+
+
+def test_a_save_survives_a_store_that_takes_no_statistics(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    class Refusing(type(open_store(str(tmp_path)))):  # type: ignore[misc]
+        def put(self, key: str, data: bytes) -> None:
+            if "statistics" in key:
+                raise CorruptObject("injected")
+            super().put(key, data)
+
+    save(Refusing(str(tmp_path)))
+    assert latest(Run(open_store(str(tmp_path)), "r")).raw_bytes == len(RAW)
+    assert "could not be written" in caplog.text
+
+
+def test_damaged_and_missing_statistics_are_reported_and_harm_nothing_else() -> None:
+    store = open_store("memory://survey-damage")
+    save(store)
+    run = Run(store, "r")
+    checkpoint = latest(run)
+    key = RunKeys("r").statistics(checkpoint.attempt, 0)
+    good = store.get(key)
+    assert statistics(store).tensors["model/w"].elements == COUNT
+    for at in range(0, len(good), 41):
+        damaged = bytearray(good)
+        damaged[at] ^= 1
+        store.put(key, bytes(damaged))
+        with pytest.raises(CorruptObject, match="checksum"):
+            statistics(store)
+    store.delete_many([key])
+    with pytest.raises(CorruptObject, match="no statistics of"):
+        statistics(store)
+    store.put(key, good)
+    save(store, 2, incremental=False)
+    delete_checkpoint(run, checkpoint.attempt, "test")
+    assert [one.step for one in list_checkpoints(run)] == [2]
+    assert key not in [info.key for info in store.list("r/")], "statistics are deleted with their checkpoint"
+
+
+def test_extremes_of_the_pipeline_are_exact() -> None:
+    store = open_store("memory://survey-exact")
+    save(store)
+    row, numbers = statistics(store).tensors["model/w"], np.frombuffer(RAW, np.float32)
+    assert (row.minimum, row.maximum, row.elements) == (numbers.min(), numbers.max(), COUNT)
+    assert row.sampled < COUNT / 100
+    assert sum(row.exponents.values()) == pytest.approx(COUNT, rel=1e-3)
+    assert max(row.exponents, key=lambda exponent: row.exponents[exponent]) in (-1, 0)
