@@ -37,7 +37,7 @@ where all numbers have the same sign."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSample:
-    """What is kept of a chunk until its statistics are computed together with those of others."""
+    """The part of a chunk that is kept until its statistics are computed together with those of others."""
 
     sample: _Sample
     taken: Words
@@ -103,9 +103,9 @@ class _Sample:
 
     sizes: Column
     starts: Column
-    """Of the slices in the chunk."""
+    """First element of each slice in the chunk."""
     index: Column
-    """Of the sampled numbers in the chunk."""
+    """Places of the sampled numbers in the chunk."""
     counts: Column
     """Sampled numbers of each slice."""
 

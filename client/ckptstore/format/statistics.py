@@ -39,7 +39,7 @@ class Table:
     """Number of zeros, extrapolated from the sample."""
     minimum: Numbers
     maximum: Numbers
-    """Of the finite elements; NaN if there are none. The same holds for mean and rms."""
+    """These, mean and rms describe the finite elements; NaN if there are none."""
     mean: Numbers
     rms: Numbers
     """Root mean square."""
