@@ -24,13 +24,13 @@ from ckptstore.commits.catalog import (
     Checkpoint,
     State,
     from_outcome,
-    hidden_attempts,
     list_runs,
     quarantined,
     quarantined_attempts,
 )
 from ckptstore.commits.commit import read_outcome
 from ckptstore.commits.generations import list_generations, read_generations
+from ckptstore.commits.hidden import HiddenAttempts, hidden_attempts, without_hidden
 from ckptstore.commits.labels import label_versions, labelled, newest_labels, with_labels
 from ckptstore.errors import (
     AttemptAborted,
@@ -61,12 +61,18 @@ class _Listing:
     """The listing of one run."""
 
     outcomes: Mapping[Attempt, Stamp]
-    """Attempts that are not hidden, newest step first."""
+    """Newest step first, hidden ones included: lists of the dead are not read until something has changed."""
+    hidden: HiddenAttempts
     damaged: frozenset[Attempt]
     labels: Mapping[Attempt, int]
     """The newest label version of each attempt that has labels."""
     generations: Mapping[int, Stamp]
     fingerprint: int
+
+    def visible(self) -> _Listing:
+        """Without hidden attempts."""
+        left = without_hidden(self.outcomes.keys(), self.hidden)
+        return replace(self, outcomes={attempt: self.outcomes[attempt] for attempt in left})
 
 
 class PollPlan:
@@ -135,7 +141,7 @@ class StoreSync:
             try:
                 # Read the index before the store: a commit notified in between must not look like a deletion.
                 known = self._index.attempts(run)
-                self._update(run, known, self._list(run), reread, done)
+                self._update(run, known, self._list(run).visible(), reread, done)
                 return
             except RunChanged:
                 stalled = 0 if len(done) > before else stalled + 1
@@ -225,12 +231,12 @@ class StoreSync:
             except InvalidName:
                 continue  # not written by ckptd
             stamps[attempt] = Stamp(info.bytes, info.modified_at, labels.get(attempt, 0))
-        for attempt in hidden:
-            stamps.pop(attempt, None)
         begun = list_generations(self._run(run))
-        fingerprint = hash((*outcomes, *hidden, None, *damaged, None, *labels.items(), None, *begun.values()))
+        fingerprint = hash(
+            (*outcomes, hidden.tombstoned, *hidden.dead.listed, None, *damaged, None, *labels.items(), *begun.values())
+        )
         generations = {number: Stamp(info.bytes, info.modified_at) for number, info in begun.items()}
-        return _Listing(stamps, frozenset(damaged), labels, generations, fingerprint)
+        return _Listing(stamps, hidden, frozenset(damaged), labels, generations, fingerprint)
 
     def _update(self, run: str, known: IndexedAttempts, listing: _Listing, reread: bool, done: set[Attempt]) -> None:
         """Read new outcomes and index them in batches. done: attempts indexed so far, including earlier tries."""

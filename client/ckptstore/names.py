@@ -23,6 +23,7 @@ LATEST = "latest"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"(?:(?P<generation>[0-9]{6})-)?(?P<step>[0-9]{12})-(?P<ulid>[0-9A-Z]{26})")
 _GENERATION = re.compile(r".*/generations/([0-9]{6})\.json")
+_DEAD = re.compile(r".*/dead/([0-9]{6})\.([0-9]{8})\.json")
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _SHARD = re.compile(r"shard-[0-9]{5}\.ckpt")
 _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
@@ -203,6 +204,11 @@ class RunKeys:
         return f"{self.run}/fates/"
 
     @property
+    def dead(self) -> str:
+        """Prefix of all lists of the dead."""
+        return f"{self.run}/dead/"
+
+    @property
     def pins(self) -> str:
         """Prefix of all pins."""
         return f"{self.run}/pins/"
@@ -252,6 +258,10 @@ class RunKeys:
     def fate(self, attempt: Attempt, id: str) -> str:
         """The create-only object that decides whether the tombstone `id` is swept or undeleted."""
         return f"{self.fates}{attempt}.{check_ulid(id)}.json"
+
+    def dead_list(self, generation: int, version: int) -> str:
+        """One version of the list of the dead of a generation."""
+        return f"{self.dead}{check_generation(generation):06d}.{version:08d}.json"
 
     def pin(self, attempt: Attempt, name: str) -> str:
         """A named hold of a checkpoint."""
@@ -323,9 +333,18 @@ def generation_number(key: str) -> int | None:
     return int(match[1]) if match and int(match[1]) else None
 
 
+def dead_list_version(key: str) -> tuple[int, int] | None:
+    """Generation and version of the list of the dead at `key`; None if `key` is not that of one."""
+    match = _DEAD.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match and int(match[2]) else None
+
+
+_DECISIONS = ("commits/", "fates/", "generations/", "dead/")
+
+
 def is_decision(key: str) -> bool:
     """Whether the first creator of this object decides. Other objects are equal from every writer."""
-    return key.startswith(POLICIES_PREFIX) or key.partition("/")[2].startswith(("commits/", "fates/", "generations/"))
+    return key.startswith(POLICIES_PREFIX) or key.partition("/")[2].startswith(_DECISIONS)
 
 
 # Store-wide objects. A run name cannot start with an underscore.

@@ -18,7 +18,7 @@ from ckptstore.stores import ObjectInfo, ObjectWriter, Store
 from ckptstore.stores.wrapping import WrappedStore
 from tests.protocol.table import Key, Op, Program, Row, Value, Verb
 
-KINDS = ("commits", "attempts", "tombstones", "fates", "leases", "pins", "references")
+KINDS = ("commits", "attempts", "tombstones", "fates", "leases", "pins", "references", "dead")
 _T = TypeVar("_T")
 _WRITES = ("put", "create", "delete")
 
@@ -53,6 +53,8 @@ class Names:
         if kind == "leases":
             return (kind, self.attempt(json.loads(data.split(b"\n")[0])["attempt"]), self._leases) if data else None
         name, _, other = rest[0].partition(".")
+        if kind == "dead":
+            return (kind, str(int(other)))
         a = self.attempt(name)
         if kind == "attempts":
             return (kind, a, self._part(key)) if rest[1:] and rest[1] else (kind, a)
@@ -62,6 +64,17 @@ class Names:
             other = self.attempt(other)
         return (kind, a, other) if other else (kind, a)
 
+    def value(self, key: Key, data: bytes) -> Value:
+        """The value that the tables give to an object."""
+        if key[0] not in ("commits", "fates", "leases", "dead"):
+            return ""
+        document = json.loads(data.split(b"\n")[0])
+        if key[0] == "commits":
+            return "committed" if document["committed"] else "aborted"
+        if key[0] == "dead":
+            return tuple(sorted(map(self.attempt, document["attempts"])))
+        return "live" if key[0] == "leases" else "swept" if document["swept"] else "taken back"
+
     @staticmethod
     def _part(key: str) -> str:
         rank = receipt_rank(key)
@@ -69,15 +82,6 @@ class Names:
             return f"receipt {rank}"
         last = key.rsplit("/", 1)[-1]
         return f"shard {int(last[6:11])}" if last.startswith("shard") else "manifest"
-
-
-def _value(key: Key, data: bytes) -> Value:
-    if key[0] not in ("commits", "fates", "leases"):
-        return ""
-    document = json.loads(data.split(b"\n")[0])
-    if key[0] == "commits":
-        return "committed" if document["committed"] else "aborted"
-    return "live" if key[0] == "leases" else "swept" if document["swept"] else "taken back"
 
 
 class RecordingStore(WrappedStore):
@@ -114,7 +118,7 @@ class RecordingStore(WrappedStore):
                 self.trace.append(Event("get", name, reply="unknown"))
             raise
         if (name := self._names.key(key, data)) is not None:
-            self.trace.append(Event("get", name, found={name: _value(name, data)}))
+            self.trace.append(Event("get", name, found={name: self._names.value(name, data)}))
         return data
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -123,14 +127,22 @@ class RecordingStore(WrappedStore):
         for info in listed:
             document = b"" if "/attempts/" in info.key else self._store.get(info.key)
             if (name := self._names.key(info.key, document)) is not None:
-                found[name] = _value(name, document)
+                found[name] = self._names.value(name, document)
         if (name := self._names.key(prefix)) is not None:
             self.trace.append(Event("list", name, found=found))
         return iter(listed)
 
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        listed = [*self._store.list_folders(prefix)]
+        kind = self._names.key(prefix)
+        if kind is not None:
+            found: dict[Key, Value] = {(*kind, self._names.attempt(name)): "" for name in listed}
+            self.trace.append(Event("list", kind, found=found))
+        return iter(listed)
+
     def _write(self, verb: Verb, key: str, data: bytes, call: Callable[[], _T]) -> _T:
         name = self._lease(key, data) if "/leases/" in key else self._names.key(key, data)
-        value = _value(name, data) if name is not None and verb != "delete" else ""
+        value = self._names.value(name, data) if name is not None and verb != "delete" else ""
         reply = "unknown"
         try:
             result = call()

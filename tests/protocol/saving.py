@@ -87,8 +87,8 @@ def committer(
 def _reference(a: str, base: str, rules: Rules, forgets: bool) -> list[Row]:
     """The mark is durable before the look for a deletion of the base."""
     check = [
-        row("base hidden?", listing("tombstones", base), none="base committed?", some="reference lost"),
-        row("base committed?", get("commits", base), committed="base alive?", else_="reference lost"),
+        row("base committed?", get("commits", base), committed="base hidden?", else_="reference lost"),
+        row("base hidden?", listing("tombstones", base), none="base alive?", some="reference lost"),
         look_at_the_dead("base alive?", base, yes="reference lost", no="base checked")
         if forgets and rules.dead_are_listed and rules.base_may_be_dead
         else row("base alive?", Op("begin"), ok="base checked"),
@@ -97,8 +97,8 @@ def _reference(a: str, base: str, rules: Rules, forgets: bool) -> list[Row]:
     if not rules.base_is_checked:
         return [row("mark", mark, ok="commit")]
     if rules.marks_before_check:
-        return [row("mark", mark, ok="base hidden?"), *check, row("base checked", Op("begin"), ok="commit")]
-    return [row("mark", Op("begin"), ok="base hidden?"), *check, row("base checked", mark, ok="commit")]
+        return [row("mark", mark, ok="base committed?"), *check, row("base checked", Op("begin"), ok="commit")]
+    return [row("mark", Op("begin"), ok="base committed?"), *check, row("base checked", mark, ok="commit")]
 
 
 def _decide(a: str, rules: Rules) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,18 +12,20 @@ import pytest
 from ckptstore.commits.catalog import latest
 from ckptstore.commits.commit import abort_attempt, commit_attempt, roll_forward
 from ckptstore.commits.leases import release_lease, take_lease
-from ckptstore.errors import CkptError
+from ckptstore.errors import AttemptAborted, CkptError
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.retention.deletion import collect, undelete_checkpoint
 from ckptstore.retention.pins import pin
-from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, sweep
+from ckptstore.retention.tombstones import SWEEP_GRACE_S, TOMBSTONE_KEPT_S, hide, sweep
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.protocol.deleting import deleter, pinner, reader, sweeper, undeleter
+from tests.protocol.forgetting import cleaner, forgetter, forgetter_of_aborted, forgetter_of_fate
 from tests.protocol.recording import Event, Names, RecordingStore, accepts
 from tests.protocol.rules import Rules
 from tests.protocol.saving import collector, committer, rank
-from tests.protocol.table import Program
+from tests.protocol.scenarios import leftovers
+from tests.protocol.table import Key, Program
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.runs import RUN, SMALL, clear, write
 from tests.support.stores import Faults, FaultyStore, MovableClock
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)
 RULES = Rules()
 ONE = ("0",)
 LATER = MovableClock(SWEEP_GRACE_S + 60)
+WEEKS = MovableClock(2 * TOMBSTONE_KEPT_S)
 STATE = SMALL
 A = Attempt(1, new_ulid(0))
 
@@ -59,6 +63,34 @@ def first(store: Store) -> Attempt:
     return Attempt.parse(name)
 
 
+def swept(store: Store) -> None:
+    hidden(store)
+    sweep(Run(store, RUN, LATER))
+
+
+def aborted(store: Store) -> None:
+    attempt(store, ranks=1)
+    abort_attempt(Run(store, RUN), A, 0)
+    collect(Run(store, RUN, LATER))
+
+
+def forget(store: Store) -> None:
+    collect(Run(store, RUN, WEEKS))
+
+
+def zombie(store: Store) -> None:
+    """A committer has woken up: it was aborted and forgotten."""
+    receipt = write_rank(store, RUN, A, STATE)
+    abort_attempt(Run(store, RUN), A, 0)
+    collect(Run(store, RUN, LATER))
+    forget(store)
+    try:
+        commit_attempt(Run(store, RUN), [receipt])
+    except AttemptAborted:
+        return
+    raise AssertionError("it did not notice")
+
+
 def referencing(store: Store) -> object:
     base = first(store)
     later = Attempt(2, new_ulid(1))
@@ -69,16 +101,16 @@ CASES: dict[str, tuple[Act, Act, list[Program]]] = {
     "one rank commits": (
         lambda s: None,
         lambda s: write_checkpoint(s, RUN, 1, STATE),
-        [rank("a", "0"), committer("a", RULES, ONE, ready=True)],
+        [rank("a", "0"), committer("a", RULES, ONE, ready=True, forgets=True)],
     ),
     "a rank saves": (lambda s: None, lambda s: write_rank(s, RUN, A, STATE, 0, 2), [rank("a", "0")]),
     "a rank fails": (lambda s: None, lambda s: abort_attempt(Run(s, RUN), A, 1, "disk"), [rank("a", "1", fails=True)]),
     "two ranks are rolled forward": (
-        partial(attempt, ranks=2), lambda s: roll_forward(Run(s, RUN), A), [committer("a", RULES)]
+        partial(attempt, ranks=2), lambda s: roll_forward(Run(s, RUN), A), [committer("a", RULES, forgets=True)]
     ),
     "a second committer": (
         checkpoint, lambda s: roll_forward(Run(s, RUN), first(s)),
-        [committer("a", RULES, ONE)],
+        [committer("a", RULES, ONE, forgets=True)],
     ),
     "an orphan is collected": (
         lambda s: write_rank(s, RUN, A, STATE, 0, 2),
@@ -98,12 +130,19 @@ CASES: dict[str, tuple[Act, Act, list[Program]]] = {
     "a reader": (
         checkpoint,
         lambda s: release_lease(Run(s, RUN), take_lease(Run(s, RUN), latest(Run(s, RUN)).attempt, "me", 60)),
-        [reader("a", "l", RULES)],
+        [reader("a", "l", RULES, forgets=True)],
     ),
-    "a pin": (checkpoint, lambda s: pin(Run(s, RUN), first(s), "paper"), [pinner("a", RULES)]),
+    "a pin": (checkpoint, lambda s: pin(Run(s, RUN), first(s), "paper"), [pinner("a", RULES, forgets=True)]),
     "a save that references": (
-        checkpoint, referencing, [rank("b", "0"), committer("b", RULES, ONE, base="a", ready=True)]
+        checkpoint, referencing, [rank("b", "0"), committer("b", RULES, ONE, base="a", ready=True, forgets=True)]
     ),
+    "a deletion is forgotten": (swept, forget, [forgetter("a", ["t"], "a", RULES)]),
+    "an abort is forgotten": (aborted, forget, [forgetter_of_aborted("a", "a", RULES)]),
+    "an undelete is forgotten": (
+        lambda s: (hidden(s), undelete_checkpoint(Run(s, RUN), Reference(RUN, 1))),
+        forget, [forgetter_of_fate("a", "t")],
+    ),
+    "what a committer has left that woke up": (zombie, forget, [cleaner("a", leftovers("a"))]),
 }  # fmt: skip
 """What is there before, what is recorded, and the tables of the process."""
 
@@ -143,11 +182,15 @@ def test_so_is_what_is_done_until_a_call_fails(store: Store, case: str, mode: st
             assert (refused := accepts(one, trace, crashed=True)) is None, f"call {k}: {refused}"
 
 
+def _without(event: Event, key: Key) -> Event:
+    return replace(event, found={other: value for other, value in event.found.items() if other != key})
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_trace_without_one_of_its_writes_is_refused(store: Store, case: str) -> None:
     before, act, programs = CASES[case]
     trace = record(store, before, act)
     writes = [event for event in trace if event.verb in ("put", "create")]
     for write_ in writes:
-        left = [event for event in trace if event is not write_]
+        left = [_without(event, write_.key) for event in trace if event is not write_]
         assert any(accepts(one, left) for one in programs), f"{write_} is not missed"

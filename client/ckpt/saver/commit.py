@@ -20,6 +20,7 @@ from ckptstore.commits.commit import (
     StoredReceipt,
     abort_attempt,
     aborted_by,
+    check_alive,
     commit_attempt,
     read_outcome,
     read_receipt,
@@ -169,6 +170,8 @@ def _try_commit(run: Run, setup: Setup, one: _Waiting) -> Outcome | None:
     outcome = read_outcome(run, attempt)
     if outcome is not None and outcome.committed is None:
         raise _aborted(run.name, attempt, outcome)
+    if outcome is not None:
+        check_alive(run, attempt)
     return outcome
 
 

@@ -1,7 +1,7 @@
 """Which checkpoints exist: the committed outcomes of a store, newest first.
 
-There is no mutable pointer, and folders prove nothing: a checkpoint exists if its outcome is committed and no
-tombstone hides it. Newest means: of the newest generation that has a checkpoint, the highest step. If two attempts of
+There is no mutable pointer, and folders prove nothing: a checkpoint exists if its outcome is committed and it is not
+hidden (hidden.py). Newest means: of the newest generation that has a checkpoint, the highest step. If two attempts of
 one step and generation are committed, the later commit counts and the earlier one is superseded. Checkpoints outside
 of the live lineage (generations.py) are abandoned.
 """
@@ -17,6 +17,7 @@ from itertools import groupby
 from ckptstore import names
 from ckptstore.commits.commit import read_outcome
 from ckptstore.commits.generations import Lineage, ParentOf, list_generations, read_generation, read_generations
+from ckptstore.commits.hidden import hidden_attempts, listed_attempts, without_hidden
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, Reference, checkpoint_id
@@ -109,7 +110,7 @@ def list_runs(store: Store) -> list[str]:
 def list_checkpoints(run: Run) -> list[Checkpoint]:
     """All checkpoints of a run that are not being deleted, newest generation and step first; reads every outcome."""
     written = _outcome_times(run)  # first, as in visible_attempts
-    attempts = _without(written, hidden_attempts(run))
+    attempts = without_hidden(written, hidden_attempts(run))
     damaged = set(quarantined_attempts(run))
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda attempt: _read_checkpoint(run, attempt, damaged), attempts))
@@ -146,7 +147,8 @@ def candidates(run: Run) -> Iterator[Checkpoint]:
     with ThreadPoolExecutor(3) as pool:  # one request each; the first outcome is likely to be needed
         newest = pool.submit(_load, run, decided[0])
         hidden, damaged = pool.submit(hidden_attempts, run), pool.submit(quarantined_attempts, run)
-    visible, quarantine = _without(decided, hidden.result()), set(damaged.result())
+    quarantine = set(damaged.result())
+    visible = (attempt for attempt in decided if attempt not in hidden.result())  # reads only the lists it needs
 
     def read(attempt: Attempt) -> Checkpoint | None:
         return _apply_quarantine(newest.result() if attempt == decided[0] else _load(run, attempt), quarantine)
@@ -216,32 +218,22 @@ def decided_attempts(run: Run) -> list[Attempt]:
     return list(_outcome_times(run))
 
 
-def hidden_attempts(run: Run) -> list[Attempt]:
-    """Attempts that a tombstone hides."""
-    return _attempts(info.key for info in run.store.list(run.keys.tombstones))
-
-
 def quarantined_attempts(run: Run) -> list[Attempt]:
     """Attempts whose bytes were found damaged."""
-    return _attempts(info.key for info in run.store.list(run.keys.quarantine))
+    return listed_attempts(info.key for info in run.store.list(run.keys.quarantine))
 
 
 def visible_attempts(run: Run) -> list[Attempt]:
-    """Attempts that have an outcome and no tombstone, newest generation and step first."""
+    """Attempts that have an outcome and are not hidden, newest generation and step first."""
     # Outcomes first: a checkpoint that is deleted between the two listings already has its tombstone.
     decided = decided_attempts(run)
-    return _without(decided, hidden_attempts(run))
+    return without_hidden(decided, hidden_attempts(run))
 
 
 def _outcome_times(run: Run) -> dict[Attempt, float]:
     """When each outcome was written, by the store's clock, newest step first."""
     listed = {info.key: info.modified_at for info in run.store.list(run.keys.commits)}
-    return {attempt: listed[key] for attempt in _attempts(listed) if (key := run.keys.outcome(attempt)) in listed}
-
-
-def _without(attempts: Iterable[Attempt], hidden: Iterable[Attempt]) -> list[Attempt]:
-    left_out = set(hidden)
-    return [attempt for attempt in attempts if attempt not in left_out]
+    return {attempt: listed[key] for attempt in listed_attempts(listed) if (key := run.keys.outcome(attempt)) in listed}
 
 
 def from_outcome(outcome: Outcome) -> Checkpoint | None:
@@ -344,16 +336,6 @@ def _apply_quarantine(found: Checkpoint | None, damaged: Collection[Attempt]) ->
     if found is None or found.state is State.CORRUPT or found.attempt not in damaged:
         return found
     return quarantined(found)
-
-
-def _attempts(keys: Iterable[str]) -> list[Attempt]:
-    found = []
-    for key in keys:
-        try:
-            found.append(names.attempt_and_name(key)[0])
-        except InvalidName:
-            continue  # a foreign object: an operator's note, a partial copy
-    return sorted(found, reverse=True)
 
 
 def _is_run(name: str) -> bool:

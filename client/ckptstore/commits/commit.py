@@ -5,6 +5,7 @@ Order of events for one attempt (docs/decisions/0001):
     1. every rank makes its shard durable, then writes its receipt
     2. a committer reads all receipts, merges them, creates manifest.json.zst, and marks the attempts they reference
     3. it creates the outcome as committed        <- from here on the checkpoint exists
+    4. it looks at the list of the dead, in case it slept for weeks before 3 (docs/decisions/0025)
 
 Instead of 3, a collector of orphans creates the same outcome as aborted, and so does a committer that finds a newer
 generation (docs/decisions/0025). Create-only means that one of them wins; the loser reads the outcome and follows it.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from ckptstore import names
 from ckptstore.commits.generations import superseded_by
+from ckptstore.commits.hidden import Dead, hidden_attempts
 from ckptstore.commits.references import mark, reference_lost, referenced_attempts
 from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable, Superseded
 from ckptstore.format.columns import Column, column, concatenate
@@ -109,7 +111,20 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt]) -> Outcome:
             f"attempt {attempt} of run {run.name!r} was aborted by {outcome.by} before it was complete",
             "Save again. If saves take longer than the grace of the collector, increase the grace",
         )
+    check_alive(run, attempt)
     return outcome
+
+
+def check_alive(run: Run, attempt: Attempt) -> None:
+    """Raises AttemptAborted if a committed attempt had been deleted or aborted so long ago that this was forgotten.
+
+    A committer that slept for weeks may create the outcome of such an attempt. No reader uses it.
+    """
+    if attempt in Dead(run):
+        raise AttemptAborted(
+            f"attempt {attempt} of run {run.name!r} was deleted or aborted before this process committed it",
+            "Save again. The process or its machine was suspended, longer than deletions are remembered",
+        )
 
 
 def _mark_referenced(run: Run, manifest: Manifest, attempt: Attempt) -> None:
@@ -118,9 +133,11 @@ def _mark_referenced(run: Run, manifest: Manifest, attempt: Attempt) -> None:
     if not needed:
         return
     mark(run, attempt, needed)
-    for other in needed:
-        outcome = read_outcome(run, other)
-        if outcome is None or outcome.committed is None:
+    # In the order of a reader: the outcomes, then what is hidden.
+    outcomes = {other: read_outcome(run, other) for other in needed}
+    hidden = hidden_attempts(run)
+    for other, outcome in outcomes.items():
+        if outcome is None or outcome.committed is None or other in hidden:
             raise reference_lost(run, attempt, other)
 
 

@@ -16,7 +16,8 @@ from math import isfinite
 
 from ckptstore import names
 from ckptstore.commits import audit
-from ckptstore.commits.catalog import Checkpoint, decided_attempts, hidden_attempts
+from ckptstore.commits.catalog import Checkpoint, decided_attempts
+from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.errors import Damaged, InvalidName, InvalidRequest, NoCheckpoint, ObjectMissing, StoreUnavailable
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal

@@ -1,9 +1,9 @@
 """Leases: expiring claims of readers, which keep a checkpoint from being deleted.
 
 A lease holds for the duration that its reader asked for, counted from the object's time in the store's listing: the
-clock of the reader does not matter. A reader writes its lease and then lists tombstones; a deleter writes its tombstone
-and then lists leases. On a store with read-after-write consistency, at least one of the two sees the other and backs
-off.
+clock of the reader does not matter. A reader writes its lease and then looks for what is hidden (hidden.py); a deleter
+writes its tombstone and then lists leases. On a store with read-after-write consistency, at least one of the two sees
+the other and backs off.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptstore.commits.catalog import hidden_attempts
+from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.store_check import MAX_SKEW_S
 from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import FORMAT, Lease
@@ -23,7 +23,7 @@ from ckptstore.run import Run
 def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float) -> str:
     """Protect a checkpoint for `ttl_s` seconds; the lease is durable on return. Returns its id.
 
-    Raises NoCheckpoint if the checkpoint is being deleted.
+    Raises NoCheckpoint if the checkpoint is being deleted, or was deleted meanwhile.
     """
     lease = new_ulid(run.clock())
     renew_lease(run, lease, attempt, holder, ttl_s)

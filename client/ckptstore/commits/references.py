@@ -1,8 +1,8 @@
 """Marks: which checkpoints reference chunks of others. One small object per pair, so that a listing is enough.
 
-A committer writes the marks, then lists the tombstones of the referenced attempts, and only then commits. Marks are
-removed after the data of the referencing attempt. Until then they protect a checkpoint exactly as a pin does, even if
-the referencing attempt is hidden or its committer died (docs/decisions/0018).
+A committer writes the marks, then looks whether the referenced attempts are committed and not hidden, and only then
+commits. Marks are removed after the data of the referencing attempt. Until then they protect a checkpoint exactly as a
+pin does, even if the referencing attempt is hidden or its committer died (docs/decisions/0018).
 """
 
 from __future__ import annotations
@@ -40,16 +40,12 @@ def referenced_attempts(content: Content) -> list[Attempt]:
 def mark(run: Run, by: Attempt, attempts: Collection[Attempt]) -> None:
     """Protect the attempts that `by` references, before it is committed; durable on return.
 
-    Raises ReferenceLost if one of them is being deleted: then the attempt must not be committed. The marks stay in that
-    case, because another process may have committed the attempt already; a collection removes them.
+    The caller then checks that they are not being deleted. If one is, the attempt must not be committed. The marks stay
+    in that case, because another process may have committed the attempt already; a collection removes them.
     """
     for attempt in attempts:
         document = ReferenceMark(format=FORMAT, kind="reference", attempt=str(attempt), by=str(by), at=run.clock())
         run.store.put(run.keys.reference(attempt, by), seal(document))
-    hidden = {attempt for attempt, _ in _parsed(info.key for info in run.store.list(run.keys.tombstones))}
-    for attempt in attempts:
-        if attempt in hidden:
-            raise reference_lost(run, by, attempt)
 
 
 def reference_lost(run: Run, by: Attempt, attempt: Attempt) -> ReferenceLost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Sized
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 from operator import mul
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ckptstore.format.documents import Committed, Content, Entries, Generation, Manifest, Receipt, Shard
+    from ckptstore.format.records import DeadList
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_BYTES = 16
@@ -80,6 +81,15 @@ def check_generation(generation: Generation) -> None:
     if generation.parent is not None:
         parent = names.Attempt.parse(generation.parent)
         _require(parent.generation < generation.number, "the parent is not of an earlier generation")
+
+
+def check_dead(dead: DeadList) -> None:
+    """It names different attempts of its generation, in order. Raises Invalid or BadInput."""
+    names.check_generation(dead.generation)
+    _require(0 < dead.version < 10**8, "the version is out of bounds")
+    _require(all(a < b for a, b in pairwise(dead.attempts)), "the attempts are not in order")
+    known = map(names.Attempt.parse, dead.attempts)
+    _require(all(attempt.generation == dead.generation for attempt in known), "an attempt is of another generation")
 
 
 def check_content(content: Content) -> None:

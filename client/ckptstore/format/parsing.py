@@ -28,6 +28,7 @@ from ckptstore.format.documents import (
     Receipt,
     digest,
 )
+from ckptstore.format.records import DeadList
 
 MAX_SEALED_BYTES = 256 << 20
 MAX_MANIFEST_BYTES = 4 << 30
@@ -80,6 +81,8 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
         _checked(key, checks.check_committed, document.committed)
     if isinstance(document, Generation):
         _checked(key, checks.check_generation, document)
+    if isinstance(document, DeadList):
+        _checked(key, checks.check_dead, document)
     return document
 
 

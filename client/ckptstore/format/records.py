@@ -1,4 +1,4 @@
-"""Small documents next to the checkpoints: pins, fates of tombstones, scrub findings, the audit log, policies.
+"""Small documents next to the checkpoints: pins, fates of tombstones, the dead, scrub findings, audit log, policies.
 
 They are sealed and checked like all other documents (documents.py); docs/format.md specifies them. No I/O.
 """
@@ -33,6 +33,19 @@ class Fate(StoredDocument, frozen=True):
     attempt: str
     tombstone: str
     swept: bool
+    by: str
+    at: float
+
+
+class DeadList(StoredDocument, frozen=True):
+    """One version of the list of the attempts of a generation whose tombstone or aborted outcome is forgotten."""
+
+    format: int
+    kind: Literal["dead"]
+    generation: int
+    version: int
+    attempts: list[str]
+    """In ascending order."""
     by: str
     at: float
 

@@ -13,8 +13,9 @@ import msgspec
 
 from ckptstore import names
 from ckptstore.commits import audit
-from ckptstore.commits.catalog import decided_attempts, hidden_attempts, newest_first
+from ckptstore.commits.catalog import decided_attempts, newest_first
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
+from ckptstore.commits.hidden import bury, hidden_attempts, listed_attempts
 from ckptstore.commits.leases import expired_leases
 from ckptstore.commits.references import marks, unmark
 from ckptstore.errors import (
@@ -35,8 +36,10 @@ from ckptstore.retention.tombstones import (
     SWEEP_GRACE_S,
     TOMBSTONE_KEPT_S,
     delete_data,
+    delete_leftovers,
     find_hidden,
     forget_tombstones,
+    has_data,
     hide,
     list_hidden,
     read_tombstone,
@@ -110,11 +113,14 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> Collected:
     store's times and `run.clock`, which must not be minutes apart (store_check.check_store).
     """
     swept = sweep(run)
-    freed = swept.freed_bytes
-    hidden = set(hidden_attempts(run))
+    hidden = hidden_attempts(run)
     rolled, aborted = [], []
     decided = set(decided_attempts(run))
-    for attempt in _attempts_with_data(run):
+    present = _attempts_with_data(run)
+    dead = {attempt for attempt in decided if attempt in hidden.dead}
+    dead |= {attempt for attempt in present if attempt in hidden.dead and has_data(run, attempt)}
+    freed = swept.freed_bytes + delete_leftovers(run, dead)
+    for attempt in present:
         if attempt in hidden:
             continue
         if attempt not in decided and advance(run, attempt):
@@ -138,10 +144,10 @@ def advance(run: Run, attempt: Attempt) -> bool:
 
 
 def undecided_attempts(run: Run) -> list[Attempt]:
-    """Attempts that have data but neither an outcome nor a tombstone, oldest step first."""
+    """Attempts that have data but no outcome, and are not hidden, oldest step first."""
     present = _attempts_with_data(run)
-    known = {*decided_attempts(run), *hidden_attempts(run)}
-    return [attempt for attempt in present if attempt not in known]
+    decided, hidden = set(decided_attempts(run)), hidden_attempts(run)
+    return [attempt for attempt in present if attempt not in decided and attempt not in hidden]
 
 
 def _attempts_with_data(run: Run) -> Sequence[Attempt]:
@@ -169,14 +175,12 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
 
 
 def _forget(run: Run) -> None:
-    """Remove expired leases, old records, and decisions so old that no committer or deleter can still conflict."""
+    """Remove expired leases and old records. Old deletions and aborts are replaced by the list of the dead."""
     run.store.delete_many(expired_leases(run))
     forget_tombstones(run)
     audit.forget_old(run)
     _forget_marks(run)
-    for info in list(run.store.list(run.keys.commits)):
-        if run.age_s(info.modified_at) > TOMBSTONE_KEPT_S:
-            _forget_aborted(run, info.key)
+    _forget_aborted(run)
 
 
 def _forget_marks(run: Run) -> None:
@@ -184,18 +188,27 @@ def _forget_marks(run: Run) -> None:
     # Marks first: an attempt writes its receipts before its marks.
     listed = marks(run)
     if listed:
-        present = set(_attempts_with_data(run))
-        unmark(run, [found for found in listed if found.by not in present])
+        present, decided = set(_attempts_with_data(run)), set(decided_attempts(run))
+        by = {found.by for found in listed} - decided
+        gone = {attempt for attempt in by if attempt not in present or not has_data(run, attempt)}
+        unmark(run, [found for found in listed if found.by in gone or found.by not in present])
 
 
-def _forget_aborted(run: Run, key: str) -> None:
+def _forget_aborted(run: Run) -> None:
+    """Remove aborted outcomes a week after the data is deleted. The list of the dead names the attempts by then."""
+    listed = list(run.store.list(run.keys.commits))
+    old = listed_attempts(info.key for info in listed if run.age_s(info.modified_at) > TOMBSTONE_KEPT_S)
+    aborted = {attempt for attempt in old if _is_aborted(run, attempt)}
+    gone = {attempt for attempt in aborted if not has_data(run, attempt)}
+    run.store.delete_many(run.keys.outcome(attempt) for attempt in sorted(bury(run, gone)))
+
+
+def _is_aborted(run: Run, attempt: Attempt) -> bool:
     try:
-        attempt = Attempt.parse(key.rsplit("/", 1)[-1].removesuffix(".json"))
         outcome = read_outcome(run, attempt)
-    except (InvalidName, Damaged):
-        return
-    if outcome is not None and outcome.committed is None:
-        run.store.delete_many([key])
+    except Damaged:
+        return False
+    return outcome is not None and outcome.committed is None
 
 
 UNDELETED = "undeleted"

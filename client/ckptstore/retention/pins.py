@@ -12,7 +12,7 @@ import msgspec
 
 from ckptstore import names
 from ckptstore.commits import audit, leases, references
-from ckptstore.commits.catalog import hidden_attempts
+from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.errors import InvalidName, NoCheckpoint
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal

@@ -2,8 +2,8 @@
 
 Every deletion writes its own tombstone. A create-only object, the fate of the tombstone, decides whether the tombstone
 is swept or undeleted, so that an undelete and a sweep never both win. A checkpoint is hidden while it has any
-tombstone. A tombstone is removed only after its fate is "undeleted", or a week after the data is deleted.
-docs/decisions/0012 has the sequences.
+tombstone. A tombstone is removed only after its fate is "undeleted", or a week after the data is deleted, when the
+attempt is on the list of the dead (commits/hidden.py). docs/decisions/0012 has the sequences.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ckptstore import names
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import decided_attempts
+from ckptstore.commits.hidden import Dead, bury
 from ckptstore.commits.labels import label_versions
 from ckptstore.commits.references import marks, unmark
 from ckptstore.errors import (
@@ -36,7 +37,7 @@ from ckptstore.stores import ObjectInfo
 SWEEP_GRACE_S = 24 * 3600.0
 """Default time for which a deletion can be undone."""
 TOMBSTONE_KEPT_S = 7 * 24 * 3600.0
-"""Tombstones, fates and aborted outcomes outlive any process that could still act on an earlier read."""
+"""Tombstones, fates and aborted outcomes are kept so long. Then the list of the dead replaces them."""
 
 _TRIES = 3
 
@@ -162,17 +163,25 @@ def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
 
 
 def forget_tombstones(run: Run) -> None:
-    """Remove tombstones and fates a week after the data is deleted, when no process can still act on them."""
+    """Remove tombstones and fates a week after the data is deleted. The list of the dead names the attempts by then."""
     listed = _parse(run.store.list(run.keys.fates))
     old = {(fate.attempt, fate.id) for fate in listed if run.age_s(fate.written_at) > TOMBSTONE_KEPT_S}
     hidden = [h for h in list_hidden(run) if (h.attempt, h.id) in old]
-    busy = set(_present(run, {h.attempt for h in hidden}))
-    for one in hidden:
-        if one.attempt in busy:
-            old.discard((one.attempt, one.id))
-    keys = [run.keys.tombstone(h.attempt, h.id) for h in hidden if h.attempt not in busy]
+    swept = {h.attempt for h in hidden if _is_swept(run, h)}
+    buried = bury(run, swept.difference(_present(run, swept)))
+    kept = {(h.attempt, h.id) for h in hidden if h.attempt not in buried}
+    forgotten = sorted(old - kept)
+    tombstones = [run.keys.tombstone(h.attempt, h.id) for h in hidden if (h.attempt, h.id) not in kept]
     # Tombstones first: a tombstone without its fate could be decided again.
-    run.store.delete_many([*keys, *(run.keys.fate(attempt, id) for attempt, id in sorted(old))])
+    run.store.delete_many([*tombstones, *(run.keys.fate(attempt, id) for attempt, id in forgotten)])
+
+
+def delete_leftovers(run: Run, attempts: Collection[Attempt]) -> int:
+    """Delete what dead attempts have left: what a process that slept for weeks wrote. Returns the number of bytes."""
+    freed = sum(_delete(run, attempt) for attempt in attempts)
+    if attempts:
+        unmark(run, [found for found in marks(run) if found.by in attempts])
+    return freed
 
 
 def delete_data(run: Run, attempt: Attempt) -> int:
@@ -198,7 +207,7 @@ def _cancel_deletion(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
     """Undelete the tombstones `ids`. False if one of them is decided as swept."""
     if any(_decide(run, attempt, id, swept=False).swept for id in ids):
         return False
-    if not all(_is_left(run, attempt, id) for id in ids) and attempt not in decided_attempts(run):
+    if not all(_is_left(run, attempt, id) for id in ids) and not _has_outcome(run, attempt):
         return False  # swept and forgotten
     run.store.delete_many(run.keys.tombstone(attempt, id) for id in ids)
     return True
@@ -236,6 +245,20 @@ def _read_fate(run: Run, attempt: Attempt, id: str) -> Fate | None:
     if (fate.attempt, fate.tombstone) != (str(attempt), id):
         raise CorruptObject(f"{run.store.object_url(key)} is the fate of another tombstone")
     return fate
+
+
+def _has_outcome(run: Run, attempt: Attempt) -> bool:
+    """Whether it has an outcome that counts, and not one that was created again after it was swept and forgotten."""
+    return attempt in decided_attempts(run) and attempt not in Dead(run)
+
+
+def _is_swept(run: Run, hidden: Hidden) -> bool:
+    """Whether the fate of a tombstone is known to be `swept`. If it is damaged, the tombstone is kept."""
+    try:
+        fate = _read_fate(run, hidden.attempt, hidden.id)
+    except Damaged:
+        return False
+    return fate is not None and fate.swept
 
 
 def _is_left(run: Run, attempt: Attempt, id: str) -> bool:
@@ -278,9 +301,13 @@ def _present(run: Run, attempts: Collection[Attempt]) -> list[Attempt]:
     """The attempts that still have an outcome or data."""
     if not attempts:
         return []
-    left = {str(attempt) for attempt in decided_attempts(run)}
-    left |= set(run.store.list_folders(run.keys.attempts))
-    return sorted(attempt for attempt in attempts if str(attempt) in left)
+    decided, folders = set(decided_attempts(run)), set(run.store.list_folders(run.keys.attempts))
+    return sorted(a for a in attempts if a in decided or (str(a) in folders and has_data(run, a)))
+
+
+def has_data(run: Run, attempt: Attempt) -> bool:
+    """Whether an attempt has any object. SeaweedFS lists the empty folders of deleted objects."""
+    return next(iter(run.store.list(run.keys.attempt(attempt))), None) is not None
 
 
 def _delete(run: Run, attempt: Attempt) -> int:

@@ -15,6 +15,7 @@ from ckptd.services.freshness import Freshness
 from ckptd.services.store_sync import IDLE_AFTER_S, IDLE_ROUNDS, PollPlan, StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.commits.hidden import bury
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.names import RunKeys
 from ckptstore.retention.deletion import delete_checkpoint
@@ -46,7 +47,7 @@ def _outcome(store: Store, tmp_path: Path, checkpoint: Checkpoint) -> Path:
     return tmp_path / "store" / RunKeys(checkpoint.run).outcome(checkpoint.attempt)
 
 
-def test_a_poll_costs_five_listings_per_run(store: Store, database: Database) -> None:
+def test_a_poll_costs_six_listings_per_run(store: Store, database: Database) -> None:
     for run in "ab":
         write_checkpoint(store, run, arrays={})
     counting = Faults()
@@ -55,9 +56,24 @@ def test_a_poll_costs_five_listings_per_run(store: Store, database: Database) ->
         store_sync.run_once()
     counting.calls.clear()
     store_sync.run_once()
-    parts = ("commits", "generations", "labels", "quarantine", "tombstones")
+    parts = ("commits", "dead", "generations", "labels", "quarantine", "tombstones")
     of_runs = [f"list {run}/{part}/" for run in "ab" for part in parts]
     assert sorted(counting.calls) == sorted(["list_folders ", *of_runs])
+
+
+def test_a_dead_checkpoint_is_not_indexed_and_its_list_is_read_once(store: Store, database: Database) -> None:
+    old, new = (write_checkpoint(store, "a", step, arrays={}) for step in (1, 2))
+    counting = Faults()
+    store_sync = _store_sync(FaultyStore(store, counting), database)
+    store_sync.run_once()
+    assert _all(database) == [new, old]
+    assert bury(Run(store, "a"), [old.attempt]) == {old.attempt}
+    for _ in range(3):
+        store_sync.run_once()
+    assert _all(database) == [new]
+    assert counting.calls.count(f"get {RunKeys('a').dead_list(0, 1)}") == 2, "once to remove it, once to compare"
+    with pytest.raises(NoCheckpoint):
+        store_sync.notify("a", old.attempt)
 
 
 def test_runs_in_which_nothing_happens_are_looked_at_less_often() -> None:
@@ -102,9 +118,9 @@ def test_a_first_reading_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(module, "_BATCH", 4)
     for step in range(10):
         write_checkpoint(store, step=step, arrays={})
-    # A run's first five calls are listings; then come four outcomes, and the next batch fails.
+    # A run's first six calls are listings; then come four outcomes, and the next batch fails.
     with pytest.raises(CkptError):
-        _store_sync(FaultyStore(store, Faults(fail_at=9)), database).sync_run("gpt")
+        _store_sync(FaultyStore(store, Faults(fail_at=10)), database).sync_run("gpt")
     assert [c.step for c in _all(database)] == [9, 8, 7, 6]
     counting = Faults()
     _store_sync(FaultyStore(store, counting), database).sync_run("gpt")

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import Checkpoint, hidden_attempts, list_checkpoints
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import active_leases, expired_leases, release_lease, renew_lease, take_lease
 from ckptstore.commits.store_check import MAX_SKEW_S
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
@@ -38,7 +39,7 @@ def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> Non
     assert set(verdicts[1].reasons) == {"lease:restore of rank 0", "lease:restore of rank 1"}
     with pytest.raises(CheckpointHeld, match="restore of rank 0"):
         delete_checkpoint(run, old.attempt, "prune", force=True)
-    assert hidden_attempts(run) == [], "a refused deletion does not hide"
+    assert not hidden_attempts(run).tombstoned, "a refused deletion does not hide"
     clock.advance(120 + MAX_SKEW_S)
     assert active_leases(run) == {old.attempt: ["restore of rank 0"]}
     assert expired_leases(run) == [f"{RUN}/leases/{other}.json"]
@@ -201,7 +202,7 @@ def test_a_deletion_is_taken_back_when_a_reader_came_between_its_two_looks(store
         assert list_checkpoints(Run(store, RUN)) == [checkpoint]
         assert intact(store, checkpoint)
         collect(Run(store, RUN, MovableClock(2 * TOMBSTONE_KEPT_S)))
-        assert hidden_attempts(Run(store, RUN)) == []
+        assert not hidden_attempts(Run(store, RUN)).tombstoned
         clear(store)
 
 

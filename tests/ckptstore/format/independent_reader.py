@@ -44,6 +44,8 @@ def generation(attempt: str) -> int:
 def latest(root: str, run: str) -> dict:  # type: ignore[type-arg]
     outcomes = [unseal(path) for path in pathlib.Path(root, run, "commits").iterdir()]
     hidden = {path.name.split(".")[0] for path in pathlib.Path(root, run).glob("tombstones/*.json")}
+    newest = {path.name[:6]: path for path in sorted(pathlib.Path(root, run).glob("dead/*.json"))}
+    hidden |= {attempt for path in newest.values() for attempt in unseal(path)["attempts"]}
     visible = [o for o in outcomes if o["committed"] is not None and o["attempt"] not in hidden]
     return max(visible, key=lambda o: (generation(o["attempt"]), o["step"], o["at"], o["attempt"]))
 

@@ -9,9 +9,10 @@ import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.audit import AuditEntry, read_log
-from ckptstore.commits.catalog import Checkpoint, State, decided_attempts, hidden_attempts, latest, list_checkpoints
+from ckptstore.commits.catalog import Checkpoint, State, decided_attempts, latest, list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
 from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import take_lease
 from ckptstore.errors import NewestCheckpoint, StoreUnavailable
 from ckptstore.format.records import Policy
@@ -255,15 +256,15 @@ def test_aborted_outcomes_and_tombstones_are_forgotten_in_the_end(store: Store) 
     clock = MovableClock(ORPHAN_GRACE_S + 60)
     run = Run(store, RUN, clock)
     collect(run)
-    assert len(hidden_attempts(run)) == 1
+    assert len(hidden_attempts(run).tombstoned) == 1
     assert aborted in decided_attempts(run)
     clock.ahead_s = TOMBSTONE_KEPT_S - 60
     collect(run)
-    assert len(hidden_attempts(run)) == 1
+    assert len(hidden_attempts(run).tombstoned) == 1
     assert aborted in decided_attempts(run)
     clock.advance(120)
     collect(run)
-    assert hidden_attempts(run) == []
+    assert not hidden_attempts(run).tombstoned
     assert decided_attempts(run) == [latest(run).attempt]
     assert steps(store) == [2]
     assert intact(store, latest(run))

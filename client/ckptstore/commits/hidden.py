@@ -1,0 +1,167 @@
+"""Attempts that no reader may use: those with a tombstone, and the dead, whose tombstone or abort is forgotten.
+
+Each generation has a list of its dead. A version of the list is created only if absent, and the highest one counts. It
+is durable before a tombstone or an aborted outcome of the attempts on it is removed, so that a committer that wakes up
+after weeks brings nothing back. docs/decisions/0025 and 0027 have the sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+
+from ckptstore import names
+from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUnavailable, StoreUnsafe
+from ckptstore.format.documents import FORMAT
+from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.records import DeadList
+from ckptstore.names import Attempt
+from ckptstore.run import Run
+from ckptstore.stores import ObjectInfo
+
+_LOG = logging.getLogger(__name__)
+_READERS = 16
+_TRIES = 20
+
+
+class Dead:
+    """The dead attempts of a run, by one listing. The list of a generation is read when it is first needed.
+
+    Raises Unavailable, or UnsupportedFormat for a list of a newer format. A damaged list counts as empty, with a
+    warning.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._versions = _versions(run)
+        self._lists: dict[int, frozenset[str]] = {}
+
+    def __contains__(self, attempt: Attempt) -> bool:
+        generation = attempt.generation
+        if generation not in self._versions:
+            return False
+        if generation not in self._lists:
+            self._lists[generation] = _newest(self._run, generation, self._versions) or frozenset()
+        return str(attempt) in self._lists[generation]
+
+    def read(self, generations: Iterable[int]) -> None:
+        """Read the lists of these generations at once."""
+        wanted = [number for number in dict.fromkeys(generations) if number in self._versions]
+        if len(wanted) > 1:
+            with ThreadPoolExecutor(_READERS) as pool:
+                found = pool.map(lambda number: _newest(self._run, number, self._versions), wanted)
+                self._lists.update((number, known or frozenset()) for number, known in zip(wanted, found, strict=True))
+
+    @property
+    def listed(self) -> list[ObjectInfo]:
+        """The newest version of each list, as it was listed: if these are equal, so are the dead."""
+        return [found[max(found)] for found in self._versions.values()]
+
+
+class HiddenAttempts:
+    """The attempts of a run that are being deleted or are dead."""
+
+    def __init__(self, run: Run) -> None:
+        self.tombstoned = frozenset(listed_attempts(info.key for info in run.store.list(run.keys.tombstones)))
+        # The dead second: an attempt is on the list before its tombstone is removed.
+        self.dead = Dead(run)
+
+    def __contains__(self, attempt: Attempt) -> bool:
+        return attempt in self.tombstoned or attempt in self.dead
+
+
+def hidden_attempts(run: Run) -> HiddenAttempts:
+    """The attempts that are hidden now: one listing of tombstones, then one of the lists of the dead.
+
+    A process that writes a lease, a pin or a mark looks here after the write; a reader, after it listed the outcomes.
+    """
+    return HiddenAttempts(run)
+
+
+def without_hidden(attempts: Collection[Attempt], hidden: HiddenAttempts) -> list[Attempt]:
+    """The attempts that are not hidden, in the same order."""
+    left = [attempt for attempt in attempts if attempt not in hidden.tombstoned]
+    hidden.dead.read(attempt.generation for attempt in left)
+    return [attempt for attempt in left if attempt not in hidden.dead]
+
+
+def bury(run: Run, attempts: Collection[Attempt]) -> set[Attempt]:
+    """Put attempts on the lists of the dead; durable on return. Returns those of which nothing need be kept now.
+
+    attempts: swept or aborted, without an outcome that is committed and without data. An attempt is missing in the
+    result if the list of its generation is damaged, or if only a daemon may create a version (docs/decisions/0014).
+    """
+    buried: set[Attempt] = set()
+    for generation, group in groupby(sorted(attempts), key=lambda attempt: attempt.generation):
+        buried |= _add(run, generation, set(group))
+    return buried
+
+
+def listed_attempts(keys: Iterable[str]) -> list[Attempt]:
+    """The attempts in keys that end in ATTEMPT.json or ATTEMPT.NAME.json, newest first."""
+    found = []
+    for key in keys:
+        try:
+            found.append(names.attempt_and_name(key)[0])
+        except InvalidName:
+            continue  # a foreign object: an operator's note, a partial copy
+    return sorted(found, reverse=True)
+
+
+def _add(run: Run, generation: int, attempts: set[Attempt]) -> set[Attempt]:
+    wanted = set(map(str, attempts))
+    for _ in range(_TRIES):
+        versions = _versions(run)
+        known = _newest(run, generation, versions)
+        if known is None:
+            return set()
+        number = max(versions.get(generation, {}), default=0)
+        if wanted <= known:
+            lower = [info.key for version, info in versions[generation].items() if version < number]
+            run.store.delete_many(lower)
+            return attempts
+        proposal = DeadList(
+            format=FORMAT, kind="dead", generation=generation, version=number + 1,
+            attempts=sorted(known | wanted), by=run.by, at=run.clock(),
+        )  # fmt: skip
+        try:
+            # Created or not: the highest version in the next listing counts. A collector that slept may have created
+            # a low one that was removed before.
+            run.store.put_if_absent(run.keys.dead_list(generation, number + 1), seal(proposal))
+        except StoreUnsafe as error:
+            _LOG.info("tombstones of run %r are kept until a daemon collects: %s", run.name, error)
+            return set()
+    raise StoreUnavailable(f"the list of the dead of run {run.name!r} is changed too often by others", "Try again")
+
+
+def _versions(run: Run) -> dict[int, dict[int, ObjectInfo]]:
+    """The stored versions of the lists by generation, usually one each. One request."""
+    found: dict[int, dict[int, ObjectInfo]] = {}
+    for info in run.store.list(run.keys.dead):
+        named = names.dead_list_version(info.key)
+        if named is not None:
+            found.setdefault(named[0], {})[named[1]] = info
+    return found
+
+
+def _newest(run: Run, generation: int, versions: dict[int, dict[int, ObjectInfo]]) -> frozenset[str] | None:
+    """The dead of a generation, by name; None if the list is damaged."""
+    for _ in range(_TRIES):
+        there = versions.get(generation)
+        if not there:
+            return frozenset()
+        version = max(there)
+        key = run.keys.dead_list(generation, version)
+        try:
+            found = parse_sealed(run.store.get(key), DeadList, run.store.object_url(key))
+            if (found.generation, found.version) == (generation, version):
+                return frozenset(found.attempts)
+            raise CorruptObject(f"{run.store.object_url(key)} is the list of another generation or version")
+        except ObjectMissing:
+            versions = _versions(run)  # removed since the listing, because a higher one exists
+        except CorruptObject as error:
+            _LOG.warning("a list of deleted attempts counts as empty: %s", error)
+            return None
+    raise StoreUnavailable(f"the list of the dead of run {run.name!r} is changed too often by others", "Try again")
