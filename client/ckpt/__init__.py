@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt.schedule import Schedule
     from ckpt.snapshot.counters import Counters
     from ckpt.snapshot.handle import SaveHandle, Timings
+    from ckptplan.plan import plan
     from ckptstore.commits.catalog import Checkpoint
     from ckptstore.errors import CkptError
 
@@ -45,6 +46,7 @@ __all__ = [
     "init",
     "latest",
     "load",
+    "plan",
     "prepare",
     "restore",
     "save",
@@ -61,6 +63,7 @@ _HOME = {
     "SaveHandle": "ckpt.snapshot.handle",
     "Schedule": "ckpt.schedule",
     "Timings": "ckpt.snapshot.handle",
+    "plan": "ckptplan.plan",
 }
 
 

@@ -49,6 +49,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "restores": ("ckptctl restores --watch",),
     "watch": ("ckptctl watch gpt-small -o jsonl | while read -r event; do ...; done",),
     "jobs": ("ckptctl jobs", "ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel"),
+    "plan": (
+        "ckptctl plan --model mlperf-70b --dp 8 --tp 8 --sharding fsdp --bandwidth 60GB --failures llama3",
+        "ckptctl plan --config config.json --steps 100000 --step 4s --keep 5 --keep-every 10000 --price 0.02",
+        "ckptctl plan --from gpt-small --mtbf 8h --plot plan.svg",
+        "ckptctl plan --parameters 7e9 --measure s3://bucket/ckpts -o json",
+    ),
     "probe": ("ckptctl probe --store s3://bucket/ckpts",),
     "doctor": ("ckptctl doctor", "ckptctl doctor -o json"),
     "reindex": ("ckptctl reindex",),

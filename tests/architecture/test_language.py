@@ -26,6 +26,7 @@ CHECKED = (
     "client/ckptstore/stores/*.py",
     "client/ckpt/**/*.py",
     "client/ckptapi/**/*.py",
+    "client/ckptplan/*.py",
     "client/ckptctl/**/*.py",
     "ckptd/*.py",
     "ckptd/api/*.py",
