@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +24,7 @@ from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import check_present, release_lease
 from ckpt.restoring.tensors import load_tensors
 from ckpt.saver.budget import Budget
-from ckpt.schedule import Schedule
+from ckpt.schedule import Limits, Schedule, cost_of
 from ckpt.snapshot.agreed import AgreedLayout
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.counters import Counters, LiveCounters
@@ -155,7 +155,8 @@ class Checkpointer:
             self._session.check(step)
             captured = self._agreed.capture(state, grads)
             updates = HandleUpdates(step, self._agreed.layout.num_bytes, started)
-            save = SaveRequest(attempt, captured, self._agreed.layout, finite(metrics), self._lease)
+            cost = cost_of(self._newest, self._schedules)
+            save = SaveRequest(attempt, captured, self._agreed.layout, finite(metrics), self._lease, cost)
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
         self._session.saved(updates)
         if self._newest is None:
@@ -218,15 +219,24 @@ class Checkpointer:
         """
         return load_tensors(self._source, self._source.find(self._reference(checkpoint)), names)
 
-    def every(self, seconds: float | None = None, overhead: float | None = 0.01) -> Schedule:
+    def every(
+        self,
+        seconds: float | None = None,
+        overhead: float | Literal["auto"] | None = "auto",
+        mtbf_s: float | None = None,
+    ) -> Schedule:
         """When to save: `schedule = checkpointer.every(); ...; if schedule.due(step): checkpointer.save_async(...)`.
 
         overhead: the share of the time that saves may cost training, as measured: what save_async and the gate of
-        optim.step() hold it up, and what steps take longer while a save is under way. None: any. seconds: from save to
-        save, at least. Of both, the longer interval counts, and never less than twice the time until a save is durable.
-        Without seconds the first save comes soon, to see what it costs. The slowest rank's cost is used.
+        optim.step() hold it up, and what steps take longer while a save is under way. None: any. "auto": 0.01, or any
+        with mtbf_s. seconds: from save to save, at least. mtbf_s: mean time between failures of the job in seconds;
+        the interval is then the one that loses the least to saves and failures together, by the measured cost
+        (`ckptplan.failures.best_interval`; docs/planning.md has the formula). The longest of these intervals counts,
+        and never less than twice the time until a save is durable. Without seconds the first save comes soon, to see
+        what it costs. The slowest rank's cost is used. Raises InvalidRequest.
         """
-        schedule = Schedule(lambda: self._newest, seconds, overhead, self.config.peer_timeout_s)
+        limits = Limits.of(seconds, overhead, mtbf_s)
+        schedule = Schedule(lambda: self._newest, limits, self.config.peer_timeout_s)
         self._schedules.append(schedule)
         return schedule
 

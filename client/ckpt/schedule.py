@@ -9,18 +9,60 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from ckpt.ranks.broadcast import Cost, SaveBroadcast, SaveDecision
 from ckpt.ranks.world import World
 from ckpt.snapshot.handle import SaveHandle
+from ckptplan.failures import best_interval
+from ckptplan.history import SaveCost
 from ckptstore.errors import InvalidRequest, RankLost
 
 LEAD_S = 2.0
 """How far ahead of its own step rank 0 decides."""
 _POLLS_PER_LEAD = 5
 _REMEMBERED = 16  # saves in a decision: no rank is that far behind
+
+OVERHEAD = 0.01
+"""The share of time that saves may cost, unless it or a failure rate is given."""
+_DURABLE_SHARE = 0.5  # of the time a save is under way, at most: without the rest there is nothing to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What decides on the interval between saves. None: it does not."""
+
+    seconds: float | None
+    overhead: float | None
+    mtbf_s: float | None = None
+
+    @classmethod
+    def of(cls, seconds: float | None, overhead: float | Literal["auto"] | None, mtbf_s: float | None) -> Limits:
+        """The arguments of `Checkpointer.every`. Raises InvalidRequest."""
+        share = (OVERHEAD if mtbf_s is None else None) if overhead == "auto" else overhead
+        if seconds is None and share is None and mtbf_s is None:
+            raise InvalidRequest("neither seconds, overhead nor mtbf_s is given", "Give at least one of them")
+        for name, value in (("seconds", seconds), ("mtbf_s", mtbf_s)):
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidRequest(f"{name} {value} is not positive", "Give seconds, such as 600")
+        if share is not None and not 0 < share <= 1:
+            raise InvalidRequest(
+                f"overhead {share} must be above 0 and at most 1", "Give a share of the time, such as 0.01"
+            )
+        return cls(seconds, share, mtbf_s)
+
+    def interval_s(self, cost_s: float, durable_s: float) -> float:
+        """The shortest interval after a save with this cost that was durable after so long."""
+        shortest = max(self.seconds or 0.0, durable_s / _DURABLE_SHARE)
+        if self.overhead is not None:
+            shortest = max(shortest, cost_s / self.overhead)
+        if self.mtbf_s is not None:
+            best = best_interval(cost_s, self.mtbf_s, durable_s=durable_s)
+            shortest = max(shortest, best if math.isfinite(best) else 0.0)
+        return shortest
 
 
 class Schedule:
@@ -29,23 +71,14 @@ class Schedule:
     def __init__(
         self,
         newest: Callable[[], SaveHandle | None],
-        seconds: float | None,
-        overhead: float | None,
+        limits: Limits,
         peer_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         lead_s: float = LEAD_S,
     ) -> None:
         """newest: the save that began last."""
-        if seconds is None and overhead is None:
-            raise InvalidRequest("neither seconds nor overhead is given", "Give at least one of them")
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise InvalidRequest(f"an interval of {seconds} s is not positive", "Give seconds, such as 600")
-        if overhead is not None and not 0 < overhead <= 1:
-            raise InvalidRequest(
-                f"overhead {overhead} must be above 0 and at most 1", "Give a share of the time, such as 0.01"
-            )
         self._newest = newest
-        self._seconds, self._overhead = seconds, overhead
+        self._limits = limits
         self._peer_timeout_s = peer_timeout_s
         self._clock = clock
         self._lead_s = lead_s
@@ -91,6 +124,11 @@ class Schedule:
         if self._broadcast is not None and self._rank:
             self._broadcast.request()
 
+    @property
+    def slowdown_s(self) -> float | None:
+        """What steps of this rank took longer during the newest save, in seconds; None if it is not known."""
+        return self._costs.slowdown_s
+
     def close(self) -> None:
         """End the thread that exchanges messages with the other ranks. due() must not be called afterwards."""
         if self._broadcast is not None:
@@ -118,7 +156,7 @@ class Schedule:
         wanted = self._requested()
         pending = decision.num_saves > self._taken
         others_s = self._broadcast.cost.seconds if self._broadcast is not None else 0.0
-        if not pending and (wanted or self._costs.may_save(now, self._seconds, self._overhead, others_s)):
+        if not pending and (wanted or self._costs.may_save(now, self._limits, others_s)):
             save_at = max(step, horizon + 1)
             horizon, saves = save_at, (*saves, save_at)[-_REMEMBERED:]
         if horizon < step + lead / 2:
@@ -160,7 +198,6 @@ class Schedule:
 
 _WINDOW = 64
 _ENOUGH = 5  # intervals of a kind, before their median is believed
-_DURABLE_SHARE = 0.5  # of the time a save is under way, at most: without the rest there is nothing to compare with
 FIRST_AFTER_TICKS = 8
 FIRST_AFTER_S = 60.0
 """The first save is this early, to measure its cost, unless an interval is given."""
@@ -189,10 +226,14 @@ class Costs:
     @property
     def cost_s(self) -> float:
         """The cost of the newest save so far."""
-        slower = 0.0
-        if min(len(self._idle), len(self._busy)) >= _ENOUGH:
-            slower = max(0.0, median(self._busy) - median(self._idle))
-        return self._waited_s + self._busy_ticks * slower
+        return self._waited_s + (self.slowdown_s or 0.0)
+
+    @property
+    def slowdown_s(self) -> float | None:
+        """What steps took longer during the newest save; None until enough steps of both kinds were seen."""
+        if min(len(self._idle), len(self._busy)) < _ENOUGH:
+            return None
+        return self._busy_ticks * max(0.0, median(self._busy) - median(self._idle))
 
     def tick(self, now: float, newest: SaveHandle | None) -> None:
         """Count one call of the loop. newest: the save that began last."""
@@ -223,14 +264,25 @@ class Costs:
         """A save is due; the interval to the next one begins."""
         self._since = now
 
-    def may_save(self, now: float, seconds: float | None, overhead: float | None, others_s: float = 0.0) -> bool:
+    def may_save(self, now: float, limits: Limits, others_s: float = 0.0) -> bool:
         """Whether it is time for the next save: not while one is under way, nor before the last one is paid for.
 
         others_s: highest cost on another rank, for which this one waits in the next collective.
         """
         if self._under_way:
             return False
-        if not self._known and seconds is None:
+        if not self._known and limits.seconds is None:
             return self._ticks > FIRST_AFTER_TICKS or now - self._since >= FIRST_AFTER_S
-        paid_s = max(self.cost_s, others_s) / overhead if overhead is not None else 0.0
-        return now - self._since >= max(seconds or 0.0, paid_s, self._durable_s / _DURABLE_SHARE)
+        return now - self._since >= limits.interval_s(max(self.cost_s, others_s), self._durable_s)
+
+
+def cost_of(newest: SaveHandle | None, schedules: Iterable[Schedule]) -> SaveCost | None:
+    """What the newest save cost this rank so far; None if there is none, or it was skipped."""
+    if newest is None or newest.skipped:
+        return None
+    slowdowns = [schedule.slowdown_s for schedule in schedules]
+    known = [seconds for seconds in slowdowns if seconds is not None]
+    timings = newest.timings
+    return SaveCost(
+        step=newest.step, stall_s=timings.blocked_s + timings.held_s, slowdown_s=max(known) if known else None
+    )

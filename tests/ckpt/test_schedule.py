@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.schedule import Schedule
+from ckpt.schedule import Limits, Schedule
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckptplan.failures import best_interval
 from ckptstore.errors import InvalidRequest, SaveFailed
 
 
@@ -22,6 +23,7 @@ class Training:
 
     seconds: float | None = None
     overhead: float | None = None
+    mtbf_s: float | None = None
     step_s: float = 0.1
     blocked_s: float = 0.0
     held_s: float = 0.0
@@ -41,8 +43,7 @@ class Training:
         self._updates: HandleUpdates | None = None
         self.schedule = Schedule(
             lambda: self._updates.handle if self._updates else None,
-            self.seconds,
-            self.overhead,
+            Limits.of(self.seconds, self.overhead, self.mtbf_s),
             peer_timeout_s=1.0,
             clock=lambda: self.now,
         )
@@ -112,7 +113,7 @@ def test_a_cheap_save_is_made_often_but_half_of_the_time_none_is_under_way() -> 
 
 def test_a_save_that_was_not_made_is_asked_for_again_after_the_interval() -> None:
     now = 0.0
-    schedule = Schedule(lambda: None, 10.0, None, peer_timeout_s=1.0, clock=lambda: now)
+    schedule = Schedule(lambda: None, Limits(10.0, None), peer_timeout_s=1.0, clock=lambda: now)
     due = []
     for step in range(100):
         now = float(step)
@@ -123,7 +124,7 @@ def test_a_save_that_was_not_made_is_asked_for_again_after_the_interval() -> Non
 def test_unscheduled_saves_count() -> None:
     handles: list[SaveHandle | None] = [None]
     now = 0.0
-    schedule = Schedule(lambda: handles[-1], 10.0, None, peer_timeout_s=1.0, clock=lambda: now)
+    schedule = Schedule(lambda: handles[-1], Limits(10.0, None), peer_timeout_s=1.0, clock=lambda: now)
     due = []
     for step in range(40):
         now = float(step)
@@ -161,11 +162,40 @@ def test_steps_increase() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "overhead"), [(None, None), (0.0, 0.01), (-1.0, None), (math.inf, None), (None, 0.0), (None, 1.5)]
-)
-def test_what_makes_no_schedule(seconds: float | None, overhead: float | None) -> None:
+    ("seconds", "overhead", "mtbf_s"),
+    [
+        (None, None, None), (0.0, 0.01, None), (-1.0, None, None), (math.inf, None, None), (None, 0.0, None),
+        (None, 1.5, None), (None, None, 0.0), (None, None, math.inf),
+    ],
+)  # fmt: skip
+def test_what_makes_no_schedule(seconds: float | None, overhead: float | None, mtbf_s: float | None) -> None:
     with pytest.raises(InvalidRequest):
-        Schedule(lambda: None, seconds, overhead, peer_timeout_s=1.0)
+        Limits.of(seconds, overhead, mtbf_s)
+
+
+def test_the_interval_loses_the_least_to_saves_and_failures() -> None:
+    cost_s, mtbf_s = 0.5, 3600.0
+    training = Training(mtbf_s=mtbf_s, blocked_s=0.3, held_s=0.2, durable_s=3.0).run(400)
+    best = best_interval(cost_s, mtbf_s, durable_s=3.0)
+    assert best == pytest.approx(59.4, abs=0.1)
+    assert training.intervals == pytest.approx([best] * len(training.intervals), abs=0.7)
+    assert len(training.intervals) == 6
+
+
+def test_failures_sooner_than_saves_are_durable_do_not_stop_saving() -> None:
+    training = Training(mtbf_s=2.0, blocked_s=0.1, durable_s=3.0).run(60)
+    assert training.intervals == pytest.approx([6.0] * len(training.intervals), abs=0.3)
+    assert len(training.intervals) > 5
+
+
+def test_a_failure_rate_replaces_the_share_of_time_unless_both_are_given() -> None:
+    assert Limits.of(None, "auto", None) == Limits(None, 0.01)
+    assert Limits.of(None, "auto", 3600.0) == Limits(None, None, 3600.0)
+    assert Limits.of(10.0, 0.02, 3600.0) == Limits(10.0, 0.02, 3600.0)
+    assert Limits.of(10.0, 0.02, 3600.0).interval_s(cost_s=5.0, durable_s=1.0) == 250.0
+    assert Limits.of(10.0, None, 3600.0).interval_s(cost_s=5.0, durable_s=1.0) == pytest.approx(
+        best_interval(5, 3600, 0, 1)
+    )
 
 
 @settings(max_examples=30)

@@ -70,7 +70,7 @@ def write_receipt(
         content=Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees),
         local=job.local,
         metrics=job.metrics,
-        extensions=extensions,
+        extensions=job.extensions | extensions,
     )
     data = seal(receipt)
     run.store.put(run.keys.receipt(attempt, setup.rank), data)

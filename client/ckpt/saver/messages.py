@@ -84,6 +84,8 @@ class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     metrics: dict[str, float]
     lease: str | None
     """A lease to release after this commit, or the next one if this save fails."""
+    extensions: dict[str, JSON] = {}
+    """Extensions of the receipt."""
     streamed: bool = False
     """The snapshot is larger than its slot, and is streamed through it (streaming.py)."""
 

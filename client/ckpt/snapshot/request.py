@@ -7,11 +7,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from ckpt.capture.leaves import Captured
 from ckpt.saver.messages import SaveJob
 from ckpt.snapshot.arena import ArenaSlot
 from ckpt.snapshot.handle import HandleUpdates
 from ckpt.snapshot.stage import SnapshotLayout
+from ckptplan.history import SAVE_COST, SaveCost
 from ckptstore.commits.generations import NewAttempt
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,8 @@ class SaveRequest:
     metrics: Mapping[str, float]
     lease: str | None
     """A lease to release once this save is committed."""
+    cost_before: SaveCost | None = None
+    """What the save before this one cost."""
 
 
 def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -77,6 +82,7 @@ class Snapshot:
             trees=request.captured.trees,
             local=request.captured.write(),
             metrics=dict(request.metrics),
+            extensions={SAVE_COST: msgspec.to_builtins(cost)} if (cost := request.cost_before) is not None else {},
             lease=request.lease,
             streamed=self.streamed,
         )
