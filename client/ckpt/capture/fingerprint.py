@@ -145,8 +145,10 @@ def _again(last: _Description, state: TrainState, made: StateFingerprint) -> Cap
     trees, leaves = dict(last.captured.trees), last.captured.leaves
     tensors = [made.locals[n].as_strided(*view) if view else made.locals[n] for n, view in last.places]
     leaves = Leaves(leaves.slices, tensors, [made.tensors[n] for n, _ in last.places], leaves.changes)
+    captured = Captured(leaves, trees, aliases=dict(last.captured.aliases))
+    collector = last.collector.beside(captured)
     for item, names in last.groups.items():
         each = zip(state.optimizers[item], names, strict=True)
         groups = [{"groups": optimizers.describe_groups(optimizer, held)} for optimizer, held in each]
-        trees[item] = {**trees[item], **last.collector.joined(item, groups)}
-    return Captured(leaves, trees, aliases=dict(last.captured.aliases))
+        trees[item] = {**trees[item], **collector.joined(item, groups)}
+    return captured

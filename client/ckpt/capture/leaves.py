@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.reads import Number, SmallReads, scaler_state
 from ckpt.capture.wrapped import inner_tensors, is_plain_type, kind_of
+from ckpt.device import has_device
 from ckpt.dtypes import BY_NAME, NAMES
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
@@ -120,14 +122,21 @@ class Captured:
     local: dict[str, JSON] = field(default_factory=dict)
     unwritten: dict[str, Any] = field(default_factory=dict)
     """More values for `local`, which no longer change."""
+    reads: SmallReads = field(default_factory=SmallReads)
+    late: list[tuple[dict[str, JSON], torch.Tensor]] = field(default_factory=list)
+    """Tensors of trees that are still being read from a GPU, and the memory that will hold their elements."""
     aliases: dict[str, str] = field(default_factory=dict)
     sameness: object | None = None
     """If two captures have the same object here, their leaves are the same slices and lie in the same memory."""
 
     def write(self) -> dict[str, JSON]:
-        """All of `local`. Of any thread: what need not be done while training waits is done now."""
+        """All of `local`. Completes `trees`. Of any thread: what need not be done while training waits is done now."""
+        self.reads.finish()
+        for leaf, host in self.late:
+            leaf["data"] = encode_bytes(tensor_bytes(host))
+        self.late = []
         for item, value in self.unwritten.items():
-            self.local[item] = encode_tree(value, item, _inline_leaf)
+            self.local[item] = encode_tree(value, item, _unwritten_leaf)
         self.unwritten = {}
         return self.local
 
@@ -169,7 +178,7 @@ class Collector:
 
     def inline(self, path: str, value: Any) -> JSON:
         """The tree of small state, tensors and all."""
-        return encode_tree(value, path, _inline_leaf)
+        return encode_tree(value, path, self._inline_leaf)
 
     def joined(self, path: str, values: Iterable[Any]) -> JSON:
         """The trees of small states as one tree."""
@@ -189,7 +198,15 @@ class Collector:
             return {TAG: "tensor", "name": self._store(self._prefix + path, value), **_device(value)}
         if isinstance(value, np.ndarray) and value.nbytes > _INLINE_BYTES:
             return {TAG: "array", "name": self._store(self._prefix + path, _from_array(path, value))}
-        return _inline_leaf(path, value)
+        return self._inline_leaf(path, value)
+
+    def _inline_leaf(self, path: str, value: Any) -> JSON:
+        if not isinstance(value, torch.Tensor) or not has_device(value):
+            return _inline_leaf(path, value)
+        leaf: dict[str, JSON] = {TAG: "tensor", "dtype": dtype_name(path, value), "shape": list(value.shape), "data": ""}
+        self.captured.late.append((leaf, self.captured.reads.read(value)))
+        leaf |= _device(value)
+        return leaf
 
     def _store(self, path: str, tensor: torch.Tensor) -> str:
         """Add a whole tensor of this rank alone to the shard; returns the name of its entry."""
@@ -332,6 +349,12 @@ def _inline_leaf(path: str, value: Any) -> JSON:
     if isinstance(value, torch.Tensor):
         return {TAG: "tensor", **_inline(path, value), **_device(value)}
     return small_leaf(path, value)
+
+
+def _unwritten_leaf(path: str, value: Any) -> JSON:
+    if isinstance(value, Number):
+        return encode_tree(value.tensor.item(), path, _inline_leaf)
+    return _inline_leaf(path, value)
 
 
 def _inline(path: str, tensor: torch.Tensor) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ckpt.capture.describe import item_frame, optimizer_frame, state_unit
 from ckpt.capture.leaves import Captured, Change, Collector, check_local, dtype_name
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import part_of
+from ckpt.capture.reads import scaler_state
 from ckpt.capture.rng import rng_state
 from ckpt.capture.train_state import GRADIENTS, RNG, Stateful, TrainState
 from ckptstore.errors import InvalidRequest
@@ -48,7 +49,10 @@ def capture_local(collector: Collector, state: TrainState) -> None:
     """The state of this rank alone."""
     collector.captured.unwritten[RNG] = rng_state()
     for item, value in state.others.items():
-        collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
+        if (numbers := scaler_state(value, collector.captured.reads)) is not None:
+            collector.captured.unwritten[item] = numbers
+        else:
+            collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
 
 
 def check_others(state: TrainState) -> None:

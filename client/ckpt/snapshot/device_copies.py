@@ -12,14 +12,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from ckpt.saver.segment import Segment
-from ckpt.snapshot.device import Device, Mark
+from ckpt.device import Device, Mark, poll
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ PIN_BYTES = 256 << 20
 _PIN_LEAST_BYTES = 16 << 20
 _PIN_PAUSE_S = 0.005
 _RING_BYTES = 32 << 20
-_POLL_S = (50e-6, 2e-3)
 
 
 class DeviceCopies:
@@ -107,17 +106,6 @@ class DeviceCopies:
                 self._device.copy([staged], [piece], side)
                 poll(self._device.mark(side).done)
                 ctypes.memmove(to[at:].data_ptr(), staged.data_ptr(), piece.nbytes)
-
-
-def poll(done: Callable[[], bool], expired: Callable[[], bool] | None = None) -> bool:
-    """Wait for a device, without the GIL and so that this thread can stop. False if time has expired before."""
-    pause_s, longest_s = _POLL_S
-    while not done():
-        if expired is not None and expired():
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
-    return True
 
 
 def pin_segment(segment: Segment, device: Device) -> bool:

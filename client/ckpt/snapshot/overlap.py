@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.capture.leaves import Captured, Change, Leaves, StateLeaf
 from ckpt.snapshot.client import SaveClient
-from ckpt.snapshot.device import has_device, is_capturing
+from ckpt.device import has_device, is_capturing
 from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker, Guard, Sample
 from ckpt.snapshot.holds import StorageHold, hold_storages, release_storages
 from ckpt.snapshot.request import Snapshot
@@ -253,7 +253,8 @@ class Overlap:
         try:
             pending.transfer.copy(pending.guard)
             pending.copied.set()
-            if not pending.transfer.finish(pending.expired):
+            reads = snapshot.request.captured.reads
+            if not pending.transfer.finish(pending.expired) or not reads.finish(pending.expired):
                 raise _stuck_error()
             snapshot.updates.measure(stage_s=time.perf_counter() - started)
             if changed := pending.changed_entries():

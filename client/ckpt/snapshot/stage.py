@@ -14,7 +14,7 @@ import torch
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
-from ckpt.snapshot.device import DEVICES, has_device
+from ckpt.device import DEVICES, has_device
 from ckpt.snapshot.device_copies import pin_segment
 from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample, unread
 from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ckpt.capture.leaves import Leaves, StateLeaf
-from ckpt.snapshot.device import DEVICES
-from ckpt.snapshot.device_copies import DeviceCopies, poll
+from ckpt.device import DEVICES, poll
+from ckpt.snapshot.device_copies import DeviceCopies
 from ckpt.snapshot.guard import Guard, Sample, sample
 from ckptstore.format.shards import Placed
 

@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.saver.segment import Segment
-from ckpt.snapshot import device
+from ckpt import device
 from ckpt.snapshot.arena import Arena
 
 DEFAULT, SIDE = "default", "side"
@@ -58,13 +58,14 @@ class SimulatedDevice:
         self._thread = threading.local()
         self._graph: list[_Operation] | None = None
         self._pinned: dict[int, int] = {}
+        self._allocated: set[int] = set()
         self._writes: dict[int, int] = {}
         self.violations: list[str] = []
         self.refuses_pins = False
         self.fails_after: int | None = None
         """Fail the copy after this many."""
 
-    # What the library uses: see ckpt.snapshot.device.Device.
+    # What the library uses: see ckpt.device.Device.
 
     def current(self) -> Hashable:
         return getattr(self._thread, "stream", DEFAULT)
@@ -86,11 +87,14 @@ class SimulatedDevice:
             to, source, size = view.data_ptr(), tensor.data_ptr(), tensor.nbytes
             assert self._is_pinned(to, size), "an asynchronous copy into pageable memory"
             self._writes[to] = size
-            self._queue(SIDE if side else self.current(), partial(self._move, to, source, size))
+            # As torch does with its own pinned memory, but not with that of others.
+            kept = view if view.untyped_storage().data_ptr() in self._allocated else None
+            self._queue(SIDE if side else self.current(), partial(self._move, to, source, size, kept))
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         self._pinned[memory.data_ptr()] = num_bytes
+        self._allocated.add(memory.data_ptr())
         return memory
 
     def pin(self, address: int, num_bytes: int) -> int:
@@ -178,7 +182,7 @@ class SimulatedDevice:
         if any(begin <= to < begin + segment.num_bytes for to in list(self._writes)):
             self.violations.append("a slot is idle while the device writes to it")
 
-    def _move(self, to: int, source: int, size: int) -> None:
+    def _move(self, to: int, source: int, size: int, _: torch.Tensor | None) -> None:
         ctypes.memmove(to, source, size)
         self._writes.pop(to, None)
 

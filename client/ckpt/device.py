@@ -1,17 +1,20 @@
 """Devices: the streams, events and pins of a GPU, as far as snapshots use them.
 
-The rules of order are in device_copies.py and overlap.py. They use nothing of CUDA but this interface, so tests run
+The rules of order are in snapshot/device_copies.py and snapshot/overlap.py. They use nothing of CUDA but this interface, so tests run
 them on a device that is simulated in host memory.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
 
 from ckpt.streams import on_stream, side_stream
+
+_POLL_S = (50e-6, 2e-3)
 
 
 class Mark(Protocol):
@@ -120,3 +123,14 @@ def has_device(tensor: torch.Tensor) -> bool:
 def is_capturing() -> bool:
     """Whether the work of this thread is captured into a graph instead of being executed."""
     return any(capturing() for capturing in CAPTURING)
+
+
+def poll(done: Callable[[], bool], expired: Callable[[], bool] | None = None) -> bool:
+    """Wait for a device, without the GIL and so that this thread can stop. False if time has expired before."""
+    pause_s, longest_s = _POLL_S
+    while not done():
+        if expired is not None and expired():
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+    return True
