@@ -1,14 +1,17 @@
 """Devices: the streams, events and pins of a GPU, as far as snapshots use them.
 
-The rules of order are in snapshot/device_copies.py and snapshot/overlap.py. They use nothing of CUDA but this interface, so tests run
-them on a device that is simulated in host memory.
+The rules of order are in snapshot/device_copies.py and snapshot/overlap.py. They use nothing of CUDA but this
+interface, so tests run them on a device that is simulated in host memory.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -47,6 +50,9 @@ class Device(Protocol):
 
     def unpin(self, address: int) -> int:
         """Undo `pin`. Returns an error code; 0: success."""
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is connected to. None if that is not known."""
 
 
 class CudaDevice:
@@ -92,6 +98,16 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
+    def numa_node(self) -> int | None:
+        """As Linux reports it. Copies to the memory of another node are slower."""
+        found: Any = torch.cuda.get_device_properties(self._device)
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        try:
+            node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return node if node >= 0 else None
+
     def _stream(self, side: bool) -> torch.cuda.Stream:
         return side_stream(self._device) if side else torch.cuda.current_stream(self._device)
 
@@ -125,12 +141,32 @@ def is_capturing() -> bool:
     return any(capturing() for capturing in CAPTURING)
 
 
-def poll(done: Callable[[], bool], expired: Callable[[], bool] | None = None) -> bool:
+class Patience:
+    """How long the thread that copies may wait for a device. For any thread."""
+
+    def __init__(self) -> None:
+        self.wanted = threading.Event()
+        """Set once an optimizer is about to step: from then on, queue work without waiting."""
+        self.give_up_at = math.inf
+        """When to stop waiting, by time.monotonic()."""
+
+    def expired(self) -> bool:
+        """Whether to stop waiting."""
+        return time.monotonic() > self.give_up_at
+
+    def wait_for(self, mark: Mark) -> None:
+        """Return when a device has reached a point, when an optimizer is about to step, or when time has expired."""
+        poll(mark.done, lambda: self.wanted.is_set() or self.expired(), self.wanted.wait)
+
+
+def poll(
+    done: Callable[[], bool], expired: Callable[[], bool] | None = None, sleep: Callable[[float], object] = time.sleep
+) -> bool:
     """Wait for a device, without the GIL and so that this thread can stop. False if time has expired before."""
     pause_s, longest_s = _POLL_S
     while not done():
         if expired is not None and expired():
             return False
-        time.sleep(pause_s)
+        sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
     return True

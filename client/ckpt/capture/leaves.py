@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import Flat, TensorPart, part_of
-from ckpt.capture.reads import Number, SmallReads, scaler_state
+from ckpt.capture.reads import Number, SmallReads
 from ckpt.capture.wrapped import inner_tensors, is_plain_type, kind_of
 from ckpt.device import has_device
 from ckpt.dtypes import BY_NAME, NAMES
@@ -203,9 +203,9 @@ class Collector:
     def _inline_leaf(self, path: str, value: Any) -> JSON:
         if not isinstance(value, torch.Tensor) or not has_device(value):
             return _inline_leaf(path, value)
-        leaf: dict[str, JSON] = {TAG: "tensor", "dtype": dtype_name(path, value), "shape": list(value.shape), "data": ""}
-        self.captured.late.append((leaf, self.captured.reads.read(value)))
+        leaf: dict[str, JSON] = {TAG: "tensor", "dtype": dtype_name(path, value), "shape": list(value.shape)}
         leaf |= _device(value)
+        self.captured.late.append((leaf, self.captured.reads.read(value)))
         return leaf
 
     def _store(self, path: str, tensor: torch.Tensor) -> str:

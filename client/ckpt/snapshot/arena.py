@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 
+from ckpt.device import DEVICES
 from ckpt.saver.segment import Segment, populate
-from ckpt.snapshot.host_memory import available_bytes
+from ckpt.snapshot.host_memory import available_bytes, on_node
 from ckpt.snapshot.stage import Stager
 
 logger = logging.getLogger(__name__)
@@ -162,9 +163,11 @@ class Arena:
     def _make(self, num_bytes: int, idle: bool) -> ArenaSlot:
         try:
             segment = Segment(num_bytes)
-            populate(segment)
+            gpu = self._pinning_for()
+            with on_node(None if gpu is None else DEVICES[gpu.type](gpu).numa_node()):
+                populate(segment)
             stager = Stager(segment)
-            if (gpu := self._pinning_for()) is not None:
+            if gpu is not None:
                 stager.pin(gpu)
         except BaseException:
             with self._changed:

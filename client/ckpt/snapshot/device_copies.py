@@ -18,8 +18,8 @@ from functools import partial
 
 import torch
 
+from ckpt.device import Device, Mark, Patience, poll
 from ckpt.saver.segment import Segment
-from ckpt.device import Device, Mark, poll
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,16 @@ class DeviceCopies:
         finally:
             self._ready = self._done = self._device.mark(side=False)
 
-    def copy(self) -> None:
-        """Queue the deferred copies on the side stream, concurrent with later work of other streams."""
+    def copy(self, patience: Patience) -> None:
+        """Queue the deferred copies on the side stream, concurrent with later work of other streams.
+
+        Waits until the state is complete. Copies that were queued behind a long backlog would fill the launch queue of
+        the process, and launches of the training thread would block.
+        """
         if not self._later[0]:
             return
         assert self._ready is not None
+        patience.wait_for(self._ready)
         self._device.wait(self._ready, side=True)
         try:
             self._queue(*self._later, side=True)

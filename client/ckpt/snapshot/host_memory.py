@@ -1,4 +1,4 @@
-"""The host memory that this process may still take: the limits of system and cgroups, shared with the local ranks.
+"""The host memory of snapshots: how much this process may still take, and on which NUMA node it lies.
 
 Snapshots are shared memory, which counts against the cgroup. Beyond its limit the kernel kills the trainer.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 _UNLIMITED = 1 << 60
@@ -24,6 +25,34 @@ def available_bytes(root: Path = Path("/"), environ: Mapping[str, str] = os.envi
     found = [free for free in (_system_free(root), *_cgroups_free(root)) if free is not None]
     ranks = environ.get("LOCAL_WORLD_SIZE", "")
     return min(found) // max(1, int(ranks) if ranks.isdecimal() else 1) if found else None
+
+
+@contextmanager
+def on_node(node: int | None, root: Path = Path("/")) -> Iterator[None]:
+    """Memory that this thread populates meanwhile lies on a NUMA node: the thread runs on the cores of the node.
+
+    Does nothing if the node is None or unknown, or if this process must not use its cores.
+    """
+    cores = set() if node is None else _cores(_read(root / f"sys/devices/system/node/node{node}/cpulist"))
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError:  # the cpuset of a container
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _cores(listed: str) -> set[int]:
+    """Of a list such as 0-3,8."""
+    ranges = [part.split("-") for part in listed.strip().split(",") if part]
+    return {core for first, *last in ranges for core in range(int(first), int((last or [first])[0]) + 1)}
 
 
 def _system_free(root: Path) -> int | None:

@@ -14,7 +14,6 @@ moment.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -29,8 +28,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.capture.leaves import Captured, Change, Leaves, StateLeaf
+from ckpt.device import Patience, has_device, is_capturing
 from ckpt.snapshot.client import SaveClient
-from ckpt.device import has_device, is_capturing
 from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker, Guard, Sample
 from ckpt.snapshot.holds import StorageHold, hold_storages, release_storages
 from ckpt.snapshot.request import Snapshot
@@ -65,7 +64,7 @@ class BackgroundCopy(Protocol):
     def frozen(self) -> Sequence[Placed]:
         """The copies in the slot of large leaves that are expected not to change."""
 
-    def copy(self, guard: Guard) -> None:
+    def copy(self, guard: Guard, patience: Patience) -> None:
         """Copy host memory, and start the copies of GPUs. guard: checks the leaves in host memory."""
 
     def make_streams_wait(self) -> None:
@@ -88,8 +87,7 @@ class PendingCopy:
     snapshot: Snapshot
     copied: threading.Event = field(default_factory=threading.Event)
     """Set once host memory is copied and the GPUs' copies are enqueued, or the copy has failed."""
-    give_up_at: float = math.inf
-    """When to stop waiting for a device, by time.monotonic()."""
+    patience: Patience = field(default_factory=Patience)
     step_reached: bool = False
     """An optimizer is about to step, or has stepped, since the save."""
     error: BaseException | None = None
@@ -107,12 +105,8 @@ class PendingCopy:
     def wait_until_read(self) -> None:
         """Return when the state's memory is no longer read, neither to copy it nor to check it. For any thread."""
         self.copied.wait()
-        if self.transfer.finish(self.expired) and self.error is None:
+        if self.transfer.finish(self.patience.expired) and self.error is None:
             self.changed_entries()
-
-    def expired(self) -> bool:
-        """Whether to stop waiting for a device."""
-        return time.monotonic() > self.give_up_at
 
     @property
     def ended(self) -> bool:
@@ -224,6 +218,7 @@ class Overlap:
         if pending is None or pending.ended or (pending.step_reached and not pending.transfer.on_devices):
             return
         started = time.perf_counter()
+        pending.patience.wanted.set()
         pending.copied.wait()
         with self._step_lock:
             if pending.error is None:
@@ -241,7 +236,7 @@ class Overlap:
         rank; then the save fails.
         """
         if self._pending is not None:
-            self._pending.give_up_at = time.monotonic() + (_DEVICE_S if timeout_s is None else timeout_s)
+            self._pending.patience.give_up_at = time.monotonic() + (_DEVICE_S if timeout_s is None else timeout_s)
         self.join()
         self._remove_hook()
         self._copier.shutdown()
@@ -251,10 +246,10 @@ class Overlap:
         assert snapshot.slot is not None
         assert pending.guard is not None
         try:
-            pending.transfer.copy(pending.guard)
+            pending.transfer.copy(pending.guard, pending.patience)
             pending.copied.set()
             reads = snapshot.request.captured.reads
-            if not pending.transfer.finish(pending.expired) or not reads.finish(pending.expired):
+            if not pending.transfer.finish(pending.patience.expired) or not reads.finish(pending.patience.expired):
                 raise _stuck_error()
             snapshot.updates.measure(stage_s=time.perf_counter() - started)
             if changed := pending.changed_entries():
@@ -299,7 +294,7 @@ def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:
 def _let_go(pending: PendingCopy) -> bool:
     """Wait until no device writes to the slot of a failed copy. False if one still does: its memory is kept then."""
     try:
-        finished = pending.transfer.finish(pending.expired)
+        finished = pending.transfer.finish(pending.patience.expired)
     except Exception:  # the context of the device is broken, and executes nothing more
         return True
     if not finished:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
+from ckpt.device import DEVICES, has_device
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
-from ckpt.device import DEVICES, has_device
 from ckpt.snapshot.device_copies import pin_segment
 from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample, unread
 from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all

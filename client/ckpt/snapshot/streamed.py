@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ckpt.capture.leaves import StateLeaf
+from ckpt.device import Patience
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.client import SaveClient
@@ -87,7 +88,7 @@ class StreamTransfer:
         self._snapshot = snapshot
         self._writer = writer
 
-    def copy(self, guard: Guard | None = None) -> None:
+    def copy(self, guard: Guard | None = None, patience: Patience | None = None) -> None:
         """Copy everything, and announce all but the last chunk to the saver. Raises the error of a failed save.
 
         guard: checks the leaves; one that has changed ends the copy.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ckpt.capture.leaves import Leaves, StateLeaf
-from ckpt.device import DEVICES, poll
+from ckpt.device import DEVICES, Patience, poll
 from ckpt.snapshot.device_copies import DeviceCopies
 from ckpt.snapshot.guard import Guard, Sample, sample
 from ckptstore.format.shards import Placed
@@ -107,10 +107,13 @@ class Transfer:
             copies.begun()
 
     @torch.no_grad()
-    def copy(self, guard: Guard) -> None:
+    def copy(self, guard: Guard, patience: Patience) -> None:
         """Copy host memory, and start the copies of GPUs. guard: checks the leaves in host memory."""
+        self._copy_host_memory(guard)
         for copies in self._devices.values():
-            copies.copy()
+            copies.copy(patience)
+
+    def _copy_host_memory(self, guard: Guard) -> None:
         move_all(self._gathered)
         for index, (to, source, size) in enumerate(self._moves):
             for at in range(0, size, _MOVED_BYTES):

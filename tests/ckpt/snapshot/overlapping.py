@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt import Checkpointer
+from ckpt.device import Patience
 from ckpt.snapshot import overlap
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import ChangeGuard
@@ -46,10 +47,10 @@ def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator
     brake, copy, before_step, begin = Brake(), Transfer.copy, Overlap.before_step, Overlap.begin
     begun: list[PendingCopy] = []
 
-    def held_copy(transfer: Transfer, guard: ChangeGuard) -> None:
+    def held_copy(transfer: Transfer, guard: ChangeGuard, patience: Patience) -> None:
         assert brake.released.wait(_PATIENCE_S)
         brake.copies += 1
-        copy(transfer, guard)
+        copy(transfer, guard, patience)
 
     def seen_before_step(self: Overlap, optimizer: torch.optim.Optimizer) -> None:
         brake.at_gate.set()

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ckpt.saver.segment import Segment
 from ckpt import device
+from ckpt.saver.segment import Segment
 from ckpt.snapshot.arena import Arena
 
 DEFAULT, SIDE = "default", "side"
@@ -42,6 +42,7 @@ class SimulatedMark:
         self.reached = True
 
     def done(self) -> bool:
+        self._device.polls += 1
         self._device.progress()
         return self.reached
 
@@ -52,6 +53,7 @@ class SimulatedDevice:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.executed = 0
+        self.polls = 0
         self._streams: dict[Hashable, deque[_Operation | SimulatedMark | threading.Event]] = defaultdict(deque)
         self._weights: dict[Hashable, float] = defaultdict(lambda: 10 ** self.random.uniform(-2, 1))
         self._lock = threading.RLock()
@@ -62,6 +64,7 @@ class SimulatedDevice:
         self._writes: dict[int, int] = {}
         self.violations: list[str] = []
         self.refuses_pins = False
+        self.node: int | None = None
         self.fails_after: int | None = None
         """Fail the copy after this many."""
 
@@ -105,6 +108,9 @@ class SimulatedDevice:
 
     def unpin(self, address: int) -> int:
         return 0 if self._pinned.pop(address, None) is not None else 1
+
+    def numa_node(self) -> int | None:
+        return self.node
 
     # What a training program uses.
 
@@ -170,6 +176,10 @@ class SimulatedDevice:
                 if callable(operation):
                     operation()
                     self.executed += 1
+
+    def queued(self, stream: Hashable) -> int:
+        """How many operations wait on a stream."""
+        return len(self._streams[stream])
 
     def synchronize(self) -> None:
         """Execute everything."""

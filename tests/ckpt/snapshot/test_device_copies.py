@@ -12,7 +12,8 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed
-from tests.ckpt.snapshot.simulated import DEFAULT, SimulatedDevice, SimulatedSGD, plugged_in
+from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, SimulatedSGD, plugged_in
+from tests.support.waiting import wait_until
 
 PATIENCE_S = 60
 SCHEDULES = range(16)
@@ -186,6 +187,23 @@ def test_the_gate_waits_for_no_device(tmp_path: Path) -> None:
         handle = training.save(checkpointer, 1)
         training.step("other")  # returns though the device is stuck
         assert not handle.staged()
+        released.set()
+        handle.result(PATIENCE_S)
+        training.check(checkpointer)
+
+
+def test_copies_are_not_queued_behind_a_backlog_until_an_optimizer_steps(tmp_path: Path) -> None:
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        training = Training(simulated)
+        checkpointer.prepare(training.model, training.optim)
+        training.step()
+        simulated.synchronize()
+        released, polls = simulated.hang(), simulated.polls
+        handle = training.save(checkpointer, 1)
+        wait_until(lambda: simulated.polls > polls + 3, "the copier to wait for the device", PATIENCE_S)
+        assert not simulated.queued(SIDE)
+        training.step()
+        assert simulated.queued(SIDE)
         released.set()
         handle.result(PATIENCE_S)
         training.check(checkpointer)
