@@ -85,8 +85,8 @@ def test_memory_is_populated_on_the_cores_of_a_node(tmp_path: Path) -> None:
         7: before,
         None: before,
     }
-    for node, allowed in expected.items():
-        with on_node(node, tmp_path):
+    for known, allowed in expected.items():
+        with on_node(known, tmp_path):
             assert os.sched_getaffinity(0) <= allowed
             assert core in os.sched_getaffinity(0)
         assert os.sched_getaffinity(0) == before
