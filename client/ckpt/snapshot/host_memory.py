@@ -50,7 +50,7 @@ def on_node(node: int | None, root: Path = Path("/")) -> Iterator[None]:
 
 
 def _cores(listed: str) -> set[int]:
-    """Of a list such as 0-3,8."""
+    """The cores in a list such as 0-3,8."""
     ranges = [part.split("-") for part in listed.strip().split(",") if part]
     return {core for first, *last in ranges for core in range(int(first), int((last or [first])[0]) + 1)}
 
