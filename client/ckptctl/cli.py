@@ -16,6 +16,7 @@ from ckptctl.commands import (
     audit,
     config,
     deletion,
+    diff,
     doctor,
     drill,
     export,
@@ -32,10 +33,12 @@ from ckptctl.commands import (
     scrub,
     shards,
     show,
+    stats,
     tag,
     token,
     verify,
     watch,
+    why,
 )
 from ckptctl.examples import finish_commands
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
@@ -88,6 +91,9 @@ for _group in (
     listing,
     show,
     shards,
+    stats,
+    why,
+    diff,
     verify,
     scrub,
     drill,

@@ -10,6 +10,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "latest": ("ckptctl latest --run gpt-small -o id",),
     "runs": ("ckptctl runs", "ckptctl runs --store s3://bucket/ckpts"),
     "show": ("ckptctl show gpt-small@latest", "ckptctl show gpt-small@1000 --entries 'model/*'"),
+    "stats": ("ckptctl stats gpt-small@1000 --names 'model/*'", "ckptctl stats gpt-small --plot gpt-small.svg"),
+    "why": ("ckptctl why gpt-small", "ckptctl why gpt-small -o json"),
+    "diff": ("ckptctl diff gpt-small@900 gpt-small@1000", "ckptctl diff gpt-small@1000 fine-tuned@50 -o json"),
     "shards": ("ckptctl shards gpt-small@1000",),
     "verify": ("ckptctl verify gpt-small@1000", "ckptctl verify --all --run gpt-small"),
     "scrub": (

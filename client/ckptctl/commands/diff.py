@@ -1,0 +1,89 @@
+"""diff: what differs between the tensors of two checkpoints, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from ckptctl.commands.show import find_readable
+from ckptctl.commands.stats import number
+from ckptctl.completion import checkpoint_names
+from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.session import Session, leased
+from ckptstore import human
+from ckptstore.reading.difference import Difference, Side, compare
+
+_SHOWN = 40
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("diff")(diff)
+
+
+def diff(
+    ctx: typer.Context,
+    before: Annotated[
+        str, typer.Argument(metavar="ID", help="The earlier checkpoint.", autocompletion=checkpoint_names)
+    ],
+    after: Annotated[str, typer.Argument(metavar="ID", help="The later one.", autocompletion=checkpoint_names)],
+) -> None:
+    """Compare the tensors of two checkpoints, also of different runs and numbers of ranks.
+
+    Chunks that are equal in both are not read. With -o id it prints the names of the tensors that differ.
+    """
+    session: Session = ctx.obj
+    source = session.source
+    found = [find_readable(source, text) for text in (before, after)]
+    with ExitStack() as held:
+        for checkpoint in found:
+            held.enter_context(leased(source, checkpoint))
+        progress = held.enter_context(session.screen.progress("comparing", sum(c.raw_bytes for c in found)))
+        result = compare(Side.open(source, found[0]), Side.open(source, found[1]), progress)
+    different = [one.name for one in result.reshaped] + [one.name for one in result.changed]
+    names = [*result.removed, *result.added, *different]
+    session.screen.emit(result, names, _blocks(result))
+
+
+def _blocks(result: Difference) -> Iterator[Block]:
+    yield Facts(
+        [
+            ("before", result.before),
+            ("after", result.after),
+            ("equal", human.count(result.num_equal, "tensor")),
+            ("read", human.size(result.read_bytes)),
+        ]
+    )
+    for word, names in (("removed", result.removed), ("added", result.added)):
+        for name in names[:_SHOWN]:
+            yield f"{word}  {name}"
+        if len(names) > _SHOWN:
+            yield f"{word}  ... and {len(names) - _SHOWN:,} more"
+    for one in result.reshaped[:_SHOWN]:
+        yield f"reshaped  {one.name}: {one.dtype_before} {one.before} to {one.dtype_after} {one.after}"
+    if result.changed:
+        yield ""
+        yield _table(result)
+        if len(result.changed) > _SHOWN:
+            yield f"... and {len(result.changed) - _SHOWN:,} more: -o json"
+
+
+def _table(result: Difference) -> Table:
+    columns = (
+        TableColumn("CHANGED"),
+        TableColumn("RELATIVE", right=True),
+        TableColumn("LARGEST", right=True),
+        TableColumn("ELEMENTS", right=True),
+        TableColumn("NAN OR INF", right=True),
+    )
+    rows = [
+        Row(
+            (one.name, number(one.relative_norm), number(one.largest), f"{one.changed:,}", f"{one.not_finite:,}"),
+            "red" if one.not_finite else "",
+        )
+        for one in result.changed[:_SHOWN]
+    ]
+    return Table(columns, rows)

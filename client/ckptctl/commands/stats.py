@@ -1,0 +1,181 @@
+"""stats: statistics of the tensors of one checkpoint, or of a run over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ckptctl.commands.show import find_readable
+from ckptctl.completion import checkpoint_names
+from ckptctl.exits import NotWritten
+from ckptctl.plots import Curve, draw
+from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.session import Session
+from ckptstore.errors import InvalidRequest
+from ckptstore.names import check_run
+from ckptstore.reading.history import series
+from ckptstore.reading.statistics import CheckpointStatistics, TensorStatistics, read_statistics
+
+_CURVES = 12
+
+
+class StatisticsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics of the chosen tensors of one checkpoint, as JSON."""
+
+    checkpoint: str
+    step: int
+    tensors: list[TensorStatistics]
+    missing: list[str]
+    """Why the statistics of some ranks are missing."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("stats")(stats)
+
+
+def stats(
+    ctx: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN[@STEP]", help="A run, or one checkpoint.", autocompletion=checkpoint_names),
+    ],
+    names: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only matching tensors, such as 'model/*'.", show_default=False),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw curves over the steps, as SVG.", show_default=False)
+    ] = None,
+) -> None:
+    """Show extremes, moments, NaN and Inf of tensors: of one checkpoint, or for each checkpoint of a run.
+
+    Statistics are saved with a checkpoint, so its data is not read. zeros, mean and rms of large tensors are estimates.
+    """
+    session: Session = ctx.obj
+    if "@" in target:
+        if plot is not None:
+            raise InvalidRequest("--plot draws curves over the steps of a run", "Give the run without a step")
+        found = [read_statistics(session.source, find_readable(session.source, target))]
+    else:
+        found, skipped = read_series(session, check_run(target))
+        for text in skipped:
+            session.screen.note(text)
+    bodies = [_body(one, names) for one in found]
+    if names is not None and not any(body.tensors for body in bodies):
+        raise InvalidRequest(f"no tensor of {target} matches {names!r}", "Leave out --names to show all")
+    if plot is not None:
+        _write(plot, draw(f"{target}: rms by step", _curves(bodies)))
+    ids = [body.checkpoint for body in bodies]
+    session.screen.emit(bodies[0] if "@" in target else bodies, ids, _blocks(bodies, one="@" in target))
+
+
+def read_series(session: Session, run: str) -> tuple[list[CheckpointStatistics], list[str]]:
+    """The statistics of all checkpoints in the live lineage of a run, oldest first, and the checkpoints without."""
+    return series(session.source, run, session.source.checkpoints(run))
+
+
+def number(value: float | None) -> str:
+    """A value of the statistics, for people."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _body(one: CheckpointStatistics, names: str | None) -> StatisticsBody:
+    chosen = [tensor for tensor in one.tensors.values() if names is None or fnmatchcase(tensor.name, names)]
+    return StatisticsBody(
+        checkpoint=one.checkpoint.id, step=one.checkpoint.step, tensors=chosen, missing=list(one.missing)
+    )
+
+
+def _blocks(bodies: Sequence[StatisticsBody], one: bool) -> Iterator[Block]:
+    if one:
+        yield _table(TableColumn("TENSOR"), [(tensor.name, tensor) for tensor in bodies[0].tensors])
+    else:
+        names = dict.fromkeys(tensor.name for body in bodies for tensor in body.tensors)
+        if len(names) > _CURVES:
+            yield _summary(bodies)
+        else:
+            for name in names:
+                rows = [(f"{body.step:,}", t) for body in bodies for t in body.tensors if t.name == name]
+                yield name
+                yield _table(TableColumn("STEP", right=True), rows)
+                yield ""
+    for body in bodies:
+        yield from (f"{body.checkpoint}: {text}" for text in body.missing)
+
+
+def _table(first: TableColumn, rows: Sequence[tuple[str, TensorStatistics]]) -> Table:
+    columns = (
+        first,
+        *(TableColumn(title, right=True, drop=drop) for title, drop in _COLUMNS),
+    )
+    cells = [
+        (
+            name,
+            number(t.minimum),
+            number(t.maximum),
+            number(t.rms),
+            number(t.mean),
+            f"{t.zeros:.1%}",
+            f"{t.nan:,}",
+            f"{t.inf:,}",
+            f"{t.elements:,}",
+        )
+        for name, t in rows
+    ]
+    return Table(columns, [Row(c, "" if t.is_finite else "red") for c, (_, t) in zip(cells, rows, strict=True)])
+
+
+_COLUMNS = (("MIN", 0), ("MAX", 0), ("RMS", 0), ("MEAN", 2), ("ZEROS", 3), ("NAN", 0), ("INF", 0), ("ELEMENTS", 4))
+
+
+def _summary(bodies: Sequence[StatisticsBody]) -> Table:
+    """A row per checkpoint, for many tensors."""
+    columns = (
+        TableColumn("STEP", right=True),
+        TableColumn("TENSORS", right=True),
+        TableColumn("NAN", right=True),
+        TableColumn("INF", right=True),
+        TableColumn("LARGEST", right=True),
+        TableColumn("IN"),
+    )
+    rows = []
+    for body in bodies:
+        floats = [tensor for tensor in body.tensors if tensor.exponents]
+        top = max(floats, key=lambda tensor: tensor.largest, default=None)
+        nan, inf = sum(t.nan for t in floats), sum(t.inf for t in floats)
+        largest, name = (number(top.largest), top.name) if top is not None else ("-", "")
+        cells = (f"{body.step:,}", f"{len(body.tensors):,}", f"{nan:,}", f"{inf:,}", largest, name)
+        rows.append(Row(cells, "" if all(t.is_finite for t in floats) else "red"))
+    return Table(columns, rows)
+
+
+def _curves(bodies: Sequence[StatisticsBody]) -> list[Curve]:
+    """The rms of the tensors with the largest change, by step."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    bad: dict[str, list[float]] = {}
+    for body in bodies:
+        for tensor in body.tensors:
+            if tensor.exponents and tensor.rms is not None:
+                points.setdefault(tensor.name, []).append((float(body.step), tensor.rms))
+            if not tensor.is_finite:
+                bad.setdefault(tensor.name, []).append(float(body.step))
+    names = sorted(points, key=lambda name: (name not in bad, -_spread(points[name])))[:_CURVES]
+    return [Curve(name, tuple(points[name]), tuple(bad.get(name, ()))) for name in names]
+
+
+def _spread(points: Sequence[tuple[float, float]]) -> float:
+    values = [value for _, value in points if value > 0]
+    return max(values) / min(values) if values else 0.0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise NotWritten(f"cannot write {path}: {error}", "Check the folder's free space and permissions") from error

@@ -1,0 +1,74 @@
+"""why: the first checkpoint of a run, and its tensors, that went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from ckptctl.commands.stats import number, read_series
+from ckptctl.completion import run_names
+from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.session import Session
+from ckptstore.names import check_run
+from ckptstore.reading.history import RunFinding, TensorFinding, first_trouble
+from ckptstore.reading.statistics import TensorStatistics
+
+_SHOWN = 12
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("why")(why)
+
+
+def why(
+    ctx: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run.", autocompletion=run_names)],
+) -> None:
+    """Find the first checkpoint with NaN or Inf, or with a tensor that left its range.
+
+    Reads the statistics of all checkpoints of the run, not their data. With -o id it prints the checkpoint.
+    """
+    session: Session = ctx.obj
+    steps, skipped = read_series(session, check_run(run))
+    found = first_trouble(run, steps, skipped)
+    session.screen.emit(found, [found.checkpoint] if found.checkpoint else [], _blocks(found))
+
+
+def _blocks(found: RunFinding) -> Iterator[Block]:
+    if found.checkpoint is None:
+        yield f"Nothing is wrong in the statistics of {found.num_checkpoints:,} checkpoints of run {found.run}"
+        return
+    facts = [
+        ("first wrong", found.checkpoint),
+        ("before", found.before or "none"),
+        ("after", found.after or "none"),
+        ("tensors", f"{found.num_tensors:,} went wrong in this checkpoint"),
+    ]
+    yield Facts(facts)
+    yield ""
+    yield _table(found.tensors[:_SHOWN])
+    if found.num_tensors > _SHOWN:
+        yield f"... and {found.num_tensors - _SHOWN:,} more: -o json"
+
+
+def _table(findings: list[TensorFinding]) -> Table:
+    columns = (
+        TableColumn("TENSOR"),
+        TableColumn("LARGEST BEFORE", right=True, drop=2),
+        TableColumn("HERE", right=True, drop=1),
+        TableColumn("AFTER", right=True, drop=3),
+        TableColumn("CAUSE"),
+    )
+    rows = [
+        Row((one.tensor, _largest(one.before), _largest(one.found), _largest(one.after), one.text)) for one in findings
+    ]
+    return Table(columns, rows)
+
+
+def _largest(tensor: TensorStatistics | None) -> str:
+    if tensor is None:
+        return "-"
+    return number(tensor.largest) + ("" if tensor.is_finite else " !")

@@ -1,0 +1,281 @@
+"""The difference between two checkpoints, of one run or two, in the same or different layouts. Reads only what differs.
+
+The elements of an entry are divided into parts: the part of a slice in one chunk. Two parts that cover the same
+elements and come from the same place of equal chunks are equal, and are not read. All other elements are read from both
+checkpoints, in batches, and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod, sqrt
+
+import msgspec
+import numpy as np
+
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
+from ckptstore.format.casting import SOURCE
+from ckptstore.format.documents import Content
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.number_types import decode_words, words_of
+from ckptstore.format.overlaps import Want
+from ckptstore.format.places import ChunkTable
+from ckptstore.format.planning import plan_reads
+from ckptstore.reading.fetch import Progress, fetch
+from ckptstore.reading.source import Source, read_manifest
+
+_BATCH_BYTES = 64 << 20
+_BUFFER = "compared"
+
+_Identity = tuple[str, str, int, int, int, str]
+"""Digest, codec and raw size of a chunk; begin and end of the part in it, in bytes; the type of casts, else empty."""
+
+
+class TensorChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that both checkpoints have, with the same type and shape, and different bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    compared: int
+    """Elements that were read: the others are in chunks that are equal byte for byte. Both parts of a complex element
+    count as elements."""
+    changed: int
+    """Elements with different bits."""
+    not_finite: int
+    """Changed elements that are NaN or Inf in either checkpoint. The next two fields leave them out."""
+    relative_norm: float | None
+    """Norm of the difference over the norm of the compared elements before; null if that is 0."""
+    largest: float
+    """Largest magnitude of a difference."""
+
+
+class Reshaped(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor whose type or shape differs."""
+
+    name: str
+    dtype_before: str
+    dtype_after: str
+    before: list[int]
+    after: list[int]
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that differs between the tensors of two checkpoints."""
+
+    before: str
+    after: str
+    added: list[str]
+    removed: list[str]
+    reshaped: list[Reshaped]
+    changed: list[TensorChange]
+    """By relative norm, the largest first."""
+    num_equal: int
+    read_bytes: int
+    """Stored bytes that were read from both checkpoints, without documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two checkpoints."""
+
+    source: Source
+    checkpoint: Checkpoint
+    content: Content
+
+    @staticmethod
+    def open(source: Source, checkpoint: Checkpoint) -> Side:
+        """Read the manifest. Raises Damaged, ObjectMissing or Unavailable."""
+        return Side(source, checkpoint, read_manifest(source, checkpoint).content)
+
+    def types(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each entry."""
+        entries = self.content.entries
+        return {
+            name: (dtype, tuple(shape))
+            for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Elements to compare."""
+
+    name: str
+    dtype: str
+    box: Box
+
+    @property
+    def bytes(self) -> int:
+        return prod(boxes.sizes(self.box)) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(slots=True)
+class _Sums:
+    compared: int = 0
+    changed: int = 0
+    not_finite: int = 0
+    difference: float = 0.0
+    before: float = 0.0
+    largest: float = 0.0
+
+
+@dataclass(slots=True)
+class _Compared:
+    sums: dict[str, _Sums] = field(default_factory=dict)
+    read_bytes: int = 0
+
+
+def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> Difference:
+    """Compare the tensors of two checkpoints. progress: called with the raw bytes of each chunk that was read.
+
+    Raises Damaged, ObjectMissing or Unavailable. Both checkpoints should be leased.
+    """
+    old, new = before.types(), after.types()
+    common = {name: old[name] for name in old if new.get(name) == old[name]}
+    regions = list(_regions(before.content, after.content, common))
+    found = _Compared()
+    for batch in _batches(regions):
+        _compare_batch(before, after, batch, found, progress)
+    changed = [_change(name, *common[name], sums) for name, sums in found.sums.items() if sums.changed]
+    return Difference(
+        before=before.checkpoint.id,
+        after=after.checkpoint.id,
+        added=[name for name in new if name not in old],
+        removed=[name for name in old if name not in new],
+        reshaped=[
+            Reshaped(
+                name=name, dtype_before=old[name][0], dtype_after=new[name][0], before=list(old[name][1]),
+                after=list(new[name][1]),
+            )
+            for name in old
+            if name in new and name not in common
+        ],
+        changed=sorted(changed, key=lambda one: -(one.relative_norm if one.relative_norm is not None else np.inf)),
+        num_equal=len(common) - len(changed),
+        read_bytes=found.read_bytes,
+    )  # fmt: skip
+
+
+def _change(name: str, dtype: str, shape: tuple[int, ...], sums: _Sums) -> TensorChange:
+    return TensorChange(
+        name=name,
+        dtype=dtype,
+        shape=list(shape),
+        compared=sums.compared,
+        changed=sums.changed,
+        not_finite=sums.not_finite,
+        relative_norm=sqrt(sums.difference / sums.before) if sums.before > 0 else None,
+        largest=sums.largest,
+    )
+
+
+def _regions(before: Content, after: Content, common: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[_Region]:
+    """The elements of common entries that are not known to be equal."""
+    old, new = _parts(before, common), _parts(after, common)
+    for name, parts in old.items():
+        dtype, others = common[name][0], new.get(name, {})
+        for key, identity in parts.items():
+            if others.get(key) != identity:
+                box, begin, end = key
+                for part in boxes.flat_boxes(boxes.sizes(box), begin, end):
+                    offsets = (a + b for a, b in zip(boxes.offsets(box), boxes.offsets(part), strict=True))
+                    yield _Region(name, dtype, (*offsets, *boxes.sizes(part)))
+
+
+_Key = tuple[Box, int, int]
+"""A box of an entry, and a range of its elements in row-major order."""
+
+
+def _parts(content: Content, common: Mapping[str, object]) -> dict[str, dict[_Key, _Identity]]:
+    """The parts of common entries, and the bytes that they come from. Contiguous slices are ranges of whole entries."""
+    if not content.shards:
+        return {}
+    table = ChunkTable.of(content, range(len(content.shards)))
+    found: dict[str, dict[_Key, _Identity]] = {}
+    slices, derived = content.slices, set(content.slices.derived_rows.tolist())
+    for group in boxes.same_dimensions(content, np.arange(len(slices.entry))):
+        filled = group.bytes > 0
+        rows, sizes = group.rows[filled], group.bytes[filled]
+        names = [content.entries.name[entry] for entry in slices.entry[rows].tolist()]
+        dtypes = [content.entries.dtype[entry] for entry in slices.entry[rows].tolist()]
+        casts = [dtype if row in derived else "" for row, dtype in zip(rows.tolist(), dtypes, strict=True)]
+        items = np.array([ITEM_BYTES[SOURCE if cast else d] for d, cast in zip(dtypes, casts, strict=True)], np.int64)
+        counts = sizes // np.array([ITEM_BYTES[dtype] for dtype in dtypes], np.int64)
+        begin = table.streams[slices.shard[rows]] + slices.at[rows]
+        which, chunk, low, high = table.split(begin, begin + counts * items)
+        given_boxes, shapes = group.boxes[filled].tolist(), group.shapes[filled].tolist()
+        for one, row, start, stop in zip(which.tolist(), chunk.tolist(), low.tolist(), high.tolist(), strict=True):
+            if names[one] not in common:
+                continue
+            first, item = int(begin[one]), int(items[one])
+            key = _key(tuple(given_boxes[one]), shapes[one], (start - first) // item, (stop - first) // item)
+            chunks, index = content.shards[int(table.shard[row])].chunks, int(table.index[row])
+            at = int(table.begin[row])
+            identity = (
+                chunks.digest_of(index), chunks.codec_of(index), int(table.raw[row]), start - at, stop - at, casts[one],
+            )  # fmt: skip
+            found.setdefault(names[one], {})[key] = identity
+    return found
+
+
+def _key(box: Box, shape: Sequence[int], begin: int, end: int) -> _Key:
+    """The key of a range of a slice. Slices that are contiguous in their entry are counted in the whole entry."""
+    lengths, offsets = boxes.sizes(box), boxes.offsets(box)
+    inner = len(shape)
+    while inner and lengths[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    if any(length != 1 for length in lengths[: max(0, inner - 1)]):
+        return box, begin, end
+    first = sum(offset * step for offset, step in zip(offsets, boxes.strides(shape), strict=True))
+    return boxes.whole(shape), first + begin, first + end
+
+
+def _batches(regions: Sequence[_Region]) -> Iterator[list[_Region]]:
+    batch: list[_Region] = []
+    size = 0
+    for region in regions:
+        if batch and size + region.bytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(region)
+        size += region.bytes
+    if batch:
+        yield batch
+
+
+def _compare_batch(before: Side, after: Side, batch: Sequence[_Region], found: _Compared, progress: Progress) -> None:
+    places, at = [], 0
+    for region in batch:
+        places.append(at)
+        at += -(-region.bytes // 16) * 16
+    wants = [Want(region.name, region.box, _BUFFER, place) for region, place in zip(batch, places, strict=True)]
+    sides = []
+    for side in (before, after):
+        memory = memoryview(np.empty(at, np.uint8).data)
+        reads = plan_reads(side.content, wants)
+        fetch(side.source, side.checkpoint, reads, {_BUFFER: memory}, progress)
+        found.read_bytes += sum(read.bytes for read in reads)
+        sides.append(memory)
+    for region, place in zip(batch, places, strict=True):
+        old, new = (memory[place : place + region.bytes] for memory in sides)
+        _add(found.sums.setdefault(region.name, _Sums()), region.dtype, old, new)
+
+
+def _add(sums: _Sums, dtype: str, old: memoryview, new: memoryview) -> None:
+    before, after = words_of(dtype, old), words_of(dtype, new)
+    differs = before != after
+    sums.compared += len(before)
+    sums.changed += int(np.count_nonzero(differs))
+    a, b = decode_words(dtype, before), decode_words(dtype, after)
+    is_finite = np.isfinite(a) & np.isfinite(b)
+    sums.not_finite += int(np.count_nonzero(differs & ~is_finite))
+    a, b = np.where(is_finite, a, 0.0), np.where(is_finite, b, 0.0)
+    with np.errstate(over="ignore"):
+        step = b - a
+        sums.difference += float(np.sum(step * step))
+        sums.before += float(np.sum(a * a))
+    sums.largest = max(sums.largest, float(np.max(np.abs(step), initial=0.0)))

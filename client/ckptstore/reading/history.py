@@ -1,0 +1,140 @@
+"""When a run began to go wrong: the first checkpoint whose tensors have NaN or Inf, or left their range. Pure.
+
+A tensor leaves its range if its largest magnitude or its rms exceeds everything before by a factor of 16, times the
+factor by which it has varied so far; so a state that grows steadily does not. A tensor that becomes all zeros does too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from math import log2
+
+import msgspec
+
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import Damaged, InvalidRequest, NoCheckpoint, ObjectMissing
+from ckptstore.reading.source import Source
+from ckptstore.reading.statistics import CheckpointStatistics, TensorStatistics, read_statistics
+
+_MARGIN = 4.0  # powers of two
+_LEAST_HISTORY = 2  # earlier checkpoints, of which at least this many have numbers other than zero
+_MOST_TENSORS = 50
+
+
+class Cause(StrEnum):
+    """How a tensor went wrong."""
+
+    NOT_FINITE = "not_finite"
+    LEFT_RANGE = "left_range"
+    ALL_ZEROS = "all_zeros"
+
+
+class TensorFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that went wrong, and its statistics in the checkpoint before, in this one, and in the next one."""
+
+    tensor: str
+    cause: Cause
+    text: str
+    """The cause in words."""
+    before: TensorStatistics | None
+    found: TensorStatistics
+    after: TensorStatistics | None
+
+
+class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """The first checkpoint of a run that went wrong, with its neighbours. checkpoint: null if none did."""
+
+    run: str
+    num_checkpoints: int
+    """Checkpoints whose statistics were compared."""
+    skipped: list[str]
+    """Checkpoints that have no statistics, and why."""
+    checkpoint: str | None
+    step: int | None
+    before: str | None
+    after: str | None
+    num_tensors: int
+    """Tensors that went wrong in this checkpoint."""
+    tensors: list[TensorFinding]
+    """The worst of them, 50 at most: first those with NaN or Inf."""
+
+
+def series(source: Source, run: str, checkpoints: Iterable[Checkpoint]) -> tuple[list[CheckpointStatistics], list[str]]:
+    """The statistics of the live lineage, oldest step first; and the checkpoints without, and why.
+
+    Raises NoCheckpoint if none is given, or Unavailable.
+    """
+    live = sorted((c for c in checkpoints if c.state is State.COMMITTED), key=lambda c: c.attempt)
+    if not live:
+        raise NoCheckpoint(f"run {run!r} has no checkpoint in {source.url}", "ckptctl runs lists the runs")
+    found: list[CheckpointStatistics] = []
+    skipped: list[str] = []
+    for checkpoint in live:
+        try:
+            found.append(read_statistics(source, checkpoint))
+        except (Damaged, InvalidRequest, ObjectMissing, NoCheckpoint) as error:
+            skipped.append(error.message)
+    return found, skipped
+
+
+def first_trouble(run: str, steps: Sequence[CheckpointStatistics], skipped: Sequence[str] = ()) -> RunFinding:
+    """The first of some checkpoints, given oldest first, in which a tensor went wrong. Pure."""
+    history: dict[str, list[TensorStatistics]] = defaultdict(list)
+    for number, one in enumerate(steps):
+        wrong = [(tensor, *cause) for tensor in one.tensors.values() if (cause := _cause(tensor, history[tensor.name]))]
+        if wrong:
+            wrong.sort(key=lambda item: -item[2])
+            before = steps[number - 1] if number else None
+            after = steps[number + 1] if number + 1 < len(steps) else None
+            return RunFinding(
+                run=run,
+                num_checkpoints=len(steps),
+                skipped=list(skipped),
+                checkpoint=one.checkpoint.id,
+                step=one.checkpoint.step,
+                before=before.checkpoint.id if before is not None else None,
+                after=after.checkpoint.id if after is not None else None,
+                num_tensors=len(wrong),
+                tensors=[
+                    TensorFinding(
+                        tensor=tensor.name,
+                        cause=cause,
+                        text=text,
+                        before=before.tensors.get(tensor.name) if before is not None else None,
+                        found=tensor,
+                        after=after.tensors.get(tensor.name) if after is not None else None,
+                    )
+                    for tensor, cause, _, text in wrong[:_MOST_TENSORS]
+                ],
+            )
+        for tensor in one.tensors.values():
+            history[tensor.name].append(tensor)
+    return RunFinding(
+        run=run, num_checkpoints=len(steps), skipped=list(skipped), checkpoint=None, step=None, before=None,
+        after=None, num_tensors=0, tensors=[],
+    )  # fmt: skip
+
+
+def _cause(tensor: TensorStatistics, history: Sequence[TensorStatistics]) -> tuple[Cause, float, str] | None:
+    """Why a tensor went wrong, how badly, and in words; None if it did not."""
+    if not tensor.is_finite:
+        return Cause.NOT_FINITE, float("inf"), f"{tensor.nan:,} NaN and {tensor.inf:,} Inf of {tensor.elements:,}"
+    if not tensor.exponents:
+        return None
+    worst: tuple[Cause, float, str] | None = None
+    for name, value, earlier in (
+        ("largest magnitude", tensor.largest, [one.largest for one in history]),
+        ("rms", tensor.rms or 0.0, [one.rms or 0.0 for one in history]),
+    ):
+        known = [log2(one) for one in earlier if one > 0]
+        if len(known) < _LEAST_HISTORY:
+            continue
+        if value == 0 and len(known) == len(earlier):
+            return Cause.ALL_ZEROS, 0.0, f"all {tensor.elements:,} elements are 0"
+        excess = log2(value) - max(known) - (max(known) - min(known)) - _MARGIN if value > 0 else -1.0
+        if excess > 0 and (worst is None or excess > worst[1]):
+            low, high = (2.0**power for power in (min(known), max(known)))
+            worst = Cause.LEFT_RANGE, excess, f"{name} {value:.3g}, from {low:.3g} to {high:.3g} before"
+    return worst

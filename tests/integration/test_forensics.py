@@ -1,0 +1,120 @@
+"""When and where a run of two FSDP2 ranks went wrong, as ckptctl finds it, on a store and on a daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.names import Reference
+from ckptstore.reading.difference import Side, compare
+from ckptstore.reading.source import StoreSource
+from ckptstore.stores import open_store
+from tests.integration.forensic_ranks import STEPS, WRONG_AT
+from tests.support.command_line import invoke
+from tests.support.counting import CountingStore
+from tests.support.daemons import running_daemon
+from tests.support.parallel.runner import Scenario, run_scenarios
+
+RUNS = ("nan", "moment", "layer")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("forensics")
+    store = folder / "store"
+    (folder / "ranks").mkdir()
+    module = "tests.integration.forensic_ranks"
+    scenarios = [Scenario(f"{module}:go_wrong", 2, {"store": str(store), "how": how}) for how in RUNS]
+    for outcome in run_scenarios(scenarios, folder / "ranks"):
+        assert outcome.result()[0]["name"].endswith("1.mlp.up.weight")
+    return store
+
+
+def why(folder: Path, run: str) -> Any:
+    return invoke("why", run, "--store", folder, "-o", "json").json
+
+
+def test_why_names_the_step_and_the_tensor_of_the_first_nan(folder: Path) -> None:
+    found = why(folder, "nan")
+    assert (found["step"], found["num_tensors"]) == (WRONG_AT, 1)
+    (tensor,) = found["tensors"]
+    assert tensor["tensor"].endswith("1.mlp.up.weight")
+    assert tensor["tensor"].startswith("model/")
+    assert (tensor["cause"], tensor["found"]["nan"], tensor["found"]["positive_inf"]) == ("not_finite", 1, 0)
+    assert (tensor["before"]["nan"], tensor["after"]["nan"]) == (0, 0)
+    assert [found["before"].split(".")[0], found["after"].split(".")[0]] == ["nan@30", "nan@50"]
+    shown = invoke("why", "nan", "--store", folder).stdout
+    assert f"nan@{WRONG_AT}." in shown
+    assert "1 NaN and 0 Inf of 4,096" in shown
+
+
+def test_why_names_a_second_moment_that_blew_up(folder: Path) -> None:
+    found = why(folder, "moment")
+    assert found["step"] == WRONG_AT
+    tensor = found["tensors"][0]
+    assert "exp_avg_sq" in tensor["tensor"]
+    assert "1.mlp.up.weight" in tensor["tensor"]
+    assert (tensor["cause"], tensor["found"]["maximum"]) == ("left_range", pytest.approx(1e12))
+    assert tensor["before"]["maximum"] < 1
+
+
+def test_why_finds_nothing_in_a_healthy_run(folder: Path) -> None:
+    assert why(folder, "layer")["checkpoint"] is None
+    assert "Nothing is wrong" in invoke("why", "layer", "--store", folder).stdout
+    assert invoke("why", "typo", "--store", folder).code != 0
+
+
+def test_stats_of_a_checkpoint_and_over_the_steps(folder: Path, tmp_path: Path) -> None:
+    one = invoke("stats", "nan@40", "--store", folder, "-o", "json", "--names", "*1.mlp.up.weight").json
+    assert [tensor["nan"] for tensor in one["tensors"] if tensor["name"].startswith("model/")] == [1]
+    curves = invoke("stats", "nan", "--store", folder, "-o", "json", "--names", "model/*").json
+    assert [body["step"] for body in curves] == list(STEPS)
+    drawn = tmp_path / "nan.svg"
+    table = invoke("stats", "nan", "--store", folder, "--names", "*1.mlp.up.weight", "--plot", drawn)
+    assert table.code == 0
+    assert "NaN or Inf at step 40" in drawn.read_text()
+    assert "STEP" in table.stdout
+    assert "LARGEST" in invoke("stats", "nan", "--store", folder).stdout
+    assert invoke("stats", "nan@40", "--store", folder, "--names", "typo").code != 0
+    assert invoke("stats", "nan@40", "--store", folder, "--plot", drawn).code != 0
+
+
+def test_diff_of_two_checkpoints_with_one_changed_layer_reads_only_that(folder: Path) -> None:
+    store = CountingStore(open_store(str(folder)))
+    source = StoreSource(store)
+    old, new = (Side.open(source, source.find(Reference.parse(f"layer@{step}"))) for step in STEPS[-2:])
+    store.reads.clear()
+    result = compare(old, new)
+    (changed,) = result.changed
+    assert changed.name.startswith("model/")
+    assert changed.name.endswith("1.mlp.up.weight")
+    assert changed.largest == pytest.approx(0.5, abs=1e-6)
+    assert changed.changed == 4096
+    differing = chunk_bytes(old, new) + chunk_bytes(new, old)
+    assert 0 < differing < store.read_bytes * 1.0001
+    assert store.read_bytes <= 1.05 * differing
+    assert store.read_bytes == result.read_bytes
+
+
+def chunk_bytes(side: Side, other: Side) -> int:
+    """Stored bytes of the chunks of a checkpoint that the other one has not."""
+    theirs = {shard.chunks.digest_of(n) for shard in other.content.shards for n in range(len(shard.chunks.raw))}
+    chunks = [(shard.chunks, n) for shard in side.content.shards for n in range(len(shard.chunks.raw))]
+    return sum(int(chunks.stored[n]) for chunks, n in chunks if chunks.digest_of(n) not in theirs)
+
+
+def test_a_daemon_answers_as_the_store_does(folder: Path) -> None:
+    with running_daemon(folder.as_uri()) as daemon:
+        for args in (
+            ("why", "nan"),
+            ("why", "moment"),
+            ("stats", "nan@40"),
+            ("stats", "nan"),
+            ("diff", "layer@40", "layer@50"),
+            ("diff", "nan@10", "moment@50"),
+        ):
+            direct = invoke(*args, "--store", folder, "-o", "json")
+            through = invoke(*args, "--url", daemon.url, "-o", "json")
+            assert (through.code, through.json) == (direct.code, direct.json), (args, through.stderr)
