@@ -66,7 +66,15 @@ class Checkpointer:
         self._schedules: list[Schedule] = []
         _close_at_exit(self)
 
-    def prepare(self, /, model: Model | None, optim: Optimizers | None, **extras: Any) -> None:
+    def prepare(
+        self,
+        /,
+        model: Model | None,
+        optim: Optimizers | None,
+        *,
+        shared: Mapping[str, Any] | None = None,
+        **extras: Any,
+    ) -> None:
         """Agree with the other ranks on who writes what, start the saver and preallocate snapshot memory, so that the
         first save is as fast as later ones. A collective of all ranks.
 
@@ -77,7 +85,7 @@ class Checkpointer:
         client = self._saving_client()
         self._join()
         client.start()
-        state = TrainState.of(model, optim, extras)
+        state = TrainState.of(model, optim, extras, shared)
         self._agreed.agree(state, partial(check_present, self._source, self.config))
         state = state.without_others()
         self._gate(state)  # before the first step, so that its hooks are in place
@@ -93,6 +101,7 @@ class Checkpointer:
         *,
         grads: bool = False,
         metrics: Mapping[str, float] | None = None,
+        shared: Mapping[str, Any] | None = None,
         **extras: Any,
     ) -> SaveHandle:
         """Copy the state to host memory and return; it becomes durable in the background.
@@ -102,7 +111,9 @@ class Checkpointer:
         chunks of one. optim: an optimizer, or a sequence or mapping of them. Either may be None. grads: also keep
         the gradients, for a save in the middle of an accumulation window. metrics: numbers for listings and
         retention; those that are not finite are left out with a warning. extras: further modules (EMA), objects
-        with state_dict/load_state_dict, or plain data; all but modules are kept per rank. RNG state is always kept.
+        with state_dict/load_state_dict, or plain data; all but modules are kept per rank. shared: more such objects and
+        data by name, which all ranks hold alike: rank 0's are kept, once, and their tensors are entries of the
+        checkpoint, which exports contain. RNG state is always kept.
 
         Training may continue on return. With an optimizer and overlap=True, its parameters and state are copied during
         the next forward and backward, and `optim.step()` waits for the copy; everything else is copied on return. From
@@ -125,7 +136,7 @@ class Checkpointer:
         LayoutChanged, or at the first save RankLost. Then nothing was copied, and the handles of the other ranks raise
         RankFailed.
         """
-        return self._save(TrainState.of(model, optim, extras), step, grads, metrics, self.config.on_busy)
+        return self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, self.config.on_busy)
 
     def save(
         self,
@@ -136,10 +147,11 @@ class Checkpointer:
         *,
         grads: bool = False,
         metrics: Mapping[str, float] | None = None,
+        shared: Mapping[str, Any] | None = None,
         **extras: Any,
     ) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable; waits for a slot if none is idle."""
-        return self._save(TrainState.of(model, optim, extras), step, grads, metrics, "wait").result()
+        return self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, "wait").result()
 
     def _save(
         self, state: TrainState, step: int, grads: bool, metrics: Mapping[str, float] | None, on_busy: OnBusy
@@ -176,6 +188,7 @@ class Checkpointer:
         checkpoint: str | int | None = None,
         strict: bool = True,
         rng: bool = True,
+        shared: Mapping[str, Any] | None = None,
         **extras: Any,
     ) -> Restored | None:
         """Restore a checkpoint into the objects, in place; None if the run has none yet.
@@ -185,8 +198,11 @@ class Checkpointer:
         checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported.
         rng: put random state back, last, and once more when a `ckpt.data.resumable` loader in mid-epoch has reached its
         position. With rng=False call `Restored.restore_rng` yourself, after all else that draws random numbers.
-        Keywords whose value is plain data come back in `Restored.values`. Raises UnsupportedObject for a value that a
-        later save would refuse, such as a plain DataLoader; RunVanished if the run was seen here and is gone.
+        shared: objects and data that were saved as shared. Values of keywords and of `shared` that are plain data come
+        back in `Restored.values`, with dataclasses and named tuples in the types of the values given here. Without any
+        object to restore into, the whole checkpoint comes back there: nested dicts, with tensors on the CPU.
+        Raises UnsupportedObject for a value that a later save would refuse, such as a plain DataLoader; RunVanished if
+        the run was seen here and is gone.
 
         Every chunk is verified before it is placed. Under a process group this is a collective and all ranks get
         the same checkpoint. Optimizer state that the checkpoint does not have is removed. Raises StateMismatch
@@ -199,7 +215,7 @@ class Checkpointer:
         """
         if self._client is not None:
             self.wait()
-        state = TrainState.of(model, optim, extras)
+        state = TrainState.of(model, optim, {**(shared or {}), **extras})
         restorer = Restorer(self._source, self.config, self._world())
         try:
             restored = restorer.restore(state, self._reference(checkpoint), strict, rng)

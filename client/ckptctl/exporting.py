@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,9 +20,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from ckptctl.exits import NotWritten
+from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest
-from ckptstore.format.documents import Content
+from ckptstore.format.documents import JSON, Content
 from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.format.trees import leaves
@@ -33,6 +35,8 @@ Entry = tuple[str, str, tuple[int, ...]]
 """Name, type and shape."""
 
 _ALIGNMENT = 64
+_RNG = "rng"
+"""Random state, which every rank has and no other program expects."""
 _THREADS = min(4, DEFAULT_THREADS)  # each holds some 40 MB
 
 
@@ -61,6 +65,8 @@ class Selection:
     items: tuple[str, ...]
     """The trees (model, optim, ...) of the exported entries."""
     raw_bytes: int
+    left_out: tuple[str, ...] = ()
+    """What each rank keeps for itself, by item, if tensors are in it and no names were given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +130,16 @@ def choose_format(path: Path, given: FileFormat | None) -> FileFormat:
     return found
 
 
-def select(checkpoint: Checkpoint, content: Content, pattern: str | None) -> Selection:
+def select(
+    checkpoint: Checkpoint, content: Content, pattern: str | None, local: Mapping[str, JSON] | None = None
+) -> Selection:
     """Entries with a matching name or alias, and the trees they belong to. Pure. Raises InvalidRequest if none match.
 
-    A tree without tensors (a scheduler's) is matched as "scheduler/".
+    A tree without tensors (a scheduler's) is matched as "scheduler/". Without a pattern everything is selected except
+    state that belongs to single ranks, which has no place in a file for other programs. local: that of rank 0.
     """
-    matching = {name for name in (*content.entries.name, *content.aliases) if _matches(name, pattern)}
+    names = (*content.entries.name, *content.aliases)
+    matching = {name for name in names if (not _is_local(name) if pattern is None else fnmatchcase(name, pattern))}
     chosen = {content.aliases.get(name, name) for name in matching}
     items = tuple(
         item
@@ -137,12 +147,13 @@ def select(checkpoint: Checkpoint, content: Content, pattern: str | None) -> Sel
         if _matches(f"{item}/", pattern) or any(leaf.get("name") in chosen for _, leaf in leaves(tree, item))
     )
     if not chosen and not items:
-        raise InvalidRequest(
-            f"nothing in {checkpoint.id} matches {pattern!r}", f"ckptctl show {checkpoint.id} lists the names"
-        )
+        problem = "holds nothing that can be exported" if pattern is None else f"has nothing that matches {pattern!r}"
+        raise InvalidRequest(f"{checkpoint.id} {problem}", f"ckptctl show {checkpoint.id} lists the names")
     sizes = entry_bytes(content)
     entries = tuple(name for name in content.entries.name if name in chosen)
-    return Selection(entries, items, sum(sizes[name] for name in entries))
+    counts = {item: sum(1 for _ in leaves(tree, item)) for item, tree in (local or {}).items() if item != _RNG}
+    left_out = tuple(f"{item} ({human.count(count, 'tensor')})" for item, count in sorted(counts.items()) if count)
+    return Selection(entries, items, sum(sizes[name] for name in entries), () if pattern else left_out)
 
 
 def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path], None]) -> None:
@@ -200,3 +211,8 @@ def _check_free(path: Path, kind: FileFormat, force: bool) -> None:
 
 def _matches(name: str, pattern: str | None) -> bool:
     return pattern is None or fnmatchcase(name, pattern)
+
+
+def _is_local(name: str) -> bool:
+    """Whether an entry belongs to one rank alone: rank-00000/..."""
+    return re.match(r"rank-\d{5,}/", name) is not None

@@ -26,7 +26,7 @@ from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
 from ckptstore.format.dtypes import NUMPY
 from ckptstore.format.shards import Slice
-from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, merge_trees, unsupported
+from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, merge_trees, unsupported, with_records
 
 _BUFFER_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8})
 """Those that Python's own views of memory know; there are more."""
@@ -136,7 +136,7 @@ class Captured:
             leaf["data"] = encode_bytes(tensor_bytes(host))
         self.late = []
         for item, value in self.unwritten.items():
-            self.local[item] = encode_tree(value, item, _unwritten_leaf)
+            self.local[item] = encode_tree(value, item, with_records(_unwritten_leaf))
         self.unwritten = {}
         return self.local
 
@@ -174,11 +174,11 @@ class Collector:
                 return {TAG: "array", "name": self._store_part(unit, at, array, Change.ANY_TIME)}
             return small_leaf(at, found)
 
-        return encode_tree(value, path, leaf)
+        return encode_tree(value, path, with_records(leaf))
 
     def inline(self, path: str, value: Any) -> JSON:
         """The tree of small state, tensors and all."""
-        return encode_tree(value, path, self._inline_leaf)
+        return encode_tree(value, path, with_records(self._inline_leaf))
 
     def joined(self, path: str, values: Iterable[Any]) -> JSON:
         """The trees of small states as one tree."""
@@ -189,16 +189,20 @@ class Collector:
 
     def add_local(self, item: str, value: Any) -> None:
         """State of this rank alone: small tensors stay in the tree, large ones go into the shard."""
-        self.captured.local[item] = encode_tree(value, item, self._local_leaf)
+        self.captured.local[item] = encode_tree(value, item, with_records(self._local_leaf))
+
+    def add_shared(self, item: str, value: Any) -> None:
+        """State that all ranks hold alike: rank 0 keeps it, every tensor of it as an entry."""
+        if self.ownership.rank == 0:
+            leaf = with_records(lambda path, found: self._leaf(path, found, path))
+            self.captured.trees[item] = encode_tree(value, item, leaf)
 
     def _local_leaf(self, path: str, value: Any) -> JSON:
         if isinstance(value, torch.Tensor):
-            _not_distributed(path, value)
-        if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > _INLINE_BYTES:
-            return {TAG: "tensor", "name": self._store(self._prefix + path, value), **_device(value)}
-        if isinstance(value, np.ndarray) and value.nbytes > _INLINE_BYTES:
-            return {TAG: "array", "name": self._store(self._prefix + path, _from_array(path, value))}
-        return self._inline_leaf(path, value)
+            large = _not_distributed(path, value).numel() * value.element_size() > _INLINE_BYTES
+        else:
+            large = isinstance(value, np.ndarray) and value.nbytes > _INLINE_BYTES
+        return self._leaf(path, value, self._prefix + path) if large else self._inline_leaf(path, value)
 
     def _inline_leaf(self, path: str, value: Any) -> JSON:
         if not isinstance(value, torch.Tensor) or not has_device(value):
@@ -207,6 +211,14 @@ class Collector:
         leaf |= _device(value)
         self.captured.late.append((leaf, self.captured.reads.read(value)))
         return leaf
+
+    def _leaf(self, path: str, value: Any, name: str) -> JSON:
+        """The tree of a tensor or array that becomes an entry of this name, or of another small value."""
+        if isinstance(value, torch.Tensor):
+            return {TAG: "tensor", "name": self._store(name, _not_distributed(path, value)), **_device(value)}
+        if isinstance(value, np.ndarray):
+            return {TAG: "array", "name": self._store(name, _from_array(path, value))}
+        return small_leaf(path, value)
 
     def _store(self, path: str, tensor: torch.Tensor) -> str:
         """Add a whole tensor of this rank alone to the shard; returns the name of its entry."""
@@ -266,15 +278,12 @@ def check_local(item: str, value: Any) -> None:
     """UnsupportedObject if a value of one rank cannot be saved. Copies nothing."""
 
     def leaf(path: str, found: Any) -> JSON:
-        if isinstance(found, torch.Tensor):
-            dtype_name(path, _not_distributed(path, found))
-            return None
-        if isinstance(found, np.ndarray):
-            _from_array(path, found)
-            return None
-        return small_leaf(path, found)
+        if not isinstance(found, (torch.Tensor, np.ndarray)):
+            return small_leaf(path, found)
+        tensor = _not_distributed(path, found) if isinstance(found, torch.Tensor) else _from_array(path, found)
+        return dtype_name(path, tensor)
 
-    encode_tree(value, item, leaf)
+    encode_tree(value, item, with_records(leaf))
 
 
 def _not_distributed(path: str, tensor: torch.Tensor) -> torch.Tensor:

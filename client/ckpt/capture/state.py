@@ -53,11 +53,13 @@ def capture_local(collector: Collector, state: TrainState) -> None:
             collector.captured.unwritten[item] = numbers
         else:
             collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
+    for item, value in state.shared.items():
+        collector.add_shared(item, value.state_dict() if isinstance(value, Stateful) else value)
 
 
 def check_others(state: TrainState) -> None:
     """UnsupportedObject if plain data cannot be saved; objects with a state_dict are not asked for it."""
-    for item, value in state.others.items():
+    for item, value in (*state.others.items(), *state.shared.items()):
         if not isinstance(value, Stateful):
             check_local(item, value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,21 +58,37 @@ class TrainState:
     """By item name: optim, or optim.<key>."""
     others: Mapping[str, Any]
     """Extras that are not modules: kept per rank."""
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """Extras that all ranks hold alike: kept once, their tensors as entries."""
 
     @staticmethod
-    def of(model: Model | None, optim: Optimizers | None, extras: Mapping[str, Any]) -> TrainState:
+    def of(
+        model: Model | None,
+        optim: Optimizers | None,
+        extras: Mapping[str, Any],
+        shared: Mapping[str, Any] | None = None,
+    ) -> TrainState:
         """Raises InvalidRequest for objects of the wrong kind or reserved names."""
-        for name in extras:
-            if name in RESERVED or name.startswith(f"{OPTIMIZER}."):
-                raise InvalidRequest(f"the name {name!r} is reserved", "Use another keyword")
+        shared = dict(shared or {})
+        for name in (*extras, *shared):
+            if name in RESERVED or name.startswith(f"{OPTIMIZER}.") or (name in extras and name in shared):
+                raise InvalidRequest(f"the name {name!r} is reserved or given twice", "Use another one")
+            if not name or "/" in name:
+                raise InvalidRequest(f"the name {name!r} is empty or contains a slash", "Use another one")
         found = {} if model is None else {MODEL: _chunks(model)}
         found |= {name: (value,) for name, value in extras.items() if isinstance(value, nn.Module)}
         others = {name: value for name, value in extras.items() if not isinstance(value, nn.Module)}
-        return TrainState(found, _named_optimizers(optim), others)
+        return TrainState(found, _named_optimizers(optim), others, shared)
+
+    def others_among(self, items: Iterable[str]) -> Mapping[str, Any]:
+        """The extras to restore from these items; without objects to restore into, values of all items."""
+        if self.modules or self.optimizers or self.others:
+            return self.others
+        return dict.fromkeys(item for item in items if item != RNG)
 
     def without_others(self) -> TrainState:
         """Modules and optimizers only: reading them changes nothing, and runs no user code."""
-        return replace(self, others={})
+        return replace(self, others={}, shared={})
 
     def reshard(self) -> None:
         """Put every parameter into the form in which optimizers hold it. Local; invalidates `parameters`."""

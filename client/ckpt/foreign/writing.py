@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Collection, Mapping
+from datetime import date, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,7 +70,8 @@ def write_dcp(content: Content, items: Collection[str], data: Data, path: Path) 
 
 
 def build_state(content: Content, items: Collection[str], data: Data) -> dict[str, Any]:
-    """The trees `items` with tensors as leaves. Arrays become tensors, and numpy scalars Python numbers.
+    """The trees `items` with tensors as leaves. Arrays become tensors, numpy scalars Python numbers, dataclasses and
+    named tuples dicts, paths and dates text, and time differences seconds.
 
     A tensor without `data` is omitted from its dict; in a list or tuple it is None. Tied tensors are one tensor.
     """
@@ -112,6 +115,12 @@ def _tensor(dtype: str, shape: list[int], data: memoryview) -> torch.Tensor:
 
 
 def _without_gaps(value: Any) -> Any:
+    if isinstance(value, (Path, date)):
+        return str(value)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, SimpleNamespace) or hasattr(value, "_asdict"):
+        value = dict(vars(value) if isinstance(value, SimpleNamespace) else value._asdict())
     if isinstance(value, dict):
         for key in [key for key, item in value.items() if item is _LEFT_OUT]:
             del value[key]

@@ -32,7 +32,7 @@ from ckpt.capture.wrapped import drop_cached, inner_tensors, is_plain_type, kind
 from ckpt.restoring.destinations import Destinations
 from ckptstore.errors import CorruptObject, StateMismatch
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.trees import TAG, merge_trees
+from ckptstore.format.trees import TAG, in_types_of, merge_trees
 
 _SHOWN = 8
 
@@ -76,7 +76,8 @@ def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState)
     for item in state.optimizers:
         if _has(plan, trees, item):
             _plan_optimizers(plan, item, state, trees[item], (saved, live))
-    for item, value in state.others.items():
+    others = state.others_among(trees)
+    for item, value in others.items():
         if _has(plan, trees, item):
             _plan_extra(plan, item, value, trees[item])
     if GRADIENTS in trees and MODEL in state.modules:
@@ -84,7 +85,7 @@ def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState)
     if RNG in trees:
         plan.restore_rng = partial(load_rng_state, plan.destinations.decode(trees[RNG], RNG))
     plan.items = sorted(trees)
-    wanted = {*state.modules, *state.optimizers, *state.others, GRADIENTS, RNG}
+    wanted = {*state.modules, *state.optimizers, *others, GRADIENTS, RNG}
     plan.unused = sorted(trees.keys() - wanted)
     return plan
 
@@ -251,7 +252,7 @@ def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
     if isinstance(value, Stateful):
         plan.finish.append(partial(value.load_state_dict, decoded))
     else:
-        plan.values[item] = decoded
+        plan.values[item] = in_types_of(value, decoded)
 
 
 def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:

@@ -14,7 +14,8 @@ from ckptctl.exporting import Export, FileFormat, choose_format, select, size_on
 from ckptctl.exporting_formats import writer_of
 from ckptctl.session import Session, leased
 from ckptstore import human
-from ckptstore.reading.source import read_manifest
+from ckptstore.errors import PartlyDone
+from ckptstore.reading.source import read_local, read_manifest
 
 _MODEL = "model/*"
 
@@ -28,6 +29,8 @@ class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
     num_entries: int
     raw_bytes: int
     file_bytes: int
+    left_out: list[str]
+    """Items that each rank keeps for itself, which are in no export."""
 
 
 def register(app: typer.Typer) -> None:
@@ -63,15 +66,17 @@ def export(
     dcp          a folder: the state as it was saved, for torch.distributed.checkpoint.load
 
     Every chunk is verified, and memory use does not grow with the checkpoint. PATH appears only when it is complete
-    and durable. torch and dcp need the same amount of disk space again next to PATH while they write.
+    and durable. State that each rank keeps for itself is left out; if there are tensors in it and --names is not given,
+    the exit code is 3. torch and dcp need the same amount of disk space again next to PATH while they write.
     """
     session: Session = ctx.obj
     kind = choose_format(to, format)
     write = writer_of(kind, human.parse_size(max_shard_size))
     found = find_readable(session.source, checkpoint)
     with leased(session.source, found):
-        content = read_manifest(session.source, found).content
-        selection = select(found, content, names or (_MODEL if kind is FileFormat.HUGGINGFACE else None))
+        manifest = read_manifest(session.source, found)
+        content, local = manifest.content, read_local(session.source, found, manifest, 0)
+        selection = select(found, content, names or (_MODEL if kind is FileFormat.HUGGINGFACE else None), local)
         with session.screen.progress("reading", selection.raw_bytes) as progress:
             task = Export(session.source, found, content, selection, progress)
             write_whole(to, kind, force, lambda path: write(task, path))
@@ -82,7 +87,13 @@ def export(
         num_entries=len(selection.entries),
         raw_bytes=selection.raw_bytes,
         file_bytes=size_on_disk(to),
+        left_out=list(selection.left_out),
     )
     entries = human.count(body.num_entries, "entry")
     text = f"Wrote {entries} of {found.id} to {to} ({human.size(body.file_bytes)})"
     session.screen.emit(body, [found.id], [text])
+    if body.left_out:
+        raise PartlyDone(
+            f"left out, because each rank has its own: {', '.join(body.left_out)}",
+            "Save what all ranks hold alike as shared={...}, or select a part with --names",
+        )

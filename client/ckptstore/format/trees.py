@@ -8,6 +8,8 @@ JSON values. Everything else is an object whose key "$" names its type:
     {"$": "odict" | "counter", "v": [[k, v]...]}   OrderedDict, Counter
     {"$": "int", "v": "-0x1f..."}     {"$": "float", "v": "nan" | "inf" | "-inf"}
     {"$": "complex", "v": [re, im]}   {"$": "bytes", "v": "<base64>"}
+    {"$": "path" | "datetime" | "date", "v": "..."}   {"$": "timedelta", "v": [days, seconds, microseconds]}
+    {"$": "namedtuple" | "dataclass", "name": "module.Class", "v": [[field, v]...]}
     {"$": "tensor" | "array", ...}    a leaf stored in a shard ("name") or inline ("dtype", "shape", "data")
     {"$": <other>, ...}               a leaf of the caller
 """
@@ -16,8 +18,13 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from datetime import date, datetime, timedelta
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -48,8 +55,7 @@ def unsupported(path: str, value: object) -> UnsupportedObject:
 
 def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON:
     """`value` as tagged JSON. `leaf` converts all other types; subclasses are not converted to their base types."""
-    if depth > _MAX_DEPTH:
-        raise UnsupportedObject(f"state at {path!r} is nested more than {_MAX_DEPTH} deep", "Does it contain itself?")
+    _check_nesting(depth, path)
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -74,6 +80,27 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
     return leaf(path, value)
 
 
+def with_records(leaf: EncodeLeaf) -> EncodeLeaf:
+    """A leaf that also converts paths, and named tuples and dataclasses by their fields; `leaf` converts the rest."""
+
+    def record_or_leaf(path: str, value: Any) -> JSON:
+        if isinstance(value, Path):
+            return {TAG: "path", "v": _text(str(value), path)}
+        if (names := _field_names(value)) is None:
+            return leaf(path, value)
+        _check_nesting(path.count("/"), path)
+        pairs = [[name, encode_tree(getattr(value, name), f"{path}/{name}", record_or_leaf)] for name in names]
+        tag, kind = "namedtuple" if isinstance(value, tuple) else "dataclass", type(value)
+        return {TAG: tag, "name": f"{kind.__module__}.{kind.__qualname__}", "v": pairs}
+
+    return record_or_leaf
+
+
+def _check_nesting(depth: int, path: str) -> None:
+    if depth > _MAX_DEPTH:
+        raise UnsupportedObject(f"state at {path!r} is nested more than {_MAX_DEPTH} deep", "Does it contain itself?")
+
+
 def mapping(items: dict[str, JSON]) -> JSON:
     """A tree of a dict whose values are trees."""
     if any(key.startswith(TAG) for key in items):
@@ -96,6 +123,8 @@ def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
         return {key: child(key, item) for key, item in tree.items()}
     tag = tree[TAG]
     try:
+        if tag in _RECORDS:
+            return _record(tag, tree["name"], {name: child(name, item) for name, item in tree["v"]})
         if tag in _CONTAINERS:
             return _CONTAINERS[tag]([child(i, item) for i, item in enumerate(tree["v"])])
         if tag in _ATOMS:
@@ -166,13 +195,51 @@ def _tagged_leaves(tree: dict[str, Any], path: str, depth: int) -> Iterator[tupl
     items = tree.get("v")
     if not isinstance(items, list):
         return
-    if tree[TAG] not in _MAPPINGS.values():
+    if tree[TAG] not in _MAPPINGS.values() and tree[TAG] not in _RECORDS:
         yield from leaves(items, path, depth + 1)
         return
     for pair in items:
         if not isinstance(pair, list) or len(pair) != 2:
             raise CorruptObject(f"tree at {path!r} holds a malformed {tree[TAG]!r}")
         yield from leaves(pair[1], f"{path}/{pair[0]}", depth + 2)
+
+
+def in_types_of(template: Any, value: Any) -> Any:
+    """A decoded value with its named tuples and dataclasses in the types that `template` has in their places.
+
+    Where the template has no object with the same fields, a named tuple is one of a type made for it, and a dataclass
+    is a SimpleNamespace: no name in a checkpoint leads to an import.
+    """
+    names = _field_names(template)
+    if names is not None and (isinstance(value, SimpleNamespace) or hasattr(value, "_fields")):
+        if names == _field_names(value):
+            made = [in_types_of(getattr(template, name), getattr(value, name)) for name in names]
+            return type(template)(**dict(zip(names, made, strict=True)))
+    elif type(template) is dict and type(value) is dict:
+        return {key: in_types_of(template.get(key), item) for key, item in value.items()}
+    elif type(template) is type(value) and type(value) in (list, tuple) and len(template) == len(value):
+        return type(value)(map(in_types_of, template, value))
+    return value
+
+
+def _field_names(value: Any) -> list[str] | None:
+    """The fields of a named tuple, a dataclass, or what stands for one; None for other values."""
+    if isinstance(value, tuple):
+        return list(value._fields) if hasattr(value, "_fields") else None
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value))
+    return [one.name for one in fields(value)] if is_dataclass(value) and not isinstance(value, type) else None
+
+
+def _record(tag: str, name: str, values: dict[str, Any]) -> Any:
+    if tag == "dataclass":
+        return SimpleNamespace(**values)
+    return _named_tuple(name.rpartition(".")[2], tuple(values))(**values)
+
+
+@cache
+def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
+    return namedtuple(name, names)  # raises ValueError for what is no identifier
 
 
 def _check_depth(depth: int, path: str) -> None:
@@ -227,7 +294,11 @@ _SCALARS: dict[type, Callable[[Any], JSON]] = {
     float: _float,
     complex: _complex,
     bytes: _bytes,
+    datetime: lambda value: {TAG: "datetime", "v": value.isoformat()},
+    date: lambda value: {TAG: "date", "v": value.isoformat()},
+    timedelta: lambda value: {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]},
 }
+_RECORDS = ("namedtuple", "dataclass")
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
@@ -242,4 +313,8 @@ _ATOMS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "complex": lambda v: complex(_real(v[0]), _real(v[1])),
     "bytes": decode_bytes,
+    "path": Path,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "timedelta": lambda v: timedelta(*v),
 }

@@ -287,3 +287,26 @@ def test_many_odd_keys_and_deep_trees_are_merged_in_bounds() -> None:
         deep = {"a": deep}
     with pytest.raises(CorruptObject, match="nested"):
         merge_trees(deep, deep, "s")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$": "namedtuple", "name": "a.B", "v": [["not a name", 1]]},
+        {"$": "namedtuple", "name": "a.__import__('os')", "v": [["x", 1]]},
+        {"$": "namedtuple", "v": [["x", 1]]},
+        {"$": "dataclass", "name": "a.B", "v": [[1, 2]]},
+        {"$": "dataclass", "name": "a.B", "v": [1]},
+        {"$": "datetime", "v": "yesterday"},
+        {"$": "path", "v": 3},
+        {"$": "timedelta", "v": ["x"]},
+    ],
+)
+def test_malformed_records_are_refused(tree: Any) -> None:
+    with pytest.raises(CorruptObject):
+        decode_tree(tree, "s", unknown)
+
+
+def test_tensors_within_records_are_found() -> None:
+    tree = {"$": "dataclass", "name": "a.B", "v": [["w", {"$": "tensor", "name": "s/w"}]]}
+    assert [leaf["name"] for _, leaf in leaves(tree, "s")] == ["s/w"]

@@ -1,0 +1,153 @@
+"""State that all ranks hold alike: kept once, by name, in any export; and a restore without objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.errors import InvalidRequest, UnsupportedObject
+from tests.support.command_line import invoke
+from tests.support.parallel.runner import Scenario, run_scenarios
+
+
+class Moments(NamedTuple):
+    mean: torch.Tensor
+    number: int
+
+
+@dataclass
+class Progress:
+    moments: Moments
+    began: datetime
+    folder: Path
+    _hidden: int = 3
+
+
+def progress() -> Progress:
+    return Progress(Moments(torch.arange(4.0), 7), datetime(2026, 5, 1, 12, tzinfo=UTC), Path("/data/x"))
+
+
+def open_run(folder: Path) -> Checkpointer:
+    return Checkpointer(str(folder), run="r", writer="thread")
+
+
+def test_values_come_back_in_their_types(tmp_path: Path) -> None:
+    value = progress()
+    plain = {"days": date(2026, 5, 1), "took": timedelta(days=-1, microseconds=5), "scale": np.float32(0.1)}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, shared={"progress": value, "plain": plain}, own=value)
+        restored = checkpointer.restore(shared={"progress": progress(), "plain": None}, own=None)
+    assert restored is not None
+    found = restored.values["progress"]
+    assert (type(found), type(found.moments)) == (Progress, Moments)
+    assert torch.equal(found.moments.mean, value.moments.mean)
+    assert (found.moments.number, found.began, found.folder, found._hidden) == (7, value.began, value.folder, 3)
+    assert restored.values["plain"] == plain
+    assert type(restored.values["plain"]["scale"]) is np.float32
+    without = restored.values["own"]
+    assert isinstance(without, SimpleNamespace)
+    assert (without.moments.number, without.moments[1], without.folder) == (7, 7, Path("/data/x"))
+
+
+def test_without_objects_the_whole_checkpoint_comes_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(model, optim, 1, shared={"ema": {"w": torch.ones(2)}}, own=[1, 2])
+        restored = checkpointer.restore()
+    assert restored is not None
+    assert sorted(restored.values) == ["ema", "model", "optim", "own"]
+    assert torch.equal(restored.values["model"]["weight"], model.weight)
+    assert torch.equal(restored.values["ema"]["w"], torch.ones(2))
+    assert restored.values["optim"]["groups"][0]["momentum"] == 0.9
+    assert (restored.values["own"], restored.unused) == ([1, 2], [])
+
+
+def test_objects_with_a_state_dict_can_be_shared(tmp_path: Path) -> None:
+    model, twin = nn.Linear(2, 3), nn.Linear(2, 3)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, shared={"averaged": model})
+        checkpointer.restore(shared={"averaged": twin})
+        names = checkpointer.load(names="averaged/*")
+    assert torch.equal(twin.weight, model.weight)
+    assert sorted(names) == ["averaged/bias", "averaged/weight"]
+
+
+def test_every_save_may_hold_other_tensors(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    with open_run(tmp_path) as checkpointer:
+        for step in range(4):
+            checkpointer.save(model, None, step, shared={"seen": {str(i): torch.full((2,), step) for i in range(step)}})
+        for step in range(4):
+            assert len(checkpointer.load(step, "seen/*")) == step
+
+
+@pytest.mark.parametrize(
+    ("shared", "said"),
+    [({"model": 1}, "'model' is reserved"), ({"a/b": 1}, "slash"), ({"own": 1}, "given twice")],
+)
+def test_names_that_cannot_be(shared: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with open_run(tmp_path) as checkpointer, pytest.raises(InvalidRequest, match=said):
+        checkpointer.save(None, None, 1, shared=shared, own=2)
+
+
+def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
+    with open_run(tmp_path) as checkpointer, pytest.raises(UnsupportedObject, match="odd/x"):
+        checkpointer.restore(shared={"odd": {"x": object()}})
+
+
+def test_an_export_holds_what_is_shared_and_names_what_is_not(tmp_path: Path) -> None:
+    state = {"w": torch.arange(40_000.0), "b": torch.arange(100.0)}
+    with open_run(tmp_path / "store") as checkpointer:
+        checkpointer.save(None, None, 1, shared={"lightning": {**state, "at": progress()}})
+        checkpointer.save(None, None, 2, lightning=state, shared={"epoch": 3})
+    to = tmp_path / "shared"
+    for suffix in (".safetensors", ".pt"):
+        assert invoke("export", "r@1", "--to", to.with_suffix(suffix), "--store", tmp_path / "store").code == 0
+    assert sorted(load_file(to.with_suffix(".safetensors"))) == [
+        "lightning/at/moments/mean", "lightning/b", "lightning/w",
+    ]  # fmt: skip
+    found = torch.load(to.with_suffix(".pt"), weights_only=True)["lightning"]
+    assert torch.equal(found["w"], state["w"])
+    assert torch.equal(found["b"], state["b"])
+    assert found["at"]["moments"]["number"] == 7
+    assert found["at"]["folder"] == "/data/x"
+
+    for suffix in (".safetensors", ".pt"):
+        target = (tmp_path / "own").with_suffix(suffix)
+        done = invoke("export", "r@2", "--to", target, "--store", tmp_path / "store")
+        assert (done.code, target.exists()) == (3, True)
+        assert "Wrote 0 entries" in done.stdout
+        assert "left out, because each rank has its own: lightning (2 tensors)" in done.stderr
+    assert torch.load(tmp_path / "own.pt", weights_only=True) == {"epoch": 3}
+    part = invoke(
+        "export", "r@2", "--to", tmp_path / "p.safetensors", "--names", "rank-*", "--store", tmp_path / "store"
+    )
+    assert part.code == 0
+    assert list(load_file(tmp_path / "p.safetensors")) == ["rank-00000/lightning/w"]
+
+
+def test_two_ranks_keep_it_once(tmp_path: Path) -> None:
+    (tmp_path / "scenarios").mkdir()
+    scenario = Scenario("tests.ckpt.capture.shared_ranks:save_and_restore", 2, {"store": str(tmp_path / "store")})
+    (outcome,) = run_scenarios([scenario], tmp_path / "scenarios")
+    assert outcome.result() == [[0.0, 1.0], [0.0, 1.0]]
+    with open_run(tmp_path / "store") as checkpointer:
+        assert list(checkpointer.load(names="*seen*")) == ["seen/w"]
+
+
+def test_a_dataclass_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    value = progress()
+    value.moments = value  # type: ignore[assignment]
+    with open_run(tmp_path) as checkpointer, pytest.raises(UnsupportedObject, match="nested more than 100 deep"):
+        checkpointer.prepare(None, None, shared={"own": value})
