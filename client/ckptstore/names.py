@@ -110,6 +110,10 @@ class Attempt:
         return Attempt(int(match["step"]), match["ulid"], generation=int(match["generation"] or 0))
 
 
+BARRIER = Attempt(MAX_STEP, "0" * 26)
+"""No attempt. Readers of format 1 meet its outcome first, cannot read it, and do not continue from an old step."""
+
+
 def new_ulid(now: float) -> str:
     """A new ULID for the time `now` (seconds since the epoch)."""
     # Not ULID.from_timestamp: within a millisecond its generator increments, also in a forked process.
@@ -315,10 +319,13 @@ class RunKeys:
 def attempt_and_name(key: str) -> tuple[Attempt, str]:
     """The attempt and the name in a key that ends in ATTEMPT.json or ATTEMPT.NAME.json; the name may be empty.
 
-    Raises InvalidName.
+    Raises InvalidName, also for the barrier, which is no attempt.
     """
-    attempt, _, name = key.rsplit("/", 1)[-1].removesuffix(".json").partition(".")
-    return Attempt.parse(attempt), name
+    name, _, rest = key.rsplit("/", 1)[-1].removesuffix(".json").partition(".")
+    attempt = Attempt.parse(name)
+    if attempt == BARRIER:
+        raise InvalidName(f"{name!r} is not an attempt")
+    return attempt, rest
 
 
 def receipt_rank(key: str) -> int | None:

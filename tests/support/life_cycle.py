@@ -12,6 +12,7 @@ from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, newest_first
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.commits.hidden import listed_attempts
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.commits.references import Mark, marks
 from ckptstore.commits.store_check import MAX_SKEW_S, check_store
@@ -393,7 +394,6 @@ class LifeCycle(RuleBasedStateMachine):
         for prefix in (run.keys.tombstones, run.keys.fates, run.keys.leases):
             assert list(self.store.list(prefix)) == []
         for prefix in (run.keys.commits, run.keys.verified, run.keys.quarantine):
-            kept = {names.attempt_and_name(info.key)[0] for info in self.store.list(prefix)}
-            assert kept <= left
+            assert left.issuperset(listed_attempts(info.key for info in self.store.list(prefix)))
         needed = {Mark(life.frozen, a) for a, life in self.lives.items() if a in left and life.frozen != a}
         assert set(marks(run)) == needed

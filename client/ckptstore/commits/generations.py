@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ckptstore import names
 from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUnavailable
-from ckptstore.format.documents import FORMAT, Generation
+from ckptstore.format.documents import FORMAT, Generation, Outcome
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -72,6 +72,8 @@ def begin_generation(run: Run, session: Session) -> Begun:
         if found is not None and found.at < names.ulid_time(session.id) - _DAY_S:
             break  # older than the session: no rank of it can have created this one, or one before it
     number = newest_generation(run, listed) + 1
+    if number == 1:
+        _refuse_old_readers(run)
     while True:
         proposal = Generation(
             format=FORMAT, kind="generation", run=run.name, number=number, session=session.id,
@@ -213,6 +215,20 @@ def _generation_of(key: str) -> int:
         return names.attempt_and_name(key)[0].generation
     except InvalidName:
         return 0  # a foreign object
+
+
+def _refuse_old_readers(run: Run) -> None:
+    """Write the barrier; durable on return.
+
+    A reader of format 1 ignores attempts that name a generation. Without the barrier it would continue from the newest
+    checkpoint of generation 0, and prune without knowledge of the others.
+    """
+    barrier = names.BARRIER
+    document = Outcome(
+        format=FORMAT, kind="outcome", run=run.name, step=barrier.step, attempt=str(barrier),
+        committed=None, nonce=barrier.ulid, by="generations need format 2", at=run.clock(),
+    )  # fmt: skip
+    run.store.put(run.keys.outcome(barrier), seal(document))
 
 
 def _create(run: Run, proposal: Generation) -> bool | None:

@@ -19,7 +19,7 @@ from ckptstore.commits import audit
 from ckptstore.commits.catalog import Checkpoint, decided_attempts
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.errors import Damaged, InvalidName, InvalidRequest, NoCheckpoint, ObjectMissing, StoreUnavailable
-from ckptstore.format.documents import FORMAT
+from ckptstore.format.documents import oldest_format
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, Labels
 from ckptstore.names import Attempt
@@ -143,7 +143,7 @@ def _apply(attempt: Attempt, before: Labels | None, change: LabelChange, by: str
     tags = {**(before.tags if before else {}), **change.tags}
     metrics = {**(before.metrics if before else {}), **change.metrics}
     after = Labels(
-        format=FORMAT,
+        format=oldest_format(attempt),
         kind="labels",
         attempt=str(attempt),
         version=before.version + 1 if before else 1,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.store_check import MAX_SKEW_S
 from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
-from ckptstore.format.documents import FORMAT, Lease
+from ckptstore.format.documents import Lease, oldest_format
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.names import Attempt, new_ulid, ulid_time
 from ckptstore.run import Run
@@ -38,7 +38,9 @@ def renew_lease(run: Run, lease: str, attempt: Attempt, holder: str, ttl_s: floa
 
     An expired lease must not be renewed, because a deletion may have begun: take a new one.
     """
-    document = Lease(format=FORMAT, kind="lease", attempt=str(attempt), holder=holder, expires_at=run.clock() + ttl_s)
+    document = Lease(
+        format=oldest_format(attempt), kind="lease", attempt=str(attempt), holder=holder, expires_at=run.clock() + ttl_s
+    )
     run.store.put(run.keys.lease(lease), seal(document))
 
 

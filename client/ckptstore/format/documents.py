@@ -13,6 +13,7 @@ import xxhash
 
 from ckptstore.format.codecs import Buffer
 from ckptstore.format.columns import Column
+from ckptstore.names import Attempt
 
 FORMAT = 2
 """Format version of all documents. A reader rejects newer versions and reads all older ones."""
@@ -27,6 +28,14 @@ JSON = Any
 def digest(data: Buffer) -> str:
     """xxh3-128 of `data`, as 32 lower-case hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def oldest_format(attempt: Attempt) -> int:
+    """The format version of a small document about an attempt: 1 in generation 0, so that old clients obey it too.
+
+    Only for documents that are equal in both versions, without extensions: lease, tombstone, fate, labels.
+    """
+    return FORMAT if attempt.generation else 1
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -26,7 +26,7 @@ from ckptstore.errors import (
     StoreUnavailable,
     SweepBegun,
 )
-from ckptstore.format.documents import FORMAT, Tombstone
+from ckptstore.format.documents import Tombstone, oldest_format
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, Fate
 from ckptstore.names import Attempt, Reference, new_ulid
@@ -197,7 +197,13 @@ def _write_tombstone(run: Run, attempt: Attempt, reason: str, grace_s: float) ->
     now = run.clock()
     id = new_ulid(now)
     tombstone = Tombstone(
-        format=FORMAT, kind="tombstone", attempt=str(attempt), by=run.by, at=now, reason=reason, grace_s=grace_s
+        format=oldest_format(attempt),
+        kind="tombstone",
+        attempt=str(attempt),
+        by=run.by,
+        at=now,
+        reason=reason,
+        grace_s=grace_s,
     )
     run.store.put(run.keys.tombstone(attempt, id), seal(tombstone))
     return id
@@ -216,7 +222,13 @@ def _cancel_deletion(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
 def _decide(run: Run, attempt: Attempt, id: str, *, swept: bool) -> Fate:
     """Create the fate of a tombstone, or return the existing one. Durable on return."""
     proposal = Fate(
-        format=FORMAT, kind="fate", attempt=str(attempt), tombstone=id, swept=swept, by=run.by, at=run.clock()
+        format=oldest_format(attempt),
+        kind="fate",
+        attempt=str(attempt),
+        tombstone=id,
+        swept=swept,
+        by=run.by,
+        at=run.clock(),
     )
     failure: StoreUnavailable | None = None
     for _ in range(_TRIES):

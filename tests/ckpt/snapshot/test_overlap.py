@@ -198,7 +198,7 @@ def test_a_change_without_an_optimizer_fails_the_save(tmp_path: Path, past_the_c
         again = checkpointer.save_async(loop.model, loop.optim, 2)
         assert again.staged()
         again.result(PATIENCE_S)
-        assert [Attempt.parse(path.stem).step for path in (tmp_path / "r" / "commits").iterdir()] == [2]
+        assert [Attempt.parse(path.stem).step for path in (tmp_path / "r" / "commits").glob("000001-*")] == [2]
 
 
 def test_an_unseen_torn_snapshot_is_raised_by_the_next_save(tmp_path: Path) -> None:
