@@ -212,4 +212,9 @@ def _named(kind: type[_E], name: str) -> _E:
 def _given(parameters: float, experts: float) -> Model:
     if experts > parameters:
         raise InvalidRequest("experts have more parameters than the model", "--parameters includes them")
-    return Model(parameters=round(parameters), expert_parameters=round(experts))
+    return Model(parameters=round(parameters), expert_parameters=round(experts), source=_short(parameters))
+
+
+def _short(parameters: float) -> str:
+    """7B, 1.84M."""
+    return f"{parameters / 1e9:.4g}B" if parameters >= 1e9 else f"{parameters / 1e6:.4g}M"

@@ -10,10 +10,12 @@ import sys
 import pytest
 
 import ckptd
+import ckptplan
 import ckptstore
 
 WEB_AND_SQL = {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic"}
 CKPTSTORE = sorted(module.name for module in pkgutil.walk_packages(ckptstore.__path__, "ckptstore."))
+CKPTPLAN = sorted(module.name for module in pkgutil.walk_packages(ckptplan.__path__, "ckptplan."))
 CKPTD = sorted(
     module.name
     for module in pkgutil.walk_packages(ckptd.__path__, "ckptd.")
@@ -32,6 +34,12 @@ def test_the_shared_format_loads_neither_torch_nor_a_web_framework_nor_sql() -> 
     loaded = loaded_by(f"import {', '.join(CKPTSTORE)}")
     assert "ckptstore.format.documents" in loaded
     assert loaded & {"torch", "ckpt", "ckptd", *WEB_AND_SQL} == set()
+
+
+def test_a_plan_loads_no_torch() -> None:
+    loaded = loaded_by(f"import {', '.join(CKPTPLAN)}; import ckpt; ckpt.plan")
+    assert "ckptplan.plan" in loaded
+    assert loaded & {"torch", "ckpt.checkpointer", "ckptd", *WEB_AND_SQL} == set()
 
 
 def test_the_daemon_loads_no_torch() -> None:

@@ -23,6 +23,7 @@ _STEPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f; }
+.label { paint-order: stroke; stroke: #ffffff; stroke-width: 5px; stroke-linejoin: round; }
 .title { font-size: 15px; font-weight: 600; }
 .small { font-size: 12px; fill: #57606a; }
 .axis { stroke: #8c959f; } .grid { stroke: #d0d7de; } .background { fill: #ffffff; }
@@ -30,7 +31,7 @@ text { font: 13px system-ui, sans-serif; fill: #24292f; }
 .mark { stroke-width: 1.5; stroke-dasharray: 4 3; stroke: #57606a; } .dot { fill: #57606a; }
 .chosen { stroke: #bc4c00; stroke-width: 2; } .chosen-dot { fill: #bc4c00; }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; } .small { fill: #9198a1; } .background { fill: #0d1117; }
+  text { fill: #e6edf3; } .label { stroke: #0d1117; } .small { fill: #9198a1; } .background { fill: #0d1117; }
   .axis { stroke: #656c76; } .grid { stroke: #2a313c; } .curve { stroke: #4493f8; }
   .mark { stroke: #9198a1; } .dot { fill: #9198a1; } .chosen { stroke: #f0883e; } .chosen-dot { fill: #f0883e; }
 }
@@ -105,9 +106,11 @@ def _lines(plan: Plan, scale: _Scale, marks: list[tuple[str, float]]) -> Iterato
     points = " ".join(f"{scale.x(seconds)},{scale.y(ratio)}" for seconds, ratio in scale.curve)
     yield f'<polyline class="curve" points="{points}"/>'
     places = [scale.x(value) for _, value in marks]
-    for number, (name, value) in enumerate(marks):
+    for name, value in marks:
+        yield from _mark(scale, name, value)
+    for number, (name, value) in enumerate(marks):  # above all lines
         crowded = number + 1 < len(places) and places[number + 1] - places[number] < _LABEL
-        yield from _mark(scale, name, value, number, to_left=crowded or places[number] > _WIDTH - _LABEL)
+        yield _label(name, value, places[number], number, to_left=crowded or places[number] > _WIDTH - _LABEL)
     yield "</svg>"
 
 
@@ -115,7 +118,7 @@ def _subtitle(plan: Plan) -> str:
     found = plan.interval
     durable = "" if found.durable_s is None else f", durable after {human.duration(found.durable_s)}"
     cost = f"a save costs {found.cost_s:.3g} s{durable}, restart {human.duration(found.restart_s)}"
-    return f"{plan.model.source}: a failure every {human.duration(found.mtbf_s or 0.0)}, {cost}"
+    return f"{plan.model.source}: failures every {human.duration(found.mtbf_s or 0.0)}, {cost}"
 
 
 def _axes(scale: _Scale) -> Iterator[str]:
@@ -138,18 +141,21 @@ def _axes(scale: _Scale) -> Iterator[str]:
     yield f'<text class="small" x="{middle}" y="{base + 42}" text-anchor="middle">interval between saves</text>'
 
 
-def _mark(scale: _Scale, name: str, seconds: float, number: int, to_left: bool) -> Iterator[str]:
+def _mark(scale: _Scale, name: str, seconds: float) -> Iterator[str]:
     x, y = scale.x(seconds), scale.y(scale.ratio(seconds))
     chosen = "interval" in name
     kind, dot = ("chosen", "chosen-dot") if chosen else ("mark", "dot")
     base = _HEIGHT - _BOTTOM
-    # Labels of neighbours are on lines of their own.
-    at = base - 12 - 18 * (number % 4)
-    anchor, shift = ("end", -6) if to_left else ("start", 6)
     yield f'<line class="{kind}" x1="{x}" x2="{x}" y1="{y}" y2="{base}"/>'
     yield f'<circle class="{dot}" cx="{x}" cy="{y}" r="4"/>'
-    text = f"{name}: {human.duration(seconds)}"
-    yield f'<text x="{x + shift}" y="{at}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _label(name: str, seconds: float, x: float, number: int, to_left: bool) -> str:
+    """The text of a mark; those of neighbours are on lines of their own."""
+    y = _HEIGHT - _BOTTOM - 12 - 18 * (number % 4)
+    anchor, shift = ("end", -6) if to_left else ("start", 6)
+    text = escape(f"{name}: {human.duration(seconds)}")
+    return f'<text class="label" x="{x + shift:.1f}" y="{y}" text-anchor="{anchor}">{text}</text>'
 
 
 def _short(seconds: float) -> str:
