@@ -32,6 +32,7 @@ BENCHES = (
     "references",
     "memory",
     "plan",
+    "predict",
     "daemon-read",
     "index",
 )
