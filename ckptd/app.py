@@ -17,7 +17,7 @@ from ckptapi import bodies
 from ckptd.api import changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
 from ckptd.housekeeping.drilling import Driller
-from ckptd.housekeeping.gauges import DrillGauges, EventMetrics, Gauges
+from ckptd.housekeeping.gauges import DrillGauges, EventMetrics, Gauges, GoodputGauges
 from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
 from ckptd.housekeeping.orphans import OrphanCollector
@@ -45,6 +45,7 @@ from ckptd.metrics import Metrics
 from ckptd.pages import routes as pages
 from ckptd.pages.sessions import PageSessions
 from ckptd.services import (
+    Accounts,
     Catalog,
     Contents,
     Events,
@@ -77,6 +78,7 @@ _STOP_TIMEOUT_S = 2.0
 _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
 _CHECK_AGAIN_S = 0.5
+_ACCOUNT_S = 60.0
 
 
 def create_app(settings: Settings, store: Store | None = None, clock: Clock = system_clock) -> FastAPI:
@@ -121,6 +123,7 @@ class _Core:
         self.index.adopt(store.url, clock())
         self.freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
         self.catalog = Catalog(self.index, Listing(self.database), self.freshness, store.url)
+        self.accounts = Accounts(self.store, self.catalog, clock)
         self.store_sync = StoreSync(self.store, self.index, self.freshness, self.metrics, clock)
         self.leadership = Leadership(LeaderIndex(self.database, "janitor"), settings.leader_lease_seconds)
         self.leader_store = LeaderStore(self.store, self.leadership)
@@ -147,6 +150,7 @@ def _services(core: _Core, cache: BlockCache) -> Services:
     pruning = core.pruning(store)
     handlers = JobHandlers(store, core.store_sync, clock, core.settings.orphan_grace_seconds, objects.forget)
     return Services(
+        accounts=core.accounts,
         catalog=core.catalog,
         contents=Contents(core.catalog, objects),
         events=core.events,
@@ -201,6 +205,7 @@ def _housekeeping(core: _Core) -> list[_Background]:
     driller = Driller(store, core.store_sync, metrics, clock, drill_s, scrub_s, ranks)
     scrubber = Scrubber(store, core.store_sync, metrics, clock, scrub_s, settings.scrub_bytes_per_second, driller)
     metrics.registry.register(DrillGauges(lambda: driller.last() if led() else {}))
+    metrics.registry.register(GoodputGauges(lambda: core.accounts.known() if led() else {}))
     led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))
     restore_leases = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
     metrics.orphan_bytes.set_function(lambda: collector.waste().orphans if led() else 0)
@@ -210,6 +215,7 @@ def _housekeeping(core: _Core) -> list[_Background]:
         Periodic("applying policies", policies.run_once, every_s=min(5.0, settings.poll_seconds), when=led),
         Periodic("scrubbing", scrubber.run_once, every_s=1.0, when=led),
         Periodic("collecting", collector.run_once, every_s=settings.collect_seconds, when=led),
+        Periodic("accounting for the time of runs", core.accounts.refresh, every_s=_ACCOUNT_S, when=led),
         Periodic("renewing leases of restores", restore_leases.run_once, every_s=1.0, when=led),
     ]
 

@@ -16,6 +16,7 @@ from ckptd.http.listing import check_glob
 from ckptd.http.openapi import documented
 from ckptd.index import Job
 from ckptd.services.jobs import job_values
+from ckptstore.commits.goodput import Account
 from ckptstore.commits.store_check import StoreReport
 
 router = APIRouter()
@@ -63,6 +64,12 @@ async def drilled(ctx: Ctx, run: Annotated[str, Query(max_length=128)]) -> Respo
     """The last restore drill of a run, and its estimates; 404 if there was none."""
     found = await ctx.threads.store(ctx.services.retention_views.last_drill, run)
     return json_response(bodies.DrillBody.of(run, found))
+
+
+@router.get(bodies.GOODPUT, **documented(Account, 404))
+async def goodput(ctx: Ctx, run: Annotated[str, Query(max_length=128)]) -> Response:
+    """What became of the time of a run, by category and by attempt of the job."""
+    return json_response(await ctx.threads.store(ctx.services.accounts.of_run, run))
 
 
 @router.post(bodies.PROBE, **documented(StoreReport))

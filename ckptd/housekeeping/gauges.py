@@ -13,6 +13,7 @@ from ckptd.index import Event, Index, RestoreIndex
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
 from ckptstore.clock import Clock
+from ckptstore.commits.goodput import Account
 from ckptstore.errors import IndexUnavailable
 from ckptstore.format.records import Drill
 
@@ -84,6 +85,31 @@ class DrillGauges(Collector):
             for layout in drill.layouts:
                 estimate.add_metric([run, str(layout.ranks)], layout.restore_s)
         yield from (at, estimate)
+
+
+class GoodputGauges(Collector):
+    """What became of the time of each run; no series if the daemon is not the leader."""
+
+    def __init__(self, known: Callable[[], Mapping[str, Account]]) -> None:
+        self._known = known
+
+    def describe(self) -> list[Metric]:
+        """Empty: there are no series before the first account."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """From memory: the store is not read."""
+        spent = GaugeMetricFamily(
+            "ckptd_goodput_seconds", "What became of the time of a run.", labels=["run", "category"]
+        )
+        ratio = GaugeMetricFamily("ckptd_goodput_ratio", "Productive share of the time of a run.", labels=["run"])
+        lost = GaugeMetricFamily("ckptd_lost_steps", "Steps that a run did twice.", labels=["run"])
+        for run, account in self._known().items():
+            for category, seconds in account.seconds.items():
+                spent.add_metric([run, category], seconds)
+            ratio.add_metric([run], account.goodput)
+            lost.add_metric([run], account.lost_steps)
+        yield from (spent, ratio, lost)
 
 
 class EventMetrics:

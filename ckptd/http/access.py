@@ -170,6 +170,7 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("GET", bodies.JOBS): AccessRule(Scope.READ),
     ("GET", bodies.JOBS + "/{id}"): AccessRule(Scope.READ, of_job),
     ("DELETE", bodies.JOBS + "/{id}"): AccessRule(Scope.PRUNE, of_job),
+    ("GET", bodies.GOODPUT): AccessRule(Scope.READ, in_query),
     ("GET", bodies.DRILLS): AccessRule(Scope.READ, in_query),
     ("POST", bodies.PROBE): AccessRule(Scope.ADMIN),
     ("GET", bodies.TOKENS): AccessRule(Scope.ADMIN),

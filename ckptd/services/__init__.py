@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckptd.services.accounts import Accounts
 from ckptd.services.catalog import Catalog
 from ckptd.services.contents import Contents
 from ckptd.services.events import Events
@@ -24,6 +25,7 @@ from ckptstore.commits.store_check import StoreReport
 class Services:
     """All services, as the API uses them."""
 
+    accounts: Accounts
     catalog: Catalog
     contents: Contents
     events: Events
@@ -44,6 +46,7 @@ class Services:
 
 
 __all__ = [
+    "Accounts",
     "Catalog",
     "Contents",
     "Events",

@@ -32,6 +32,7 @@ from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckpt.snapshot.overlap import Overlap
 from ckpt.snapshot.request import SaveRequest, finite
 from ckpt.snapshot.session import TrainerSession
+from ckpt.snapshot.step_clock import StepClock
 from ckpt.snapshot.take import take_snapshot
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
@@ -63,6 +64,7 @@ class Checkpointer:
         self._overlap: Overlap | None = None
         self._lease: str | None = None
         self._newest: SaveHandle | None = None
+        self._steps = StepClock()
         self._schedules: list[Schedule] = []
         _close_at_exit(self)
 
@@ -151,7 +153,9 @@ class Checkpointer:
         **extras: Any,
     ) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable; waits for a slot if none is idle."""
-        return self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, "wait").result()
+        handle = self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, "wait")
+        with self._steps.waiting():
+            return handle.result()
 
     def _save(
         self, state: TrainState, step: int, grads: bool, metrics: Mapping[str, float] | None, on_busy: OnBusy
@@ -176,6 +180,7 @@ class Checkpointer:
         self._lease = None if taken else self._lease
         self._newest = handle = updates.handle
         updates.measure(blocked_s=time.perf_counter() - started)
+        self._steps.saving(handle)
         self._tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle
 
@@ -223,7 +228,8 @@ class Checkpointer:
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             self._lease = restored.lease
-            self._session.restored(restored.checkpoint, restorer.trains)
+            if self._session.restored(restored.checkpoint, restorer.trains):
+                self._steps.restored(self._session.parent, restored.step, restored.seconds)
         if restorer.trains and not self.config.read_only:
             self._make_ready(state.without_others())
         return restored
@@ -252,7 +258,7 @@ class Checkpointer:
         what it costs. The slowest rank's cost is used. Raises InvalidRequest.
         """
         limits = Limits.of(seconds, overhead, mtbf_s)
-        schedule = Schedule(lambda: self._newest, limits, self.config.peer_timeout_s)
+        schedule = Schedule(lambda: self._newest, limits, self.config.peer_timeout_s, steps=self._steps)
         self._schedules.append(schedule)
         return schedule
 
@@ -268,11 +274,12 @@ class Checkpointer:
         if self._client is None or os.getpid() != self._pid:
             return
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._join(timeout)
-        for handle in self._client.pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            with suppress(SaveSkipped):
-                handle.result(left)
+        with self._steps.waiting():
+            self._join(timeout)
+            for handle in self._client.pending:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                with suppress(SaveSkipped):
+                    handle.result(left)
         self._client.raise_failure()
 
     def close(self, timeout: float | None = None) -> None:
@@ -283,6 +290,7 @@ class Checkpointer:
         """
         if os.getpid() != self._pid:
             return  # a forked child has neither the arena nor the saver
+        self._steps.closing()
         client, self._client = self._client, None
         overlap, self._overlap = self._overlap, None
         schedules, self._schedules = self._schedules, []
@@ -330,7 +338,9 @@ class Checkpointer:
             assert isinstance(self._source, StoreSource)
             world, budget = self._world(), Budget.of(self.config.staging_bytes, self._source.store.upload_bytes)
             setup = self.config.setup(world.rank, world.size, budget)
-            self._client = SaveClient(setup, self.config.in_process, self.config.slots, budget.slot, self._tally)
+            self._client = SaveClient(
+                setup, self.config.in_process, self.config.slots, budget.slot, self._tally, self._steps
+            )
         return self._client
 
     def _make_ready(self, state: TrainState) -> None:
@@ -347,9 +357,10 @@ class Checkpointer:
 
     def _gate(self, state: TrainState) -> Overlap | None:
         if state.optimizers and self.config.overlap and self._overlap is None:
-            self._overlap = Overlap(verify=self.config.overlap == "verify")
+            self._overlap = Overlap(self.config.overlap == "verify", self._steps.stepping)
         if self._overlap is not None:
             self._overlap.expect(chain(*state.optimizers.values()))
+            self._steps.count(chain(*state.optimizers.values()))
         return self._overlap if state.optimizers else None
 
     def _join(self, timeout: float | None = None) -> None:

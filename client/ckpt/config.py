@@ -69,6 +69,8 @@ class Config:
     orphan_saver_timeout_s: how long a restore waits for the saver of a killed predecessor on this host.
     peer_timeout_s: how long ranks wait for a rank that sends no heartbeat, at the first save and in restores.
     daemon_timeout_s: how long reads through a daemon that does not answer are retried, which hides a restart.
+    heartbeat_s: rank 0's saver writes the step that training has reached at this interval, for `ckptctl goodput`. One
+        small object per start of a trainer or restore, written again each time. 0: none.
     split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
         writes all of them, into one file.
     repeat_steps: allow a step to be saved more than once between two restores; the later commit counts.
@@ -98,6 +100,7 @@ class Config:
     orphan_saver_timeout_s: float = 120.0
     peer_timeout_s: float = 600.0
     daemon_timeout_s: float = 60.0
+    heartbeat_s: float = 60.0
     split_replicas: bool = False
     repeat_steps: bool = False
     replica_reads: ReplicaReads = "auto"
@@ -128,6 +131,8 @@ class Config:
             raise InvalidRequest("dedup_casts=True needs whole snapshots", "Leave out staging_bytes, or dedup_casts")
         if self.peer_timeout_s <= 0:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
+        if not 0 <= self.heartbeat_s < math.inf:
+            raise InvalidRequest(f"heartbeat_s {self.heartbeat_s} is no interval", "Give seconds, or 0 for none")
         if self.staging_bytes is not None and self.staging_bytes < LEAST_BYTES:
             raise InvalidRequest(
                 f"staging_bytes {self.staging_bytes} is too little for a stream", f"Give at least {LEAST_BYTES}"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from ckpt.ranks.broadcast import Cost, SaveBroadcast, SaveDecision
 from ckpt.ranks.world import World
+from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs
 from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.step_clock import StepClock
 from ckptplan.failures import best_interval
 from ckptplan.history import SaveCost
 from ckptstore.errors import InvalidRequest, RankLost
@@ -75,13 +75,15 @@ class Schedule:
         peer_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         lead_s: float = LEAD_S,
+        steps: StepClock | None = None,
     ) -> None:
-        """newest: the save that began last."""
+        """newest: the save that began last. steps: gets the steps of `due`, for heartbeats."""
         self._newest = newest
         self._limits = limits
         self._peer_timeout_s = peer_timeout_s
         self._clock = clock
         self._lead_s = lead_s
+        self._steps = steps
         self._costs = Costs()
         self._rank = 0
         self._broadcast: SaveBroadcast | None = None
@@ -107,6 +109,8 @@ class Schedule:
         else:
             self._stride = step - self._step
         self._step = step
+        if self._steps is not None:
+            self._steps.reached(step)
         now = self._clock()
         self._costs.tick(now, self._newest())
         if self._rank == 0:
@@ -121,6 +125,8 @@ class Schedule:
         Any thread may call it, and so may a signal handler.
         """
         self._requests += 1
+        if self._steps is not None:
+            self._steps.requested()
         if self._broadcast is not None and self._rank:
             self._broadcast.request()
 
@@ -156,7 +162,9 @@ class Schedule:
         wanted = self._requested()
         pending = decision.num_saves > self._taken
         others_s = self._broadcast.cost.seconds if self._broadcast is not None else 0.0
-        if not pending and (wanted or self._costs.may_save(now, self._limits, others_s)):
+        if not pending and (
+            wanted or self._costs.may_save(now, self._limits.seconds, self._limits.interval_s, others_s)
+        ):
             save_at = max(step, horizon + 1)
             horizon, saves = save_at, (*saves, save_at)[-_REMEMBERED:]
         if horizon < step + lead / 2:
@@ -194,86 +202,6 @@ class Schedule:
         if self._taken > before and self._rank == 0:
             self._costs.asked(self._clock())
         return self._taken > before
-
-
-_WINDOW = 64
-_ENOUGH = 5  # intervals of a kind, before their median is believed
-FIRST_AFTER_TICKS = 8
-FIRST_AFTER_S = 60.0
-"""The first save is this early, to measure its cost, unless an interval is given."""
-
-
-class Costs:
-    """The times between the calls of one loop."""
-
-    def __init__(self) -> None:
-        self._idle: deque[float] = deque(maxlen=_WINDOW)
-        self._busy: deque[float] = deque(maxlen=_WINDOW)
-        self._ticks = 0
-        self._last_at = self._since = 0.0
-        self._durable_s = 0.0
-        self._save: SaveHandle | None = None
-        self._known = self._under_way = False
-        self._busy_ticks = 0
-        self._waited_s = 0.0
-
-    @property
-    def step_s(self) -> float | None:
-        """The usual time from call to call, if that is known."""
-        times = self._idle if len(self._idle) >= _ENOUGH else [*self._idle, *self._busy]
-        return median(times) if len(times) >= _ENOUGH else None
-
-    @property
-    def cost_s(self) -> float:
-        """The cost of the newest save so far."""
-        return self._waited_s + (self.slowdown_s or 0.0)
-
-    @property
-    def slowdown_s(self) -> float | None:
-        """What steps took longer during the newest save; None until enough steps of both kinds were seen."""
-        if min(len(self._idle), len(self._busy)) < _ENOUGH:
-            return None
-        return self._busy_ticks * max(0.0, median(self._busy) - median(self._idle))
-
-    def tick(self, now: float, newest: SaveHandle | None) -> None:
-        """Count one call of the loop. newest: the save that began last."""
-        if not self._ticks:
-            self._last_at = self._since = now
-            self._save = newest
-        elif newest is not self._save:
-            self._save, self._since = newest, self._last_at
-            self._known, self._under_way, self._busy_ticks, self._waited_s = True, True, 0, 0.0
-        spent, self._last_at = now - self._last_at, now
-        if self._ticks:
-            self._learn(spent)
-        self._ticks += 1
-        done = self._save is None or self._save.done()
-        if self._under_way and done:
-            self._durable_s = now - self._since
-        self._under_way = not done
-
-    def _learn(self, spent_s: float) -> None:
-        before = self._waited_s
-        if self._save is not None and self._under_way:
-            self._waited_s = self._save.timings.blocked_s + self._save.timings.held_s
-            self._busy_ticks += 1
-        times = self._busy if self._under_way else self._idle
-        times.append(max(0.0, spent_s - (self._waited_s - before)))
-
-    def asked(self, now: float) -> None:
-        """A save is due; the interval to the next one begins."""
-        self._since = now
-
-    def may_save(self, now: float, limits: Limits, others_s: float = 0.0) -> bool:
-        """Whether it is time for the next save: not while one is under way, nor before the last one is paid for.
-
-        others_s: highest cost on another rank, for which this one waits in the next collective.
-        """
-        if self._under_way:
-            return False
-        if not self._known and limits.seconds is None:
-            return self._ticks > FIRST_AFTER_TICKS or now - self._since >= FIRST_AFTER_S
-        return now - self._since >= limits.interval_s(max(self.cost_s, others_s), self._durable_s)
 
 
 def cost_of(newest: SaveHandle | None, schedules: Iterable[Schedule]) -> SaveCost | None:

@@ -15,6 +15,7 @@ from ckptapi import bodies
 from ckptapi.connection import Connection
 from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.goodput import Account
 from ckptstore.commits.labels import LabelChange
 from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import DaemonUnavailable, InvalidRequest, PartlyDone, error_from_code
@@ -185,6 +186,10 @@ class Operations(Connection):
         """Live uploads of one run or all runs, oldest first."""
         query = {"run": run} if run is not None else {}
         return self._json("GET", bodies.ATTEMPTS, bodies.AttemptsBody, params=query).items
+
+    def goodput(self, run: str) -> Account:
+        """What became of the time of a run. Raises NoCheckpoint if nothing is known of it."""
+        return self._json("GET", bodies.GOODPUT, Account, params={"run": run})
 
     def last_drill(self, run: str) -> bodies.DrillBody:
         """The last restore drill of a run. Raises NoCheckpoint if there was none."""

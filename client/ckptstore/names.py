@@ -238,6 +238,11 @@ class RunKeys:
         return f"{self.run}/quarantine/"
 
     @property
+    def heartbeats(self) -> str:
+        """Prefix of the heartbeats of trainers."""
+        return f"{self.run}/heartbeats/"
+
+    @property
     def drills(self) -> str:
         """Prefix of the records of restore drills."""
         return f"{self.run}/drills/"
@@ -290,6 +295,10 @@ class RunKeys:
     def quarantine_record(self, attempt: Attempt) -> str:
         """The record that a scrub or a restore found a checkpoint damaged."""
         return f"{self.quarantine}{attempt}.json"
+
+    def heartbeat(self, id: str) -> str:
+        """The heartbeat of one life of a trainer. id: a ULID."""
+        return f"{self.heartbeats}{check_ulid(id)}.json"
 
     def drill(self, attempt: Attempt) -> str:
         """The record of the last restore drill of a checkpoint."""

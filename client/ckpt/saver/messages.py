@@ -1,8 +1,8 @@
 """The messages between trainer and saver: length-prefixed JSON over a Unix socket.
 
-Trainer to saver: Setup once, Slot with a descriptor per slot, Forget, SaveJob per save, Staged, Cut, Withdraw, Abort,
-Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned. If the trainer dies, the socket reaches end of
-file, and the saver finishes its jobs.
+Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
+save, Staged, Cut, Withdraw, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned. If the
+trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,20 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_references: int = 32
     dedup_casts: bool = False
     statistics: bool = True
+    heartbeat_s: float = 60.0
     encoded_bytes: int | None = None
     upload_bytes: int | None = None
     """See Budget; None: the defaults of encoder and object writer."""
+
+
+class Began(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Rank 0 begins to train; the descriptor of its pulse (pulse.py) is sent with the message."""
+
+    id: str
+    parent: str | None
+    began_at: float
+    trains_at: float
+    restored_s: float
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):
@@ -169,7 +180,7 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Setup | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Abort | Stop
+Command = Setup | Began | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Abort | Stop
 Report = SaveProgress | Released | Done | Failed | Warned
 
 

@@ -18,6 +18,7 @@ from itertools import chain
 from ckpt.saver.commit import Committer, abort_attempts, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
+from ckpt.saver.heart import Heart
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.lock import note_checkpoint
 from ckpt.saver.measuring import SaveCodings, codings_for
@@ -89,6 +90,7 @@ class SavePipeline:
             store.upload_bytes = setup.upload_bytes
         # Some stores ignore If-None-Match and would let several committers win; there the daemon decides.
         self._run = Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
+        self.heart = Heart(self._run, setup.heartbeat_s if setup.rank == 0 else 0.0)
         self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
         self._setup = setup
         self._report = report
@@ -114,6 +116,7 @@ class SavePipeline:
     def submit(self, job: SaveJob, raw: memoryview) -> None:
         """Accept a snapshot; its slot stays in use until Released or Failed is reported."""
         received_at = time.perf_counter()
+        self.heart.captured(job.attempt.step, job.created_at)
         if job.lease is not None:
             self._leases.add(job.lease)
         if not job.streamed:
@@ -193,6 +196,7 @@ class SavePipeline:
         self._encoder.close()
         self._committer.close()
         self._background.shutdown(wait=True)
+        self.heart.close()
         if self._notifier is not None:
             self._notifier.close()
 
@@ -203,6 +207,7 @@ class SavePipeline:
                 return  # withdrawn
         try:
             attempt = self._numbering.attempt(job.attempt)
+            self.heart.numbered(attempt.generation)
             # The stream ends before the encoding, which may be waiting for its next chunk.
             with running.encoding, running.reader or nullcontext():
                 receipt, released = self._make_durable(running, attempt)

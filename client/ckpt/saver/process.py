@@ -13,8 +13,22 @@ import socket
 import sys
 import threading
 
-from ckpt.saver.messages import Abort, Channel, Command, Cut, Forget, Report, SaveJob, Setup, Slot, Staged, Withdraw
+from ckpt.saver.messages import (
+    Abort,
+    Began,
+    Channel,
+    Command,
+    Cut,
+    Forget,
+    Report,
+    SaveJob,
+    Setup,
+    Slot,
+    Staged,
+    Withdraw,
+)
 from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.pulse import NUM_BYTES, Pulse
 from ckpt.saver.segment import Segment
 from ckpt.saver.throttle import lower_priority
 from ckptstore.errors import CkptError
@@ -49,7 +63,7 @@ def main(sock: int, lock: int) -> int:
         return 1
     pipeline = SavePipeline(open_store(setup.store, setup.options), setup, _Reporter(channel), own_process=True)
     segments: dict[int, Segment] = {}
-    _serve(channel, pipeline, segments)
+    pipeline.heart.stop(closed=_serve(channel, pipeline, segments))
     pipeline.finish_uploads()
     # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
     # memory and the lock for the next trainer, which need not wait for that.
@@ -61,7 +75,8 @@ def main(sock: int, lock: int) -> int:
     return 0
 
 
-def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment]) -> None:
+def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment]) -> bool:
+    """Carry out commands until the trainer closes its end, or dies: then the result is False."""
     while (command := channel.receive(Command)) is not None:
         if isinstance(command, Slot):
             segments[command.number] = Segment(command.num_bytes, channel.take_fd())
@@ -78,8 +93,11 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
             pipeline.withdraw(command.step)
         elif isinstance(command, Abort):
             pipeline.abort(command.attempt, command.failure)
+        elif isinstance(command, Began):
+            pipeline.heart.begin(command, Pulse(Segment(NUM_BYTES, channel.take_fd())))
         else:
-            return
+            return True
+    return False
 
 
 def run(sock: int, lock: int) -> None:

@@ -25,6 +25,7 @@ from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.counters import LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckpt.snapshot.request import Snapshot
+from ckpt.snapshot.step_clock import StepClock
 from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.remote_create import with_remote_create
 from ckptstore import human
@@ -57,10 +58,20 @@ class SaveClient:
     """An arena, the handles of unfinished saves, and one writer, which is replaced if it dies."""
 
     def __init__(
-        self, setup: Setup, in_process: bool, num_slots: int, slot_bytes: int | None, counters: LiveCounters
+        self,
+        setup: Setup,
+        in_process: bool,
+        num_slots: int,
+        slot_bytes: int | None,
+        counters: LiveCounters,
+        steps: StepClock | None = None,
     ) -> None:
-        """slot_bytes: the largest slot allowed; None: no limit. Larger snapshots are streamed through a slot."""
+        """slot_bytes: the largest slot allowed; None: no limit. Larger snapshots are streamed through a slot.
+
+        steps: for heartbeats.
+        """
         self._setup = setup
+        self._steps = steps if setup.rank == 0 and setup.heartbeat_s else None
         self._max_slot_bytes = slot_bytes
         self._counters = counters
         self._in_process = in_process
@@ -95,6 +106,8 @@ class SaveClient:
             for number, segment in self._arena.segments.items():
                 writer.add_slot(number, segment)
             self._writer = writer
+        if self._steps is not None:
+            self._steps.announce(writer)
         return writer
 
     def raise_failure(self, of_other_ranks: bool = True) -> None:

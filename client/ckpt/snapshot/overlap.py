@@ -122,9 +122,11 @@ class PendingCopy:
 class Overlap:
     """The background copies of one Checkpointer, one at a time. Public methods belong to the training thread."""
 
-    def __init__(self, verify: bool = False) -> None:
-        """verify: decide by digests of all bytes whether a leaf has changed, not by counters and samples."""
+    def __init__(self, verify: bool = False, stepping: Callable[[Optimizer], None] = lambda _: None) -> None:
+        """verify: decide by digests of all bytes whether a leaf has changed, not by counters and samples. stepping:
+        called before an optimizer steps."""
         self._verify = verify
+        self._stepping = stepping
         self.on = True
         """False once state was changed outside optimizers while it was copied."""
         self._pid = os.getpid()
@@ -205,6 +207,7 @@ class Overlap:
         """
         if os.getpid() != self._pid:  # a forked child has its own memory
             return
+        self._stepping(optimizer)
         self._came.add(optimizer)
         pending = self._pending
         if is_capturing():

@@ -36,18 +36,24 @@ class TrainerSession:
         """The saves that had not ended at the last call. Ended ones are released: a job may run for months."""
         self._superseded: Superseded | None = None
 
-    def restored(self, checkpoint: Checkpoint, trains: bool) -> None:
-        """Begin a new session: training continues from this checkpoint.
+    def restored(self, checkpoint: Checkpoint, trains: bool) -> bool:
+        """Begin a new session: training continues from this checkpoint. Returns whether it does.
 
         trains: an optimizer was restored, on any rank. Without one, only the first restore of a trainer counts: later
         ones are of other models, such as a teacher or an average, and change nothing.
         """
         if self._continues and not trains:
-            return
+            return False
         self._restores += 1
         self._continues = trains
         self._parent = checkpoint.attempt if checkpoint.run == self._run else None
         self._begin()
+        return True
+
+    @property
+    def parent(self) -> str | None:
+        """The attempt of this run from which training continues."""
+        return str(self._parent) if self._parent is not None else None
 
     def new_attempt(self, agreed: str, step: int) -> NewAttempt:
         """The attempt of a call that saves `step`, even if it fails: all ranks count their calls.

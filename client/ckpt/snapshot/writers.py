@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from ckpt.saver.lock import SaverLock
 from ckpt.saver.messages import (
     Abort,
+    Began,
     Channel,
     Command,
     Cut,
@@ -31,6 +32,7 @@ from ckpt.saver.messages import (
     Withdraw,
 )
 from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.pulse import Pulse
 from ckpt.saver.segment import Segment, close_after_fork
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import SaverDied
@@ -45,6 +47,9 @@ _STDERR_TAIL_CHARACTERS = 2000
 
 class SaveWriter(Protocol):
     """Makes snapshots durable. Methods may be called from any thread."""
+
+    def begin(self, began: Began, pulse: Pulse) -> None:
+        """A life of the trainer begins."""
 
     def add_slot(self, number: int, segment: Segment) -> None:
         """Announce a slot of the arena, before the first job that uses it."""
@@ -84,6 +89,9 @@ class ThreadWriter:
         self._pipeline = SavePipeline(open_store(setup.store, setup.options), setup, on_report)
         self._segments: dict[int, Segment] = {}
 
+    def begin(self, began: Began, pulse: Pulse) -> None:
+        self._pipeline.heart.begin(began, pulse)
+
     def add_slot(self, number: int, segment: Segment) -> None:
         self._segments[number] = segment
 
@@ -107,6 +115,7 @@ class ThreadWriter:
         self._pipeline.abort(attempt, failure)
 
     def close(self, timeout_s: float | None) -> None:
+        self._pipeline.heart.stop(closed=True)
         closer = threading.Thread(target=self._pipeline.close, daemon=True)
         closer.start()
         closer.join(timeout_s)
@@ -139,6 +148,9 @@ class ProcessWriter:
     def pid(self) -> int:
         """The saver's process id."""
         return self._process.pid
+
+    def begin(self, began: Began, pulse: Pulse) -> None:
+        self._send(began, fds=[pulse.segment.fd])
 
     def add_slot(self, number: int, segment: Segment) -> None:
         self._send(Slot(number, segment.num_bytes), fds=[segment.fd])

@@ -38,6 +38,7 @@ from ckptapi.bodies.jobs import (
 )
 from ckptapi.bodies.observing import (
     ATTEMPTS,
+    GOODPUT,
     MAX_ENTRIES,
     PROBE,
     AboutBody,
@@ -95,6 +96,7 @@ __all__ = [
     "EVENTS",
     "EVENT_STREAM",
     "GAP",
+    "GOODPUT",
     "JOBS",
     "LATEST",
     "LEASES",

@@ -6,6 +6,7 @@ import msgspec
 
 ATTEMPTS = "/v1/attempts"
 PROBE = "/v1/probe"
+GOODPUT = "/v1/goodput"
 MAX_ENTRIES = 10_000
 
 

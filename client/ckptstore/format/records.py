@@ -120,6 +120,50 @@ class Drill(StoredDocument, frozen=True):
     """Empty if the checkpoint can be restored."""
 
 
+class Ended(StrEnum):
+    """How the life of a trainer ended: from its start, or a restore in place, to its end or the next restore."""
+
+    NOT = ""
+    CLOSED = "closed"
+    REQUESTED = "requested"
+    """As CLOSED, after a save was requested: it was preempted."""
+    ERROR = "error"
+    """As CLOSED, because of an exception."""
+    DIED = "died"
+    REWOUND = "rewound"
+    """It restored in place."""
+
+
+class Heartbeat(StoredDocument, frozen=True):
+    """What rank 0 did in one life, as of its last beat. Written again with each beat. Columns have equal lengths."""
+
+    format: int
+    kind: Literal["heartbeat"]
+    run: str
+    id: str
+    by: str
+    began_at: float
+    """Start of the process, or of the restore in place."""
+    trains_at: float
+    """Start of training: after the restore, if there was one."""
+    restored_s: float
+    parent: str | None
+    """The attempt of this run that it restored."""
+    generation: int | None
+    """The generation of its saves, once there is one."""
+    at: list[float]
+    """Moments, ascending."""
+    step: list[int]
+    """The step that was reached."""
+    stalled_s: list[float]
+    """Seconds that saves have held training up since `trains_at`."""
+    slowed_s: list[float]
+    """Seconds that steps took longer because of saves since `trains_at`."""
+    ended: Ended
+    ended_at: float
+    """When `ended` was known; with an empty `ended` the last beat."""
+
+
 class Action(StrEnum):
     """The actions in the audit log."""
 

@@ -15,6 +15,7 @@ from ckptstore import names
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import decided_attempts, newest_first
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
+from ckptstore.commits.heartbeats import old_heartbeats
 from ckptstore.commits.hidden import bury, hidden_attempts, listed_attempts
 from ckptstore.commits.leases import expired_leases
 from ckptstore.commits.references import marks, unmark
@@ -179,6 +180,7 @@ def _forget(run: Run) -> None:
     run.store.delete_many(expired_leases(run))
     forget_tombstones(run)
     audit.forget_old(run)
+    run.store.delete_many(old_heartbeats(run))
     _forget_marks(run)
     _forget_aborted(run)
 

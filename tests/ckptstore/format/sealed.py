@@ -12,8 +12,10 @@ from ckptstore.format.records import (
     AuditRecord,
     Drill,
     DrilledLayout,
+    Ended,
     Fate,
     Finding,
+    Heartbeat,
     Override,
     Pin,
     PoliciesVersion,
@@ -34,6 +36,11 @@ _GENERATION = Generation(
 )
 
 
+_HEARTBEAT = Heartbeat(
+    format=FORMAT, kind="heartbeat", run="gpt", id=ATTEMPT.ulid, by="me", began_at=1.0, trains_at=2.0, restored_s=0.5,
+    parent=str(ATTEMPT), generation=2, at=[3.0], step=[8], stalled_s=[0.1], slowed_s=[0.2], ended=Ended.DIED,
+    ended_at=4.0,
+)  # fmt: skip
 _DRILL = Drill(
     format=FORMAT, kind="drill", attempt=str(ATTEMPT), at=1.0, by="me", drill_s=2.0, stored_bytes=9, bytes_per_s=4.5,
     layouts=[DrilledLayout(ranks=1, busiest_bytes=9, read_bytes=9, restore_s=2.5, shared_s=2.5)], problems=[],
@@ -73,6 +80,7 @@ def _samples() -> dict[str, bytes]:
             )
         ),
         "drill": seal(_DRILL),
+        "heartbeat": seal(_HEARTBEAT),
         "audit": seal(
             AuditRecord(
                 format=FORMAT, kind="audit", action=Action.DELETE, attempts=[str(ATTEMPT)], by="me", at=1.0, reason=""
@@ -96,5 +104,6 @@ def _samples() -> dict[str, bytes]:
 SAMPLES = _samples()
 KINDS: dict[str, Any] = {
     "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
-    "generation": Generation, "finding": Finding, "drill": Drill, "audit": AuditRecord, "policies": PoliciesVersion,
+    "generation": Generation, "finding": Finding, "drill": Drill, "heartbeat": Heartbeat,
+    "audit": AuditRecord, "policies": PoliciesVersion,
 }  # fmt: skip

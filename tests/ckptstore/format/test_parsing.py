@@ -86,6 +86,16 @@ FREE = {"trees", "local", "metrics"}  # any JSON, or any names, are legal inside
 FREE |= {"policies"}  # checked by those who read them (test_policies.py)
 
 
+_FIGURES = {
+    "drill": ("drill_s", "bytes_per_s", "layouts", "ranks", "busiest_bytes", "read_bytes", "restore_s", "shared_s"),
+    "heartbeat": (
+        "run", "id", "began_at", "trains_at", "restored_s", "generation", "step", "stalled_s", "slowed_s", "ended",
+        "ended_at",
+    ),
+}  # fmt: skip
+"""What decides nothing, and is shown as it is."""
+
+
 @every_kind
 def test_every_place_with_every_wrong_value(kind: str) -> None:
     original = body(kind)
@@ -106,8 +116,7 @@ def test_every_place_with_every_wrong_value(kind: str) -> None:
     assert {path[-1] for path in accepted if isinstance(path[-1], str)} <= {
         "created_at", "at", "nonce", "by", "reason", "holder", "expires_at", "bytes", "world_size", "aliases",
         "raw_bytes", "stored_bytes", "num_entries", "num_shards", "committed", "grace_s", "name", "tombstone", "swept",
-        "num_chunks", "problems", "attempts", "version", "parent", "drill_s", "bytes_per_s", "layouts", "ranks",
-        "busiest_bytes", "read_bytes", "restore_s", "shared_s",
+        "num_chunks", "problems", "attempts", "version", "parent", *_FIGURES.get(kind, ()),
     }, accepted  # fmt: skip
 
 

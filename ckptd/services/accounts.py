@@ -1,0 +1,60 @@
+"""Accounts: what became of the time of runs (ckptctl goodput), from the index and the heartbeats in the store."""
+
+from __future__ import annotations
+
+import logging
+
+from ckptd.index import Filter, Sort
+from ckptd.services.catalog import Catalog
+from ckptstore.clock import Clock
+from ckptstore.commits.goodput import Account, EndOf
+from ckptstore.commits.heartbeats import read_account
+from ckptstore.errors import CkptError
+from ckptstore.names import check_run
+from ckptstore.run import Run
+from ckptstore.stores import Store
+
+_LOG = logging.getLogger(__name__)
+_MOST_CHECKPOINTS = 5_000
+
+
+class Accounts:
+    """Computes accounts. Any thread may call `of_run` and `known`; `refresh` is for one background thread."""
+
+    def __init__(self, store: Store, catalog: Catalog, clock: Clock) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._clock = clock
+        self._known: dict[str, Account] = {}
+
+    def of_run(self, run: str) -> Account:
+        """The account of a run, computed now. Raises InvalidName, NoCheckpoint or Unavailable.
+
+        If the run has more than 5,000 checkpoints, the newest ones count.
+        """
+        found = self._catalog.page(Filter(run=check_run(run)), Sort.RUN, None, _MOST_CHECKPOINTS)
+        return read_account(Run(self._store, run, self._clock), found.checkpoints)
+
+    def known(self) -> dict[str, Account]:
+        """The accounts of all runs, as of the last refresh; for metrics."""
+        return dict(self._known)
+
+    def refresh(self) -> None:
+        """Compute the accounts of runs that go on, or that are not known. Raises IndexUnavailable."""
+        names = [summary.run for summary in self._catalog.runs()]
+        self._known = {name: found for name, found in self._known.items() if name in names}
+        for name in names:
+            if self._ended(name):
+                continue
+            try:
+                self._known = {**self._known, name: self.of_run(name)}
+            except CkptError as error:
+                _LOG.warning("cannot account for the time of run %s: %s", name, error)
+
+    def _ended(self, name: str) -> bool:
+        """Whether the account of a run cannot have changed: it ended, and saved nothing since."""
+        known = self._known.get(name)
+        if known is None or known.attempts[-1].ended is EndOf.RUNNING:
+            return False
+        newest = self._catalog.latest(name)
+        return newest.created_at <= known.until

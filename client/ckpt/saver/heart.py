@@ -1,0 +1,159 @@
+"""Heart: writes heartbeats, so that the time of a run can be accounted for (ckptctl goodput).
+
+It runs in the saver of rank 0, in a thread of its own. It writes one small object per life of the trainer, again at
+each beat. Nothing waits for it: if the store is away, a beat is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+
+from ckpt.saver.messages import Began
+from ckpt.saver.pulse import Ending, Pulse, Reading
+from ckptstore.errors import CkptError
+from ckptstore.format.documents import FORMAT
+from ckptstore.format.parsing import seal
+from ckptstore.format.records import Ended, Heartbeat
+from ckptstore.run import Run
+
+logger = logging.getLogger(__name__)
+
+MOST_BEATS = 512
+_CLOSE_TIMEOUT_S = 1.0
+_ENDINGS = {Ending.NONE: Ended.CLOSED, Ending.REQUESTED: Ended.REQUESTED, Ending.ERROR: Ended.ERROR}
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of the trainer. Not thread-safe."""
+
+    began: Began
+    generation: int | None = None
+    beats: list[Reading] = field(default_factory=list)
+
+    def add(self, beat: Reading) -> None:
+        """Add a beat in order of time. If there are too many, every second one is forgotten."""
+        if not beat.at:
+            return
+        place = bisect_left(self.beats, beat.at, key=lambda one: one.at)
+        if place < len(self.beats):
+            later = self.beats[place]
+            if later.at == beat.at:
+                return
+            stalled_s, slowed_s = min(beat.stalled_s, later.stalled_s), min(beat.slowed_s, later.slowed_s)
+            beat = replace(beat, step=min(beat.step, later.step), stalled_s=stalled_s, slowed_s=slowed_s)
+        self.beats.insert(place, beat)
+        if len(self.beats) > MOST_BEATS:
+            self.beats = [*self.beats[1:-1:2], self.beats[-1]]
+
+    def document(self, run: Run, ended: Ended, at: float) -> Heartbeat:
+        """The heartbeat at the moment `at`."""
+        began, beats = self.began, self.beats
+        return Heartbeat(
+            format=FORMAT, kind="heartbeat", run=run.name, id=began.id, by=run.by, began_at=began.began_at,
+            trains_at=began.trains_at, restored_s=began.restored_s, parent=began.parent, generation=self.generation,
+            at=[beat.at for beat in beats], step=[beat.step for beat in beats],
+            stalled_s=[beat.stalled_s for beat in beats], slowed_s=[beat.slowed_s for beat in beats],
+            ended=ended, ended_at=at,
+        )  # fmt: skip
+
+
+class Heart:
+    """Beats every `every_s` seconds while a life goes on. Any thread may call it."""
+
+    def __init__(self, run: Run, every_s: float) -> None:
+        """every_s: 0 for no heartbeats."""
+        self._run = run
+        self._every_s = every_s
+        self._changed = threading.Condition()
+        """Guards the fields below."""
+        self._life: Life | None = None
+        self._pulse: Pulse | None = None
+        self._ended: list[tuple[Life, Ended, float | None]] = []
+        """Lives that have ended and are not written yet: how, and when; None: at the end of the saver."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="ckpt-heart", daemon=True)
+
+    def begin(self, began: Began, pulse: Pulse) -> None:
+        """A life begins. The one before it, if there is one, ended with a restore in place."""
+        if not self._every_s:
+            return
+        with self._changed:
+            if self._life is not None and self._life.began.id != began.id:
+                self._end(Ended.REWOUND, began.began_at)
+            self._life, self._pulse = Life(began), pulse
+            if not self._thread.is_alive():
+                self._thread.start()
+
+    def captured(self, step: int, at: float) -> None:
+        """A checkpoint of this step was captured at this moment."""
+        with self._changed:
+            if self._life is not None and self._pulse is not None:
+                self._life.add(replace(self._pulse.read(), at=at, step=step))
+
+    def numbered(self, generation: int) -> None:
+        """The generation of the saves of this life."""
+        with self._changed:
+            if self._life is not None:
+                self._life.generation = generation
+
+    def stop(self, closed: bool) -> None:
+        """The trainer has closed its end, or died: take the last beat. `close` writes it."""
+        with self._changed:
+            if self._life is None or self._pulse is None:
+                return
+            now, reading = self._run.clock(), self._pulse.read()
+            if closed:
+                self._life.add(replace(reading, at=now))
+            # A trainer that closes waits for its saves: its life ends with those.
+            self._end(_ENDINGS[reading.ending] if closed else Ended.DIED, None if closed else now)
+
+    def close(self) -> None:
+        """Write the last beat; waits at most _CLOSE_TIMEOUT_S for the store."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            alive = self._thread.is_alive()
+        if alive:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _end(self, how: Ended, at: float | None) -> None:
+        if self._life is not None and self._pulse is not None:
+            self._life.add(self._pulse.read())
+            self._ended.append((self._life, how, at))
+            self._pulse.close()
+            self._life = self._pulse = None
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                closing = self._changed.wait_for(lambda: self._closing, self._every_s)
+                life, ended, self._ended = self._life, self._ended, []
+                if not closing:  # of the others the end is not known yet
+                    self._ended = [one for one in ended if one[2] is None]
+                    ended = [one for one in ended if one[2] is not None]
+                if life is not None and self._pulse is not None:
+                    life.add(self._pulse.read())
+                now = self._run.clock()
+                documents = [one.document(self._run, how, at or now) for one, how, at in ended]
+                if life is not None and not closing:
+                    documents.append(life.document(self._run, Ended.NOT, now))
+            for document in documents:
+                self._write(document)
+            if closing:
+                return
+
+    def _write(self, document: Heartbeat) -> None:
+        short = document.ended_at - document.began_at < self._every_s
+        if short and document.ended is Ended.CLOSED:
+            return  # a test, or a script that saves once
+        key = self._run.keys.heartbeat(document.id)
+        try:
+            self._run.store.put(key, seal(document))
+        except CkptError as error:
+            logger.warning("a heartbeat was not written: %s", error)
+        except Exception:
+            logger.exception("a heartbeat was not written")

@@ -1,0 +1,311 @@
+"""Goodput: what became of the time of a run, computed from lives of its trainers. Pure.
+
+A life is that of a trainer from its start, or a restore in place, to its end or the next restore. The newest life and
+the checkpoint that it resumed from, the life that saved this one, and so on, kept their steps. All other training was
+lost: its steps were done twice. docs/decisions/0031 defines the categories.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import inf
+
+import msgspec
+
+from ckptstore.format.records import Ended
+from ckptstore.names import Attempt
+
+
+class Spent(StrEnum):
+    """The categories of time."""
+
+    PRODUCTIVE = "productive"
+    """Steps whose result was kept."""
+    STALL = "stall"
+    """Saves held training up: copies, waits for slots and for the last save."""
+    SLOWDOWN = "slowdown"
+    """Steps took longer because a save was under way."""
+    RESTORE = "restore"
+    RESTART = "restart"
+    """From the start of a process to its restore or first step: imports, process groups, compilation."""
+    LOST = "lost"
+    """Everything from the capture of the checkpoint that was resumed from to the end: its steps were done twice."""
+    WAITING = "waiting"
+    """No trainer ran: failures that are not noticed yet, queues, schedulers."""
+
+
+BADPUT = {
+    Spent.STALL: "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
+    Spent.SLOWDOWN: "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
+    Spent.RESTORE: "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME",
+    Spent.RESTART: "PROGRAM_STARTUP",
+    Spent.LOST: "WASTED_PROGRESS_FROM_DISRUPTION",
+    Spent.WAITING: "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+}
+"""The names of Google's ML Productivity Goodput; the slowdown has none there, and is added to the time of saves."""
+
+
+class EndOf(StrEnum):
+    """Why an attempt of the job ended."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """It closed the Checkpointer, and another one followed."""
+    PREEMPTED = "preempted"
+    """It closed the Checkpointer after a save was requested."""
+    ERROR = "error"
+    """It closed because of an exception."""
+    DIED = "died"
+    """The process ended without closing: killed, out of memory."""
+    VANISHED = "vanished"
+    """Trainer and saver ended together: the host or the container is gone, or both were preempted."""
+    REWOUND = "rewound"
+    """It restored in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A step, the moment it was reached, and what saves had cost by then, in seconds since the life began to train."""
+
+    at: float
+    step: int
+    stalled_s: float = 0.0
+    slowed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One life of a trainer."""
+
+    id: str
+    began_at: float
+    trains_at: float
+    restored_s: float
+    parent: Attempt | None
+    generation: int | None
+    beats: Sequence[Beat]
+    """In order of time."""
+    ended: Ended
+    ended_at: float
+    measured: bool = True
+    """False: it left no heartbeat, and is known by its checkpoints only."""
+
+    def with_captures(self, captures: Iterable[tuple[float, int]]) -> Life:
+        """The life with the moments and steps of its checkpoints as further beats."""
+        known = {beat.step for beat in self.beats}
+        series = _Series.of(self)
+        more = [
+            replace(series.at(at), at=at, step=step)
+            for at, step in captures
+            if step not in known and at >= self.trains_at
+        ]
+        if not more:
+            return self
+        beats = sorted([*self.beats, *more], key=lambda beat: beat.at)
+        # The last heartbeat may be older than the last checkpoint.
+        return replace(self, beats=beats, ended_at=max(self.ended_at, beats[-1].at))
+
+
+class AttemptAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """The account of one attempt of the job: of one life."""
+
+    id: str
+    generation: int | None
+    began_at: float
+    trains_at: float
+    kept_until: float
+    """From here on its training was lost; its end if nothing was."""
+    ended_at: float
+    ended: EndOf
+    resumed_from: int | None
+    """The step of the checkpoint that it restored; None if it began from scratch."""
+    first_step: int
+    last_step: int
+    lost_steps: int
+    seconds: dict[str, float]
+    """By category."""
+    measured: bool
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the time of a run."""
+
+    run: str
+    began_at: float
+    until: float
+    step: int
+    """The last step of the newest attempt."""
+    lost_steps: int
+    goodput: float
+    """Productive time as a share of all time."""
+    seconds: dict[str, float]
+    """By category; they add up to all time."""
+    badput: dict[str, float]
+    """The unproductive seconds by the names of Google's ML Productivity Goodput."""
+    attempts: list[AttemptAccount]
+    """In order of time."""
+
+
+def account(run: str, lives: Sequence[Life], now: float, silent_s: float) -> Account:
+    """The account of a run that has at least one life. silent_s: a life without a beat for this time has vanished."""
+    lives = sorted(lives, key=lambda life: (life.began_at, life.id))
+    kept = _kept_steps(lives)
+    attempts: list[AttemptAccount] = []
+    waiting = 0.0
+    for number, life in enumerate(lives):
+        after = lives[number + 1] if number + 1 < len(lives) else None
+        attempt = _attempt(life, kept[number], after, now, silent_s)
+        if attempts:
+            waiting += max(0.0, life.began_at - max(one.ended_at for one in attempts))
+        attempts.append(attempt)
+    seconds = {kind.value: sum(one.seconds[kind] for one in attempts) for kind in Spent}
+    seconds[Spent.WAITING] = waiting
+    total = sum(seconds.values())
+    badput: dict[str, float] = dict.fromkeys(BADPUT.values(), 0.0)
+    for kind, name in BADPUT.items():
+        badput[name] += seconds[kind]
+    return Account(
+        run=run, began_at=lives[0].began_at, until=max(one.ended_at for one in attempts), step=attempts[-1].last_step,
+        lost_steps=sum(one.lost_steps for one in attempts), goodput=seconds[Spent.PRODUCTIVE] / total if total else 0.0,
+        seconds=seconds, badput=badput, attempts=attempts,
+    )  # fmt: skip
+
+
+def _kept_steps(lives: Sequence[Life]) -> list[float]:
+    """The last step of each life that was kept; -inf: none."""
+    kept = [-inf] * len(lives)
+    number: int | None = len(lives) - 1
+    limit = inf
+    while number is not None:
+        kept[number] = limit
+        parent = lives[number].parent
+        if parent is None:
+            break
+        limit = parent.step
+        number = _saver_of(lives[:number], parent)
+    return kept
+
+
+def _saver_of(lives: Sequence[Life], parent: Attempt) -> int | None:
+    """The newest of these lives that saved in the generation of an attempt."""
+    found = (number for number, life in enumerate(lives) if life.generation == parent.generation)
+    return max(found, default=None)
+
+
+def _attempt(life: Life, kept_step: float, after: Life | None, now: float, silent_s: float) -> AttemptAccount:
+    ended_at = life.ended_at if life.ended else max(life.ended_at, life.trains_at)
+    if after is not None:
+        ended_at = min(ended_at, after.began_at)  # an old job may run on: its steps change nothing
+    trains_at = min(life.trains_at, ended_at)
+    series = _Series.of(life)
+    kept_until = min(max(trains_at, series.reached(kept_step)), ended_at)
+    if after is None and kept_step == inf and life.ended:
+        kept_until = ended_at
+    cut, last = series.at(kept_until), series.at(ended_at)
+    restored_s = min(life.restored_s, trains_at - life.began_at)
+    # After its last beat, a trainer that closes waits for its saves; one that dies was within a step.
+    last_beat = life.beats[-1].at if life.beats and life.ended in _CLOSING else ended_at
+    closing_s = max(0.0, kept_until - max(trains_at, last_beat))
+    stalled_s = min(cut.stalled_s + closing_s, kept_until - trains_at)
+    slowed_s = min(cut.slowed_s, kept_until - trains_at - stalled_s)
+    seconds = {
+        Spent.PRODUCTIVE: kept_until - trains_at - stalled_s - slowed_s,
+        Spent.STALL: stalled_s,
+        Spent.SLOWDOWN: slowed_s,
+        Spent.RESTORE: restored_s,
+        Spent.RESTART: trains_at - life.began_at - restored_s,
+        Spent.LOST: ended_at - kept_until,
+        Spent.WAITING: 0.0,
+    }
+    return AttemptAccount(
+        id=life.id, generation=life.generation, began_at=life.began_at, trains_at=trains_at, kept_until=kept_until,
+        ended_at=ended_at, ended=_end(life, after, now, silent_s),
+        resumed_from=life.parent.step if life.parent is not None else None, first_step=series.first.step,
+        last_step=last.step, lost_steps=max(0, last.step - cut.step), seconds={k.value: s for k, s in seconds.items()},
+        measured=life.measured,
+    )  # fmt: skip
+
+
+_CLOSING = (Ended.CLOSED, Ended.REQUESTED, Ended.ERROR)
+_ENDS: Mapping[Ended, EndOf] = {
+    Ended.REQUESTED: EndOf.PREEMPTED,
+    Ended.ERROR: EndOf.ERROR,
+    Ended.DIED: EndOf.DIED,
+    Ended.REWOUND: EndOf.REWOUND,
+}
+
+
+def _end(life: Life, after: Life | None, now: float, silent_s: float) -> EndOf:
+    if life.ended in _ENDS:
+        return _ENDS[life.ended]
+    if life.ended is Ended.CLOSED:
+        return EndOf.FINISHED if after is None else EndOf.STOPPED
+    if after is None and now - life.ended_at < silent_s:
+        return EndOf.RUNNING
+    return EndOf.VANISHED
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """The beats of a life as a function of time."""
+
+    beats: Sequence[Beat]
+    times: Sequence[float] = field(repr=False)
+
+    @classmethod
+    def of(cls, life: Life) -> _Series:
+        """The beats after the beginning of training, which is a beat too."""
+        start = Beat(life.trains_at, life.parent.step if life.parent is not None else 0)
+        beats = [start, *(beat for beat in life.beats if beat.at > life.trains_at)]
+        return cls(beats, [beat.at for beat in beats])
+
+    @property
+    def first(self) -> Beat:
+        return self.beats[0]
+
+    def at(self, moment: float) -> Beat:
+        """The beat at a moment, between two beats by interpolation."""
+        after = bisect_right(self.times, moment)
+        if after == 0:
+            return self.beats[0]
+        if after == len(self.beats):
+            return self.beats[-1]
+        one, other = self.beats[after - 1], self.beats[after]
+        share = (moment - one.at) / (other.at - one.at)
+        return Beat(
+            moment,
+            one.step + int((other.step - one.step) * share),
+            one.stalled_s + (other.stalled_s - one.stalled_s) * share,
+            one.slowed_s + (other.slowed_s - one.slowed_s) * share,
+        )
+
+    def reached(self, step: float) -> float:
+        """When a step was reached; -inf if it is before the first one, inf if it never was."""
+        if step < self.beats[0].step:
+            return -inf
+        for number, beat in enumerate(self.beats):
+            if beat.step >= step:
+                before = self.beats[number - 1] if number else beat
+                span = beat.step - before.step
+                return beat.at if span <= 0 else before.at + (beat.at - before.at) * (step - before.step) / span
+        return inf
+
+
+def openmetrics(accounts: Iterable[Account]) -> str:
+    """The accounts as OpenMetrics text: seconds by category, goodput, and steps that were done twice."""
+    listed = list(accounts)
+    lines = ["# TYPE ckptd_goodput_seconds gauge", "# UNIT ckptd_goodput_seconds seconds"]
+    lines += [
+        f'ckptd_goodput_seconds{{run="{one.run}",category="{kind}"}} {seconds:.3f}'
+        for one in listed
+        for kind, seconds in one.seconds.items()
+    ]
+    lines += ["# TYPE ckptd_goodput_ratio gauge", "# UNIT ckptd_goodput_ratio ratio"]
+    lines += [f'ckptd_goodput_ratio{{run="{one.run}"}} {one.goodput:.6f}' for one in listed]
+    lines += ["# TYPE ckptd_lost_steps gauge"]
+    lines += [f'ckptd_lost_steps{{run="{one.run}"}} {one.lost_steps}' for one in listed]
+    return "\n".join([*lines, "# EOF", ""])

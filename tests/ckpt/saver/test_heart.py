@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckpt.saver.heart import MOST_BEATS, Heart, Life
+from ckpt.saver.messages import Began
+from ckpt.saver.pulse import Ending, Pulse, Reading
+from ckptstore.commits.heartbeats import read_heartbeats
+from ckptstore.errors import StoreUnavailable
+from ckptstore.format.codecs import Buffer
+from ckptstore.format.records import Ended
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.run import Run
+from ckptstore.stores import Store, open_store
+from ckptstore.stores.wrapping import WrappedStore
+from tests.support.waiting import wait_until
+
+_T = 1_700_000_000.0
+
+
+def _began(at: float, parent: str | None = None) -> Began:
+    return Began(id=new_ulid(at), parent=parent, began_at=at - 5, trains_at=at, restored_s=2.0)
+
+
+def _run(store: Store, now: list[float]) -> Run:
+    return Run(store, "gpt", clock=lambda: now[0])
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [_T]
+
+
+def test_a_trainer_that_dies_leaves_its_last_step(store: Store, now: list[float]) -> None:
+    heart, pulse = Heart(_run(store, now), 3600.0), Pulse()
+    began = _began(_T)
+    heart.begin(began, pulse)
+    pulse.write(_T + 10, 3, 0.5, 0.25)
+    heart.captured(3, _T + 10.5)
+    heart.numbered(7)
+    pulse.write(_T + 20, 6, 1.5, 0.5)
+    now[0] = _T + 21
+    heart.stop(closed=False)
+    heart.close()
+    (found,) = read_heartbeats(_run(store, now))
+    assert (found.id, found.generation, found.ended, found.ended_at) == (began.id, 7, Ended.DIED, _T + 21)
+    assert (found.at, found.step) == ([_T + 10.5, _T + 20], [3, 6])
+    assert (found.stalled_s, found.slowed_s) == ([0.5, 1.5], [0.25, 0.5])
+    assert (found.began_at, found.trains_at, found.restored_s) == (_T - 5, _T, 2.0)
+
+
+def test_one_document_per_life_written_again_with_each_beat(store: Store, now: list[float]) -> None:
+    run = _run(store, now)
+    heart, pulse = Heart(run, 0.05), Pulse()
+    heart.begin(_began(_T), pulse)
+    pulse.write(_T + 1, 1, 0.0, 0.0)
+    wait_until(lambda: [one.step for one in read_heartbeats(run)] == [[1]], "the first beat")
+    pulse.write(_T + 2, 2, 0.0, 0.0)
+    wait_until(lambda: [one.step for one in read_heartbeats(run)] == [[1, 2]], "the second")
+    parent = str(Attempt(1, new_ulid(_T), generation=1))
+    now[0] = _T + 4
+    heart.begin(_began(_T + 4, parent), Pulse())
+    wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [Ended.REWOUND, Ended.NOT], "the second life")
+    now[0] = _T + 9
+    heart.stop(closed=True)
+    now[0] = _T + 12
+    heart.close()
+    first, second = read_heartbeats(run)
+    assert first.ended_at == _T - 1, "when the restore in place began"
+    assert (second.parent, second.ended, second.ended_at) == (parent, Ended.CLOSED, _T + 12)
+
+
+@pytest.mark.parametrize(("ending", "ended"), [(Ending.REQUESTED, Ended.REQUESTED), (Ending.ERROR, Ended.ERROR)])
+def test_why_a_trainer_closes(store: Store, now: list[float], ending: Ending, ended: Ended) -> None:
+    heart, pulse = Heart(_run(store, now), 3600.0), Pulse()
+    heart.begin(_began(_T), pulse)
+    pulse.write_ending(ending)
+    heart.stop(closed=True)
+    heart.close()
+    assert [one.ended for one in read_heartbeats(_run(store, now))] == [ended]
+
+
+def test_a_short_life_that_closes_writes_nothing(store: Store, now: list[float]) -> None:
+    for every_s in (60.0, 0.0):
+        heart = Heart(_run(store, now), every_s)
+        heart.begin(_began(_T), Pulse())
+        heart.captured(1, _T)
+        heart.stop(closed=True)
+        heart.close()
+    assert list(store.list("gpt/")) == []
+
+
+class _Away(WrappedStore):
+    """A store that does not answer writes until it is back."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.back = threading.Event()
+        self.tries = 0
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.tries += 1
+        if self.tries == 1:
+            raise StoreUnavailable("away", "wait")
+        self.back.wait(60)
+        super().put(key, data)
+
+
+def test_a_store_that_is_away_delays_nothing(now: list[float]) -> None:
+    away = _Away(open_store("memory://away"))
+    heart, pulse = Heart(_run(away, now), 0.02), Pulse()
+    heart.begin(_began(_T), pulse)
+    wait_until(lambda: away.tries >= 2, "a beat that failed, and one that hangs")
+    heart.captured(1, _T + 1)  # does not wait
+    heart.stop(closed=True)
+    heart.close()  # waits a second
+    away.back.set()
+
+
+def test_beats_are_thinned_out_and_stay_in_order() -> None:
+    life = Life(_began(_T))
+    for number in range(5000):
+        life.add(Reading(_T + number, number, number / 2, 0.0, Ending.NONE))
+        if number % 7 == 0:
+            life.add(Reading(_T + number - 0.5, number - 1, number / 2, 0.0, Ending.NONE))
+    assert MOST_BEATS / 2 <= len(life.beats) <= MOST_BEATS
+    assert life.beats[-1].step == 4999
+    for one, other in zip(life.beats, life.beats[1:], strict=False):
+        assert (one.at, one.step, one.stalled_s) <= (other.at, other.step, other.stalled_s)
+        assert one.step <= other.step
+        assert one.stalled_s <= other.stalled_s

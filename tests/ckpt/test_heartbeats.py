@@ -1,0 +1,105 @@
+"""Heartbeats of real trainers, and the account of their time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.commits.goodput import EndOf
+from ckptstore.commits.heartbeats import read_account, read_heartbeats
+from ckptstore.format.records import Ended
+from ckptstore.run import Run
+from ckptstore.stores import open_store
+from tests.support.trainers import is_alive, trainer_on
+from tests.support.waiting import wait_until
+
+
+def _run(folder: Path, name: str) -> Run:
+    return Run(open_store(str(folder)), name)
+
+
+def test_a_killed_trainer_and_the_one_that_resumes(tmp_path: Path) -> None:
+    run = _run(tmp_path, "kill")
+    for number in (1, 2):
+        with trainer_on(tmp_path) as trainer:
+            goal = number * 5
+            wait_until(lambda: trainer.saved >= goal)  # noqa: B023 - called at once
+            trainer.kill()
+        wait_until(lambda: not is_alive(trainer.saver))
+        found = read_heartbeats(run)
+        assert [one.ended for one in found] == [Ended.DIED] * number
+        assert found[-1].generation == number
+        assert found[-1].step[-1] >= trainer.saved
+    first, second = read_account(run).attempts
+    assert (first.ended, second.ended) == (EndOf.DIED, EndOf.DIED)
+    assert (first.resumed_from, second.resumed_from) == (None, second.first_step)
+    assert first.last_step >= second.first_step
+    assert first.seconds["restart"] > 0, "from the start of the process"
+    assert second.seconds["restore"] > 0
+
+
+def test_a_rewind_in_place_is_another_attempt(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    optim = torch.optim.AdamW(model.parameters())
+    run = _run(tmp_path, "r")
+    with Checkpointer(str(tmp_path), run="r", heartbeat_s=0.05) as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(model, optim, step)
+        wait_until(lambda: [one.step[-1:] for one in read_heartbeats(run)] == [[20]], "the first heartbeat")
+        checkpointer.restore(model, optim, checkpoint=10)
+        schedule = checkpointer.every(60)
+        schedule.due(11)
+        checkpointer.save(model, optim, 12)
+        wait_until(lambda: len(read_heartbeats(run)) == 2, "the second")
+        schedule.request()
+        checkpointer.save(model, optim, 13)
+    found = read_account(run)
+    assert [one.ended for one in found.attempts] == [EndOf.REWOUND, EndOf.PREEMPTED]
+    assert [one.generation for one in found.attempts] == [1, 2]
+    assert [one.resumed_from for one in found.attempts] == [None, 10]
+    assert [one.lost_steps for one in found.attempts] == [10, 0]
+    assert found.seconds["stall"] > 0, "saves that are waited for"
+    assert found.step == 13
+
+
+def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    optim = torch.optim.AdamW(model.parameters())
+    run = _run(tmp_path, "r")
+    with Checkpointer(str(tmp_path), run="r", heartbeat_s=0.05) as checkpointer:
+        checkpointer.prepare(model, optim)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                model(torch.ones(1, 64)).sum().backward()
+                optim.step()
+
+        train(4)
+        checkpointer.save(model, optim, 8)  # two of the caller's steps per optim.step()
+        train(3)
+        wait_until(lambda: [one.step[-1:] for one in read_heartbeats(run)] == [[14]], "a heartbeat between saves")
+
+
+def test_an_exception_ends_an_attempt_with_an_error(tmp_path: Path) -> None:
+    run = _run(tmp_path, "r")
+    try:
+        with Checkpointer(str(tmp_path), run="r", heartbeat_s=0.01) as checkpointer:
+            checkpointer.save(nn.Linear(4, 4), None, 1)
+            wait_until(lambda: read_heartbeats(run) != [], "a heartbeat")
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert [one.ended for one in read_account(run).attempts] == [EndOf.ERROR]
+
+
+def test_without_heartbeats_the_checkpoints_are_what_is_known(tmp_path: Path) -> None:
+    run = _run(tmp_path, "r")
+    with Checkpointer(str(tmp_path), run="r", heartbeat_s=0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(nn.Linear(4, 4), None, step)
+    assert read_heartbeats(run) == []
+    found = read_account(run)
+    assert [(one.measured, one.last_step) for one in found.attempts] == [(False, 2)]

@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from ckptstore.commits.goodput import BADPUT, Spent
+from ckptstore.format.parsing import seal
+from ckptstore.run import Run
+from ckptstore.stores import Store
+from tests.support.command_line import invoke
+from tests.support.daemons import running_daemon
+from tests.support.histories import History
+from tests.support.waiting import wait_until
+
+
+def _write(store: Store, name: str) -> History:
+    run, history = Run(store, name), History(3)
+    for heartbeat in history.heartbeats(run):
+        store.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
+    return history
+
+
+def test_the_account_of_a_run(folder: Path, filled: Store) -> None:
+    history = _write(filled, "sim")
+    found = invoke("goodput", "sim", "--store", folder, "-o", "json").json
+    total = sum(found["seconds"].values())
+    for kind, seconds in history.truth().items():
+        assert found["seconds"][kind] == pytest.approx(seconds, abs=0.02 * total)
+    assert found["goodput"] == pytest.approx(found["seconds"]["productive"] / total)
+    assert set(found["badput"]) == set(BADPUT.values())
+    table = invoke("goodput", "sim", "--store", folder)
+    assert table.code == 0
+    for kind in Spent:
+        assert kind in table.stdout
+    assert len(invoke("goodput", "sim", "--store", folder, "-o", "id").stdout.split()) == len(history.lives)
+
+
+def test_openmetrics_can_be_parsed(folder: Path, filled: Store) -> None:
+    _write(filled, "sim")
+    text = invoke("goodput", "sim", "--openmetrics", "--store", folder).stdout
+    families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
+    assert set(families) == {"ckptd_goodput_seconds", "ckptd_goodput_ratio", "ckptd_lost_steps"}
+    assert {sample.labels["category"] for sample in families["ckptd_goodput_seconds"].samples} == set(Spent)
+
+
+def test_a_run_without_heartbeats_is_marked_and_an_unknown_one_refused(folder: Path, filled: Store) -> None:
+    done = invoke("goodput", "gpt", "--store", folder)
+    assert done.code == 0
+    assert "* without heartbeats" in done.stdout
+    assert invoke("goodput", "nope", "--store", folder).code == 4
+    assert invoke("goodput", "../x", "--store", folder).code == 2
+
+
+def test_through_a_daemon_and_in_its_metrics(folder: Path, filled: Store) -> None:
+    run, history = Run(filled, "gpt"), History(3)
+    for heartbeat in history.heartbeats(run):
+        filled.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
+    with running_daemon(f"file://{folder}") as daemon:
+        found = invoke("goodput", "gpt", "--url", daemon.url, "-o", "json")
+        assert found.code == 0, found.stderr
+        assert found.json["goodput"] == invoke("goodput", "gpt", "--store", folder, "-o", "json").json["goodput"]
+        wait_until(lambda: 'ckptd_goodput_ratio{run="gpt"}' in daemon.get("/metrics").text, "the account")
+        assert 'ckptd_goodput_seconds{category="lost",run="gpt"}' in daemon.get("/metrics").text
+        assert invoke("goodput", "nope", "--url", daemon.url).code == 4
