@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from ckptapi.bodies import DecisionRequest
 from ckptd.index import Decision, DecisionIndex
 from ckptstore.clock import Clock
+from ckptstore.commits.generations import superseded_by
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, ObjectMissing
 from ckptstore.format.documents import Committed, Generation, Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import Fate
 from ckptstore.names import Attempt, RunKeys
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
+from ckptstore.run import Run
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
@@ -83,6 +85,9 @@ class Proposal:
     """The manifest that it would commit; None if it would commit none."""
     deletes: bool
     """Whether it is part of a deletion."""
+    run: str = ""
+    aborts: Attempt | None = None
+    """The attempt that it would abort."""
 
     @staticmethod
     def parse(request: DecisionRequest) -> Proposal:
@@ -110,7 +115,10 @@ def _of_attempt(run: str, attempt: str, tombstone: str | None, document: bytes) 
         return Proposal(keys.fate(named, tombstone), document, "", None, deletes=True)
     outcome = parse_sealed(document, Outcome, "the proposal")
     _check_fits((outcome.run, outcome.attempt) == (run, attempt))
-    return Proposal(keys.outcome(named), document, keys.manifest(named), outcome.committed, outcome.committed is None)
+    aborts = named if outcome.committed is None else None
+    return Proposal(
+        keys.outcome(named), document, keys.manifest(named), outcome.committed, aborts is not None, run, aborts
+    )
 
 
 def _check_fits(fits: bool) -> None:
@@ -144,6 +152,12 @@ class RemoteCreateService:
         if self._store.put_if_absent(proposal.key, proposal.document):
             return proposal.document
         return self._store.get(proposal.key)
+
+    def is_superseded(self, proposal: Proposal) -> bool:
+        """Whether it only aborts an attempt that must not be committed any more: a newer generation has begun."""
+        if proposal.aborts is None:
+            return False
+        return superseded_by(Run(self._store, proposal.run), proposal.aborts) is not None
 
     def _size(self, key: str) -> int | None:
         try:

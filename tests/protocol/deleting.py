@@ -94,7 +94,8 @@ def undeleter(a: str, ids: Sequence[str], rules: Rules) -> Program:
     starts = {"+".join(some): f"take back {some[0]} of {'+'.join(some)}" for some in sets}
     return program(
         row("pin", put("pins", a, "undeleted"), ok="tombstones"),
-        row("tombstones", listing("tombstones", a, classify=found_ids), none="end", **starts),
+        row("tombstones", listing("tombstones", a, classify=found_ids), none="listed?", **starts),
+        row("listed?", get("commits", a), committed="end", else_="unpin"),  # another undelete, or a sweep, was faster
         rows,
         row("unpin", delete("pins", a, "undeleted"), ok="sweep begun"),
     )

@@ -13,7 +13,7 @@ import msgspec
 
 from ckptstore import names
 from ckptstore.commits import audit
-from ckptstore.commits.catalog import decided_attempts, newest_first
+from ckptstore.commits.catalog import decided_attempts, newest_first, visible_attempts
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
 from ckptstore.commits.heartbeats import old_heartbeats
 from ckptstore.commits.hidden import bury, hidden_attempts, listed_attempts
@@ -25,6 +25,7 @@ from ckptstore.errors import (
     Damaged,
     InvalidName,
     NewestCheckpoint,
+    NoCheckpoint,
     ObjectMissing,
     ReferenceLost,
     Superseded,
@@ -265,7 +266,9 @@ def undelete_checkpoint(run: Run, reference: Reference, reason: str = "") -> Ref
     write_pin(run, attempt, UNDELETED)
     try:
         undelete(run, attempt, reason)
-    except SweepBegun:
+    except (NoCheckpoint, SweepBegun) as error:
+        if isinstance(error, NoCheckpoint) and attempt in visible_attempts(run):
+            return Reference(run.name, attempt.step, attempt.ulid)  # another undelete was faster
         run.store.delete_many([run.keys.pin(attempt, UNDELETED)])
         raise
     return Reference(run.name, attempt.step, attempt.ulid)

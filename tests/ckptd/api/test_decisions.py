@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -306,10 +306,10 @@ def committing(attempt: Attempt) -> tuple[bytes, bytes]:
     return seal(outcome), elsewhere.get(run.keys.manifest(attempt))
 
 
-def generation(number: int) -> bytes:
+def generation(number: int, run: str = RUN) -> bytes:
     """A document that begins a generation."""
     document = Generation(
-        format=FORMAT, kind="generation", run=RUN, number=number, session=new_ulid(0.0), parent=None, by="me", at=1.0
+        format=FORMAT, kind="generation", run=run, number=number, session=new_ulid(0.0), parent=None, by="me", at=1.0
     )
     return seal(document)
 
@@ -339,3 +339,20 @@ def test_who_may_propose_what(honest: Honest) -> None:
         assert client.decide(RUN, attempt, abort) == commit
         store.delete_many([RunKeys(RUN).outcome(attempt)])
         assert client.decide(RUN, attempt, abort) == abort
+
+
+def test_who_may_write_may_abort_what_is_superseded(honest: Honest) -> None:
+    """A trainer that was replaced reports `superseded`, and needs no scope of an operator for it."""
+    with honest.daemon.client(_TOKEN) as admin:
+        writer = admin.create_token(TokenRequest(name="saver", scopes=[Scope.WRITE], runs=["bert"])).secret
+    run = Run(honest.store, "bert")
+    receipt = write_rank(honest.store, "bert", (attempt := new_attempt()), {})
+    honest.store.put(run.keys.generation(1), generation(1, "bert"))
+    with honest.daemon.client(writer) as client:
+        document = proposal(attempt, "bert")
+        assert client.decide("bert", attempt, document) == document
+        later = replace(attempt, generation=1)
+        with pytest.raises(Forbidden):
+            client.decide("bert", later, proposal(later, "bert"))
+    with pytest.raises(AttemptAborted):
+        commit_attempt(run, [receipt])

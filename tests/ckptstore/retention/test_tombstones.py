@@ -21,8 +21,9 @@ from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, CorruptObject, NoCheckpoint, StoreUnavailable, SweepBegun
 from ckptstore.format.records import Policy
-from ckptstore.names import RunKeys, new_ulid
-from ckptstore.retention.deletion import collect, delete_checkpoint, list_deleted
+from ckptstore.names import Reference, RunKeys, new_ulid
+from ckptstore.retention.deletion import collect, delete_checkpoint, list_deleted, undelete_checkpoint
+from ckptstore.retention.pins import pinned
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import (
     SWEEP_GRACE_S,
@@ -144,6 +145,33 @@ def test_a_sweep_at_every_moment_of_an_undelete(store: Store, weeks: int) -> Non
         exactly_one_won(store, checkpoint, won)
         results.add(won)
     assert results == {True, False}
+
+
+@in_memory
+def test_an_undelete_with_a_pin_at_every_moment_of_another_or_of_a_sweep(store: Store) -> None:
+    """The pin stays if the checkpoint is listed, and only then."""
+
+    def pin_and_undelete(store: Store) -> bool:
+        try:
+            undelete_checkpoint(Run(store, RUN), Reference(RUN, 1))
+        except (NoCheckpoint, SweepBegun):
+            return False
+        return True
+
+    def sweep_and_forget() -> None:
+        sweep_all(store)
+        forget(store, 2)
+
+    for others in (sweep_and_forget, lambda: pin_and_undelete(store)):
+        hidden_checkpoint(store)
+        for k in range(count_calls(store, pin_and_undelete)):
+            clear(store)
+            checkpoint = hidden_checkpoint(store)
+            pin_and_undelete(FaultyStore(store, Interleaving(k, others)))
+            listed = checkpoint in list_checkpoints(Run(store, RUN))
+            assert (pinned(Run(store, RUN)) == {checkpoint.attempt: ["undeleted"]}) == listed, f"call {k}"
+            assert listed or not pinned(Run(store, RUN))
+        clear(store)
 
 
 @in_memory
