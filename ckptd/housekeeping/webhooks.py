@@ -24,7 +24,9 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.retry import pauses
 
 _LOG = logging.getLogger(__name__)
-KINDS = frozenset((EventKind.COMMITTED, EventKind.CORRUPT, EventKind.RESTORE_ENDED, EventKind.PRUNED))
+KINDS = frozenset(
+    (EventKind.COMMITTED, EventKind.NOT_FINITE, EventKind.CORRUPT, EventKind.RESTORE_ENDED, EventKind.PRUNED)
+)
 QUEUED = 1000
 TRIES = 6
 _TIMEOUT_S = 10.0

@@ -256,7 +256,10 @@ class Index:
             return []
         known = _states(connection, run, _touched(reading))
         since = self._log.since(connection)
-        return self._log.record(connection, list(content_of(run, known, reading.found, reading.gone, since)))
+        wrong = select(checkpoints.c.step).where(checkpoints.c.run == run, checkpoints.c.not_finite > 0).limit(1)
+        was_finite = connection.scalar(wrong) is None
+        found = content_of(run, known, reading.found, reading.gone, since, was_finite)
+        return self._log.record(connection, list(found))
 
     def _select(self, query: Select[Any]) -> list[Checkpoint]:
         with self._database.read() as connection:

@@ -125,9 +125,17 @@ def _event(row: Row[Any]) -> Event:
 
 
 def content_of(
-    run: str, known: Mapping[Attempt, State], found: Collection[Checkpoint], gone: Collection[Attempt], since: float
+    run: str,
+    known: Mapping[Attempt, State],
+    found: Collection[Checkpoint],
+    gone: Collection[Attempt],
+    since: float,
+    was_finite: bool = True,
 ) -> Iterator[EventContent]:
-    """Events for checkpoints that were read or are gone. since: earlier commits give no event."""
+    """Events for checkpoints that were read or are gone. since: earlier commits give no event.
+
+    was_finite: whether no other checkpoint of the run has NaN or Inf.
+    """
     for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.committed_at):
         before = known.get(checkpoint.attempt)
         if checkpoint.state is State.CORRUPT:
@@ -135,6 +143,9 @@ def content_of(
                 yield _content(EventKind.CORRUPT, run, checkpoint.attempt, problem=checkpoint.problem)
         elif before is None and checkpoint.committed_at >= since:
             yield _committed(checkpoint)
+            if checkpoint.not_finite and was_finite:
+                was_finite = False
+                yield _content(EventKind.NOT_FINITE, run, checkpoint.attempt, not_finite=checkpoint.not_finite)
     for attempt in sorted(set(gone) & known.keys()):
         yield _content(EventKind.DELETED, run, attempt)
 

@@ -24,6 +24,7 @@ NEWEST_FIRST = (
 PLAIN_COLUMNS = (
     "run", "state", "committed_at", "created_at", "world_size", "raw_bytes", "stored_bytes", "referenced_bytes",
     "num_entries", "num_shards", "manifest_digest", "manifest_bytes", "problem", "abandoned_at",
+    "not_finite",
 )  # fmt: skip
 
 Heads = list[tuple[int, bool]]

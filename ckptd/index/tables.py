@@ -92,6 +92,7 @@ checkpoints = Table(
     Column("metrics", Text, nullable=False, comment="JSON"),
     Column("tags", Text, nullable=False, server_default="{}", comment="JSON"),
     Column("problem", Text, nullable=False),
+    Column("not_finite", BigInteger, comment="Elements that are NaN or Inf; NULL: not known"),
     Column("abandoned_at", Double, comment="By the store's clock; NULL: not abandoned, or not known"),
     Column("parent", String(64), comment="Of its generation; NULL: none, or not known"),
     *_stamp(),

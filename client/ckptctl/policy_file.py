@@ -19,6 +19,7 @@ default:                     # for runs that no override matches; leave it out: 
   keep_every: 1000           # steps
   keep_daily: 7
   keep_best: [val_loss:min:3]
+  keep_healthy: 1            # the newest without NaN and Inf
   keep_abandoned: 7d         # what training left behind when it went on from an earlier checkpoint; 0s: nothing
 overrides:                   # the first that matches a run counts
   - runs: exp-*

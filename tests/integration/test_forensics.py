@@ -5,17 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ckpt.saver.messages import Report, SaveJob, Setup, SliceRow, Warned
+from ckpt.saver.pipeline import SavePipeline
+from ckptapi.client import DaemonClient
+from ckptstore.clock import system_clock
 from ckptstore.names import Reference
 from ckptstore.reading.difference import Side, compare
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
+from tests.ckpt.saver.attempts import new_attempt
 from tests.integration.forensic_ranks import STEPS, WRONG_AT
 from tests.support.command_line import invoke
 from tests.support.counting import CountingStore
 from tests.support.daemons import running_daemon
 from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.waiting import wait_until
 
 RUNS = ("nan", "moment", "layer")
 
@@ -118,3 +125,44 @@ def test_a_daemon_answers_as_the_store_does(folder: Path) -> None:
             direct = invoke(*args, "--store", folder, "-o", "json")
             through = invoke(*args, "--url", daemon.url, "-o", "json")
             assert (through.code, through.json) == (direct.code, direct.json), (args, through.stderr)
+
+
+def test_retention_can_keep_the_newest_healthy_checkpoint(folder: Path) -> None:
+    listed = invoke("ls", "--run", "nan", "--store", folder, "-o", "json").json
+    assert {body["step"]: body["not_finite"] for body in listed} == {10: 0, 20: 0, 30: 0, 40: 1, 50: 0}
+    plan = invoke("prune", "--run", "nan", "--keep-healthy", "--dry-run", "--store", folder)
+    assert "healthy-1" in next(line for line in plan.stdout.splitlines() if "nan@50" in line)
+    with running_daemon(folder.as_uri()) as daemon:
+        through = invoke("ls", "--run", "nan", "--url", daemon.url, "-o", "json").json
+        assert through == listed
+        planned = invoke("prune", "--run", "nan", "--keep-healthy", "--dry-run", "--url", daemon.url)
+        assert "healthy-1" in planned.stdout
+        assert invoke("policy", "set", "--keep", 1, "--keep-healthy", "--url", daemon.url).code == 0
+        assert "keep_healthy: 1" in invoke("policy", "show", "--store", folder).stdout
+
+
+def test_the_first_nan_is_logged_and_an_event(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    numbers = np.ones(1000, np.float32)
+    reports: list[Report] = []
+    with running_daemon((tmp_path / "store").as_uri()) as daemon:
+        setup = Setup(
+            store=store.url, options={}, run="r", rank=0, world_size=1, compress="fast", commit_timeout_s=60,
+            daemon=daemon.url, token=None,
+        )  # fmt: skip
+        pipeline = SavePipeline(store, setup, reports.append)
+        for step in (1, 2, 3):
+            numbers[:step] = 1 if step == 1 else np.nan
+            job = SaveJob(
+                number=step, slot=0, attempt=new_attempt(step), created_at=system_clock(), aliases={}, trees={},
+                local={}, metrics={}, lease=None, slices=[SliceRow("model/w", "float32", (1000,), (0, 1000), 0)],
+            )  # fmt: skip
+            pipeline.submit(job, numbers.copy().data.cast("B"))
+        pipeline.close()
+        (warning,) = [report.message for report in reports if isinstance(report, Warned)]
+        assert "step 2 has 2 NaN and 0 Inf, first in model/w" in warning
+        client = DaemonClient(daemon.url)
+        wait_until(lambda: sum(e.kind == "committed" for e in client.events().items) == 3)
+        (event,) = [one for one in client.events().items if one.kind == "not_finite"]
+        assert event.detail["not_finite"] in (2, 3)  # whichever the daemon read first
+        client.close()

@@ -39,6 +39,7 @@ from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkippe
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, Slice, plan_chunks
+from ckptstore.format.statistics import health_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -103,7 +104,7 @@ class SavePipeline:
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._lock = threading.Lock()
         self._leases: set[str] = set()
-        self._noted = False
+        self._noted = self._warned = False
         self._waiting: dict[int, _RunningJob] = {}
         self._readers: dict[int, StreamReader] = {}
         self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
@@ -277,6 +278,7 @@ class SavePipeline:
                 self.abort(job.attempt, describe(result))  # no other rank could commit it either
             return
         running.incremental.end(receipt.receipt)
+        self._warn_of(result)
         if not self._noted and self._run.store.shared_between_processes:
             note_checkpoint(self._setup.store, self._setup.run)
         self._noted = True
@@ -284,6 +286,19 @@ class SavePipeline:
         self._release_leases()
         if self._notifier is not None:
             self._notifier.commit(Attempt.parse(result.attempt))
+
+    def _warn_of(self, outcome: Outcome) -> None:
+        """Warn of the first NaN or Inf in a checkpoint of this process; rank 0 does it for all ranks."""
+        health = health_of(outcome)
+        if self._setup.rank or self._warned or health is None or health.is_healthy:
+            return
+        self._warned = True
+        self._report(
+            Warned(
+                f"the checkpoint of step {outcome.step} has {health.nan:,} NaN and {health.inf:,} Inf, first in "
+                f"{', '.join(health.entries)}. It is committed; ckptctl why {outcome.run} shows more"
+            )
+        )
 
     def _release_leases(self) -> None:
         """Release all leases that a commit of this run makes unnecessary, whichever save it was."""

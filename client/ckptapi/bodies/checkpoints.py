@@ -40,6 +40,8 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     tags: dict[str, str] = {}
     problem: str = ""
+    not_finite: int | None = None
+    """Number of elements that are NaN or Inf; null: it was saved without statistics."""
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> CheckpointBody:
@@ -67,6 +69,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             metrics=checkpoint.metrics,
             tags=checkpoint.tags,
             problem=checkpoint.problem,
+            not_finite=checkpoint.not_finite,
         )
 
     def checkpoint(self) -> Checkpoint:
@@ -90,6 +93,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             metrics=self.metrics,
             tags=self.tags,
             problem=self.problem,
+            not_finite=self.not_finite,
         )
 
 

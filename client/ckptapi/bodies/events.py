@@ -21,6 +21,8 @@ class EventKind(StrEnum):
 
     COMMITTED = "committed"
     """A checkpoint exists from now on; after an undeletion, again."""
+    NOT_FINITE = "not_finite"
+    """The first checkpoint of a run with NaN or Inf was committed."""
     CORRUPT = "corrupt"
     """A checkpoint was found damaged."""
     DELETED = "deleted"

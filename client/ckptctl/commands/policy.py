@@ -15,6 +15,7 @@ from ckptctl.commands.rules import (
     KeepBestOption,
     KeepDailyOption,
     KeepEveryOption,
+    KeepHealthyOption,
     KeepHourlyOption,
     KeepOption,
     KeepWeeklyOption,
@@ -110,6 +111,7 @@ def change_rules(
     keep_within: KeepWithinOption = None,
     max_bytes: MaxBytesOption = None,
     keep_abandoned: KeepAbandonedOption = None,
+    keep_healthy: KeepHealthyOption = False,
     reason: HistoryReasonOption = "",
 ) -> None:
     """Set the rules of some runs, or the default rules. Other policies are not changed.
@@ -119,7 +121,16 @@ def change_rules(
     """
     session: Session = ctx.obj
     policy = RuleOptions(
-        keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes, keep_abandoned
+        keep,
+        keep_every,
+        keep_hourly,
+        keep_daily,
+        keep_weekly,
+        keep_best,
+        keep_within,
+        max_bytes,
+        keep_abandoned,
+        keep_healthy,
     ).policy()
     if policy is None:
         raise InvalidRequest(

@@ -15,6 +15,7 @@ from ckptctl.commands.rules import (
     KeepBestOption,
     KeepDailyOption,
     KeepEveryOption,
+    KeepHealthyOption,
     KeepHourlyOption,
     KeepOption,
     KeepWeeklyOption,
@@ -47,6 +48,7 @@ def prune(
     keep_within: KeepWithinOption = None,
     max_bytes: MaxBytesOption = None,
     keep_abandoned: KeepAbandonedOption = None,
+    keep_healthy: KeepHealthyOption = False,
     run: Annotated[
         str | None, typer.Option("--run", "-r", metavar="GLOB", help="These runs only.", show_default=False)
     ] = None,
@@ -67,7 +69,16 @@ def prune(
     """
     session: Session = ctx.obj
     rules = RuleOptions(
-        keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, max_bytes, keep_abandoned
+        keep,
+        keep_every,
+        keep_hourly,
+        keep_daily,
+        keep_weekly,
+        keep_best,
+        keep_within,
+        max_bytes,
+        keep_abandoned,
+        keep_healthy,
     )
     wanted = Prune(rules.policy(), run, human.parse_duration(grace) if grace is not None else None)
     _prune(session, wanted, dry_run, yes, force)

@@ -25,6 +25,9 @@ KeepBestOption = Annotated[
     list[str] | None,
     typer.Option(metavar="METRIC:min|max:N", help="Keep the N best by a metric. Repeatable.", show_default=False),
 ]
+KeepHealthyOption = Annotated[
+    bool, typer.Option("--keep-healthy", help="Keep the newest checkpoint without NaN and Inf.")
+]
 KeepWithinOption = Annotated[
     str | None,
     typer.Option(metavar="TIME", help="Keep checkpoints younger than this: 90s, 30m, 24h, 7d.", show_default=False),
@@ -55,11 +58,13 @@ class RuleOptions:
     within: str | None
     max_bytes: str | None
     abandoned: str | None
+    healthy: bool = False
 
     def policy(self) -> Policy | None:
         """The policy of the options; None without options. Raises InvalidPolicy or InvalidRequest."""
         others = (
-            self.every, self.hourly, self.daily, self.weekly, self.best, self.within, self.max_bytes, self.abandoned
+            self.every, self.hourly, self.daily, self.weekly, self.best, self.within, self.max_bytes, self.abandoned,
+            self.healthy,
         )  # fmt: skip
         if self.keep is None and not any(others):
             return None
@@ -70,6 +75,7 @@ class RuleOptions:
             keep_daily=self.daily,
             keep_weekly=self.weekly,
             keep_best=tuple(self.best or ()),
+            keep_healthy=int(self.healthy),
             keep_within_s=human.parse_duration(self.within) if self.within else 0.0,
             max_bytes=human.parse_size(self.max_bytes) if self.max_bytes else 0,
         )

@@ -20,6 +20,7 @@ from ckptstore.commits.generations import Lineage, ParentOf, list_generations, r
 from ckptstore.commits.hidden import hidden_attempts, listed_attempts, without_hidden
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.format.documents import Outcome
+from ckptstore.format.statistics import health_of
 from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -63,6 +64,8 @@ class Checkpoint:
     tags: dict[str, str] = field(default_factory=dict)
     problem: str = ""
     """Why it is corrupt."""
+    not_finite: int | None = None
+    """Number of elements that are NaN or Inf; None: it is not known. Masks do not count."""
     written_at: float = field(default=0.0, compare=False)
     """When its outcome was written, by the store's clock; 0 if it was read without a listing."""
     abandoned_at: float | None = field(default=None, compare=False)
@@ -240,7 +243,7 @@ def from_outcome(outcome: Outcome) -> Checkpoint | None:
     """The checkpoint of a committed outcome; None if it is aborted."""
     if outcome.committed is None:
         return None
-    summary = outcome.committed.summary
+    summary, health = outcome.committed.summary, health_of(outcome)
     return Checkpoint(
         run=outcome.run,
         attempt=Attempt.parse(outcome.attempt),
@@ -256,6 +259,7 @@ def from_outcome(outcome: Outcome) -> Checkpoint | None:
         manifest_digest=outcome.committed.digest,
         manifest_bytes=outcome.committed.bytes,
         metrics=summary.metrics,
+        not_finite=health.nan + health.inf if health is not None else None,
     )
 
 

@@ -228,6 +228,8 @@ class Policy(Document, frozen=True):
     keep_weekly: int = 0
     keep_best: tuple[str, ...] = ()
     """METRIC:min:N or METRIC:max:N."""
+    keep_healthy: int = 0
+    """The newest N checkpoints without NaN and Inf. Those without statistics count only if there are too few others."""
     keep_within_s: float = 0.0
     """Everything that was committed in the last N seconds."""
     max_bytes: int = 0

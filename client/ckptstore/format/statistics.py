@@ -7,7 +7,7 @@ scaled before they are squared, so that neither many nor large elements overflow
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from ckptstore.names import Attempt
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 _EXTENSION = "statistics/{:05d}"
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 MOST_NAMED = 8
 """Entries that an extension names."""
 
@@ -220,8 +221,8 @@ def _pack(numbers: Numbers) -> bytes:
 class Health(msgspec.Struct, frozen=True):
     """How many elements of a checkpoint are NaN and Inf. Masks do not count."""
 
-    nan: int
-    inf: int
+    nan: _Count
+    inf: _Count
     entries: list[str]
     """The first entries with NaN or Inf, MOST_NAMED at most."""
 
@@ -236,8 +237,8 @@ class SideDocument(msgspec.Struct, frozen=True):
 
     digest: str
     bytes: int
-    nan: int
-    inf: int
+    nan: _Count
+    inf: _Count
     entries: list[str]
 
 

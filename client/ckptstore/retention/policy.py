@@ -98,9 +98,11 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
     for best in map(Best.parse, policy.keep_best):
         for i, checkpoint in enumerate(_ranked(best, usable)[: best.count], 1):
             reasons[checkpoint.attempt].append(f"best-{best.metric}-{i}")
-    for checkpoint in usable:
-        if policy.keep_within_s and now - written[checkpoint.attempt] <= policy.keep_within_s:
-            reasons[checkpoint.attempt].append("within")
+    for i, checkpoint in enumerate(_healthiest(usable)[: policy.keep_healthy], 1):
+        reasons[checkpoint.attempt].append(f"healthy-{i}")
+    recent = (c for c in usable if policy.keep_within_s and now - written[c.attempt] <= policy.keep_within_s)
+    for checkpoint in recent:
+        reasons[checkpoint.attempt].append("within")
     return reasons
 
 
@@ -115,6 +117,11 @@ def _first_of_each(every: int, usable: Sequence[Checkpoint]) -> list[Checkpoint]
         return []
     first = {c.step // every: c for c in usable if c.step >= every or c.step == 0}
     return list(first.values())
+
+
+def _healthiest(usable: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """The checkpoints without NaN and Inf, newest first; then those of which it is not known."""
+    return sorted((c for c in usable if not c.not_finite), key=lambda c: c.not_finite is None)
 
 
 def _ranked(best: Best, usable: Sequence[Checkpoint]) -> list[Checkpoint]:

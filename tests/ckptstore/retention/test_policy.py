@@ -132,6 +132,14 @@ def test_abandoned_checkpoints_stay_for_a_time_and_count_for_no_other_rule() -> 
         Policy(keep_abandoned_s=60)
 
 
+def test_the_newest_healthy_ones_stay_and_unknown_ones_only_if_there_are_too_few() -> None:
+    listed = [replace(checkpoint(step), not_finite=bad) for step, bad in ((5, 3), (4, None), (3, 0), (2, 0), (1, 7))]
+    assert reasons(Policy(keep_healthy=1), *listed) == {5: ("newest",), 3: ("healthy-1",)}
+    many = reasons(Policy(keep_healthy=4), *listed)
+    assert many == {5: ("newest",), 4: ("healthy-3",), 3: ("healthy-1",), 2: ("healthy-2",)}
+    assert reasons(Policy(keep_healthy=1), *listed[:2]) == {5: ("newest",), 4: ("healthy-1",)}
+
+
 def test_the_last_verified_stays() -> None:
     listed = [checkpoint(step) for step in range(5)]
     assert reasons(Policy(1), *listed, verified=listed[1].attempt) == {4: ("last-1",), 1: ("last-verified",)}

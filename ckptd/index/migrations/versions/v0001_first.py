@@ -58,6 +58,7 @@ def _create_listings() -> None:
         sa.Column("metrics", sa.Text, nullable=False),
         sa.Column("tags", sa.Text, nullable=False, server_default="{}"),
         sa.Column("problem", sa.Text, nullable=False),
+        sa.Column("not_finite", sa.BigInteger),
         sa.Column("abandoned_at", sa.Double),
         sa.Column("parent", sa.String(64)),
         *_stamp(),
