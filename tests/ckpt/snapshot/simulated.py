@@ -92,7 +92,8 @@ class SimulatedDevice:
             self._writes[to] = size
             # As torch does with its own pinned memory, but not with that of others.
             kept = view if view.untyped_storage().data_ptr() in self._allocated else None
-            self._queue(SIDE if side else self.current(), partial(self._move, to, source, size, kept))
+            strided = None if tensor.is_contiguous() else (view, tensor)
+            self._queue(SIDE if side else self.current(), partial(self._move, to, source, size, kept, strided))
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -192,8 +193,13 @@ class SimulatedDevice:
         if any(begin <= to < begin + segment.num_bytes for to in list(self._writes)):
             self.violations.append("a slot is idle while the device writes to it")
 
-    def _move(self, to: int, source: int, size: int, _: torch.Tensor | None) -> None:
-        ctypes.memmove(to, source, size)
+    def _move(
+        self, to: int, source: int, size: int, _: object, strided: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> None:
+        if strided is None:
+            ctypes.memmove(to, source, size)
+        else:
+            strided[0].copy_(strided[1])
         self._writes.pop(to, None)
 
     def _queue(self, stream: Hashable, operation: _Operation) -> None:
@@ -215,10 +221,34 @@ class SimulatedDevice:
         return True
 
 
+class PromptDevice(SimulatedDevice):
+    """A device whose current streams are as fast as the CPU, for training loops of torch's own kernels.
+
+    Only the side stream is late. What is queued on another stream is executed before the call returns.
+    """
+
+    def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
+        super().copy(views, tensors, side)
+        self._drain(side)
+
+    def wait(self, mark: SimulatedMark, side: bool) -> None:
+        super().wait(mark, side)
+        self._drain(side)
+
+    def mark(self, side: bool) -> SimulatedMark:
+        found = super().mark(side)
+        self._drain(side)
+        return found
+
+    def _drain(self, side: bool) -> None:
+        while not side and self._streams[self.current()]:
+            self.progress()
+
+
 @contextmanager
-def plugged_in(seed: int) -> Iterator[SimulatedDevice]:
+def plugged_in(seed: int, kind: type[SimulatedDevice] = SimulatedDevice) -> Iterator[SimulatedDevice]:
     """A simulated device, in place of the CPU."""
-    simulated, release = SimulatedDevice(seed), Arena.release
+    simulated, release = kind(seed), Arena.release
 
     def checked_release(arena: Arena, number: int) -> None:
         if (slot := arena._slots.get(number)) is not None:

@@ -48,6 +48,7 @@ def _committed(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.usefixtures("everywhere")
 def test_what_is_stored_is_the_state_of_the_save(make: Callable[[list[torch.Tensor]], Any], tmp_path: Path) -> None:
     loop, states = Loop(make), []
     with open_run(tmp_path, slots=1, writer="process") as checkpointer:
@@ -60,6 +61,7 @@ def test_what_is_stored_is_the_state_of_the_save(make: Callable[[list[torch.Tens
     assert all(same_state(stored(tmp_path, make, step), state) for step, state in enumerate(states))
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_copies_at_their_own_pace(tmp_path: Path) -> None:
     make = OPTIMIZERS["adamw-fused"]
     for seed in range(3):
@@ -94,6 +96,7 @@ def test_what_is_small_is_that_of_the_save_whatever_changes_it_afterwards(tmp_pa
     assert all(same_state(stored(tmp_path, make, step), state) for step, state in enumerate(states))
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(tmp_path: Path) -> None:
     loop = Loop(OPTIMIZERS["two"])
     loop.step()
@@ -127,6 +130,7 @@ def test_a_save_without_an_optimizer_or_without_overlap_is_staged_on_return(tmp_
             assert checkpointer.save_async(loop.model, loop.optim, 1).staged()
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_gradients_are_those_of_the_save(tmp_path: Path) -> None:
     make = OPTIMIZERS["adamw"]
     loop = Loop(make)
@@ -211,6 +215,7 @@ def test_an_unseen_torn_snapshot_is_raised_by_the_next_save(tmp_path: Path) -> N
             checkpointer.save_async(loop.model, loop.optim, 2)
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_copy_that_fails_fails_the_save_and_lets_the_optimizer_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +235,7 @@ def test_a_copy_that_fails_fails_the_save_and_lets_the_optimizer_go_on(
         assert checkpointer.save(loop.model, loop.optim, 2).step == 2
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_job_that_cannot_be_put_together_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(OPTIMIZERS["adamw"])
 
@@ -245,6 +251,7 @@ def test_a_job_that_cannot_be_put_together_fails_the_save(tmp_path: Path, monkey
         assert checkpointer.save(loop.model, loop.optim, 2).step == 2
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_memory_that_a_parameter_gave_up_is_what_is_stored(tmp_path: Path) -> None:
     loop = Loop(make := OPTIMIZERS["adamw"])
     state = loop.state()
@@ -256,6 +263,7 @@ def test_memory_that_a_parameter_gave_up_is_what_is_stored(tmp_path: Path) -> No
     assert same_state(stored(tmp_path, make, 1), state)
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_memory_is_let_go_once_it_is_copied(tmp_path: Path) -> None:
     loop = Loop(OPTIMIZERS["adamw"])
     given_up = weakref.ref(loop.model.first.weight)
@@ -305,6 +313,7 @@ def _later(checkpointer: Checkpointer) -> set[str]:
     return {leaf.slice.entry for leaf in pending.transfer.later}
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
     loop = Loop(OPTIMIZERS["adamw"])
     with open_run(tmp_path) as checkpointer, held_copies() as brake:
@@ -342,6 +351,7 @@ def test_a_compiled_step_waits_too(tmp_path: Path) -> None:
             assert same_state(stored(tmp_path, make, step), state)
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_nothing_of_a_closed_checkpointer_stays_with_optimizers(tmp_path: Path) -> None:
     before = len(torch_optimizer._global_optimizer_pre_hooks)
     loop = Loop(OPTIMIZERS["adamw"])

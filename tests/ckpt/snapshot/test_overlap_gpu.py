@@ -18,6 +18,7 @@ from tests.support.training import same_state
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("delayed"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -1,0 +1,43 @@
+"""Where the tensors of a test lie: in host memory, and on simulated devices.
+
+CKPTD_SCHEDULES says on how many devices, each of which has another schedule; one by default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from ckpt.device import CudaDevice
+from ckpt.streams import on_stream
+from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
+
+_SCHEDULES = int(os.environ.get("CKPTD_SCHEDULES", 1))
+
+
+@pytest.fixture(params=[None, *range(_SCHEDULES)], ids=["host", *(f"device-{seed}" for seed in range(_SCHEDULES))])
+def everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Host memory, then devices whose copies are late."""
+    if request.param is None:
+        yield
+        return
+    with plugged_in(request.param, PromptDevice) as simulated:
+        yield
+        simulated.synchronize()
+
+
+@pytest.fixture
+def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy on the side stream of a GPU begins 0.05 s late, so that work that does not wait for it tears it."""
+    copy = CudaDevice.copy
+
+    def late(device: CudaDevice, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
+        if side:
+            with on_stream(device._stream(side)):
+                torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        copy(device, views, tensors, side)
+
+    monkeypatch.setattr(CudaDevice, "copy", late)

@@ -1,0 +1,260 @@
+"""Training loops on a GPU, beside copies that begin late: each checkpoint is the state at its call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from ckpt import Checkpointer
+from ckpt.device import CudaDevice
+from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.training import same_state
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("delayed"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make_linear(width: int = 1024) -> Any:
+    torch.manual_seed(0)
+    return nn.Linear(width, width, device="cuda")
+
+
+def backward(model: Any, width: int = 1024) -> None:
+    model(torch.randn(16, width, device="cuda")).square().mean().backward()
+
+
+def check_weights(checkpointer: Checkpointer, weights: list[torch.Tensor]) -> None:
+    """The weight of each step is what was stored; step numbers begin at zero."""
+    checkpointer.wait()
+    for step, weight in enumerate(weights):
+        (found,) = checkpointer.load(step, "model/*weight").values()
+        assert torch.equal(found, weight.cpu()), step
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_optimizers_that_step_on_two_streams(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(make_linear(), make_linear())
+    first, second = SGD(model[0].parameters(), lr=0.1), SGD(model[1].parameters(), lr=0.1)
+    other, states = torch.cuda.Stream(), []  # type: ignore[no-untyped-call]
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.prepare(model, [first, second])
+        for step in range(4):
+            backward(model)
+            first.step()
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                second.step()
+            torch.cuda.current_stream().wait_stream(other)
+            model.zero_grad()
+            states.append(copy.deepcopy(model.state_dict()))
+            checkpointer.save_async(model, [first, second], step)
+        checkpointer.wait()
+        for step, state in enumerate(states):
+            found = checkpointer.load(step, "model/*")
+            assert same_state(found, {f"model/{name}": value.cpu() for name, value in state.items()}), step
+
+
+def test_a_graph_that_is_captured_after_prepare(tmp_path: Path) -> None:
+    model = make_linear(2048)
+    optim = SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    weights = []
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.prepare(model, optim)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            optim.step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optim.step()
+        for step in range(4):
+            weights.append(model.weight.detach().clone())
+            checkpointer.save_async(model, optim, step)
+            graph.replay()
+        check_weights(checkpointer, weights)
+
+
+def test_a_step_that_is_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    model = make_linear()
+    optim = AdamW(model.parameters(), lr=0.01)
+    compiled, weights = torch.compile(optim.step), []
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.prepare(model, optim)
+        for step in range(4):
+            backward(model)
+            compiled()
+            weights.append(model.weight.detach().clone())
+            checkpointer.save_async(model, optim, step)
+        check_weights(checkpointer, weights)
+
+
+def test_memory_that_cannot_be_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CudaDevice, "pin", lambda *_: 2)
+    model = make_linear()
+    optim = AdamW(model.parameters(), lr=0.01, fused=True)
+    weights = []
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        for step in range(4):
+            backward(model)
+            optim.step()
+            weights.append(model.weight.detach().clone())
+            checkpointer.save_async(model, optim, step)
+        check_weights(checkpointer, weights)
+    assert "cannot be pinned" in caplog.text
+
+
+def test_slots_that_grow(tmp_path: Path) -> None:
+    weights = []
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        for step, width in enumerate((256, 1024, 2048)):
+            model = make_linear(width)
+            optim = AdamW(model.parameters(), lr=0.01, fused=True)
+            checkpointer.prepare(model, optim)
+            backward(model, width)
+            optim.step()
+            weights.append(model.weight.detach().clone())
+            checkpointer.save_async(model, optim, step)
+            backward(model, width)
+            optim.step()
+        check_weights(checkpointer, weights)
+
+
+def test_small_values_are_read_without_waiting(tmp_path: Path) -> None:
+    model = make_linear()
+    rate = torch.tensor(0.01, device="cuda")
+    optim = AdamW(model.parameters(), lr=rate, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    scaler.scale(torch.zeros((), device="cuda"))  # makes the scale on the GPU
+    loss = torch.ones(3, device="cuda")
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, optim, 0, scaler=scaler, loss=loss)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
+        occupied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        occupied.record()
+        handle = checkpointer.save_async(model, optim, 1, scaler=scaler, loss=loss)
+        assert scaler._scale is not None
+        for tensor in (loss, rate, scaler._scale):
+            tensor.add_(1)
+        waited = occupied.query()  # type: ignore[no-untyped-call]
+        assert not waited, "the save waited for the GPU"
+        handle.result(60)
+        found = torch.amp.GradScaler("cuda")
+        restored = checkpointer.restore(model, optim, checkpoint=1, scaler=found, loss=None)
+    assert restored is not None
+    assert restored.values["loss"].tolist() == [1.0] * 3
+    assert found.get_scale() == 8.0
+    assert float(optim.param_groups[0]["lr"]) == pytest.approx(0.01)
+
+
+def test_dropout_continues_where_it_was(tmp_path: Path) -> None:
+    model = make_linear()
+    optim = SGD(model.parameters(), lr=0.1)
+    ones = torch.ones(4096, device="cuda")
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save_async(model, optim, 0)
+        expected = [nn.functional.dropout(ones) for _ in range(3)]
+        checkpointer.restore(model, optim)
+    assert same_state([nn.functional.dropout(ones) for _ in range(3)], expected)
+
+
+@pytest.mark.parametrize("given_up", ["deleted", "replaced"])
+def test_memory_that_is_given_up_after_the_save(tmp_path: Path, given_up: str) -> None:
+    model = make_linear(2048)
+    optim = AdamW(model.parameters(), lr=0.01, fused=True)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.prepare(model, optim)
+        backward(model, 2048)
+        optim.step()
+        weights = [model.weight.detach().cpu()]
+        handle = checkpointer.save_async(model, optim, 0)
+        if given_up == "deleted":
+            del model, optim
+        else:
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 2
+        taken = [torch.full((2048, 2048), 7.0, device="cuda") for _ in range(8)]  # may get the same memory
+        handle.result(60)
+        check_weights(checkpointer, weights)
+        del taken
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.usefixtures("nccl")
+def test_a_process_group_of_nccl(tmp_path: Path, kind: str) -> None:
+    model: Any = make_linear()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
+    optim = AdamW(model.parameters(), lr=0.01, fused=True)
+    weights = []
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.prepare(model, optim)
+        for step in range(4):
+            backward(model)
+            optim.step()
+            optim.zero_grad()
+            weight = model.module.weight if kind == "ddp" else model.weight.full_tensor()
+            weights.append(weight.detach().clone())
+            checkpointer.save_async(model, optim, step)
+        check_weights(checkpointer, weights)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_float8_parameters_of_torchao(tmp_path: Path) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with float8")
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    float8.convert_to_float8_training(model, config=config)
+    fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
+    optim = AdamW(model.parameters(), lr=0.01)
+    backward(model, 256)
+    optim.step()
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, optim, 0)
+        before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+        optim.step()
+        checkpointer.restore(model, optim)
+        assert same_state([parameter.full_tensor() for parameter in model.parameters()], before)
+
+
+def test_two_processes_on_one_gpu(tmp_path: Path) -> None:
+    scenario = Scenario(
+        "tests.ckpt.snapshot.gpu_ranks:replicas_on_one_gpu", 2, {"store": str(tmp_path / "store")}, timeout_s=180
+    )
+    (tmp_path / "ranks").mkdir()
+    (outcome,) = run_scenarios([scenario], tmp_path / "ranks")
+    assert outcome.result() == [[True] * 4] * 2
