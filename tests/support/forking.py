@@ -33,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "typer")
 TRAINER = ("ckpt.checkpointer", "ckpt.restoring", "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")
+RANKS = ("ckpt.checkpointer", "ckpt.restoring", "tests.support.parallel.matrix", "torch._dynamo")
 _REQUEST_BYTES = 1 << 20
 _END_S = 120.0
 

@@ -45,9 +45,11 @@ from ckptstore.format.planning import check_cover
 from ckptstore.format.statistics import health_extension
 from ckptstore.format.trees import leaves, merge_trees
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.retry import pauses, retry
 from ckptstore.run import Run
 
 _TRIES = 3
+_LOOK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +120,10 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt]) -> Outcome:
 def check_alive(run: Run, attempt: Attempt) -> None:
     """Raises AttemptAborted if a committed attempt had been deleted or aborted so long ago that this was forgotten.
 
-    A committer that slept for weeks may create the outcome of such an attempt. No reader uses it.
+    A committer that slept for weeks may create the outcome of such an attempt. No reader uses it. The look is repeated
+    once: the outcome exists by now, so one lost request must not fail the save.
     """
-    if attempt in Dead(run):
+    if retry(lambda: attempt in Dead(run), StoreUnavailable, pauses(_LOOK_AGAIN_S, tries=2)):
         raise AttemptAborted(
             f"attempt {attempt} of run {run.name!r} was deleted or aborted before this process committed it",
             "Save again. The process or its machine was suspended, longer than deletions are remembered",

@@ -35,6 +35,7 @@ GRACE_S = 5.0
 
 def main(folder: Path, together: bool) -> None:
     """Run all scenarios of the folder."""
+    os.setsid()  # so that one signal ends this process and its ranks
     scenarios = json.loads((folder / "scenarios.json").read_text())
     for scenario in scenarios:
         _function(scenario)

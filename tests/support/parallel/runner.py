@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests.support.forking import RANKS, Fork, fork
+
+HOST = "tests.support.parallel.host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,9 @@ def run_scenarios(scenarios: Sequence[Scenario], folder: Path, together: bool = 
     (folder / "scenarios.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
     limit = 60 + sum(scenario.timeout_s + 10 for scenario in scenarios)
     with (folder / "host.txt").open("w+") as output:
-        host = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.parallel.host", str(folder), *(["together"] if together else [])],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        arguments = [str(folder), *(["together"] if together else [])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        host = fork(RANKS, HOST, arguments, stdout=output.fileno(), stderr=output.fileno(), environment=environment)
         try:
             code = host.wait(limit)
         finally:
@@ -81,10 +76,10 @@ def _outcome(place: Path, scenario: Scenario) -> Outcome:
     return Outcome(results, None)
 
 
-def _kill_all(host: subprocess.Popen[bytes]) -> None:
+def _kill_all(host: Fork) -> None:
     """The host and whatever ranks it still has: they are a session of their own."""
     try:
         os.killpg(host.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    except ProcessLookupError:  # all have ended, or the session does not exist yet
+        host.kill()
     host.wait()
