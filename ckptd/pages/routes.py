@@ -298,6 +298,7 @@ def _page_query(request: Request) -> RunPageQuery:
         keep=_number(request, "keep"),
         every=_number(request, "every"),
         best=request.query_params.get("best", "")[:400],
+        abandoned=_number(request, "abandoned"),
     )
 
 

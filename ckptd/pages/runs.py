@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from urllib.parse import urlencode
 
+import msgspec
+
 from ckptd.index import RunSummary
 from ckptd.pages.charts import Plot, Point, compact, plot, sparkline
 from ckptstore import human
@@ -57,6 +59,8 @@ class RunPageQuery:
     """Step interval of checkpoints to keep."""
     best: str = ""
     """The best by a metric: METRIC:min:N or METRIC:max:N."""
+    abandoned: int | None = None
+    """Days for which abandoned checkpoints are kept; None: the default of a policy."""
 
     @property
     def policy(self) -> Policy | None:
@@ -64,7 +68,10 @@ class RunPageQuery:
         if not (self.keep or self.every or self.best):
             return None
         best = (self.best,) if self.best else ()
-        return Policy(keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best)
+        policy = Policy(keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best)
+        if self.abandoned is None:
+            return policy
+        return msgspec.structs.replace(policy, keep_abandoned_s=self.abandoned * 24 * 3600.0)
 
     def link(self, **changed: object) -> str:
         """A query string like this one, with some values changed."""
@@ -78,6 +85,7 @@ class RunPageQuery:
             "keep": query.keep,
             "every": query.every,
             "best": query.best,
+            "abandoned": query.abandoned,
         }
         return "?" + urlencode({name: value for name, value in chosen.items() if value not in (None, "")})
 
@@ -200,6 +208,8 @@ def _preview(pruned: Sequence[KeepDecision] | None, query: RunPageQuery) -> Prev
         return None
     given = (("--keep", query.keep), ("--keep-every", query.every), ("--keep-best", query.best))
     rules = " ".join(f"{option} {value}" for option, value in given if value)
+    if query.abandoned is not None:
+        rules += f" --keep-abandoned {query.abandoned}d"
     gone = [v.checkpoint for v in pruned if not v.reasons]
     return Preview(rules, len(pruned) - len(gone), len(gone), sum(c.stored_bytes for c in gone))
 

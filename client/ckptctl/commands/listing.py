@@ -122,6 +122,7 @@ def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
     pairs = [
         ("checkpoint", c.id),
         ("state", c.state),
+        ("generation", c.branch_state),
         ("committed", f"{human.moment(c.committed_at)}, {age} ago; {human.duration(c.save_seconds)} after its capture"),
         ("size", f"{human.size(c.raw_bytes)}, {stored}"),
         ("holds", f"{entries} in {shards}, written by {human.count(c.world_size, 'rank')}"),

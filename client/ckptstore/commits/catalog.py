@@ -91,6 +91,12 @@ class Checkpoint:
         return number if self.parent is None else f"{number}, from step {self.parent.step}"
 
     @property
+    def branch_state(self) -> str:
+        """Its generation, and whether a restore would use it, in words: 3, from step 300; live."""
+        state = {State.COMMITTED: "live", State.ABANDONED: "abandoned"}.get(self.state)
+        return f"{self.branch}; {state}" if state else self.branch
+
+    @property
     def needed_bytes(self) -> int:
         """Stored bytes that a full read needs."""
         return self.stored_bytes + self.referenced_bytes

@@ -11,6 +11,7 @@ from typing import Protocol
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits import catalog, leases
 from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.generations import read_generation
 from ckptstore.commits.labels import with_labels
 from ckptstore.errors import CorruptObject, NoCheckpoint
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
@@ -102,8 +103,10 @@ class StoreSource:
         return self._labelled(found)
 
     def find(self, reference: Reference) -> Checkpoint:
-        """Reads outcomes, newest step first, or only the one that is named."""
-        return self._labelled(catalog.find(self.store, reference))
+        """Reads outcomes, newest step first, or only the one that is named; and the document of its generation."""
+        found = catalog.find(self.store, reference)
+        [with_parent] = catalog.with_parents([found], partial(read_generation, self._run(found.run)))
+        return self._labelled(with_parent)
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """One read."""

@@ -144,6 +144,8 @@ def test_branches_are_shown_where_a_run_has_some(folder: Path, filled: Store) ->
         "3, from step 5", "2", "1, from step 5", "1, from step 5", "0",
     ]  # fmt: skip
     assert [row.split()[1] for row in shown[1:]] == ["committed", "abandoned", "abandoned", "abandoned", "committed"]
+    for step, line in ((6, "3, from step 5; live"), (20, "1, from step 5; abandoned"), (5, "0; live")):
+        assert f"generation {line}" in " ".join(invoke("show", f"wide@{step}", "--store", folder).stdout.split())
     found = invoke("ls", "--run", "wide", "--store", folder, "-o", "json").json
     assert [body["generation"] for body in found] == [3, 2, 1, 1, 0]
     assert [body["abandoned_at"] is None for body in found] == [True, False, False, False, True]

@@ -132,6 +132,12 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     query = RunPageQuery(keep=5, every=100, best="loss:min:2")
     assert query.policy == Policy(keep_last=5, keep_every=100, keep_best=("loss:min:2",))
     assert query.link() == "?keep=5&every=100&best=loss%3Amin%3A2"
+    fewer = RunPageQuery(keep=5, abandoned=0)
+    assert fewer.policy == Policy(keep_last=5, keep_abandoned_s=0.0)
+    assert fewer.link() == "?keep=5&abandoned=0"
+    preview = run_view("gpt", checkpoints, reasons, kept, fewer, 1000.0).preview
+    assert preview is not None
+    assert preview.rules == "--keep 5 --keep-abandoned 0d"
     both = run_view("gpt", checkpoints, reasons, kept, query, 1000.0).preview
     assert both is not None
     assert both.rules == "--keep 5 --keep-every 100 --keep-best loss:min:2"
