@@ -219,15 +219,15 @@ def _size(model: Model, terms: tuple[Term, ...], inputs: PlanInputs) -> Size:
 
 def _ranks(model: Model, terms: tuple[Term, ...], layout: Layout, size: Size, inputs: PlanInputs) -> Ranks:
     found = writers(model, terms, layout)
-    largest = rank_bytes(found)
+    files, largest = num_files(found), rank_bytes(found)
     per_rank = ceil(inputs.slots * largest)
-    writing = min(layout.processes, layout.world_size)
+    writing = min(layout.processes, files)
     return Ranks(
         layout=layout,
         world_size=layout.world_size,
         nodes=inputs.nodes or layout.nodes,
         writers=found,
-        files=num_files(found),
+        files=files,
         largest_raw_bytes=ceil(largest),
         largest_stored_bytes=ceil(largest * size.stored_bytes / size.raw_bytes),
         host_bytes_per_rank=per_rank,

@@ -55,6 +55,13 @@ def test_only_what_is_known_is_planned() -> None:
     assert found.interval.stall_source.startswith("assumed")
 
 
+def test_only_ranks_that_write_need_memory_for_slots() -> None:
+    one_writer = plan(parameters=1e9, dp=8, slots=3).ranks
+    assert one_writer.host_bytes_per_node == one_writer.host_bytes_per_rank == 3 * 14_000_000_000
+    all_write = plan(parameters=1e9, dp=16, sharding="fsdp").ranks
+    assert all_write.host_bytes_per_node == 8 * all_write.host_bytes_per_rank == 14_000_000_000
+
+
 def test_derived_casts_are_not_stored() -> None:
     found = plan(parameters=1e9, dedup_casts=True, compress=False)
     assert (found.size.raw_bytes, found.size.stored_bytes) == (14_000_000_000, 12_000_000_000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -41,6 +41,7 @@ from ckptstore.format.documents import Manifest
 from ckptstore.names import Reference, check_run
 from ckptstore.reading.source import StoreSource, read_manifest
 
+_STATE = {"optimizer", "weights", "master", "moments", "grads"}
 _MEASURED = 5
 """The newest saves whose cost is read."""
 
@@ -116,6 +117,7 @@ def plan(
     session: Session = ctx.obj
     rules = RuleOptions(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, None, None)
     found = _model(session, checkpoint, from_run, config, safetensors)
+    _check_state(found, options)
     if measure is not None:
         if measure.startswith(("http://", "https://")):
             raise InvalidRequest("--measure needs the URL of a store, not of a daemon", "Give file:///... or s3://...")
@@ -142,6 +144,15 @@ def _model(
         found = session.source.find(Reference.parse(text))
         return _contents(found, read_manifest(session.source, found))
     return _from_run(session, run) if run is not None else {}
+
+
+def _check_state(found: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest if options describe a state that a checkpoint has."""
+    described = sorted(options.keys() & _STATE) if "terms" in found else []
+    if described:
+        raise InvalidRequest(
+            f"the bytes per parameter are those of a checkpoint, so --{described[0]} has no effect", "Leave it out"
+        )
 
 
 def _from_run(session: Session, run: str) -> dict[str, Any]:

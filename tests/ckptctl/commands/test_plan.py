@@ -109,6 +109,12 @@ def test_a_run_is_measured(folder: Path) -> None:
     assert (given["durable_s"], given["durable_source"]) == (3.0, "given")
 
 
+def test_the_state_of_a_checkpoint_is_not_described_again(folder: Path) -> None:
+    for source in (("gpt@20",), ("--from", "gpt")):
+        done = invoke("plan", *source, "--store", folder, "--optimizer", "sgd")
+        assert (done.code, "--optimizer" in done.stderr) == (2, True)
+
+
 def test_a_store_is_measured_and_left_clean(tmp_path: Path) -> None:
     done = invoke("plan", "--parameters", "1e9", "--measure", tmp_path, "--measure-size", "32MiB", "-o", "json")
     assert done.code == 0
