@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt import data
     from ckpt.checkpointer import Checkpointer
-    from ckpt.default import close, every, init, latest, load, prepare, restore, save, save_async, wait
+    from ckpt.default import close, every, init, latest, load, prepare, restore, restoring, save, save_async, wait
     from ckpt.restoring.pipeline import Restored
     from ckpt.schedule import Schedule
     from ckpt.snapshot.counters import Counters
@@ -49,6 +49,7 @@ __all__ = [
     "plan",
     "prepare",
     "restore",
+    "restoring",
     "save",
     "save_async",
     "wait",

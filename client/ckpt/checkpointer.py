@@ -22,6 +22,7 @@ from ckpt.config import Config, OnBusy, takes
 from ckpt.ranks.world import World
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import check_present, release_lease
+from ckpt.restoring.stages import StagedRestore
 from ckpt.restoring.tensors import load_tensors
 from ckpt.saver.budget import Budget
 from ckpt.schedule import Limits, Schedule, cost_of
@@ -218,12 +219,19 @@ class Checkpointer:
         After a restore with an optimizer, or the first one, saves continue from this checkpoint: once one is committed,
         checkpoints that came after this one are abandoned, and restored only if they are named.
         """
+        state = TrainState.of(model, optim, {**(shared or {}), **extras})
+        return self._restore(state, checkpoint, strict=strict, rng=rng)
+
+    def restoring(self, *, checkpoint: str | int | None = None, strict: bool = True) -> StagedRestore:
+        """Restore in stages, all from one checkpoint: see StagedRestore. checkpoint, strict: see `restore`."""
+        return StagedRestore(partial(self._restore, strict=strict, rng=False), checkpoint)
+
+    def _restore(self, state: TrainState, checkpoint: str | int | None, *, strict: bool, rng: bool) -> Restored | None:
         if self._client is not None:
             self.wait()
-        state = TrainState.of(model, optim, {**(shared or {}), **extras})
         restorer = Restorer(self._source, self.config, self._world())
         try:
-            restored = restorer.restore(state, self._reference(checkpoint), strict, rng)
+            restored = restorer.restore(state, Reference.of(self.config.run_name, checkpoint), strict, rng)
         finally:
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
@@ -239,7 +247,7 @@ class Checkpointer:
 
         Raises NoCheckpoint, CorruptObject, ObjectMissing or Unavailable.
         """
-        return load_tensors(self._source, self._source.find(self._reference(checkpoint)), names)
+        return load_tensors(self._source, self._source.find(Reference.of(self.config.run_name, checkpoint)), names)
 
     def every(
         self,
@@ -367,13 +375,6 @@ class Checkpointer:
         """Wait until a pending copy is submitted to the saver, or has failed."""
         if self._overlap is not None:
             self._overlap.join(timeout)
-
-    def _reference(self, checkpoint: str | int | None) -> Reference:
-        if checkpoint is None:
-            return Reference(self.config.run_name, None)
-        if isinstance(checkpoint, int):
-            return Reference(self.config.run_name, check_step(checkpoint))
-        return Reference.parse(checkpoint)
 
     def _release_lease(self) -> None:
         lease, self._lease = self._lease, None

@@ -65,6 +65,7 @@ prepare = _on_default(Checkpointer.prepare)
 save_async = _on_default(Checkpointer.save_async)
 save = _on_default(Checkpointer.save)
 restore = _on_default(Checkpointer.restore)
+restoring = _on_default(Checkpointer.restoring)
 every = _on_default(Checkpointer.every)
 latest = _on_default(Checkpointer.latest)
 

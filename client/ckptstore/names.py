@@ -148,6 +148,13 @@ class Reference:
         return f"{self.run}@{step}.{self.ulid}" if self.ulid else f"{self.run}@{step}"
 
     @staticmethod
+    def of(run: str, checkpoint: str | int | None) -> Reference:
+        """A step of the run, any id, or the run's newest checkpoint for None. Raises InvalidName or InvalidRequest."""
+        if isinstance(checkpoint, str):
+            return Reference.parse(checkpoint)
+        return Reference(run, None if checkpoint is None else check_step(checkpoint))
+
+    @staticmethod
     def parse(text: str) -> Reference:
         """Raises InvalidName if `text` is not a reference."""
         match = _REFERENCE.fullmatch(text)

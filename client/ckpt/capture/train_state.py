@@ -60,6 +60,8 @@ class TrainState:
     """Extras that are not modules: kept per rank."""
     shared: Mapping[str, Any] = field(default_factory=dict)
     """Extras that all ranks hold alike: kept once, their tensors as entries."""
+    placed: frozenset[str] = frozenset()
+    """Modules that an earlier stage of a restore has filled; they only name parameters."""
 
     @staticmethod
     def of(
@@ -79,6 +81,10 @@ class TrainState:
         found |= {name: (value,) for name, value in extras.items() if isinstance(value, nn.Module)}
         others = {name: value for name, value in extras.items() if not isinstance(value, nn.Module)}
         return TrainState(found, _named_optimizers(optim), others, shared)
+
+    def to_place(self) -> list[str]:
+        """The module items that a restore fills."""
+        return [item for item in self.modules if item not in self.placed]
 
     def others_among(self, items: Iterable[str]) -> Mapping[str, Any]:
         """The extras to restore from these items; without objects to restore into, values of all items."""

@@ -6,6 +6,8 @@ backend, does not use a GPU, and lost ranks can be named. The training thread ca
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,9 +26,13 @@ from ckptstore.errors import CkptError, RankLost, SaveFailed, error_from_code
 from ckptstore.names import new_ulid
 from ckptstore.retry import pauses
 
+logger = logging.getLogger(__name__)
+
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.25
 _BEAT_S = 1.0
+_NOTICE_S = 10.0
+"""A wait for another rank is logged after this time."""
 
 _T = TypeVar("_T")
 
@@ -153,6 +159,7 @@ class World:
     def _get(self, key: str, rank: int) -> Any:
         """Wait for the value that `rank` sets. Raises RankLost if the rank sends no heartbeat meanwhile."""
         last_beat, deadline = b"", time.monotonic() + self._silence_s
+        notice = time.monotonic() + _NOTICE_S
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
         # Store.wait would print a warning at each timeout.
         while not self._ask(_meetings.store.check, [key]):
@@ -164,6 +171,15 @@ class World:
                 raise RankLost(
                     f"rank {rank} of {self.size} sent no heartbeat for {self._silence_s:.0f} s",
                     "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
+                )
+            if time.monotonic() > notice:
+                notice = math.inf
+                logger.warning(
+                    "rank %d has waited %.0f s for rank %d of %d; all ranks must make the same calls of ckpt",
+                    self.rank,
+                    _NOTICE_S,
+                    rank,
+                    self.size,
                 )
             time.sleep(next(waits))
         return msgspec.msgpack.decode(bytes(self._ask(_meetings.store.get, key)))

@@ -69,7 +69,7 @@ def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState)
     for item, tree in local.items():
         trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
     state.reshard()
-    for item in state.modules:
+    for item in state.to_place():
         if _has(plan, trees, item):
             _plan_modules(plan, item, state, trees[item])
     saved, live = _saved_ties(state, trees), cache(lambda: ties(state.all_names()))

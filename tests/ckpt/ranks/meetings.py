@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckpt.ranks import world as ranks_world
 from ckpt.ranks.world import World
 from ckptstore.errors import RankLost
+from tests.support.waiting import wait_until
 
 
 def meet(rounds: int) -> dict[str, Any]:
@@ -41,6 +44,27 @@ def lose(lost: int, how: str, meeting: str, timeout_s: float) -> dict[str, Any]:
     except RankLost as error:
         return {"said": str(error)}
     return {"said": "all are here"}
+
+
+def come_late(notice_s: float) -> list[str]:
+    """Rank 1 comes after the notice of rank 0 is logged; what rank 0 logged."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt.ranks.world").addHandler(handler)
+    world, store = World(30), dist.distributed_c10d._get_default_store()
+    ranks_world._NOTICE_S = notice_s
+    if world.rank == 1:
+        store.wait(["logged"])
+    elif world.rank == 0:
+        Thread(target=_set_when, args=(store, logged), daemon=True).start()
+    world.gather(None)
+    return logged
+
+
+def _set_when(store: Any, logged: list[str]) -> None:
+    wait_until(lambda: logged)
+    store.set("logged", "")
 
 
 def be_slow(timeout_s: float) -> list[Any]:

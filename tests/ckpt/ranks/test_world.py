@@ -27,6 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
         tcp = store == "tcp"
         scenarios["meet", store] = Scenario("tests.ckpt.ranks.meetings:meet", 3, {"rounds": _ROUNDS}, tcp=tcp)
         scenarios["slow", store] = Scenario("tests.ckpt.ranks.meetings:be_slow", 3, {"timeout_s": _TIMEOUT_S}, tcp=tcp)
+    scenarios["late"] = Scenario("tests.ckpt.ranks.meetings:come_late", 3, {"notice_s": 0.2}, tcp=True)
     for case in _LOST:
         store, how, lost, meeting = case
         arguments = {"lost": lost, "how": how, "meeting": meeting, "timeout_s": _TIMEOUT_S}
@@ -64,6 +65,11 @@ def test_a_rank_that_is_lost_is_named_in_time(
 @pytest.mark.parametrize("store", _STORES)
 def test_a_slow_rank_that_gives_signs_of_life_is_waited_for(outcomes: dict[object, Outcome], store: str) -> None:
     assert outcomes["slow", store].result() == [[0, 1, 2]] * 3
+
+
+def test_a_rank_that_waits_long_logs_for_which(outcomes: dict[object, Outcome]) -> None:
+    logged = outcomes["late"].result()[0]
+    assert logged == ["rank 0 has waited 0 s for rank 1 of 3; all ranks must make the same calls of ckpt"]
 
 
 def test_one_process_is_a_world_of_its_own() -> None:
