@@ -33,7 +33,9 @@ from ckptstore.format.documents import digest
 SESSION = "ckptd_session"
 _FORM = "ckptd_form"
 _LOGIN, _LOGOUT = "/login", "/logout"
-_PAGE = re.compile(r"/|/(attempts|jobs|restores|store)|/(runs|jobs|restores)/[^/]+|/checkpoints/[^/@]+@[^/]+")
+_PAGE = re.compile(
+    r"/|/(attempts|jobs|restores|store)|/(jobs|restores)/[^/]+|/runs/[^/]+(/state)?|/checkpoints/[^/@]+@[^/]+(/state)?"
+)
 _FORM_SECRET = re.compile(r"[A-Za-z0-9_-]{43}")
 _MAX_NEXT = 400
 _LOG = logging.getLogger(__name__)

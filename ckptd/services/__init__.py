@@ -15,6 +15,7 @@ from ckptd.services.remote_create import RemoteCreateService
 from ckptd.services.restores import Restores
 from ckptd.services.retention import Leases, Retention
 from ckptd.services.retention_view import RetentionViews
+from ckptd.services.state_history import StateHistory
 from ckptd.services.store_sync import StoreSync
 from ckptd.services.tokens import Tokens
 from ckptd.services.uploads import Uploads
@@ -40,6 +41,7 @@ class Services:
     restores: Restores
     retention: Retention
     retention_views: RetentionViews
+    state_history: StateHistory
     store_sync: StoreSync
     tokens: Tokens
     uploads: Uploads
@@ -60,6 +62,7 @@ __all__ = [
     "Retention",
     "RetentionViews",
     "Services",
+    "StateHistory",
     "StoreSync",
     "Tokens",
     "Uploads",

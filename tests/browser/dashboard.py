@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckpt.saver.messages import SaveJob, Setup, SliceRow
+from ckpt.saver.pipeline import SavePipeline
 from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import commit_attempt
+from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.pins import pin
@@ -51,6 +54,7 @@ def fill(store: Store) -> Shown:
     change_policies(
         store, PolicySet(default=Policy(keep_last=5, keep_best=("val_loss:min:3",))), 0, "tests", system_clock
     )
+    _diverged(store)
     sharded = _sharded(store, _always(now - 4000))
     write_checkpoint(store, "vit", 1, SMALL, clock=_always(now - 60))
     live = Attempt(2, new_ulid(now - 12))
@@ -74,6 +78,29 @@ def report(client: DaemonClient, id: str, rank: int, fraction: float) -> None:
     """A rank says how far it is."""
     phase = bodies.Phase.RESTORED if fraction == 1 else bodies.Phase.FETCHING
     client.report_restore(id, rank, phase, int(fraction * 4e9), int(4e9))
+
+
+def _diverged(store: Store) -> None:
+    """A run with statistics, and a NaN at step 40."""
+    setup = Setup(
+        store=store.url, options={}, run="diverged", rank=0, world_size=1, compress="fast", commit_timeout_s=60,
+        daemon=None, token=None,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    session = Session(new_ulid(system_clock()), None)
+    names = [f"model/blocks.{layer}.mlp.up.weight" for layer in range(3)]
+    pipeline = SavePipeline(store, setup, lambda _: None)
+    for step in range(10, 70, 10):
+        numbers = (rng.standard_normal((3, 4000)) * 0.02 * step).astype(np.float32)
+        if step >= 40:
+            numbers[1, 7] = np.nan
+        rows = [SliceRow(name, "float32", (4000,), (0, 4000), 16_000 * at) for at, name in enumerate(names)]
+        job = SaveJob(
+            number=step, slot=0, attempt=NewAttempt(session, step, new_ulid(system_clock())), slices=rows,
+            created_at=system_clock(), aliases={}, trees={}, local={}, metrics={}, lease=None,
+        )  # fmt: skip
+        pipeline.submit(job, numbers.data.cast("B"))
+    pipeline.close()
 
 
 def _sharded(store: Store, clock: Clock) -> Checkpoint:

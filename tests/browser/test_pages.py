@@ -23,6 +23,8 @@ PAGES = {
     "empty": ("/runs/gpt?min_step=999999", "No checkpoint of this run matches the filter"),
     "long": (f"/runs/{LONG}", LONG),
     "checkpoint": ("/checkpoints/fsdp@9000", "48 ranks of 48 wrote 48 shards"),
+    "run-state": ("/runs/diverged/state", "The first checkpoint that went wrong is step 40"),
+    "checkpoint-state": ("/checkpoints/diverged@40/state", "1 tensor with NaN or Inf"),
     "attempts": ("/attempts", "ranks 1, 3"),
     "restores": ("/restores", "seen"),
     "restore": ("/restores/{restore}", "behind"),

@@ -160,6 +160,35 @@ def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> D
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """The difference as far as checksums show it."""
+
+    added: Sequence[str]
+    removed: Sequence[str]
+    reshaped: Sequence[str]
+    changed: Mapping[str, float]
+    """Tensors, and the fraction of their elements that is in chunks which differ."""
+    num_equal: int
+
+
+def unequal(before: Side, after: Side) -> Unequal:
+    """Which tensors differ, without reading them. A tensor in another layout or codec counts as changed. Pure."""
+    old, new = before.types(), after.types()
+    common = {name: old[name] for name in old if new.get(name) == old[name]}
+    count: dict[str, int] = {}
+    for region in _regions(before.content, after.content, common):
+        count[region.name] = count.get(region.name, 0) + region.bytes
+    sizes = {name: max(1, prod(shape) * ITEM_BYTES[dtype]) for name, (dtype, shape) in common.items()}
+    return Unequal(
+        added=[name for name in new if name not in old],
+        removed=[name for name in old if name not in new],
+        reshaped=[name for name in old if name in new and name not in common],
+        changed={name: size / sizes[name] for name, size in count.items()},
+        num_equal=len(common) - len(count),
+    )
+
+
 def _change(name: str, dtype: str, shape: tuple[int, ...], sums: _Sums) -> TensorChange:
     return TensorChange(
         name=name,

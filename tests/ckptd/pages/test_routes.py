@@ -82,7 +82,20 @@ class _Outline(HTMLParser):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/runs/gpt?keep=1", "/checkpoints/gpt@30", "/attempts", "/restores", "/jobs", "/store", "/runs/none"]
+    "path",
+    [
+        "/",
+        "/runs/gpt?keep=1",
+        "/checkpoints/gpt@30",
+        "/attempts",
+        "/restores",
+        "/jobs",
+        "/store",
+        "/runs/none",
+        "/runs/gpt/state",
+        "/runs/none/state",
+        "/checkpoints/gpt@30/state?against=gpt@10",
+    ],
 )
 def test_pages_are_well_formed_and_bring_nothing_inline(served: Served, path: str) -> None:
     page = served.daemon.get(path)
@@ -98,7 +111,7 @@ def test_pages_are_well_formed_and_bring_nothing_inline(served: Served, path: st
 def test_every_page_has_a_rule() -> None:
     pages = {(method, route.path) for route in router.routes for method in route.methods}  # type: ignore[attr-defined]
     assert pages - RULES.keys() == set()
-    assert len(pages) == 10
+    assert len(pages) == 12
 
 
 def test_pages_are_no_part_of_the_api(served: Served) -> None:
