@@ -179,7 +179,9 @@ def test_the_store_is_probed_for_a_form_of_the_page_only(served: Served) -> None
     assert served.daemon.post("/store", {"csrf": ""}).status_code == 403
 
 
-@pytest.mark.parametrize("path", ["/", "/runs/gpt", "/checkpoints/gpt@30", "/attempts", "/restores", "/jobs", "/store"])
+@pytest.mark.parametrize(
+    "path", ["/", "/runs/gpt", "/runs/gpt/state", "/checkpoints/gpt@30", "/attempts", "/restores", "/jobs"]
+)
 def test_without_a_login_pages_lead_to_it_and_tell_nothing(guarded: Daemon, path: str) -> None:
     for cookies in ({}, {"ckptd_session": "0" * 43}, {"ckptd_session": ADMIN}):
         answer = guarded.get(path, cookies=cookies)
