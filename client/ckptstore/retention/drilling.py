@@ -83,14 +83,16 @@ def drill(
     source = StoreSource(run.store, run.clock)
     known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
     checked = checked or VerifiedChunks()
-    with leased(run, checkpoint) as is_held:
-        if not is_held:
+    with leased(run, checkpoint) as held:
+        if held is None:
             return None
         sample, layouts, problem = _rehearse(source, known, sorted({*ranks, max(1, known.world_size)}))
         if sample is not None:
             checked.add_all(known, (chunk for read in sample.reads for chunk in read.chunks))
             throttle(sample.bytes)
-        result = verify(source, known, progress, checked=checked, throttle=throttle, check=check_decoded)
+        result = verify(
+            source, known, progress, checked=checked, throttle=held.renewed_by(throttle), check=check_decoded
+        )
         if result.ok and problem:
             result = replace(result, problems=(problem,))
         record_finding(run, result)

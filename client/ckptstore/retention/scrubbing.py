@@ -14,7 +14,7 @@ from dataclasses import replace
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
-from ckptstore.commits.leases import release_lease, take_lease
+from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.commits.references import marks
 from ckptstore.errors import InvalidName, NoCheckpoint
 from ckptstore.format.documents import FORMAT
@@ -92,16 +92,17 @@ def scrub(
     checked = checked or VerifiedChunks()
     for checkpoint in checkpoints:
         run = Run(store, checkpoint.run, clock, by)
-        with leased(run, checkpoint) as is_held:
-            if not is_held:
+        with leased(run, checkpoint) as held:
+            if held is None:
                 continue
+            read = held.renewed_by(throttle)
             # Ignore an earlier finding and verify again. An unreadable outcome is itself a finding.
             known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
             checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(run)}
-            result = verify(source, known, progress, checked=checked, throttle=throttle)
+            result = verify(source, known, progress, checked=checked, throttle=read)
             if heal_from is not None and not result.ok and known.manifest_digest:
-                healed = heal(run, result, heal_from, throttle)
-                result = verify(source, known, checked=checked, throttle=throttle) if healed.objects else result
+                healed = heal(run, result, heal_from, read)
+                result = verify(source, known, checked=checked, throttle=read) if healed.objects else result
                 result = replace(result, healed=healed.objects, problems=(*result.problems, *healed.problems))
             record_finding(run, result)
         yield result
@@ -116,8 +117,8 @@ def confirm_damage(
     the cause. Nothing is recorded if no problem is found, because most chunks were not read. Returns None if the
     checkpoint is being deleted. Raises Unavailable, which is not a finding.
     """
-    with leased(run, checkpoint) as is_held:
-        if not is_held:
+    with leased(run, checkpoint) as held:
+        if held is None:
             return None
         result = verify(StoreSource(run.store, run.clock), checkpoint, progress, only=chunks)
         if not result.ok:
@@ -125,18 +126,49 @@ def confirm_damage(
         return result
 
 
+class HeldCheckpoint:
+    """A lease on a checkpoint, which is renewed while the checkpoint is read."""
+
+    def __init__(self, run: Run, attempt: Attempt) -> None:
+        """Raises NoCheckpoint if it is being deleted."""
+        self._run = run
+        self._attempt = attempt
+        self._holder = f"scrub by {run.by}"
+        self._lock = threading.Lock()
+        self._taken_at = run.clock()
+        self._lease = take_lease(run, attempt, self._holder, _LEASE_S)
+
+    def renewed_by(self, progress: Progress) -> Progress:
+        """The same callback, which also renews the lease. Any thread may call it."""
+
+        def renew(count: int) -> None:
+            with self._lock:
+                age_s = self._run.clock() - self._taken_at
+                # A lease that has expired must not be renewed: the checkpoint may be deleted by now.
+                if _LEASE_S / 4 < age_s < _LEASE_S:
+                    self._taken_at = self._run.clock()
+                    renew_lease(self._run, self._lease, self._attempt, self._holder, _LEASE_S)
+            progress(count)
+
+        return renew
+
+    def release(self) -> None:
+        """End the lease."""
+        release_lease(self._run, self._lease)
+
+
 @contextmanager
-def leased(run: Run, checkpoint: Checkpoint) -> Iterator[bool]:
-    """Protect a checkpoint while it is read; False if it is being deleted."""
+def leased(run: Run, checkpoint: Checkpoint) -> Iterator[HeldCheckpoint | None]:
+    """Protect a checkpoint while it is read; None if it is being deleted."""
     try:
-        lease = take_lease(run, checkpoint.attempt, f"scrub by {run.by}", _LEASE_S)
+        held = HeldCheckpoint(run, checkpoint.attempt)
     except NoCheckpoint:
-        yield False
+        yield None
         return
     try:
-        yield True
+        yield held
     finally:
-        release_lease(run, lease)
+        held.release()
 
 
 def record_finding(run: Run, result: Verification) -> None:

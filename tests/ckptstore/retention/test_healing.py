@@ -11,6 +11,7 @@ from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.audit import read_log
 from ckptstore.commits.catalog import Checkpoint, latest, quarantined_attempts
+from ckptstore.commits.leases import active_leases
 from ckptstore.errors import StoreUnavailable
 from ckptstore.format.records import Action
 from ckptstore.reading.verify import Verification
@@ -18,6 +19,7 @@ from ckptstore.retention.scrubbing import due_for_scrub, scrub, verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.clocked import DictStore, FakeClock
 from tests.support.stores import Faults, FaultyStore
 
 RUN = "gpt"
@@ -165,3 +167,22 @@ def test_an_interrupted_healing_leaves_the_old_or_the_new_object(run: Run, mode:
     assert [found.ok for found in results] == [True]
     assert run.store.get(key) == intact
     assert [info.key for info in run.store.list(run.keys.attempt(victim.attempt)) if ".ckpt" in info.key] == [key]
+
+
+def test_a_checkpoint_is_held_however_long_its_healing_takes() -> None:
+    clock = FakeClock()
+    run = Run(DictStore(clock), RUN, clock)
+    checkpoint = write_checkpoint(run.store, RUN, 1, sample_arrays(1), clock=clock)
+    calls = 0
+
+    def slow(_: int) -> None:
+        nonlocal calls
+        calls += 1
+        assert checkpoint.attempt in active_leases(run), f"call {calls}"
+        clock.now += 40 * 60
+
+    flip(run, run.keys.shard(checkpoint.attempt, SHARD))
+    (found,) = scrub(run.store, [checkpoint], "me", clock, throttle=slow, heal_from=())
+    assert not found.ok
+    assert calls > 6
+    assert not active_leases(run)
