@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
+from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest
+from ckptstore.commits.store_check import check_store, creates_once, run_store_checks
 from ckptstore.errors import NoSuchBucket
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -95,6 +97,18 @@ def test_a_real_service_is_understood(s3_store: S3Location) -> None:
     for call in READS:
         with pytest.raises(NoSuchBucket, match=f"the bucket of {URL}"):
             call(open_store(URL, s3_store.options))
+
+
+def test_a_probe_does_not_create_it(s3_store: S3Location) -> None:
+    """SeaweedFS creates a bucket with the first write."""
+    store = open_store(URL, s3_store.options)
+    for probe in (check_store, creates_once):
+        with pytest.raises(NoSuchBucket):
+            probe(store, system_clock)
+    problems = [check.detail for check in run_store_checks(store, system_clock).checks if not check.ok]
+    assert "bucket" in problems[0]
+    with pytest.raises(NoSuchBucket):
+        list(store.list(""))
 
 
 def test_a_trainer_does_not_start_from_scratch(options: dict[str, Any]) -> None:

@@ -94,6 +94,7 @@ class _StoreChecks:
         return StoreCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem)
 
     def _write(self) -> str:
+        _check_bucket(self._store)
         self._store.put(self._folder + "object", _DATA)
         return ""
 
@@ -173,6 +174,7 @@ class Probe:
 
 def probe_store(store: Store, clock: Clock) -> Probe:
     """Create small objects twice, sequentially and concurrently, and delete them. Raises Unavailable."""
+    _check_bucket(store)
     with _scratch(store, clock) as key:
         before = clock()
         created = store.put_if_absent(key, b"first\n")
@@ -184,6 +186,11 @@ def probe_store(store: Store, clock: Clock) -> Probe:
     skew_s = min(0.0, written_at + 1 - before) + max(0.0, written_at - after)
     refuses_second = created and not again and kept
     return Probe(refuses_second, all(_one_wins(store, clock) for _ in range(_RACES)), skew_s)
+
+
+def _check_bucket(store: Store) -> None:
+    """Raises NoSuchBucket. SeaweedFS creates a missing bucket with the first write, so look before it: one listing."""
+    next(iter(store.list(names.PROBES_PREFIX)), None)
 
 
 def creates_once(store: Store, clock: Clock) -> bool:
