@@ -20,6 +20,7 @@ from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.runs import RunPageQuery, RunRow, run_row, run_view
 from ckptd.pages.state import checkpoint_state_view, difference_view, run_state_view
+from ckptd.pages.timeline import goodput_view
 from ckptd.services.callers import Caller
 from ckptd.services.retention_view import RetentionView
 from ckptstore import human
@@ -142,6 +143,14 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         drill=kept.drill if kept else None,
         known=kept is not None,
     )
+
+
+@router.get("/runs/{run}/goodput")
+async def goodput(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
+    """What became of the time of one run."""
+    account = await ctx.threads.store(ctx.services.accounts.of_run, run)
+    checkpoints = await ctx.threads.index(_newest, ctx, run, MOST_CHECKPOINTS)
+    return page("goodput.html", **_frame(request, visitor), view=goodput_view(account, checkpoints))
 
 
 @router.get("/checkpoints/{id}")

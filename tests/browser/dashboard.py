@@ -15,6 +15,7 @@ from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import NewAttempt, Session
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.pins import pin
@@ -22,6 +23,7 @@ from ckptstore.retention.policy import change_policies
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.histories import History
 
 SCRIPT = "<script>alert(1)</script>"
 IMAGE = "model/<img src=x onerror=alert(1)>.weight"
@@ -57,6 +59,7 @@ def fill(store: Store) -> Shown:
     _diverged(store)
     sharded = _sharded(store, _always(now - 4000))
     write_checkpoint(store, "vit", 1, SMALL, clock=_always(now - 60))
+    _with_history(store, now - 7 * 3600)
     live = Attempt(2, new_ulid(now - 12))
     for rank in (0, 2):
         write_rank(store, "vit", live, SMALL, rank, 4)
@@ -123,3 +126,15 @@ def _sharded(store: Store, clock: Clock) -> Checkpoint:
 
 def _always(moment: float) -> Clock:
     return lambda: moment
+
+
+def _with_history(store: Store, began_at: float) -> None:
+    """A run of six attempts, with its heartbeats and some of its checkpoints."""
+    run, history = Run(store, "sim", by="tests"), History(3, began_at=began_at)
+    for heartbeat in history.heartbeats(run):
+        store.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
+    for life in history.lives:
+        for save in life.saves[::4]:
+            write_checkpoint(
+                store, "sim", save.attempt.step, SMALL, clock=_always(save.captured_at), generation=life.number
+            )

@@ -20,6 +20,7 @@ PAGES = {
     "overview": ("/", "60"),
     "run": ("/runs/gpt", "last-1"),
     "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
+    "goodput": ("/runs/sim/goodput", "lost"),
     "empty": ("/runs/gpt?min_step=999999", "No checkpoint of this run matches the filter"),
     "long": (f"/runs/{LONG}", LONG),
     "checkpoint": ("/checkpoints/fsdp@9000", "48 ranks of 48 wrote 48 shards"),
@@ -69,9 +70,10 @@ def test_a_page_is_complete_quiet_and_fits(
 def test_no_colour_of_text_is_too_close_to_what_lies_behind_it(browser: Browser, open_to_all: Dashboard) -> None:
     for scheme in ("light", "dark"):
         browser.look(1280, scheme)
-        browser.open(f"{open_to_all.daemon.url}/runs/gpt?keep=5")
-        assert browser.count("main *") > 100
-        assert browser.run(_CONTRAST, 4.5) == []
+        for path in ("/runs/gpt?keep=5", "/runs/sim/goodput"):
+            browser.open(open_to_all.daemon.url + path)
+            assert browser.count("main *") > 100
+            assert browser.run(_CONTRAST, 4.5) == []
 
 
 def test_names_are_text_and_never_markup(browser: Browser, open_to_all: Dashboard) -> None:

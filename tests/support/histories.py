@@ -44,11 +44,13 @@ class _Life:
 class History:
     """A run with kills, preemptions, slow stores and rewinds in place."""
 
-    def __init__(self, seed: int, num_lives: int = 6, slow_store: bool = False) -> None:
+    def __init__(
+        self, seed: int, num_lives: int = 6, slow_store: bool = False, began_at: float = 1_700_000_000.0
+    ) -> None:
         self._random = random.Random(seed)
         self._slow_store = slow_store
         self.lives: list[_Life] = []
-        self._now = 1_700_000_000.0
+        self._now = began_at
         in_place = False
         for number in range(1, num_lives + 1):
             last = number == num_lives
