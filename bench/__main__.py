@@ -33,6 +33,8 @@ BENCHES = (
     "memory",
     "plan",
     "predict",
+    "drill",
+    "goodput",
     "daemon-read",
     "index",
 )

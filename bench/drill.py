@@ -1,0 +1,72 @@
+"""How well a restore drill predicts a real restore of the same checkpoint on the same machine.
+
+Drills and restores of a trained state take turns, both from files in the page cache, with chunks as they are and with
+compressed ones. The prediction is that for one rank. The drill uses no torch, the restore is that of a trainer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from bench.durable_disk import CODINGS
+from bench.measuring import REPETITIONS, Spread, in_turns, seconds
+from bench.ours import Ours
+from bench.report import Goal, Report
+from bench.state import State, trained, wanted_bytes
+from ckptstore.retention.drilling import drill
+from ckptstore.run import Run
+from ckptstore.stores import open_store
+
+GOAL = 0.3
+
+
+def measure(quick: bool) -> Report:
+    """In a folder of the default temporary file system."""
+    state = trained("fp32", wanted_bytes(quick))
+    contestants: dict[str, Callable[[], float]] = {}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        for coding, compress in CODINGS.items():
+            ours = Ours(folder, compress=compress)
+            stack.enter_context(ours)
+            ours.save(state, folder)
+            contestants[f"{coding}, predicted"] = partial(_predicted, ours, folder)
+            contestants[f"{coding}, restored"] = partial(_restored, ours, folder, state)
+        for call in contestants.values():
+            call()  # reads the files into the page cache
+        found, problems = in_turns(contestants, REPETITIONS)
+    spreads = {name: Spread.of(values) for name, values in found.items()}
+    ratios = {
+        coding: spreads[f"{coding}, predicted"].median / spreads[f"{coding}, restored"].median for coding in CODINGS
+    }
+    return Report(
+        bench="drill",
+        what=f"{state.num_bytes / 1e9:.2f} GB, one rank, median (quartiles) of {REPETITIONS} in turns",
+        columns=("", "seconds"),
+        rows=[(name, str(spread)) for name, spread in spreads.items()],
+        goals=[
+            Goal(f"{coding}, deviation of the prediction", "real restore", abs(ratio - 1), GOAL, "at most")
+            for coding, ratio in ratios.items()
+        ],
+        problems=problems,
+        state_bytes=state.num_bytes,
+        facts={f"{coding}, predicted / restored": ratio for coding, ratio in ratios.items()},
+    )
+
+
+def _predicted(ours: Ours, folder: Path) -> float:
+    """What a drill estimates, in seconds."""
+    run = Run(open_store(ours.store), "bench")
+    done = drill(run, ours.saved[folder])
+    assert done is not None
+    assert not done.problems, done.problems
+    return done.layouts[0].restore_s
+
+
+def _restored(ours: Ours, folder: Path, state: State) -> float:
+    state.forget()
+    return seconds(partial(ours.load, folder, state))
