@@ -266,7 +266,9 @@ class Checkpointer:
         what it costs. The slowest rank's cost is used. Raises InvalidRequest.
         """
         limits = Limits.of(seconds, overhead, mtbf_s)
-        schedule = Schedule(lambda: self._newest, limits, self.config.peer_timeout_s, steps=self._steps)
+        schedule = Schedule(
+            lambda: self._newest, limits, self.config.peer_timeout_s, steps=self._steps, solo=self.config.solo
+        )
         self._schedules.append(schedule)
         return schedule
 
@@ -333,7 +335,7 @@ class Checkpointer:
         return self._client.saver_pid if self._client is not None else None
 
     def _world(self) -> World:
-        return World(self.config.peer_timeout_s)
+        return World(self.config.peer_timeout_s, self.config.solo)
 
     def _saving_client(self) -> SaveClient:
         if os.getpid() != self._pid:

@@ -25,6 +25,7 @@ OverlapMode = Literal[True, False, "verify"]
 Writer = Literal["process", "thread"]
 Compress = Literal["auto", "off", "fast", "max"]
 OnBusy = Literal["wait", "skip", "supersede"]
+Group = Literal["all", "solo"]
 ReplicaReads = Literal["auto", "broadcast", "daemon", "none"]
 
 
@@ -74,6 +75,9 @@ class Config:
     split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
         writes all of them, into one file.
     repeat_steps: allow a step to be saved more than once between two restores; the later commit counts.
+    group: the processes that save and restore together. all: those of the default process group. solo: this one, for
+        hooks that run on one rank. No call waits for others, and state that is sharded over ranks is refused. No other
+        process may save this run.
     replica_reads: how ranks that restore the same bytes get them. broadcast: one rank reads and sends them to the
         others. daemon: all ranks read through the daemon's cache. none: each rank reads for itself. auto: broadcast
         within a process group; without one, daemon if one is given and the environment names several ranks.
@@ -103,6 +107,7 @@ class Config:
     heartbeat_s: float = 60.0
     split_replicas: bool = False
     repeat_steps: bool = False
+    group: Group = "all"
     replica_reads: ReplicaReads = "auto"
 
     def __post_init__(self) -> None:
@@ -163,6 +168,11 @@ class Config:
     def read_only(self) -> bool:
         """A daemon serves reads; savers write to the store itself."""
         return self.source.startswith(("http://", "https://"))
+
+    @property
+    def solo(self) -> bool:
+        """Whether this process saves and restores without the other ranks."""
+        return self.group == "solo"
 
     @property
     def in_process(self) -> bool:

@@ -76,11 +76,12 @@ class Schedule:
         clock: Callable[[], float] = time.monotonic,
         lead_s: float = LEAD_S,
         steps: StepClock | None = None,
+        solo: bool = False,
     ) -> None:
-        """newest: the save that began last. steps: gets the steps of `due`, for heartbeats."""
+        """newest: the save that began last. steps: gets the steps of `due`, for heartbeats. solo: see Config.group."""
         self._newest = newest
         self._limits = limits
-        self._peer_timeout_s = peer_timeout_s
+        self._peer_timeout_s, self._solo = peer_timeout_s, solo
         self._clock = clock
         self._lead_s = lead_s
         self._steps = steps
@@ -141,7 +142,7 @@ class Schedule:
             self._broadcast.close()
 
     def _begin(self) -> None:
-        world = World(self._peer_timeout_s)
+        world = World(self._peer_timeout_s, self._solo)
         if world.size > 1:
             self._rank = world.rank
             self._broadcast = SaveBroadcast(world.private_store(), world.rank, self._lead_s / _POLLS_PER_LEAD)

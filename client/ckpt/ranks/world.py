@@ -51,12 +51,17 @@ _meetings = _Meetings()
 """The meetings of the current default process group. Process-wide, like the group: all Worlds share them."""
 
 
+def is_grouped() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 class World:
     """The default process group, if there is one. One thread calls the collectives; any thread may call `beat`."""
 
-    def __init__(self, timeout_s: float) -> None:
-        """timeout_s: a rank without a heartbeat for this long is lost."""
-        grouped = dist.is_available() and dist.is_initialized()
+    def __init__(self, timeout_s: float, solo: bool = False) -> None:
+        """timeout_s: a rank without a heartbeat for this long is lost. solo: this process alone, without its group."""
+        grouped = not solo and is_grouped()
         self.rank: int = dist.get_rank() if grouped else 0
         self.size: int = dist.get_world_size() if grouped else 1
         # A lost rank may stall an exchange and then the meeting after it: both must fit into the timeout.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+
+import torch.distributed as dist
 
 from ckpt.capture.describe import describe
 from ckpt.capture.estimate import estimate_snapshot_bytes
@@ -13,8 +15,9 @@ from ckpt.capture.leaves import Captured
 from ckpt.capture.ownership import Unit
 from ckpt.capture.state import check_others
 from ckpt.capture.train_state import TrainState
-from ckpt.ranks.world import Agreement, World, meet
+from ckpt.ranks.world import Agreement, World, is_grouped, meet
 from ckpt.snapshot.stage import SnapshotLayout
+from ckptstore.errors import UnsupportedObject
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,18 @@ class AgreedLayout:
         def described() -> dict[str, Unit]:
             check()
             check_others(state)
-            return describe(state, sampled=world.size > 1)
+            units = describe(state, sampled=world.size > 1)
+            if world.size == 1 and is_grouped() and dist.get_world_size() > 1:
+                _check_whole(units)
+            return units
 
         return meet(world, described, self._split_replicas)
+
+
+def _check_whole(units: Mapping[str, Unit]) -> None:
+    """Raise UnsupportedObject for state of which one process alone holds a part."""
+    if sharded := [name for name, unit in units.items() if unit.distributed]:
+        raise UnsupportedObject(
+            f"{sharded[0]!r} is sharded over ranks, and group='solo' saves what this process holds",
+            "Save on all ranks with group='all', or gather the state and pass it as shared={...}",
+        )

@@ -151,3 +151,12 @@ def test_a_dataclass_that_contains_itself_is_refused(tmp_path: Path) -> None:
     value.moments = value  # type: ignore[assignment]
     with open_run(tmp_path) as checkpointer, pytest.raises(UnsupportedObject, match="nested more than 100 deep"):
         checkpointer.prepare(None, None, shared={"own": value})
+
+
+def test_one_rank_saves_and_restores_alone(tmp_path: Path) -> None:
+    (tmp_path / "scenarios").mkdir()
+    scenario = Scenario("tests.ckpt.capture.shared_ranks:solo", 2, {"store": str(tmp_path / "store")})
+    (outcome,) = run_scenarios([scenario], tmp_path / "scenarios")
+    (step, refused), others = outcome.result()
+    assert (step, others) == (1, [])
+    assert "'model/bias' is sharded over ranks" in refused or "'model/weight' is sharded over ranks" in refused
