@@ -59,7 +59,7 @@ class Config:
         whose master has the same shape, is sharded alike and is written by the same rank. Not with staging_bytes, which
         never has a whole snapshot in memory.
     statistics: save statistics of each tensor with it: extremes, mean, rms, zeros, NaN, Inf, and a histogram of
-        exponents. `ckptctl stats` and `ckptctl why` show them. Costs about 5 % of encoding.
+        exponents. `ckptctl stats` and `ckptctl why` show them. Costs 5 to 7 % of encoding.
     cpu_budget: share of one core that the saver process may use, such as 0.5. None: what other processes leave. Does
         not apply to writer="thread".
     overlap: copy parameters and optimizer state while training continues; `optim.step()` waits for the copy. verify:
