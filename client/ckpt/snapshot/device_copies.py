@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -28,6 +29,47 @@ PIN_BYTES = 256 << 20
 _PIN_LEAST_BYTES = 16 << 20
 _PIN_PAUSE_S = 0.005
 _RING_BYTES = 32 << 20
+_SAMPLE_BYTES = 64
+
+
+class _Samples:
+    """Some bytes of each leaf, read before it is copied. If its copy has other bytes, it changed meanwhile.
+
+    No other check reads memory of a device: a replayed graph, or a kernel that bypasses torch, moves no counter.
+    """
+
+    def __init__(
+        self, device: Device, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool
+    ) -> None:
+        self._read: list[tuple[int, torch.Tensor, int]] = []
+        """Index of the leaf, its sample, and the address where its copy has these bytes."""
+        with suppress(RuntimeError):  # no memory can be pinned: the save goes on without samples
+            self._begin(device, views, tensors, side)
+
+    def _begin(
+        self, device: Device, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool
+    ) -> None:
+        memory = device.pinned(_SAMPLE_BYTES * max(1, len(tensors)))
+        sources, read = [], list[tuple[int, torch.Tensor, int]]()
+        for index, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
+            if not tensor.numel() or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                continue
+            count, at = min(tensor.numel(), _SAMPLE_BYTES // tensor.element_size()), tensor.numel() // 2
+            source = tensor.detach().view(-1)[min(at, tensor.numel() - count) :][:count]
+            sources.append(source)
+            sample = memory[_SAMPLE_BYTES * index :][: source.nbytes]
+            begin = (source.data_ptr() - tensor.data_ptr()) + view.data_ptr()
+            read.append((index, sample.view(tensor.dtype), begin))
+        device.copy([sample for _, sample, _ in read], sources, side)
+        self._read = read
+
+    def torn(self) -> list[int]:
+        """Indexes of leaves that had changed when they were copied. The device has finished."""
+        return [
+            index
+            for index, sample, begin in self._read
+            if ctypes.string_at(begin, sample.nbytes) != ctypes.string_at(sample.data_ptr(), sample.nbytes)
+        ]
 
 
 class DeviceCopies:
@@ -42,6 +84,7 @@ class DeviceCopies:
         self._ready: Mark | None = None
         self._done: Mark | None = None
         self._waiting: set[Hashable] = set()
+        self._samples: _Samples | None = None
         self._lock = threading.Lock()
 
     def add(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], later: bool) -> None:
@@ -53,10 +96,15 @@ class DeviceCopies:
         to += views
         kept += map(torch.Tensor.detach, tensors)
 
-    def begun(self) -> None:
-        """Queue the copies that cannot wait, and mark the point of the current stream where the state is complete."""
+    def begun(self, watch: bool) -> None:
+        """Queue the copies that cannot wait, and mark the point of the current stream where the state is complete.
+
+        watch: detect changes from here on; otherwise from where `copy` begins, which costs this thread nothing.
+        """
         try:
             self._queue(*self._now, side=False)
+            if watch and self._later[0]:
+                self._samples = _Samples(self._device, *self._later, side=False)
         finally:
             self._ready = self._done = self._device.mark(side=False)
 
@@ -72,6 +120,8 @@ class DeviceCopies:
         patience.wait_for(self._ready)
         self._device.wait(self._ready, side=True)
         try:
+            if self._samples is None:
+                self._samples = _Samples(self._device, *self._later, side=True)
             self._queue(*self._later, side=True)
         finally:
             self._done = self._device.mark(side=True)
@@ -89,8 +139,13 @@ class DeviceCopies:
         """Whether the device has finished all copies that were queued."""
         return self._done is None or self._done.done()
 
+    def torn(self) -> list[int]:
+        """Numbers of the deferred leaves that had changed when they were copied. Call it when all is done."""
+        return [] if self._samples is None else self._samples.torn()
+
     def release(self) -> None:
         """Release tensor references."""
+        self._samples = None
         self._now, self._later = ([], []), ([], [])
 
     def _queue(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:

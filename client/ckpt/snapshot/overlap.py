@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _SMALL_BYTES = 16 << 10
 """Smaller tensors in host memory are copied at once: handing them to another thread takes as long."""
 _NAMED = 3
+_WATCHED_SAVES = 2
 _DEVICE_S = 60.0
 """How long `close` waits for a device, which is busy for seconds at most if it makes progress."""
 _STUCK: list[PendingCopy] = []
@@ -72,6 +73,9 @@ class BackgroundCopy(Protocol):
 
     def finish(self, expired: Callable[[], bool] | None = None) -> bool:
         """Wait until the slot holds everything. False if a device has not finished when time has expired."""
+
+    def torn(self) -> list[str]:
+        """Entries that had changed when devices copied them. Call it after `finish`."""
 
     def release(self) -> None:
         """Release the tensors. Call it after `finish`."""
@@ -140,6 +144,9 @@ class Overlap:
         """The optimizers whose step is in a CUDA graph: a replay changes state and calls no hook."""
         self._hooked = False
         """Whether every step of the optimizers of this save calls the hook."""
+        self._layout: object = None
+        self._watched = 0
+        """How many overlapped saves had this layout."""
         self._step_lock = threading.Lock()  # backward passes of several devices step from several threads
         self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
 
@@ -175,6 +182,14 @@ class Overlap:
         """The guard of leaves that are copied from now on; see `Guard`."""
         kind = DigestGuard if self._verify else ChangeGuard
         return kind(leaves, samples, storages)
+
+    def watches(self, layout: object) -> bool:
+        """Whether to detect changes on devices from the call on: in the first overlapped saves of a layout."""
+        return layout is not self._layout or self._watched < _WATCHED_SAVES
+
+    def watched(self, layout: object) -> None:
+        """A save with this layout overlaps."""
+        self._layout, self._watched = layout, self._watched + 1 if layout is self._layout else 1
 
     def begin(self, client: SaveClient, pending: PendingCopy) -> None:
         """Copy in the background, then submit the job. The previous copy has been joined."""
@@ -255,7 +270,7 @@ class Overlap:
             if not pending.transfer.finish(pending.patience.expired) or not reads.finish(pending.patience.expired):
                 raise _stuck_error()
             snapshot.updates.measure(stage_s=time.perf_counter() - started)
-            if changed := pending.changed_entries():
+            if changed := pending.changed_entries() or pending.transfer.torn():
                 raise _torn_error(changed)
             self._frozen.observe(snapshot.slot.segment, pending.transfer.frozen, stepped)
             self._submit(pending)

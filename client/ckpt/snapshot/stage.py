@@ -147,12 +147,18 @@ class Stager:
 
     @torch.no_grad()
     def begin(
-        self, leaves: Leaves, layout: SnapshotLayout, later: Later | None, sameness: object | None = None
+        self,
+        leaves: Leaves,
+        layout: SnapshotLayout,
+        later: Later | None,
+        sameness: object | None = None,
+        watch: bool = False,
     ) -> Transfer:
         """Copy the leaves that cannot be deferred; those on a GPU are enqueued on the current stream instead.
 
         later: whether a leaf is deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None and equals
-        the last one, the slices, the memory and the answers of `later` are the same as then.
+        the last one, the slices, the memory and the answers of `later` are the same as then. watch:
+        detect changes of leaves on devices from the call on, and not only while they are copied.
         """
         plan = self._plan
         if plan is None or sameness is None or plan.sameness != sameness:
@@ -169,7 +175,7 @@ class Stager:
                 self.pin(device)
                 for (views, indexes), waits in ((found.now, False), (found.later, True)):
                     transfer.add_device_copies(device, self.pinned, views, [leaves.tensors[i] for i in indexes], waits)
-            transfer.begun()
+            transfer.begun(watch)
         except BaseException:
             transfer.finish()  # what was queued is still written, and the slot will be used again
             raise

@@ -106,6 +106,10 @@ class StreamTransfer:
         wait_s = updates.handle.timings.wait_s + waited_s
         updates.measure(wait_s=wait_s, stage_s=time.perf_counter() - started - waited_s)
 
+    def torn(self) -> list[str]:
+        """Nothing is copied by devices."""
+        return []
+
     def make_streams_wait(self) -> None:
         """Nothing to order: `copy` returns when everything is copied."""
 

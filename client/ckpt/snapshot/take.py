@@ -49,7 +49,10 @@ def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | No
     captured, layout, stager = snapshot.request.captured, snapshot.request.layout, snapshot.slot.stager
     started = time.perf_counter()
     if overlap is not None and overlap.on:
-        transfer = stager.begin(captured.leaves, layout, overlap.can_overlap, overlap.sameness(captured))
+        sameness, watch = overlap.sameness(captured), overlap.watches(layout)
+        transfer = stager.begin(captured.leaves, layout, overlap.can_overlap, sameness, watch)
+        if transfer.deferred_on_devices:
+            overlap.watched(layout)
         if transfer.under_way:
             guard = overlap.guard(transfer.later, transfer.samples, transfer.storages)
             overlap.begin(client, PendingCopy(transfer, guard, snapshot))

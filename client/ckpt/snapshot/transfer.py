@@ -48,6 +48,9 @@ class Transfer:
         self._kept: list[object] = []
         self._devices: dict[torch.device, DeviceCopies] = {}
         self._gathered: Sequence[Move] = ()
+        self._deferred: dict[torch.device, list[int]] = {}
+        """Numbers of the deferred leaves of devices, which follow those of the moves."""
+        self._num_deferred = 0
 
     def add_moves(self, moves: Sequence[Move], leaves: Leaves, samples: Sequence[Sample]) -> None:
         """Defer copies of host memory; call it before all other add methods. Keeps the memory alive until then.
@@ -82,6 +85,9 @@ class Transfer:
 
         pinned: whether the slot is.
         """
+        if later:
+            self._deferred.setdefault(device, []).extend(range(self._num_deferred, self._num_deferred + len(tensors)))
+            self._num_deferred += len(tensors)
         if device not in self._devices:
             self._devices[device] = DeviceCopies(DEVICES[device.type](device), pinned)
         self._devices[device].add(views, tensors, later)
@@ -97,14 +103,19 @@ class Transfer:
         return bool(self._devices)
 
     @property
+    def deferred_on_devices(self) -> bool:
+        """Whether a device copies leaves while training continues."""
+        return bool(self._num_deferred)
+
+    @property
     def under_way(self) -> bool:
         """Whether copies are deferred, or a GPU is copying."""
         return bool(self.later or self._devices)
 
-    def begun(self) -> None:
-        """Order deferred copies of GPUs after the work enqueued so far."""
+    def begun(self, watch: bool = False) -> None:
+        """Order deferred copies of GPUs after the work enqueued so far. watch: detect changes from here on."""
         for copies in self._devices.values():
-            copies.begun()
+            copies.begun(watch)
 
     @torch.no_grad()
     def copy(self, guard: Guard, patience: Patience) -> None:
@@ -131,6 +142,11 @@ class Transfer:
         """Order later work of the current streams after the copy. Does not wait. Call it after `copy`."""
         for copies in self._devices.values():
             copies.make_stream_wait()
+
+    def torn(self) -> list[str]:
+        """Entries that had changed when devices copied them. Call it after `finish`."""
+        found = [self._deferred[device][n] for device, copies in self._devices.items() for n in copies.torn()]
+        return [self.later.slices[len(self._moves) + number].entry for number in found]
 
     def finish(self, expired: Callable[[], bool] | None = None) -> bool:
         """Wait until the devices have finished their copies. False if time has expired before. For any thread."""

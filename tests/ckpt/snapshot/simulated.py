@@ -66,7 +66,7 @@ class SimulatedDevice:
         self.refuses_pins = False
         self.node: int | None = None
         self.fails_after: int | None = None
-        """Fail the copy after this many."""
+        """Fail the copy into a slot after this many."""
 
     # What the library uses: see ckpt.device.Device.
 
@@ -82,7 +82,8 @@ class SimulatedDevice:
 
     def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         for view, tensor in zip(views, tensors, strict=True):
-            if self.fails_after is not None:
+            own = view.untyped_storage().data_ptr() in self._allocated
+            if self.fails_after is not None and not own:
                 self.fails_after -= 1
                 if self.fails_after < 0:
                     self.fails_after = None
@@ -91,7 +92,7 @@ class SimulatedDevice:
             assert self._is_pinned(to, size), "an asynchronous copy into pageable memory"
             self._writes[to] = size
             # As torch does with its own pinned memory, but not with that of others.
-            kept = view if view.untyped_storage().data_ptr() in self._allocated else None
+            kept = view if own else None
             strided = None if tensor.is_contiguous() else (view, tensor)
             self._queue(SIDE if side else self.current(), partial(self._move, to, source, size, kept, strided))
 
@@ -177,6 +178,11 @@ class SimulatedDevice:
                 if callable(operation):
                     operation()
                     self.executed += 1
+
+    @property
+    def registered(self) -> set[int]:
+        """The addresses that were pinned and not allocated so."""
+        return set(self._pinned) - self._allocated
 
     def queued(self, stream: Hashable) -> int:
         """How many operations wait on a stream."""
