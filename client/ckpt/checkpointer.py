@@ -129,8 +129,8 @@ class Checkpointer:
         RankFailed, and later saves of this rank are copied before they return. Detection compares version counters and,
         samples at 16 places of each tensor, at one on a GPU. It misses a change that bypasses the counters (`.data`, a
         numpy view) and lies between these places, is undone before the tensor is copied, or is on a GPU and comes
-        before the copy, after two saves. With overlap="verify" it misses none. Calls that replace the memory of a storage (`share_memory_()`, a queue of
-        torch.multiprocessing, `resize_()`) wait until it is copied.
+        before the copy, after two saves. With overlap="verify" it misses none. Calls that replace the memory of
+        a storage (`share_memory_()`, a queue of torch.multiprocessing, `resize_()`) wait until it is copied.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of
