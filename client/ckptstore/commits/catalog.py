@@ -302,7 +302,7 @@ def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list
 
 def _left(checkpoint: Checkpoint, lineage: Lineage, begun_at: Mapping[int, float]) -> Checkpoint:
     """The checkpoint, marked abandoned."""
-    begun = begun_at.get(lineage.left_by(checkpoint.attempt) or 0)
+    begun = begun_at.get(lineage.left_by(checkpoint.attempt, begun_at) or 0)
     # An old job may commit long after its successor began.
     at = None if begun is None else max(begun, checkpoint.written_at)
     return replace(checkpoint, state=State.ABANDONED, abandoned_at=at)

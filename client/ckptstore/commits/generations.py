@@ -139,6 +139,8 @@ class Lineage:
     def __init__(self, parent_of: ParentOf) -> None:
         self._parent_of = parent_of
         self._branches: list[_Branch] = []
+        self._of: dict[int, _Branch] = {}
+        """The branches of all generations that were asked about."""
         self.complete = False
         """Whether the head is known: older generations change nothing."""
 
@@ -156,10 +158,21 @@ class Lineage:
         """Whether an attempt is live."""
         return any(branch.includes(attempt) for branch in self._branches)
 
-    def left_by(self, attempt: Attempt) -> int | None:
-        """The generation that left an abandoned attempt behind: the next newer one of the live lineage."""
-        found = (branch.next_after(attempt.generation) for branch in self._branches)
+    def left_by(self, attempt: Attempt, begun: Iterable[int]) -> int | None:
+        """The generation that left an abandoned attempt behind, for the last time if its branch was revived.
+
+        That is the next generation of the live lineage after the newest one that continues from the attempt. begun: the
+        numbers of all generations.
+        """
+        newer = sorted((number for number in begun if number > attempt.generation), reverse=True)
+        last = next((number for number in newer if self._branch(number).includes(attempt)), attempt.generation)
+        found = (branch.next_after(last) for branch in self._branches)
         return max((number for number in found if number is not None), default=None)
+
+    def _branch(self, head: int) -> _Branch:
+        if head not in self._of:
+            self._of[head] = _Branch(head, self._parent_of)
+        return self._of[head]
 
 
 class _Branch:

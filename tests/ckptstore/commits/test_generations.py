@@ -27,6 +27,7 @@ from ckptstore.commits.generations import (
     Lineage,
     Session,
     begin_generation,
+    list_generations,
     newest_generation,
     read_generation,
     read_generations,
@@ -368,3 +369,19 @@ def test_a_session_of_long_ago_is_looked_for_only_as_far_as_needed(store: Store)
     faults = Faults()
     assert begin(Run(FaultyStore(store, faults), "gpt")) == 7
     assert sum(call.startswith("get") for call in faults.calls) == 1
+
+
+def test_a_branch_that_was_revived_is_left_when_it_is_left_again(store: Store) -> None:
+    """Generation 3 continues the abandoned generation 1, and generation 4 continues generation 2 again."""
+    run = Run(store, "gpt")
+    saved: dict[int, Attempt] = {}
+    for number, parent in ((1, None), (2, None), (3, 1), (4, 2)):
+        session = Session(new_ulid(system_clock()), saved[parent] if parent else None)
+        assert begin_generation(run, session).number == number
+        saved[number] = write_checkpoint(store, "gpt", number, {}, generation=number).attempt
+    lineage = Lineage(lambda number: read_generation(run, number))
+    lineage.add(4, readable=True)
+    assert [number for number, attempt in saved.items() if lineage.includes(attempt)] == [2, 4]
+    begun = list_generations(run)
+    assert lineage.left_by(saved[1], ()) == 2, "as if it had not been revived"
+    assert lineage.left_by(saved[1], begun) == lineage.left_by(saved[3], begun) == 4
