@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -41,8 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         for note in Path(tempfile.gettempdir(), f"ckpt-{os.getuid()}").glob("*.known"):
-            if "/pytest-of-" in note.read_text():
-                note.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another session of pytest may remove it too
+                if "/pytest-of-" in note.read_text():
+                    note.unlink()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
