@@ -142,6 +142,8 @@ class Overlap:
         """The optimizers that were about to step since the last save."""
         self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """The optimizers whose step is in a CUDA graph: a replay changes state and calls no hook."""
+        self._said = False
+        """Whether it was logged that some state does not overlap."""
         self._hooked = False
         """Whether every step of the optimizers of this save calls the hook."""
         self._layout: object = None
@@ -158,7 +160,11 @@ class Overlap:
         in the order of the current stream, before anything that is replayed there. Leaves of `capturable` optimizers
         are always copied so.
         """
-        known = [one for one in optimizers if not all(group.get("capturable") for group in one.param_groups)]
+        every = list(optimizers)
+        known = [one for one in every if not all(group.get("capturable") for group in one.param_groups)]
+        if len(known) < len(every) and not self._said:
+            self._said = True
+            logger.info("state of optimizers with capturable=True, which compiled steps set, is copied without overlap")
         self._hooked = all(one in self._came and one not in self._captured for one in known)
 
     def can_overlap(self, leaf: StateLeaf) -> bool:
