@@ -217,8 +217,7 @@ def test_a_change_that_moves_no_counter_is_found(training: Training, tmp_path: P
         overwritten = training.model.get_parameter("w1")
         training.step()
         handle = training.save(checkpointer, 1)
-        with training.device.stream("other"):
-            training.device.launch(add_one(overwritten))
+        training.device.launch(add_one(overwritten))
         with suppress(SnapshotTorn):
             handle.result(PATIENCE_S)
         if isinstance(handle.exception(), SnapshotTorn):
