@@ -364,6 +364,7 @@ def _page_query(request: Request) -> RunPageQuery:
         every=_number(request, "every"),
         best=request.query_params.get("best", "")[:400],
         abandoned=_number(request, "abandoned"),
+        healthy=bool(_number(request, "healthy")),
     )
 
 

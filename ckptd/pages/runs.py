@@ -61,14 +61,18 @@ class RunPageQuery:
     """The best by a metric: METRIC:min:N or METRIC:max:N."""
     abandoned: int | None = None
     """Days for which abandoned checkpoints are kept; None: the default of a policy."""
+    healthy: bool = False
+    """Keep the newest checkpoint without NaN and Inf, too."""
 
     @property
     def policy(self) -> Policy | None:
         """The policy to preview; None without a preview. Raises InvalidPolicy."""
-        if not (self.keep or self.every or self.best):
+        if not (self.keep or self.every or self.best or self.healthy):
             return None
         best = (self.best,) if self.best else ()
-        policy = Policy(keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best)
+        policy = Policy(
+            keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best, keep_healthy=int(self.healthy)
+        )
         if self.abandoned is None:
             return policy
         return msgspec.structs.replace(policy, keep_abandoned_s=self.abandoned * 24 * 3600.0)
@@ -86,6 +90,7 @@ class RunPageQuery:
             "every": query.every,
             "best": query.best,
             "abandoned": query.abandoned,
+            "healthy": 1 if query.healthy else None,
         }
         return "?" + urlencode({name: value for name, value in chosen.items() if value not in (None, "")})
 
@@ -208,6 +213,8 @@ def _preview(pruned: Sequence[KeepDecision] | None, query: RunPageQuery) -> Prev
         return None
     given = (("--keep", query.keep), ("--keep-every", query.every), ("--keep-best", query.best))
     rules = " ".join(f"{option} {value}" for option, value in given if value)
+    if query.healthy:
+        rules = f"{rules} --keep-healthy".lstrip()
     if query.abandoned is not None:
         rules += f" --keep-abandoned {query.abandoned}d"
     gone = [v.checkpoint for v in pruned if not v.reasons]

@@ -138,6 +138,12 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     preview = run_view("gpt", checkpoints, reasons, kept, fewer, 1000.0).preview
     assert preview is not None
     assert preview.rules == "--keep 5 --keep-abandoned 0d"
+    healthy = RunPageQuery(keep=5, healthy=True)
+    assert healthy.policy == Policy(keep_last=5, keep_healthy=1)
+    assert healthy.link() == "?keep=5&healthy=1"
+    preview = run_view("gpt", checkpoints, reasons, kept, healthy, 1000.0).preview
+    assert preview is not None
+    assert preview.rules == "--keep 5 --keep-healthy"
     both = run_view("gpt", checkpoints, reasons, kept, query, 1000.0).preview
     assert both is not None
     assert both.rules == "--keep 5 --keep-every 100 --keep-best loss:min:2"
