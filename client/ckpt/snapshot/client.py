@@ -232,6 +232,8 @@ class SaveClient:
         Raises TimeoutError if that takes longer; a saver process then continues on its own.
         """
         writer, self._writer = self._writer, None
+        if self._steps is not None:
+            self._steps.close()
         if writer is not None:
             writer.close(timeout_s)
         self._arena.close()

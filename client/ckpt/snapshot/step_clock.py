@@ -41,9 +41,7 @@ class StepClock:
         self._began = Began(
             id=new_ulid(now), parent=parent, began_at=began_at, trains_at=now, restored_s=restored_s
         )  # fmt: skip
-        if self._pulse is not None:
-            self._pulse.close()
-            self._pulse = None
+        self.close()
         self._costs = Costs()
         self._waited_s = 0.0
         self._step = self._saved_step = step
@@ -69,6 +67,12 @@ class StepClock:
             self._pulse = Pulse()
         writer.begin(self._began, self._pulse)
         self._announced = (writer, self._began.id)
+
+    def close(self) -> None:
+        """Close the pulse. A saver that has it reads on; the next announcement creates another."""
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.close()
 
     def reached(self, step: int) -> None:
         """The loop has reached a step."""
