@@ -111,7 +111,7 @@ def test_pages_are_well_formed_and_bring_nothing_inline(served: Served, path: st
 def test_every_page_has_a_rule() -> None:
     pages = {(method, route.path) for route in router.routes for method in route.methods}  # type: ignore[attr-defined]
     assert pages - RULES.keys() == set()
-    assert len(pages) == 12
+    assert len(pages) == 13
 
 
 def test_pages_are_no_part_of_the_api(served: Served) -> None:
