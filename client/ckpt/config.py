@@ -43,8 +43,8 @@ class Config:
     slots: maximum number of snapshots in host memory; each takes the size of the state.
     staging_bytes: maximum host memory of a save: its slot, encoded chunks, and parts in flight to the store. A larger
         snapshot is streamed through one slot while the saver uploads it: save_async waits until the saver has the last
-        chunk, or with overlap the next `optim.step()` does. With state on a GPU save_async always waits. None: no
-        limit.
+        chunk, or with overlap the next `optim.step()` does. save_async always waits if all state, or more than 32 MiB
+        of it, is on a GPU. None: no limit.
     compress: off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless.
         auto: chosen among these by element type and measured speed: the smallest that is durable well inside the
         interval between saves, or the soonest durable if saves come back to back.

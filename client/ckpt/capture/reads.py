@@ -1,4 +1,4 @@
-"""Small tensors of GPUs that belong into trees. They are copied to the host, and the training thread does not wait.
+"""Small tensors of GPUs, such as those in trees. They are copied to the host, and the training thread does not wait.
 
 `tensor.cpu()` and `tensor.item()` wait until the GPU has done everything that was queued: a step or more.
 """

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ckpt.capture.leaves import StateLeaf
-from ckpt.device import Patience
+from ckpt.capture.reads import SmallReads
+from ckpt.device import Patience, has_device
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.client import SaveClient
@@ -20,8 +21,8 @@ from ckpt.snapshot.stage import SnapshotLayout, is_plain
 from ckptstore.format.shards import ChunkSpan, Placed, plan_chunks
 
 _CLONED_BYTES = 32 << 20
-"""Leaves that cannot overlap are cloned if they are not more than this, so that the rest can be copied in the
-background."""
+"""Leaves that cannot overlap are copied at the call if they are not more than this, so that the rest can be copied in
+the background."""
 
 
 def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | None) -> None:
@@ -37,7 +38,9 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
     if overlap is not None and _worthwhile(leaves, deferred):
         pairs = list(zip(leaves.tensors, deferred, strict=True))
         waiting = [i for i, waits in enumerate(deferred) if waits]
-        tensors = [tensor.detach() if waits else tensor.clone() for tensor, waits in pairs]
+        reads = snapshot.request.captured.reads
+        tensors = [tensor.detach() if waits else _clone(tensor, reads) for tensor, waits in pairs]
+        reads.finish()
         stream = _Stream(segment, tensors, layout, {i: number for number, i in enumerate(waiting)})
         later = leaves.pick(waiting)
         storages = list(map(torch.Tensor.untyped_storage, later.tensors))
@@ -59,6 +62,14 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
 
 def _can_overlap(leaf: StateLeaf, overlap: Overlap | None) -> bool:
     return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.can_overlap(leaf)
+
+
+def _clone(tensor: torch.Tensor, reads: SmallReads) -> torch.Tensor:
+    """Host memory that has the elements of a tensor after `reads.finish`.
+
+    A clone on a GPU would be read by the copier thread, whose current stream does not wait for that of this thread.
+    """
+    return tensor.clone() if tensor.is_cpu and not has_device(tensor) else reads.read(tensor)
 
 
 def _worthwhile(leaves: Sequence[StateLeaf], deferred: Sequence[bool]) -> bool:
