@@ -21,7 +21,8 @@ _QUEUE: Any = torch.multiprocessing.get_context("spawn").Queue()
 
 
 def _put(parameter: nn.Parameter) -> None:
-    _QUEUE.put(parameter)  # its own thread replaces the memory
+    _QUEUE.put(parameter)  # its own thread replaces the memory, which nothing else may use meanwhile
+    wait_until(parameter.is_shared, "the memory to be shared", _PATIENCE_S)
 
 
 def _share(parameter: nn.Parameter) -> None:
@@ -67,8 +68,6 @@ def _end(store: Path, call: Callable[[nn.Parameter], None]) -> str:
         except SnapshotTorn:
             return "torn"
         found = checkpointer.load(1, "model/*")
-        if call in (_put, _share):
-            wait_until(model[1].is_shared, "the memory to be shared", _PATIENCE_S)
     same = [torch.equal(found[f"model/{number}"], tensor) for number, tensor in enumerate(expected)]
     return f"committed {same}"
 
