@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from tests.support.forking import TRAINER, fork
@@ -66,6 +68,17 @@ def trainer_on(store: Path, daemon: str | None = None) -> Iterator[Trainer]:
         yield trainer
     finally:
         trainer.kill()
+
+
+@contextlib.contextmanager
+def suspended(pid: int) -> Iterator[Callable[[], None]]:
+    """A process is stopped until the function is called or the block ends: a test that fails must not wait for it."""
+    resume = partial(os.kill, pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield resume
+    finally:
+        resume()
 
 
 def is_alive(pid: int) -> bool:

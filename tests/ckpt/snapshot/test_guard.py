@@ -82,6 +82,7 @@ def test_memory_that_was_replaced_is_a_change_and_is_not_read() -> None:
     assert guard.changed() == ["t"]
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_weights_that_are_swapped_while_they_are_copied_and_swapped_back_fail_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,8 @@ def test_weights_that_are_swapped_while_they_are_copied_and_swapped_back_fail_th
         return unchanged
 
     with open_run(tmp_path) as checkpointer, held_copies() as brake:
+        checkpointer.prepare(model, optim)
+        optim.step()  # the leaves of a device overlap from now on
         handle = checkpointer.save_async(model, optim, 1)
         model[1].data.fill_(2.0)
         monkeypatch.setattr(ChangeGuard, "check", undo_at_once)
@@ -106,23 +109,30 @@ def test_weights_that_are_swapped_while_they_are_copied_and_swapped_back_fail_th
         assert checkpointer.latest() is None
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_half_of_a_parameter_that_changes_past_the_counter_fails_the_save(tmp_path: Path) -> None:
     model = nn.Linear(300, 300)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with open_run(tmp_path) as checkpointer, held_copies(release_at_gate=True):
-        handle = checkpointer.save_async(model, optim, 1)
-        model.weight.data[150:] = 7
-        optim.step()
-        with pytest.raises(SnapshotTorn, match="model/weight"):
-            handle.result(PATIENCE_S)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.prepare(model, optim)
+        optim.step()  # the leaves of a device overlap from now on
+        with held_copies(release_at_gate=True):
+            handle = checkpointer.save_async(model, optim, 1)
+            model.weight.data[150:] = 7
+            optim.step()
+            with pytest.raises(SnapshotTorn, match="model/weight"):
+                handle.result(PATIENCE_S)
         assert checkpointer.latest() is None
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_memory_that_is_resized_in_the_middle_of_a_copy_is_not_read(tmp_path: Path) -> None:
     """By a call that ckpt does not see."""
     model = nn.ParameterList(torch.ones(1 << 14) for _ in range(3))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     with open_run(tmp_path) as checkpointer, held_copies() as brake:
+        checkpointer.prepare(model, optim)
+        optim.step()  # the leaves of a device overlap from now on
         handle = checkpointer.save_async(model, optim, 1)
         with torch.no_grad():
             model[1].data.resize_(1 << 20)

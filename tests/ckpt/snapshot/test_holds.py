@@ -10,6 +10,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -28,12 +29,15 @@ def test_memory_that_is_replaced_during_the_copy_is_that_of_the_call(tmp_path: P
     assert (trainer.returncode, trainer.stdout.splitlines()) == (0, lines), trainer.stderr
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_only_storages_that_are_copied_wait_and_the_methods_of_torch_are_restored(tmp_path: Path) -> None:
     names = ("_share_fd_cpu_", "_share_filename_cpu_", "resize_")
     before = {name: vars(torch.UntypedStorage).get(name) for name in names}
     model = nn.ParameterList(torch.ones(1 << 14) for _ in range(2))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     with open_run(tmp_path) as checkpointer, held_copies() as brake:
+        checkpointer.prepare(model, optim)
+        optim.step()  # the leaves of a device overlap from now on
         handle = checkpointer.save_async(model, optim, 1)
         torch.ones(5).share_memory_()  # type: ignore[no-untyped-call]
         torch.ones(5).untyped_storage().resize_(100)
@@ -52,10 +56,13 @@ def test_only_storages_that_are_copied_wait_and_the_methods_of_torch_are_restore
     assert {name: vars(torch.UntypedStorage).get(name) for name in names} == before
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_forked_child_replaces_its_memory_without_waiting(tmp_path: Path) -> None:
     model = nn.ParameterList(torch.ones(1 << 14) for _ in range(2))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     with open_run(tmp_path) as checkpointer, held_copies() as brake:
+        checkpointer.prepare(model, optim)
+        optim.step()  # the leaves of a device overlap from now on
         handle = checkpointer.save_async(model, optim, 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forks with other threads

@@ -3,8 +3,6 @@ that fails."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from tests.ckpt.snapshot.gates import Gate, gated
 from tests.ckpt.snapshot.saving_ranks import RUN
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.stores import MovableClock
+from tests.support.trainers import suspended
 from tests.support.waiting import wait_until
 
 
@@ -45,12 +44,9 @@ def test_a_save_is_skipped_without_an_error_while_all_slots_are_in_use(tmp_path:
     with Checkpointer(str(tmp_path), run="r", slots=1, on_busy="skip") as checkpointer:
         checkpointer.save(model, None, 1)
         assert checkpointer.saver_pid is not None
-        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
-        try:
+        with suspended(checkpointer.saver_pid):
             taken = checkpointer.save_async(model, None, 2)
             skipped = [checkpointer.save_async(model, None, step) for step in (3, 4)]
-        finally:
-            os.kill(checkpointer.saver_pid, signal.SIGCONT)
         assert [handle.done() and handle.skipped for handle in skipped] == [True, True]
         assert "skipped" in repr(skipped[0])
         with pytest.raises(SaveSkipped):

@@ -28,7 +28,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.ckpt.ddp import ROOT
 from tests.support.stores import Faults, FaultyStore
-from tests.support.trainers import is_alive
+from tests.support.trainers import is_alive, suspended
 from tests.support.training import same_state
 from tests.support.waiting import Lines, wait_until
 
@@ -77,6 +77,7 @@ def test_no_chunk_is_copied_over_one_that_is_not_written(sizes: list[int], slot_
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.usefixtures("everywhere")
 def test_a_streamed_save_stores_the_same_bytes_through_one_small_slot(
     writer: Literal["process", "thread"], model: Large, tmp_path: Path
 ) -> None:
@@ -222,15 +223,15 @@ def test_with_overlap_only_the_next_step_waits_for_a_stream(tmp_path: Path) -> N
     with Checkpointer(str(tmp_path), run="r", staging_bytes=LEAST_BYTES) as checkpointer:
         checkpointer.prepare(model, optimizer)
         assert checkpointer.saver_pid is not None
-        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
-        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        handle = checkpointer.save_async(model, optimizer, 1)
-        assert not handle.staged()
-        model(torch.randn(4, 1400)).sum().backward()  # moves the buffers
-        waking = threading.Timer(0.3, os.kill, (checkpointer.saver_pid, signal.SIGCONT))
-        waking.start()
-        optimizer.step()
-        assert not waking.is_alive()
+        with suspended(checkpointer.saver_pid) as resume:
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            handle = checkpointer.save_async(model, optimizer, 1)
+            assert not handle.staged()
+            model(torch.randn(4, 1400)).sum().backward()  # moves the buffers
+            waking = threading.Timer(0.3, resume)
+            waking.start()
+            optimizer.step()
+            assert not waking.is_alive()
         assert handle.result(30).step == 1
         other, _ = trained()
         checkpointer.restore(other)
@@ -244,12 +245,11 @@ def test_a_state_that_changes_while_it_passes_fails_its_save_and_no_other(tmp_pa
     with Checkpointer(str(tmp_path), run="r", staging_bytes=LEAST_BYTES) as checkpointer:
         checkpointer.prepare(model, optimizer)
         assert checkpointer.saver_pid is not None
-        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
-        torn = checkpointer.save_async(model, optimizer, 1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)
-        os.kill(checkpointer.saver_pid, signal.SIGCONT)
+        with suspended(checkpointer.saver_pid):
+            torn = checkpointer.save_async(model, optimizer, 1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
         optimizer.step()
         with pytest.raises(SnapshotTorn):
             checkpointer.save_async(model, optimizer, 2)
@@ -281,13 +281,12 @@ def test_a_stream_holds_the_memory_of_the_call(change: Callable[[nn.Module], Non
     with Checkpointer(str(tmp_path), run="r", staging_bytes=LEAST_BYTES) as checkpointer:
         checkpointer.prepare(model, optimizer)
         assert checkpointer.saver_pid is not None
-        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
-        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        handle = checkpointer.save_async(model, optimizer, 1)
-        assert not handle.staged()
-        change(model)
-        gc.collect()
-        os.kill(checkpointer.saver_pid, signal.SIGCONT)
+        with suspended(checkpointer.saver_pid):
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            handle = checkpointer.save_async(model, optimizer, 1)
+            assert not handle.staged()
+            change(model)
+            gc.collect()
         assert handle.result(60).step == 1
         other, _ = trained()
         checkpointer.restore(other, checkpoint=1)
@@ -300,12 +299,11 @@ def test_a_freed_model_is_streamed_to_its_end(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), run="r", staging_bytes=LEAST_BYTES) as checkpointer:
         checkpointer.prepare(model, optimizer)
         assert checkpointer.saver_pid is not None
-        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
-        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        handle = checkpointer.save_async(model, optimizer, 1)
-        del model, optimizer
-        gc.collect()
-        os.kill(checkpointer.saver_pid, signal.SIGCONT)
+        with suspended(checkpointer.saver_pid):
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            handle = checkpointer.save_async(model, optimizer, 1)
+            del model, optimizer
+            gc.collect()
         handle.result(60)
         other, _ = trained()
         checkpointer.restore(other)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from ckptstore.errors import InvalidRequest, SnapshotTorn
 from ckptstore.format.shards import Slice
 from tests.ckpt.loops import OPTIMIZERS, Loop, open_run
 from tests.ckpt.snapshot.overlapping import held_copies
+from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
+from tests.support.trainers import suspended
 from tests.support.training import same_state
 
 PATIENCE_S = 30
@@ -48,6 +48,21 @@ def test_a_change_that_samples_miss_is_found(tmp_path: Path) -> None:
         assert checkpointer.save_async(model, optim, 2).staged()  # overlap is off by then
 
 
+def test_a_device_has_queued_its_copy_before_that_change(tmp_path: Path) -> None:
+    """With "verify" its copies are queued at the call, so the change comes after them and is no failure."""
+    model, optim = _linear()
+    state = {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
+    with plugged_in(0, PromptDevice), open_run(tmp_path, overlap="verify") as checkpointer:
+        checkpointer.prepare(model, optim)
+        optim.step()  # otherwise the leaves of a device never overlap
+        with held_copies(release_at_gate=True):
+            handle = checkpointer.save_async(model, optim, 1)
+            _write_between_samples(model)
+            optim.step()
+            handle.result(PATIENCE_S)
+        assert same_state(checkpointer.load(1, "model/*"), state)
+
+
 def test_the_default_misses_that_change(tmp_path: Path) -> None:
     """The documented limit of samples; if it goes, so does its description in save_async."""
     model, optim = _linear()
@@ -69,16 +84,16 @@ def test_a_change_of_a_stream_is_found(tmp_path: Path) -> None:
         assert checkpointer.saver_pid is not None
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         checkpointer.save_async(model, optim, 0).result(PATIENCE_S)
-        os.kill(checkpointer.saver_pid, signal.SIGSTOP)
-        handle = checkpointer.save_async(model, optim, 1)
-        assert not handle.staged()
-        model.weight.data[-10:-5] = 7  # in the part that has not been copied
-        os.kill(checkpointer.saver_pid, signal.SIGCONT)
+        with suspended(checkpointer.saver_pid):
+            handle = checkpointer.save_async(model, optim, 1)
+            assert not handle.staged()
+            model.weight.data[-10:-5] = 7  # in the part that has not been copied
         with pytest.raises(SnapshotTorn, match="model/weight"):
             handle.result(PATIENCE_S)
         assert same_state(checkpointer.load(0, "model/*"), {f"model/{name}": value for name, value in state.items()})
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_a_change_after_the_copy_of_a_tensor_is_no_failure(tmp_path: Path) -> None:
     """The copied bytes are those of the call; that the memory has changed since does not matter."""
     model, optim = _linear()
@@ -93,6 +108,7 @@ def test_a_change_after_the_copy_of_a_tensor_is_no_failure(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.usefixtures("everywhere")
 def test_what_is_stored_is_the_state_of_the_save(make: Callable[[list[torch.Tensor]], Any], tmp_path: Path) -> None:
     loop, states = Loop(make), []
     with open_run(tmp_path, overlap="verify") as checkpointer:
