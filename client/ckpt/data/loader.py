@@ -99,6 +99,8 @@ class ResumableLoader(Generic[_T]):
             for batch in self:
                 is_empty = False
                 yield batch
+                if self._iteration is None:  # a position was loaded meanwhile
+                    break
             if is_empty:
                 raise InvalidRequest("the loader has no batches", "Give it a data set that is not empty")
 
@@ -209,9 +211,11 @@ class SplitLoader(ResumableLoader[_T]):
         everything = len(self._sampler) * max(1, first.num_replicas)
         taken = [0] * first.num_replicas
         for one in positions:
-            taken[one.replica] = one.taken if one.resumes and one.epoch == first.epoch else everything
+            taken[one.replica] = everything if one.epoch > first.epoch else one.taken
         start = replace(first.start, splits=[*first.start.splits, taken])
-        self._take(replace(first, start=start, batches=0))
+        rank, world, size = self._sampler.rank, self._sampler.num_replicas, self._order.batch_size
+        # Saved again before the first batch, it is a position among the ranks of now.
+        self._take(replace(first, start=start, batches=0, taken=0, replica=rank, num_replicas=world, batch_size=size))
 
     @property
     def _order(self) -> EpochOrder:

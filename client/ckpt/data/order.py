@@ -54,7 +54,10 @@ class SeededDataset:
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self.__dict__["_dataset"] = dataset
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)  # a worker_init_fn opens files so
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -36,6 +36,8 @@ class Position:
     start: Start | None = None
     generators: Sequence[torch.Tensor] = ()
     """States of the loader's generators between epochs."""
+    workers: bool = False
+    """Whether persistent workers ran, between epochs."""
     inner: Any = None
     """The state of a StatefulDataLoader over an iterable data set."""
     num_samples: int | None = None
@@ -82,6 +84,24 @@ class Source(Protocol):
         """Set what is to be as at the save before an iteration begins."""
 
 
+def _iterate(loader: DataLoader[Any], position: Position) -> Iterator[Any]:
+    """An iteration of a loader. Workers that ran at the save have drawn their seed: new ones draw no other."""
+    if not position.workers or loader._iterator is not None:
+        return iter(loader)
+    given, loader.generator = loader.generator, torch.Generator()
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = given
+
+
+def _between_epochs(
+    loader: DataLoader[Any], position: Position, generators: Sequence[torch.Generator]
+) -> dict[str, Any]:
+    workers = position.workers or loader._iterator is not None
+    return {"generators": [generator.get_state() for generator in generators], "workers": workers}
+
+
 class MapSource(Source):
     """A loader over a data set with indices: the position is reached by the sampler alone."""
 
@@ -102,18 +122,18 @@ class MapSource(Source):
 
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
         self.order.enter(position.epoch, position.start, position.batches or 0)
-        found = iter(self._view)
+        found = _iterate(self._view, position)
         return found, self.order.reach()
 
     def state(self, position: Position) -> dict[str, Any]:
+        sampler, size = self.order.distributed, self.order.batch_size
+        ranks = {} if sampler is None else {"replica": sampler.rank, "num_replicas": sampler.num_replicas}
         if not position.resumes:
-            return {"generators": [generator.get_state() for generator in self.order.generators]}
-        sampler, size = self.order.distributed, self.order.batch_size or 1
+            return {**_between_epochs(self._view, position, self.order.generators), **ranks}
         if sampler is None:
             return {}
-        taken = min((position.batches or 0) * size, self.order.num_shared)
-        ranks = {"replica": sampler.rank, "num_replicas": sampler.num_replicas}
-        return {**ranks, "batch_size": self.order.batch_size, "taken": taken}
+        taken = min((position.batches or 0) * (size or 1), self.order.num_shared)
+        return {**ranks, "batch_size": size, "taken": taken}
 
     def prepare(self, position: Position) -> None:
         for generator, state in zip(self.order.generators, position.generators, strict=False):
@@ -137,14 +157,14 @@ class _IterableSource(Source):
             load_rng_state(start.rng or {})
             if generator is not None:
                 generator.set_state(start.generators[0])
-        found = iter(self._loader)
+        found = _iterate(self._loader, position)
         for _ in range(position.batches or 0):
             next(found, None)
         return found, start
 
     def state(self, position: Position) -> dict[str, Any]:
         generator = self._loader.generator
-        return {} if position.resumes or generator is None else {"generators": [generator.get_state()]}
+        return {} if position.resumes else _between_epochs(self._loader, position, [generator] if generator else [])
 
     def prepare(self, position: Position) -> None:
         if self._loader.generator is not None and position.generators:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -21,6 +22,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
+from ckpt.capture.rng import host_rng_state, load_rng_state
 from ckpt.data import ResumableLoader
 from ckptstore.errors import InvalidRequest, StateMismatch
 from tests.ckpt.data.trained import NUM_SAMPLES, MakeLoader, Run, Samples, Stream, interrupted
@@ -100,6 +102,56 @@ def test_worker_processes_draw_the_same_numbers_again(make: MakeLoader, tmp_path
     assert found == losses
 
 
+@pytest.mark.parametrize("kind", ["samples", "samples-with-generator", "stream"])
+def test_persistent_workers_are_resumed_between_epochs(kind: str) -> None:
+    def make() -> ResumableLoader[Any]:
+        if kind == "stream":
+            loader = DataLoader(Stream(), batch_size=4, num_workers=1, persistent_workers=True)
+        else:
+            generator = own() if "generator" in kind else None
+            loader = DataLoader(
+                Samples(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True, generator=generator
+            )
+        return ckpt.data.resumable(loader)
+
+    def epoch(loader: ResumableLoader[Any]) -> tuple[list[Any], float]:
+        return [batch.tolist() for batch in loader], float(torch.rand(()))
+
+    seed_all(3)
+    loader = make()
+    epoch(loader)
+    state, random_state = loader.state_dict(), host_rng_state()
+    expected = epoch(loader)
+    for _ in range(2):  # the second time from the position that the first one saves without an iteration
+        resumed = make()
+        resumed.load_state_dict(state)
+        state = resumed.state_dict()
+        load_rng_state(random_state)
+        assert epoch(resumed) == expected
+
+
+class Files(Dataset[int]):
+    """A data set whose workers open a file each."""
+
+    opened: int
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.opened + index
+
+
+def open_file(number: int) -> None:
+    worker: Any = torch.utils.data.get_worker_info()
+    worker.dataset.opened = 10 * (number + 1)
+
+
+def test_workers_may_set_attributes_of_their_data_set() -> None:
+    loader: Any = ckpt.data.resumable(DataLoader(Files(), batch_size=2, num_workers=1, worker_init_fn=open_file))
+    assert [batch.tolist() for batch in loader] == [[10, 11], [12, 13]]
+
+
 def test_samples_before_the_position_are_not_loaded(tmp_path: Path) -> None:
     _, _, whole, resumed = interrupted(LOADERS["shuffled"], tmp_path, at=4, num_epochs=1)
     assert resumed.loader.dataset.loaded == whole.loader.dataset.loaded[16:]
@@ -125,6 +177,17 @@ def test_endless_goes_through_all_epochs_and_resumes() -> None:
     rest = other.endless()
     assert [next(rest)[:, 0].tolist() for _ in range(4)] == seen[11:]
     assert seen[:4] != seen[4:8]
+
+
+def test_endless_goes_on_from_a_position_that_is_loaded_meanwhile() -> None:
+    loader = ckpt.data.resumable(LOADERS["in-order"]())
+    batches = loader.endless()
+    next(batches)
+    state = loader.state_dict()
+    expected = [next(batches)[:, 0].tolist() for _ in range(2)]
+    loader.load_state_dict(state)
+    assert [next(batches)[:, 0].tolist() for _ in range(2)] == expected
+    assert loader.num_batches == 3
 
 
 def test_a_position_that_was_not_continued_is_saved_again() -> None:

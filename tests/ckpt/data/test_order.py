@@ -112,6 +112,33 @@ def test_ranks_at_different_positions() -> None:
     assert untaken(order, [[1, 1, 1, 1], [2]]).tolist() == []
 
 
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_a_split_that_was_not_begun_is_saved_again(world: int) -> None:
+    seen: list[int] = []
+    states = states_after(loaders(24, 2, 2, False), 1, seen)
+    between = loaders(24, 4, 2, False)
+    for loader in between:
+        loader.load_state_dicts(states)
+    ranks = loaders(24, world, 2, False)
+    for rank, loader in enumerate(ranks):
+        if world == 4:
+            loader.load_state_dict(between[rank].state_dict())
+        else:
+            loader.load_state_dicts([one.state_dict() for one in between])
+    states_after(ranks, 24, seen)
+    assert set(seen) == set(range(24))
+
+
+def test_a_rank_that_has_not_begun_the_epoch_has_taken_nothing_of_it() -> None:
+    seen: list[int] = []
+    first, second = loaders(24, 2, 2, False)
+    states = states_after([first], 1, seen)
+    (rest,) = loaders(24, 1, 2, False)
+    rest.load_state_dicts([*states, second.state_dict()])
+    states_after([rest], 24, seen)
+    assert sorted(seen) == list(range(24))
+
+
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
 def test_in_real_ranks_whose_number_changes_twice(kind: str, tmp_path: Path) -> None:
     (tmp_path / "scenarios").mkdir()
