@@ -271,7 +271,8 @@ class Restorer:
             return read_all_local(self._source, checkpoint, manifest) if world.rank == 0 else []
 
         _, states = self._together(read, report=_itself)
-        share = partial(share_out, states[0], world.rank, world.size, state.others, strict)
+        others = state.others_among(states[0][0])
+        share = partial(share_out, states[0], world.rank, world.size, others, strict)
         rank_state, _ = self._together(share)
         if world.rank == 0:
             for note in rank_state.notes:

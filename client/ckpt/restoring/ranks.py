@@ -2,8 +2,8 @@
 
 An item that was equal on all saved ranks goes to every rank. RNG state that differed, or that a single rank saved: a
 rank that existed at the save keeps its own, and an additional rank derives a seed from a saved one. An object that can
-take the states of all ranks (`load_state_dicts`), such as a data loader, redistributes them. Anything else is refused,
-or with strict=False taken from rank (own rank modulo saved ranks).
+take the states of all ranks (`load_state_dicts`), such as a data loader, redistributes them. Anything else that is to
+be restored is refused, or with strict=False taken from rank (own rank modulo saved ranks).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import xxhash
 
-from ckpt.capture.train_state import RNG
+from ckpt.capture.train_state import RESERVED, RNG
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
 
@@ -64,8 +64,9 @@ def share_out(
         elif isinstance(objects.get(item), Redistributable) and all(item in other for other in saved):
             redistributed[item] = [other[item] for other in saved]
         else:
-            different.append(item)
             chosen[item] = tree
+            if item in objects or item in RESERVED:
+                different.append(item)
     if different and strict:
         raise StateMismatch(
             f"the checkpoint was saved by {len(saved)} ranks and is restored by {world_size}, and "

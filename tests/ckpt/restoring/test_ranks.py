@@ -72,14 +72,22 @@ def test_state_that_fits_no_rank_is_refused_with_a_hint() -> None:
     with pytest.raises(
         StateMismatch, match="saved by 2 ranks and is restored by 3, and position, seen differed"
     ) as caught:
-        share_out(saved, 0, 3, {"position": object()}, strict=True)
+        share_out(saved, 0, 3, {"position": object(), "seen": None}, strict=True)
     assert "load_state_dicts" in caught.value.hint
     assert "strict=False" in caught.value.hint
 
 
+def test_state_that_is_not_to_be_restored_may_differ() -> None:
+    saved = _saved(2, loader=[1, 2], step=[7, 7])
+    state = share_out(saved, 0, 1, {"step": None}, strict=True)
+    assert state.items == {"loader": 1, "step": 7}
+    with pytest.raises(StateMismatch, match="grads differed"):
+        share_out(_saved(2, grads=[1, 2]), 0, 1, {}, strict=True)
+
+
 def test_without_strict_it_is_taken_from_the_rank_modulo_the_saved_ones() -> None:
     saved = _saved(2, position=[1, 2], step=[7, 7])
-    states = [share_out(saved, rank, 3, {}, strict=False) for rank in range(3)]
+    states = [share_out(saved, rank, 3, {"position": None}, strict=False) for rank in range(3)]
     assert [state.items["position"] for state in states] == [1, 2, 1]
     assert "position: taken from rank (own rank modulo 2)" in states[0].notes
 
