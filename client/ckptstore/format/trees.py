@@ -19,7 +19,8 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, timedelta
 from functools import cache
@@ -214,12 +215,22 @@ def in_types_of(template: Any, value: Any) -> Any:
     if names is not None and (isinstance(value, SimpleNamespace) or hasattr(value, "_fields")):
         if names == _field_names(value):
             made = [in_types_of(getattr(template, name), getattr(value, name)) for name in names]
-            return type(template)(**dict(zip(names, made, strict=True)))
+            return _with_fields(template, names, made)
     elif type(template) is dict and type(value) is dict:
         return {key: in_types_of(template.get(key), item) for key, item in value.items()}
     elif type(template) is type(value) and type(value) in (list, tuple) and len(template) == len(value):
         return type(value)(map(in_types_of, template, value))
     return value
+
+
+def _with_fields(template: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    """One of the template's type. Its constructor is not called: it may take other arguments, or change a field."""
+    if isinstance(template, tuple):
+        return tuple.__new__(type(template), values)
+    made = copy(template)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # also of a frozen one
+    return made
 
 
 def _field_names(value: Any) -> list[str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,17 @@ class Progress:
     _hidden: int = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A dataclass whose constructor computes a field."""
+
+    size: int
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "left", self.size)
+
+
 def progress() -> Progress:
     return Progress(Moments(torch.arange(4.0), 7), datetime(2026, 5, 1, 12, tzinfo=UTC), Path("/data/x"))
 
@@ -57,6 +68,17 @@ def test_values_come_back_in_their_types(tmp_path: Path) -> None:
     without = restored.values["own"]
     assert isinstance(without, SimpleNamespace)
     assert (without.moments.number, without.moments[1], without.folder) == (7, 7, Path("/data/x"))
+
+
+def test_a_dataclass_comes_back_without_a_call_of_its_constructor(tmp_path: Path) -> None:
+    saved, template = Window(5), Window(9)
+    object.__setattr__(saved, "left", 2)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, window=saved)
+        restored = checkpointer.restore(window=template)
+    assert restored is not None
+    assert restored.values["window"] == saved
+    assert template == Window(9)
 
 
 def test_without_objects_the_whole_checkpoint_comes_back(tmp_path: Path) -> None:
