@@ -22,7 +22,7 @@ def warn_of_forgotten(state: TrainState) -> None:
 
     Takes tens of milliseconds: it looks at all objects that the garbage collector knows.
     """
-    saved = list(_reachable(state.others.values()))
+    saved = list(_reachable((*state.others.values(), *state.shared.values())))
     living = list(_living())
     scalers = [one for one in living if isinstance(one, GradScaler) and _scales(one)]
     if scalers and not any(one is scaler for one in saved for scaler in scalers):

@@ -57,6 +57,7 @@ def test_a_scaler_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "pass scaler=scaler" in found
     assert warnings_of(tmp_path / "given", caplog, scaler=scaler) == []
     assert warnings_of(tmp_path / "held", caplog, progress=Progress(scaler)) == []
+    assert warnings_of(tmp_path / "shared", caplog, shared={"scaler": scaler}) == []
 
 
 def test_a_shuffled_loader(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

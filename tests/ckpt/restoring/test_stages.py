@@ -101,3 +101,18 @@ def test_a_run_without_a_checkpoint_and_stages_in_a_wrong_order(tmp_path: Path) 
             assert stages.restored is None
         with checkpointer.restoring() as stages, pytest.raises(InvalidRequest, match="names of the model's parameters"):
             stages.optimizers(optim)
+
+
+def test_a_shared_loader_also_puts_random_state_back_at_its_position(tmp_path: Path) -> None:
+    batches: Any = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, shuffle=True))
+    going = iter(batches)
+    next(going)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, shared={"loader": batches})
+        expected = [batch.tolist() for batch in going]
+    loader: Any = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, shuffle=True))
+    with open_run(tmp_path) as checkpointer:
+        with checkpointer.restoring() as stages:
+            stages.extras(shared={"loader": loader})
+        seed_all(9)
+        assert [batch.tolist() for batch in loader] == expected
