@@ -103,3 +103,10 @@ def test_without_heartbeats_the_checkpoints_are_what_is_known(tmp_path: Path) ->
     assert read_heartbeats(run) == []
     found = read_account(run)
     assert [(one.measured, one.last_step) for one in found.attempts] == [(False, 2)]
+
+
+def test_a_preemption_before_the_first_save(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.every(60).request()
+        checkpointer.save(nn.Linear(4, 4), None, 1)
+    assert [one.ended for one in read_heartbeats(_run(tmp_path, "r"))] == [Ended.REQUESTED]

@@ -65,6 +65,8 @@ class StepClock:
             return
         if self._pulse is None:
             self._pulse = Pulse()
+            if self._requests:
+                self._end_with(Ending.REQUESTED)  # before the first save
         writer.begin(self._began, self._pulse)
         self._announced = (writer, self._began.id)
 
