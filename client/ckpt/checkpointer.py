@@ -125,19 +125,19 @@ class Checkpointer:
 
         A committed checkpoint is the state at the moment of the call, on every rank; otherwise nothing is committed,
         and SnapshotTorn names the tensor that changed. If anything but `optim.step()` changes a parameter or optimizer
-        state before it is copied, the handle and the next call raise SnapshotTorn, the handles of the other ranks
-        RankFailed, and later saves of this rank are copied before they return. Detection compares version counters and,
-        samples at 16 places of each tensor, at one on a GPU. It misses a change that bypasses the counters (`.data`, a
-        numpy view) and lies between these places, is undone before the tensor is copied, or is on a GPU and comes
-        before the copy, after two saves. With overlap="verify" it misses none. Calls that replace the memory of
-        a storage (`share_memory_()`, a queue of torch.multiprocessing, `resize_()`) wait until it is copied.
+        state before its copy, the handle and the next call raise SnapshotTorn, handles of other ranks RankFailed, and
+        later saves of this rank are copied before they return. Detection compares version counters, and samples at 16
+        places of each tensor. It misses a change that bypasses the counters (`.data`, a numpy view) and lies between
+        samples, or is undone before the copy. On a GPU the first two overlapped saves of a layout compare every leaf
+        with its copy by 64 bytes, later ones about 64 leaves. They miss a change that runs before the sample: the first
+        two, by a kernel on a stream not ordered with the training stream; later ones, by any. overlap="verify" misses
+        none. Calls that replace the memory of a storage (`share_memory_()`, `resize_()`) wait for the copy.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of
         an earlier background save of this rank; Superseded, until a restore, after another trainer began to save this
         run; InvalidRequest, also for a step saved since the last restore (see `repeat_steps`); UnsupportedObject,
-        LayoutChanged, or at the first save RankLost. Then nothing was copied, and the handles of the other ranks raise
-        RankFailed.
+        LayoutChanged, or at the first save RankLost. Then nothing was copied; other ranks' handles raise RankFailed.
         """
         return self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, self.config.on_busy)
 
