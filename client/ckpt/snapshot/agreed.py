@@ -12,6 +12,7 @@ from ckpt.capture.describe import describe
 from ckpt.capture.estimate import estimate_snapshot_bytes
 from ckpt.capture.fingerprint import Capturer
 from ckpt.capture.leaves import Captured
+from ckpt.capture.optimizers import keeps_state_here, parameters_by_name
 from ckpt.capture.ownership import Unit
 from ckpt.capture.state import check_others
 from ckpt.capture.train_state import TrainState
@@ -96,15 +97,19 @@ class AgreedLayout:
             check_others(state)
             units = describe(state, sampled=world.size > 1)
             if world.size == 1 and is_grouped() and dist.get_world_size() > 1:
-                _check_whole(units)
+                _check_whole(units, state)
             return units
 
         return meet(world, described, self._split_replicas)
 
 
-def _check_whole(units: Mapping[str, Unit]) -> None:
+def _check_whole(units: Mapping[str, Unit], state: TrainState) -> None:
     """Raise UnsupportedObject for state of which one process alone holds a part."""
-    if sharded := [name for name, unit in units.items() if unit.distributed]:
+    sharded = [name for name, unit in units.items() if unit.distributed]
+    for item, optimizer in ((item, one) for item, found in state.optimizers.items() for one in found):
+        named = parameters_by_name(optimizer, state)
+        sharded += [f"{item}/{name}" for name, held in named.items() if not keeps_state_here(optimizer, held)]
+    if sharded:
         raise UnsupportedObject(
             f"{sharded[0]!r} is sharded over ranks, and group='solo' saves what this process holds",
             "Save on all ranks with group='all', or gather the state and pass it as shared={...}",

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckpt import Checkpointer
 from ckptstore.errors import UnsupportedObject
+from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
 
 def save_and_restore(store: str) -> list[float]:
@@ -31,6 +32,8 @@ def solo(store: str) -> list[Any]:
     sharded = nn.Linear(4, 4)
     fully_shard(sharded, mesh=mesh)
     found: list[Any] = []
+    whole = nn.Linear(4, 4)
+    divided = ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW, lr=0.1)
     if dist.get_rank() == 0:
         model = nn.Linear(2, 2)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -42,9 +45,10 @@ def solo(store: str) -> list[Any]:
             assert restored is not None
             found.append(restored.step)
             with Checkpointer(store, run="sharded", writer="thread", group="solo") as other:
-                try:
-                    other.save(sharded, None, 1)
-                except UnsupportedObject as error:
-                    found.append(str(error))
+                for unsaved, its_optim in ((sharded, None), (whole, divided)):
+                    try:
+                        other.save(unsaved, its_optim, 1)
+                    except UnsupportedObject as error:
+                        found.append(str(error))
     dist.barrier()
     return found

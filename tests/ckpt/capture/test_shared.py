@@ -179,6 +179,8 @@ def test_one_rank_saves_and_restores_alone(tmp_path: Path) -> None:
     (tmp_path / "scenarios").mkdir()
     scenario = Scenario("tests.ckpt.capture.shared_ranks:solo", 2, {"store": str(tmp_path / "store")})
     (outcome,) = run_scenarios([scenario], tmp_path / "scenarios")
-    (step, refused), others = outcome.result()
+    (step, refused, divided), others = outcome.result()
     assert (step, others) == (1, [])
+    assert "'optim/" in divided
+    assert "is sharded over ranks" in divided
     assert "'model/bias' is sharded over ranks" in refused or "'model/weight' is sharded over ranks" in refused
