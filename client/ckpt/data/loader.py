@@ -163,7 +163,8 @@ class ResumableLoader(Generic[_T]):
             target.set_epoch(position.set_epoch)
 
     def _num_samples(self) -> int | None:
-        return len(self._loader.dataset) if isinstance(self._source, MapSource) else None  # type: ignore[arg-type]
+        dataset: Any = self._loader.dataset  # needs no length if a sampler is given
+        return len(dataset) if isinstance(self._source, MapSource) and hasattr(dataset, "__len__") else None
 
     def _current(self) -> _Iteration[_T] | None:
         found = None if self._iteration is None else self._iteration()

@@ -179,6 +179,23 @@ def test_endless_goes_through_all_epochs_and_resumes() -> None:
     assert seen[:4] != seen[4:8]
 
 
+class Squares(Dataset[int]):
+    """A data set without a length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+@pytest.mark.parametrize("given", [{"sampler": [3, 1, 2, 0], "batch_size": 2}, {"batch_sampler": [[3, 1], [2, 0]]}])
+def test_a_data_set_without_a_length(given: dict[str, Any]) -> None:
+    first: Any = ckpt.data.resumable(DataLoader(Squares(), **given))
+    batches = iter(first)
+    assert next(batches).tolist() == [9, 1]
+    second: Any = ckpt.data.resumable(DataLoader(Squares(), **given))
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == [[4, 0]]
+
+
 def test_endless_goes_on_from_a_position_that_is_loaded_meanwhile() -> None:
     loader = ckpt.data.resumable(LOADERS["in-order"]())
     batches = loader.endless()
