@@ -39,6 +39,10 @@ class _Iteration(Iterator[_T]):
         self.num_batches += 1
         return batch
 
+    def end(self) -> None:
+        """Give no more batches."""
+        self._batches, self.ended = iter(()), True
+
 
 class ResumableLoader(Generic[_T]):
     """A DataLoader that goes on where a checkpoint was saved. Made by `ckpt.data.resumable`; for the training thread.
@@ -99,8 +103,6 @@ class ResumableLoader(Generic[_T]):
             for batch in self:
                 is_empty = False
                 yield batch
-                if self._iteration is None:  # a position was loaded meanwhile
-                    break
             if is_empty:
                 raise InvalidRequest("the loader has no batches", "Give it a data set that is not empty")
 
@@ -131,7 +133,7 @@ class ResumableLoader(Generic[_T]):
         return {**at.state(), **self._source.state(at)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the position of the next iteration; one that is going on counts no more. Raises StateMismatch."""
+        """Set the position of the next iteration; one that is going on ends. Raises StateMismatch."""
         self.check_state_dicts([state])
         self._take(Position.of(state))
 
@@ -156,6 +158,8 @@ class ResumableLoader(Generic[_T]):
                 num_samples,
                 position.num_samples,
             )
+        if (current := self._current()) is not None:
+            current.end()
         self._iteration, self._restore_rng, self._next = None, None, position
         self._source.prepare(position)
         target = self._epoch_target()

@@ -207,6 +207,19 @@ def test_endless_goes_on_from_a_position_that_is_loaded_meanwhile() -> None:
     assert loader.num_batches == 3
 
 
+def test_an_iteration_ends_when_a_position_is_loaded() -> None:
+    loader = ckpt.data.resumable(LOADERS["in-order"]())
+    going = iter(loader)
+    next(going)
+    state = loader.state_dict()
+    second = next(going)[:, 0].tolist()
+    loader.load_state_dict(state)
+    assert next(going, None) is None
+    assert loader.state_dict() == state
+    again = iter(loader)
+    assert next(again)[:, 0].tolist() == second
+
+
 def test_a_position_that_was_not_continued_is_saved_again() -> None:
     first = ckpt.data.resumable(LOADERS["distributed"]())
     batches = iter(first)
