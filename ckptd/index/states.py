@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select, update
@@ -89,7 +88,7 @@ def settle_states(connection: Connection, run: str, steps: Collection[int] | Non
     if steps is not None:
         query = query.where(c.step.between(min(steps), max(steps)))
     before = {found.attempt: found for found in map(read_checkpoint, connection.execute(query.order_by(*NEWEST_FIRST)))}
-    parent_of = partial(_parent_of, connection, run)
+    parent_of = _readable_generations(connection, run).get
     lineage = Lineage(parent_of)
     for generation, readable in read_heads(connection, run):
         lineage.add(generation, readable)
@@ -106,11 +105,11 @@ def _settled(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"state": checkpoint.state, "abandoned_at": checkpoint.abandoned_at, "parent": parent}
 
 
-def _parent_of(connection: Connection, run: str, number: int) -> BegunGeneration | None:
-    """A generation; None if its parent is unknown."""
+def _readable_generations(connection: Connection, run: str) -> dict[int, BegunGeneration]:
+    """The generations of a run whose parent is known, by number."""
     c = generations.c
-    row = connection.execute(select(generations).where(c.run == run, c.number == number, c.readable)).one_or_none()
-    return BegunGeneration(number, row.parent, True, None) if row is not None else None
+    rows = connection.execute(select(c.number, c.parent).where(c.run == run, c.readable))
+    return {number: BegunGeneration(number, parent, True, None) for number, parent in rows}
 
 
 def _as_read(checkpoint: Checkpoint) -> Checkpoint:

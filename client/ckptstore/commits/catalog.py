@@ -16,7 +16,14 @@ from itertools import groupby
 
 from ckptstore import names
 from ckptstore.commits.commit import read_outcome
-from ckptstore.commits.generations import Lineage, ParentOf, list_generations, read_generation, read_generations
+from ckptstore.commits.generations import (
+    Continuations,
+    Lineage,
+    ParentOf,
+    list_generations,
+    read_generation,
+    read_generations,
+)
 from ckptstore.commits.hidden import hidden_attempts, listed_attempts, without_hidden
 from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
 from ckptstore.format.documents import Outcome
@@ -282,14 +289,16 @@ def with_states(
 ) -> list[Checkpoint]:
     """All visible checkpoints of a run, which are given newest generation and step first, with their states. Pure.
 
-    begun_at: when generations began, by the store's clock.
+    begun_at: when all generations began, by the store's clock; None: it does not matter.
     """
+    begun_at = begun_at or {}
     found: list[Checkpoint] = []
     for generation, of_generation in groupby(checkpoints, key=lambda c: c.attempt.generation):
         group = [c for _, of_step in groupby(of_generation, key=lambda c: c.step) for c in supersede(of_step)]
         lineage.add(generation, any(map(is_readable, group)))
         found += group
-    return [_left(c, lineage, begun_at or {}) if is_abandoned(c, lineage) else c for c in found]
+    continuations = Continuations(begun_at, lineage.parent_of)
+    return [_left(c, lineage, continuations, begun_at) if is_abandoned(c, lineage) else c for c in found]
 
 
 def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list[Checkpoint]:
@@ -300,9 +309,11 @@ def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list
     return [replace(c, parent=parents.get(c.attempt.generation)) for c in listed]
 
 
-def _left(checkpoint: Checkpoint, lineage: Lineage, begun_at: Mapping[int, float]) -> Checkpoint:
+def _left(
+    checkpoint: Checkpoint, lineage: Lineage, continuations: Continuations, begun_at: Mapping[int, float]
+) -> Checkpoint:
     """The checkpoint, marked abandoned."""
-    begun = begun_at.get(lineage.left_by(checkpoint.attempt, begun_at) or 0)
+    begun = begun_at.get(lineage.left_by(checkpoint.attempt, continuations) or 0)
     # An old job may commit long after its successor began.
     at = None if begun is None else max(begun, checkpoint.written_at)
     return replace(checkpoint, state=State.ABANDONED, abandoned_at=at)

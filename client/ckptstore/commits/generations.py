@@ -7,6 +7,8 @@ does not meet is abandoned. docs/decisions/0025 has the sequences.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -137,10 +139,8 @@ class Lineage:
     """
 
     def __init__(self, parent_of: ParentOf) -> None:
-        self._parent_of = parent_of
+        self.parent_of = parent_of
         self._branches: list[_Branch] = []
-        self._of: dict[int, _Branch] = {}
-        """The branches of all generations that were asked about."""
         self.complete = False
         """Whether the head is known: older generations change nothing."""
 
@@ -151,28 +151,56 @@ class Lineage:
         the next older generation may be the head, and both lineages are live.
         """
         if not self.complete:
-            self._branches.append(_Branch(generation, self._parent_of))
+            self._branches.append(_Branch(generation, self.parent_of))
             self.complete = readable
 
     def includes(self, attempt: Attempt) -> bool:
         """Whether an attempt is live."""
         return any(branch.includes(attempt) for branch in self._branches)
 
-    def left_by(self, attempt: Attempt, begun: Iterable[int]) -> int | None:
+    def left_by(self, attempt: Attempt, continuations: Continuations) -> int | None:
         """The generation that left an abandoned attempt behind, for the last time if its branch was revived.
 
-        That is the next generation of the live lineage after the newest one that continues from the attempt. begun: the
-        numbers of all generations.
+        That is the next generation of the live lineage after the newest one that continues from the attempt.
         """
-        newer = sorted((number for number in begun if number > attempt.generation), reverse=True)
-        last = next((number for number in newer if self._branch(number).includes(attempt)), attempt.generation)
+        last = continuations.newest(attempt)
         found = (branch.next_after(last) for branch in self._branches)
         return max((number for number in found if number is not None), default=None)
 
-    def _branch(self, head: int) -> _Branch:
-        if head not in self._of:
-            self._of[head] = _Branch(head, self._parent_of)
-        return self._of[head]
+
+class Continuations:
+    """Which generations continue from an attempt, directly or through others. Pure, apart from `parent_of`.
+
+    Each parent is looked up once: a run may have a thousand generations.
+    """
+
+    def __init__(self, begun: Iterable[int], parent_of: ParentOf) -> None:
+        """begun: the numbers of all generations."""
+        self._from: dict[int, list[tuple[Attempt, int]]] = defaultdict(list)
+        """By generation: the attempts from which others continue, and the newest generation that does."""
+        self._unknown: list[tuple[int, int]] = []
+        """Generations whose parent is unknown, and the newest one that continues from each."""
+        found: dict[int, HasParent | None] = {}
+        waiting = list(begun)
+        while waiting:
+            number = waiting.pop()
+            if number and number not in found:
+                found[number] = one = parent_of(number)
+                if one is not None and one.parent is not None:
+                    waiting.append(Attempt.parse(one.parent).generation)
+        for number in sorted(found, reverse=True):
+            newest, one = max((newest for _, newest in self._from[number]), default=number), found[number]
+            if one is None:
+                self._unknown.append((number, newest))
+            elif one.parent is not None:
+                parent = Attempt.parse(one.parent)
+                self._from[parent.generation].append((parent, newest))
+
+    def newest(self, attempt: Attempt) -> int:
+        """The newest generation that continues from an attempt; its own if none does."""
+        known = (n for end, n in self._from.get(attempt.generation, ()) if attempt.step < end.step or attempt == end)
+        unknown = (newest for number, newest in self._unknown if number > attempt.generation)
+        return max((*known, *unknown), default=attempt.generation)
 
 
 class _Branch:
@@ -181,6 +209,8 @@ class _Branch:
     def __init__(self, head: int, parent_of: ParentOf) -> None:
         self._ends: dict[int, Attempt | None] = {}
         """The last attempt of each generation that is met; None: all of its attempts are."""
+        self._met: list[int] = []
+        """These generations, each negative, so that they ascend."""
         self._lowest = head
         self._all_below = 0
         self._walk = self._meet(head, parent_of)
@@ -198,12 +228,14 @@ class _Branch:
 
     def next_after(self, generation: int) -> int | None:
         """The lowest generation of the branch above one that `includes` was asked about."""
-        return min((number for number in self._ends if number > generation), default=None)
+        newer = bisect_left(self._met, -generation)
+        return -self._met[newer - 1] if newer else None
 
     def _meet(self, head: int, parent_of: ParentOf) -> Iterator[int]:
         generation, end = head, None
         while True:
             self._ends[generation], self._lowest = end, generation
+            self._met.append(-generation)
             yield generation
             if generation == 0:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from ckptstore.commits.catalog import (
     list_runs,
     newest_first,
     supersede,
+    with_states,
 )
+from ckptstore.commits.generations import Lineage
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.source import StoreSource
@@ -26,6 +29,12 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import MovableClock
+
+
+@dataclass(frozen=True)
+class BegunGeneration:
+    parent: str | None
+
 
 SMALL = {"model/a": np.arange(10)}
 
@@ -130,3 +139,18 @@ def test_supersede_prefers_the_later_commit_and_leaves_the_corrupt() -> None:
         (c.attempt, State.CORRUPT),
     ]
     assert supersede([]) == []
+
+
+def test_parents_of_many_abandoned_generations_are_looked_up_once() -> None:
+    """Each generation continues from the first of two checkpoints of the one before."""
+    saved = {n: [Attempt(n + more, new_ulid(n), generation=n) for more in (0, 9)] for n in range(1, 101)}
+    asked: list[int] = []
+
+    def parent_of(number: int) -> BegunGeneration:
+        asked.append(number)
+        return BegunGeneration(str(saved[number - 1][0]) if number > 1 else None)
+
+    listed = [Checkpoint("gpt", a, State.COMMITTED) for n in reversed(saved) for a in reversed(saved[n])]
+    found = with_states(listed, Lineage(parent_of), dict.fromkeys(saved, 7.0))
+    assert [c.abandoned_at for c in found] == [None, None, *([7.0, None] * 99)]
+    assert len(asked) <= 2 * len(saved)

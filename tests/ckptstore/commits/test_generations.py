@@ -24,6 +24,7 @@ from ckptstore.commits.catalog import (
 from ckptstore.commits.commit import StoredReceipt, commit_attempt, decide, read_outcome
 from ckptstore.commits.generations import (
     Begun,
+    Continuations,
     Lineage,
     Session,
     begin_generation,
@@ -268,6 +269,17 @@ def test_what_is_live(story: tuple[list[Checkpoint], dict[int, Attempt | None]])
 
 
 @given(stories())
+def test_what_continues_from_an_attempt(story: tuple[list[Checkpoint], dict[int, Attempt | None]]) -> None:
+    checkpoints, parents = story
+    lineages = {number: Lineage(docs(parents)) for number in range(1, 5)}
+    for number, lineage in lineages.items():
+        lineage.add(number, readable=True)
+    for c in checkpoints:
+        heads = [n for n, lineage in lineages.items() if n >= c.attempt.generation and lineage.includes(c.attempt)]
+        assert Continuations(lineages, docs(parents)).newest(c.attempt) == max(heads, default=0)
+
+
+@given(stories())
 def test_a_restore_tries_exactly_what_is_live(story: tuple[list[Checkpoint], dict[int, Attempt | None]]) -> None:
     planned, parents = story
     store = open_store(f"memory://{new_ulid(system_clock())}")
@@ -382,6 +394,6 @@ def test_a_branch_that_was_revived_is_left_when_it_is_left_again(store: Store) -
     lineage = Lineage(lambda number: read_generation(run, number))
     lineage.add(4, readable=True)
     assert [number for number, attempt in saved.items() if lineage.includes(attempt)] == [2, 4]
-    begun = list_generations(run)
-    assert lineage.left_by(saved[1], ()) == 2, "as if it had not been revived"
-    assert lineage.left_by(saved[1], begun) == lineage.left_by(saved[3], begun) == 4
+    assert lineage.left_by(saved[1], Continuations((), lineage.parent_of)) == 2, "as if it had not been revived"
+    found = Continuations(list_generations(run), lineage.parent_of)
+    assert lineage.left_by(saved[1], found) == lineage.left_by(saved[3], found) == 4
