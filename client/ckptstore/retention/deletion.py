@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ckptstore import names
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import decided_attempts, newest_first, visible_attempts
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
@@ -43,6 +42,7 @@ from ckptstore.retention.tombstones import (
     forget_tombstones,
     has_data,
     hide,
+    list_fates,
     list_hidden,
     read_tombstone,
     sweep,
@@ -277,10 +277,10 @@ def undelete_checkpoint(run: Run, reference: Reference, reason: str = "") -> Ref
 def list_deleted(run: Run) -> list[Deleted]:
     """The hidden checkpoints of a run that still have their data, newest step first."""
     left = set(decided_attempts(run))
-    swept = {names.attempt_and_name(info.key) for info in run.store.list(run.keys.fates)}
+    decided = list_fates(run)
     found = []
     for hidden in reversed(list_hidden(run)):
-        if hidden.attempt not in left or (hidden.attempt, hidden.id) in swept:
+        if hidden.attempt not in left or (hidden.attempt, hidden.id) in decided:
             continue
         tombstone = read_tombstone(run, hidden)
         found.append(

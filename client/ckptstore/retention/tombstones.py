@@ -113,11 +113,14 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
     continues; or Damaged after all others are done: a checkpoint with a damaged fate stays hidden and keeps its data.
     """
     hidden = [h for h in list_hidden(run) if only is None or h.attempt in only]
-    decided, damage = _fates(run, hidden)
+    listed = list_fates(run)
+    # Most deletions of the last week are complete. Their fates and tombstones are not read again and again.
+    left = set(_present(run, {h.attempt for h in hidden if (h.attempt, h.id) in listed}))
+    decided, damage = _fates(run, [h for h in hidden if (h.attempt, h.id) in listed and h.attempt in left])
     for one, fate in decided.items():
         if not fate.swept:  # the undelete died before it removed the tombstone
             run.store.delete_many([run.keys.tombstone(one.attempt, one.id)])
-    due = [h for h in hidden if h not in decided and h not in damage and (only is not None or _is_due(run, h))]
+    due = [h for h in hidden if (h.attempt, h.id) not in listed and (only is not None or _is_due(run, h))]
     held = active_holds(run) if due else {}
     due = [h for h in due if h.attempt not in held]
     if due:
@@ -139,8 +142,16 @@ def list_hidden(run: Run) -> list[Hidden]:
     return sorted(_parse(run.store.list(run.keys.tombstones)), key=lambda h: (h.attempt, h.id))
 
 
+def list_fates(run: Run) -> set[tuple[Attempt, str]]:
+    """The attempts and ids of all tombstones that are decided."""
+    return {(fate.attempt, fate.id) for fate in _parse(run.store.list(run.keys.fates))}
+
+
 def find_hidden(run: Run, reference: Reference) -> Attempt:
-    """The hidden attempt of a reference; if a step has several, the one saved last. Raises NoCheckpoint."""
+    """The hidden attempt of a reference; if a step has several, the one saved last of those that are not swept.
+
+    Raises NoCheckpoint.
+    """
     found = [
         h.attempt
         for h in list_hidden(run)
@@ -150,7 +161,8 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
         raise NoCheckpoint(
             f"run {run.name!r} has no deleted checkpoint at step {reference.step}", "ckptctl deleted shows them"
         )
-    return max(found)
+    decided = decided_attempts(run) if len(set(found)) > 1 else []
+    return max(found, key=lambda attempt: (attempt in decided, attempt))
 
 
 def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
@@ -167,9 +179,11 @@ def forget_tombstones(run: Run) -> None:
     listed = _parse(run.store.list(run.keys.fates))
     old = {(fate.attempt, fate.id) for fate in listed if run.age_s(fate.written_at) > TOMBSTONE_KEPT_S}
     hidden = [h for h in list_hidden(run) if (h.attempt, h.id) in old]
-    swept = {h.attempt for h in hidden if _is_swept(run, h)}
+    decided, _ = _fates(run, hidden)
+    swept = {h.attempt for h, fate in decided.items() if fate.swept}
     buried = bury(run, swept.difference(_present(run, swept)))
-    kept = {(h.attempt, h.id) for h in hidden if h.attempt not in buried}
+    undeleted = {h for h, fate in decided.items() if not fate.swept}
+    kept = {(h.attempt, h.id) for h in hidden if h.attempt not in buried and h not in undeleted}
     forgotten = sorted(old - kept)
     tombstones = [run.keys.tombstone(h.attempt, h.id) for h in hidden if (h.attempt, h.id) not in kept]
     # Tombstones first: a tombstone without its fate could be decided again.
@@ -264,15 +278,6 @@ def _has_outcome(run: Run, attempt: Attempt) -> bool:
     return attempt in decided_attempts(run) and attempt not in Dead(run)
 
 
-def _is_swept(run: Run, hidden: Hidden) -> bool:
-    """Whether the fate of a tombstone is known to be `swept`. If it is damaged, the tombstone is kept."""
-    try:
-        fate = _read_fate(run, hidden.attempt, hidden.id)
-    except Damaged:
-        return False
-    return fate is not None and fate.swept
-
-
 def _is_left(run: Run, attempt: Attempt, id: str) -> bool:
     """Whether a tombstone still exists, asked after its fate is known.
 
@@ -288,18 +293,16 @@ def _is_left(run: Run, attempt: Attempt, id: str) -> bool:
 
 def _fates(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, Fate], dict[Hidden, Damaged]]:
     """The fates of decided tombstones, and the errors of those whose fate is damaged."""
-    listed = {(f.attempt, f.id) for f in _parse(run.store.list(run.keys.fates))}
     decided: dict[Hidden, Fate] = {}
     damage: dict[Hidden, Damaged] = {}
     for one in hidden:
-        if (one.attempt, one.id) in listed:
-            try:
-                fate = _read_fate(run, one.attempt, one.id)
-            except Damaged as error:
-                damage[one] = error
-                continue
-            if fate is not None:
-                decided[one] = fate
+        try:
+            fate = _read_fate(run, one.attempt, one.id)
+        except Damaged as error:
+            damage[one] = error
+            continue
+        if fate is not None:
+            decided[one] = fate
     return decided, damage
 
 

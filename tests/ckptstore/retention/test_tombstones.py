@@ -36,7 +36,8 @@ from ckptstore.retention.tombstones import (
 )
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
+from tests.support.checkpoints import write_checkpoint
+from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 from tests.support.waiting import Lines
 
@@ -292,6 +293,39 @@ def _is_legal_and_can_be_finished(store: Store, written: tuple[Checkpoint, ...],
         apply_prune(Run(store, RUN, end), plan_prune(Run(store, RUN, end), Policy(1)))
     assert steps(store) == [5]
     assert list(store.list_folders(RunKeys(RUN).attempts)) == [str(written[-1].attempt)]
+
+
+def test_complete_deletions_are_not_read_again(store: Store) -> None:
+    written = write(store, 1, 2, 3, 4)
+    assert hide(Run(store, RUN), [checkpoint.attempt for checkpoint in written[:3]], "test") == {}
+    sweep_all(store)
+    faults = Faults()
+    sweep_all(FaultyStore(store, faults))
+    assert [call.split()[0] for call in faults.calls] == ["list", "list", "list", "list_folders"]
+
+
+def test_a_reference_means_the_deletion_that_can_be_undone(store: Store) -> None:
+    """Step 1 was saved in two generations, and the newer save is swept."""
+    run = Run(store, RUN)
+    older, newer = (write_checkpoint(store, RUN, 7, SMALL, generation=number) for number in (1, 2))
+    assert hide(run, [older.attempt, newer.attempt], "test") == {}
+    sweep(run, only=[newer.attempt])
+    store.put(run.keys.fates + "note.txt", b"an operator's note")
+    assert [one.id for one in list_deleted(run)] == [older.id]
+    assert undelete_checkpoint(run, Reference(RUN, 7)).ulid == older.attempt.ulid
+
+
+def test_a_week_later_an_undelete_that_died_is_finished(store: Store) -> None:
+    checkpoint = hidden_checkpoint(store)
+    faults = Faults()
+    undelete(Run(FaultyStore(store, faults), RUN), checkpoint.attempt)
+    hide(Run(store, RUN), [checkpoint.attempt], "test")
+    with pytest.raises(StoreUnavailable):
+        undelete(Run(FaultyStore(store, Faults(len(faults.calls) - 1)), RUN), checkpoint.attempt)
+    assert steps(store) == []
+    forget(store, weeks=2)
+    assert steps(store) == [1]
+    assert intact(store, checkpoint)
 
 
 def test_a_damaged_fate_deletes_nothing_and_is_reported(store: Store) -> None:
