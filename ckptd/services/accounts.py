@@ -7,6 +7,7 @@ import logging
 from ckptd.index import Filter, Sort
 from ckptd.services.catalog import Catalog
 from ckptstore.clock import Clock
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.goodput import Account, EndOf
 from ckptstore.commits.heartbeats import read_account
 from ckptstore.errors import CkptError
@@ -41,20 +42,19 @@ class Accounts:
 
     def refresh(self) -> None:
         """Compute the accounts of runs that go on, or that are not known. Raises IndexUnavailable."""
-        names = [summary.run for summary in self._catalog.runs()]
-        self._known = {name: found for name, found in self._known.items() if name in names}
-        for name in names:
-            if self._ended(name):
+        summaries = {summary.run: summary for summary in self._catalog.runs()}
+        self._known = {name: found for name, found in self._known.items() if name in summaries}
+        for name, summary in summaries.items():
+            if self._ended(name, summary.latest):
                 continue
             try:
                 self._known = {**self._known, name: self.of_run(name)}
             except CkptError as error:
                 _LOG.warning("cannot account for the time of run %s: %s", name, error)
 
-    def _ended(self, name: str) -> bool:
+    def _ended(self, name: str, latest: Checkpoint | None) -> bool:
         """Whether the account of a run cannot have changed: it ended, and saved nothing since."""
         known = self._known.get(name)
         if known is None or known.attempts[-1].ended is EndOf.RUNNING:
             return False
-        newest = self._catalog.latest(name)
-        return newest.created_at <= known.until
+        return latest is None or latest.created_at <= known.until
