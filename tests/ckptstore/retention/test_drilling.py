@@ -131,3 +131,7 @@ def test_a_run_that_stands_still_is_drilled_as_often_as_it_is_scrubbed(store: St
     write_checkpoint(store, step=3, clock=run.clock)
     now[0] += _DAY_S / 2
     assert due_for_drill(run, _DAY_S, 30 * _DAY_S)[0] is None, "not before a day has passed"
+    now[0] += 365 * _DAY_S
+    drill(run, latest(run))
+    now[0] -= 365 * _DAY_S
+    assert due_for_drill(run, _DAY_S, 30 * _DAY_S)[0] is not None, "the clock of the last one was a year ahead"
