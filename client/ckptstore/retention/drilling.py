@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ckptstore.errors import CorruptObject, Damaged, InvalidName, NoCheckpoint, 
 from ckptstore.format.documents import FORMAT, Content
 from ckptstore.format.layouts import LayoutPlan, plan_layout, plan_rank, rows_of
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.planning import ShardRead, entry_bytes
+from ckptstore.format.planning import ShardRead, coalesce, entry_bytes
 from ckptstore.format.records import Drill, DrilledLayout
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress, check_decoded, fetch
@@ -29,7 +30,7 @@ from ckptstore.retention.scrubbing import leased, record_finding
 from ckptstore.run import Run
 
 SAMPLE_BYTES = 256 << 20
-"""Decoded bytes that are restored at full speed into memory, at most."""
+"""Bytes that are read, and decoded bytes that are restored into memory, at full speed, at most."""
 MAX_RANKS = 16_384
 """Largest number of ranks to plan for: each takes a millisecond or more."""
 
@@ -116,7 +117,10 @@ def _rehearse(
 
 
 def _restore_sample(source: StoreSource, checkpoint: Checkpoint) -> tuple[_Sample, Content]:
-    """Restore the middle one of so many ranks that its part has SAMPLE_BYTES at most, apart from shared entries."""
+    """Restore the middle one of so many ranks that its part has SAMPLE_BYTES at most, apart from shared entries.
+
+    That rank may need a few rows of every large chunk. So it reads only the first chunks, again SAMPLE_BYTES at most.
+    """
     if checkpoint.state is State.CORRUPT:
         raise CorruptObject(checkpoint.problem)
     began = time.perf_counter()
@@ -125,11 +129,20 @@ def _restore_sample(source: StoreSource, checkpoint: Checkpoint) -> tuple[_Sampl
     opened = time.perf_counter()
     content = manifest.content
     shares = max(1, -(-sum(entry_bytes(content).values()) // SAMPLE_BYTES))
-    reads = plan_rank(content, shares // 2, shares)
+    reads = _first(plan_rank(content, shares // 2, shares))
     buffers = _buffers(content, shares // 2, shares)
     planned = time.perf_counter()
     fetch(source, checkpoint, reads, buffers)
     return _Sample(opened - began, time.perf_counter() - planned, reads), content
+
+
+def _first(reads: Sequence[ShardRead]) -> list[ShardRead]:
+    """The first chunks of these reads, SAMPLE_BYTES at most and at least one."""
+    chunks = [chunk for read in reads for chunk in read.chunks]
+    ends = accumulate(chunk.stored for chunk in chunks)
+    return coalesce(
+        [chunk for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True)) if not i or end <= SAMPLE_BYTES]
+    )
 
 
 def _buffers(content: Content, rank: int, ranks: int) -> dict[str, memoryview]:

@@ -59,6 +59,20 @@ def test_every_byte_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) 
     assert drill(Run(store, "gpt"), checkpoint, checked=known) is not None
 
 
+def test_the_sample_is_small_although_it_needs_a_row_of_every_chunk(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {f"w{number}": np.random.default_rng(number).random((64, 1024), np.float32) for number in range(20)}
+    checkpoint = write_checkpoint(store, arrays=arrays)
+    monkeypatch.setattr(drilling, "SAMPLE_BYTES", checkpoint.raw_bytes // 10)
+    throttled: list[int] = []
+    found = drill(Run(store, "gpt"), checkpoint, throttle=throttled.append)
+    assert found is not None
+    assert found.problems == []
+    assert 0 < throttled[0] <= checkpoint.raw_bytes // 10, "the sample"
+    assert sum(throttled) == checkpoint.stored_bytes
+
+
 def test_a_flipped_byte_fails_the_drill_and_is_named(store: Store) -> None:
     run = Run(store, "gpt")
     write_checkpoint(store, step=1)
