@@ -98,7 +98,8 @@ def undelete(run: Run, attempt: Attempt, reason: str = "") -> None:
     if not ids:
         raise NoCheckpoint(f"{run.id_of(attempt)} is not being deleted", "ckptctl deleted lists what is")
     audit.record(run, Action.UNDELETE, [attempt], reason)
-    if not _cancel_deletion(run, attempt, ids):
+    # A tombstone with a long grace may be left when the one that was swept is forgotten.
+    if not _has_outcome(run, attempt) or not _cancel_deletion(run, attempt, ids):
         raise SweepBegun(
             f"{run.id_of(attempt)} can no longer be undeleted: its data is deleted or being deleted",
             "Use another checkpoint",

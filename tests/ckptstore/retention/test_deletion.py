@@ -16,14 +16,21 @@ from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import take_lease
 from ckptstore.errors import NewestCheckpoint, StoreUnavailable
 from ckptstore.format.records import Policy
-from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.names import Attempt, Reference, RunKeys, new_ulid
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.verify import Verification
-from ckptstore.retention.deletion import ORPHAN_GRACE_S, collect, delete_checkpoint, undecided_attempts
+from ckptstore.retention.deletion import (
+    ORPHAN_GRACE_S,
+    collect,
+    delete_checkpoint,
+    list_deleted,
+    undecided_attempts,
+    undelete_checkpoint,
+)
 from ckptstore.retention.pins import pin
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.scrubbing import record_finding
-from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
+from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, hide, sweep
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
@@ -365,3 +372,14 @@ def test_an_aborted_attempt_is_not_listed(store: Store) -> None:
     outcome = read_outcome(run, attempt)
     assert outcome is not None
     assert outcome.committed is None
+
+
+def test_a_reference_means_the_deletion_that_can_be_undone(store: Store) -> None:
+    """Step 7 was saved in two generations, and the newer save is swept."""
+    run = Run(store, RUN)
+    older, newer = (write_checkpoint(store, RUN, 7, SMALL, generation=number) for number in (1, 2))
+    assert hide(run, [older.attempt, newer.attempt], "test") == {}
+    sweep(run, only=[newer.attempt])
+    store.put(run.keys.fates + "note.txt", b"an operator's note")
+    assert [one.id for one in list_deleted(run)] == [older.id]
+    assert undelete_checkpoint(run, Reference(RUN, 7)).ulid == older.attempt.ulid

@@ -36,8 +36,7 @@ from ckptstore.retention.tombstones import (
 )
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_checkpoint
-from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
+from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 from tests.support.waiting import Lines
 
@@ -304,17 +303,6 @@ def test_complete_deletions_are_not_read_again(store: Store) -> None:
     assert [call.split()[0] for call in faults.calls] == ["list", "list", "list", "list_folders"]
 
 
-def test_a_reference_means_the_deletion_that_can_be_undone(store: Store) -> None:
-    """Step 1 was saved in two generations, and the newer save is swept."""
-    run = Run(store, RUN)
-    older, newer = (write_checkpoint(store, RUN, 7, SMALL, generation=number) for number in (1, 2))
-    assert hide(run, [older.attempt, newer.attempt], "test") == {}
-    sweep(run, only=[newer.attempt])
-    store.put(run.keys.fates + "note.txt", b"an operator's note")
-    assert [one.id for one in list_deleted(run)] == [older.id]
-    assert undelete_checkpoint(run, Reference(RUN, 7)).ulid == older.attempt.ulid
-
-
 def test_a_week_later_an_undelete_that_died_is_finished(store: Store) -> None:
     checkpoint = hidden_checkpoint(store)
     faults = Faults()
@@ -326,6 +314,19 @@ def test_a_week_later_an_undelete_that_died_is_finished(store: Store) -> None:
     forget(store, weeks=2)
     assert steps(store) == [1]
     assert intact(store, checkpoint)
+
+
+def test_a_second_tombstone_with_a_long_grace_brings_nothing_back(store: Store) -> None:
+    """Two deleters hid it. One tombstone was swept and is forgotten, the other one is still in its grace."""
+    run = Run(store, RUN, MovableClock(2 * TOMBSTONE_KEPT_S))
+    checkpoint = hidden_checkpoint(store)
+    hide(Run(store, RUN), [checkpoint.attempt], "test", grace_s=8 * TOMBSTONE_KEPT_S)
+    assert collect(replace(run, clock=LATER)).swept == (checkpoint.attempt,)
+    collect(run)
+    assert len(list_hidden(run)) == 1
+    with pytest.raises(SweepBegun):
+        undelete_checkpoint(run, Reference(RUN, 1))
+    assert pinned(run) == {}
 
 
 def test_a_damaged_fate_deletes_nothing_and_is_reported(store: Store) -> None:
