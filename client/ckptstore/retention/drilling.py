@@ -96,6 +96,8 @@ def drill(
         )
         if result.ok and problem:
             result = replace(result, problems=(problem,))
+        if not result.ok and held.was_deleted():
+            return None
         record_finding(run, result)
     done = _result(run, result, time.perf_counter() - began, sample, layouts if result.ok else [])
     _record(run, done)

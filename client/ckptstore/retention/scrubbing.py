@@ -14,6 +14,7 @@ from dataclasses import replace
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.commits.references import marks
 from ckptstore.errors import InvalidName, NoCheckpoint
@@ -104,6 +105,8 @@ def scrub(
                 healed = heal(run, result, heal_from, read)
                 result = verify(source, known, checked=checked, throttle=read) if healed.objects else result
                 result = replace(result, healed=healed.objects, problems=(*result.problems, *healed.problems))
+            if not result.ok and held.was_deleted():
+                continue
             record_finding(run, result)
         yield result
 
@@ -122,6 +125,8 @@ def confirm_damage(
             return None
         result = verify(StoreSource(run.store, run.clock), checkpoint, progress, only=chunks)
         if not result.ok:
+            if held.was_deleted():
+                return None
             record_finding(run, result)
         return result
 
@@ -151,6 +156,10 @@ class HeldCheckpoint:
             progress(count)
 
         return renew
+
+    def was_deleted(self) -> bool:
+        """Whether it is being deleted, after the lease expired because the process slept: then nothing is damaged."""
+        return self._attempt in hidden_attempts(self._run)
 
     def release(self) -> None:
         """End the lease."""

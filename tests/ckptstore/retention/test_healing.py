@@ -15,6 +15,8 @@ from ckptstore.commits.leases import active_leases
 from ckptstore.errors import StoreUnavailable
 from ckptstore.format.records import Action
 from ckptstore.reading.verify import Verification
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.retention.drilling import drill, last_drill
 from ckptstore.retention.scrubbing import due_for_scrub, scrub, verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -186,3 +188,22 @@ def test_a_checkpoint_is_held_however_long_its_healing_takes() -> None:
     assert not found.ok
     assert calls > 6
     assert not active_leases(run)
+
+
+@pytest.mark.parametrize("by_a_drill", [False, True])
+def test_a_checkpoint_that_is_deleted_while_the_machine_sleeps_is_not_found_damaged(by_a_drill: bool) -> None:
+    clock = FakeClock()
+    run = Run(DictStore(clock), RUN, clock)
+    checkpoint = write_checkpoint(run.store, RUN, 1, sample_arrays(1), clock=clock)
+
+    def sleep(_: int) -> None:
+        if not list(run.store.list(run.keys.tombstones)):
+            clock.now += 3 * 3600
+            delete_checkpoint(run, checkpoint.attempt, "test", force=True)
+
+    if by_a_drill:
+        assert drill(run, checkpoint, throttle=sleep) is None
+        assert last_drill(run) is None
+    else:
+        assert list(scrub(run.store, [checkpoint], "me", clock, throttle=sleep)) == []
+    assert quarantined_attempts(run) == []
