@@ -242,7 +242,8 @@ class Deleted(msgspec.Struct, frozen=True, kw_only=True):
 def measure_waste(run: Run) -> Waste:
     """The bytes that a collection could free. Lists every such attempt; changes nothing."""
     undecided = (_extent(run, attempt) for attempt in undecided_attempts(run))
-    hidden = {found.attempt for found in list_hidden(run)}
+    # Most hidden attempts have no data any more: their tombstones stay for a week.
+    hidden = {found.attempt for found in list_hidden(run)}.intersection(_attempts_with_data(run))
     return Waste(
         orphans=sum(num_bytes for num_bytes, newest in undecided if run.age_s(newest) > _IDLE_S),
         tombstoned=sum(_extent(run, attempt)[0] for attempt in hidden),

@@ -22,7 +22,7 @@ from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, CorruptObject, NoCheckpoint, StoreUnavailable, SweepBegun
 from ckptstore.format.records import Policy
 from ckptstore.names import Reference, RunKeys, new_ulid
-from ckptstore.retention.deletion import collect, delete_checkpoint, list_deleted, undelete_checkpoint
+from ckptstore.retention.deletion import collect, delete_checkpoint, list_deleted, measure_waste, undelete_checkpoint
 from ckptstore.retention.pins import pinned
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import (
@@ -301,6 +301,7 @@ def test_complete_deletions_are_not_read_again(store: Store) -> None:
     faults = Faults()
     sweep_all(FaultyStore(store, faults))
     assert [call.split()[0] for call in faults.calls] == ["list", "list", "list", "list_folders"]
+    assert count_calls(store, lambda s: measure_waste(Run(s, RUN))) == 6
 
 
 def test_a_week_later_an_undelete_that_died_is_finished(store: Store) -> None:
