@@ -84,11 +84,12 @@ def test_why_a_trainer_closes(store: Store, now: list[float], ending: Ending, en
 
 def test_a_short_life_that_closes_writes_nothing(store: Store, now: list[float]) -> None:
     for every_s in (60.0, 0.0):
-        heart = Heart(_run(store, now), every_s)
-        heart.begin(_began(_T), Pulse())
+        heart, pulse = Heart(_run(store, now), every_s), Pulse()
+        heart.begin(_began(_T), pulse)
         heart.captured(1, _T)
         heart.stop(closed=True)
         heart.close()
+        pulse.close()  # without heartbeats no heart took it
     assert list(store.list("gpt/")) == []
 
 
