@@ -219,7 +219,7 @@ class Checkpointer:
         After a restore with an optimizer, or the first one, saves continue from this checkpoint: once one is committed,
         checkpoints that came after this one are abandoned, and restored only if they are named.
         """
-        state = TrainState.of(model, optim, {**(shared or {}), **extras})
+        state = TrainState.to_restore(model, optim, extras, shared)
         return self._restore(state, checkpoint, strict=strict, rng=rng)
 
     def restoring(self, *, checkpoint: str | int | None = None, strict: bool = True) -> StagedRestore:

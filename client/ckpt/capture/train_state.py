@@ -82,6 +82,17 @@ class TrainState:
         others = {name: value for name, value in extras.items() if not isinstance(value, nn.Module)}
         return TrainState(found, _named_optimizers(optim), others, shared)
 
+    @staticmethod
+    def to_restore(
+        model: Model | None,
+        optim: Optimizers | None,
+        extras: Mapping[str, Any],
+        shared: Mapping[str, Any] | None = None,
+    ) -> TrainState:
+        """The same for a restore: the checkpoint knows what is shared."""
+        state = TrainState.of(model, optim, extras, shared)
+        return replace(state, others={**state.others, **state.shared}, shared={})
+
     def to_place(self) -> list[str]:
         """The module items that a restore fills."""
         return [item for item in self.modules if item not in self.placed]

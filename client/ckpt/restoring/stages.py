@@ -57,9 +57,9 @@ class StagedRestore:
 
     def extras(self, shared: Mapping[str, Any] | None = None, **extras: Any) -> Restored | None:
         """Restore further objects: modules, schedulers, loaders; plain data is in `Restored.values` of the result."""
-        every = {**(shared or {}), **extras}
-        self._loaders += [value for value in every.values() if isinstance(value, Resumable)]
-        return self._stage(TrainState.of(None, None, every))
+        state = TrainState.to_restore(None, None, extras, shared)
+        self._loaders += [value for value in state.others.values() if isinstance(value, Resumable)]
+        return self._stage(state)
 
     def rng(self) -> None:
         """Put random state back: last, before the first step."""

@@ -119,8 +119,11 @@ def test_every_save_may_hold_other_tensors(tmp_path: Path) -> None:
     [({"model": 1}, "'model' is reserved"), ({"a/b": 1}, "slash"), ({"own": 1}, "given twice")],
 )
 def test_names_that_cannot_be(shared: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with open_run(tmp_path) as checkpointer, pytest.raises(InvalidRequest, match=said):
-        checkpointer.save(None, None, 1, shared=shared, own=2)
+    with open_run(tmp_path) as checkpointer:
+        with pytest.raises(InvalidRequest, match=said):
+            checkpointer.save(None, None, 1, shared=shared, own=2)
+        with pytest.raises(InvalidRequest, match=said):
+            checkpointer.restore(shared=shared, own=2)
 
 
 def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
