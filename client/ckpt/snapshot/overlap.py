@@ -142,7 +142,7 @@ class Overlap:
         """The optimizers that were about to step since the last save."""
         self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """The optimizers whose step is in a CUDA graph: a replay changes state and calls no hook."""
-        self._said = False
+        self._logged = False
         """Whether it was logged that some state does not overlap."""
         self._hooked = False
         """Whether every step of the optimizers of this save calls the hook."""
@@ -162,8 +162,8 @@ class Overlap:
         """
         every = list(optimizers)
         known = [one for one in every if not all(group.get("capturable") for group in one.param_groups)]
-        if len(known) < len(every) and not self._said:
-            self._said = True
+        if len(known) < len(every) and not self._logged:
+            self._logged = True
             logger.info("state of optimizers with capturable=True, which compiled steps set, is copied without overlap")
         self._hooked = all(one in self._came and one not in self._captured for one in known)
 
