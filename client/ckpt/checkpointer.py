@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
-from itertools import chain
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
-from ckpt.capture.forgotten import warn_of_forgotten
 from ckpt.capture.train_state import Model, Optimizers, TrainState
 from ckpt.config import Config, OnBusy, takes
 from ckpt.ranks.world import World
@@ -24,22 +19,15 @@ from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import check_present, release_lease
 from ckpt.restoring.stages import StagedRestore
 from ckpt.restoring.tensors import load_tensors
-from ckpt.saver.budget import Budget
 from ckpt.schedule import Limits, Schedule, cost_of
-from ckpt.snapshot.agreed import AgreedLayout
-from ckpt.snapshot.client import SaveClient
-from ckpt.snapshot.counters import Counters, LiveCounters
-from ckpt.snapshot.handle import HandleUpdates, SaveHandle
-from ckpt.snapshot.overlap import Overlap
-from ckpt.snapshot.request import SaveRequest, finite
-from ckpt.snapshot.session import TrainerSession
-from ckpt.snapshot.step_clock import StepClock
-from ckpt.snapshot.take import take_snapshot
+from ckpt.snapshot.counters import Counters
+from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.run_saves import RunSaves
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import BadInput, InvalidRequest, NoCheckpoint, SaveSkipped
-from ckptstore.names import Reference, check_step
-from ckptstore.reading.source import Source, StoreSource
+from ckptstore.errors import NoCheckpoint
+from ckptstore.names import Reference
+from ckptstore.reading.source import Source
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +45,8 @@ class Checkpointer:
         self._source: Source = open_source(
             self.config.source, self.config.token, self.config.options, patience_s=self.config.daemon_timeout_s
         )
-        self._pid = os.getpid()
-        self._tally = LiveCounters()
-        self._client: SaveClient | None = None
-        self._agreed = AgreedLayout(self._world, config.split_replicas)
-        self._session = TrainerSession(config.run_name, config.repeat_steps)
-        self._overlap: Overlap | None = None
+        self._saves = RunSaves(config, self._source, self._world)
         self._lease: str | None = None
-        self._newest: SaveHandle | None = None
-        self._steps = StepClock()
         self._schedules: list[Schedule] = []
         _close_at_exit(self)
 
@@ -85,15 +66,8 @@ class Checkpointer:
         first save does it, and waits. Call it again when the layout of the state has changed: other parameters, or
         other parts of them on this rank. Raises UnsupportedObject, InvalidRequest, RankLost, RunVanished, Unavailable.
         """
-        client = self._saving_client()
-        self._join()
-        client.start()
         state = TrainState.of(model, optim, extras, shared)
-        self._agreed.agree(state, partial(check_present, self._source, self.config))
-        state = state.without_others()
-        self._gate(state)  # before the first step, so that its hooks are in place
-        captured, num_bytes = self._agreed.estimate(state)
-        client.expect(num_bytes, captured.leaves.gpu, wait=True)
+        self._saves.prepare(state, partial(check_present, self._source, self.config))
 
     def save_async(
         self,
@@ -155,34 +129,15 @@ class Checkpointer:
     ) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable; waits for a slot if none is idle."""
         handle = self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, "wait")
-        with self._steps.waiting():
+        with self._saves.steps.waiting():
             return handle.result()
 
     def _save(
         self, state: TrainState, step: int, grads: bool, metrics: Mapping[str, float] | None, on_busy: OnBusy
     ) -> SaveHandle:
-        started = time.perf_counter()
-        client = self._saving_client()
-        self._join()
-        check_step(step)
-        attempt = self._session.new_attempt(self._agreed.session_for(state), step)
-        with client.declining(attempt):
-            client.start()  # replaces a client that died, so that saves work again after the error
-            client.raise_failure(of_other_ranks=False)
-            self._session.check(step)
-            captured = self._agreed.capture(state, grads)
-            updates = HandleUpdates(step, self._agreed.layout.num_bytes, started)
-            cost = cost_of(self._newest, self._schedules)
-            save = SaveRequest(attempt, captured, self._agreed.layout, finite(metrics), self._lease, cost)
-            taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
-        self._session.saved(updates)
-        if self._newest is None:
-            warn_of_forgotten(state)
+        cost_before = partial(cost_of, self._saves.newest, self._schedules)
+        handle, taken = self._saves.save(state, step, grads, metrics, on_busy, self._lease, cost_before)
         self._lease = None if taken else self._lease
-        self._newest = handle = updates.handle
-        updates.measure(blocked_s=time.perf_counter() - started)
-        self._steps.saving(handle)
-        self._tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle
 
     def restore(
@@ -227,8 +182,7 @@ class Checkpointer:
         return StagedRestore(partial(self._restore, strict=strict, rng=False), checkpoint)
 
     def _restore(self, state: TrainState, checkpoint: str | int | None, *, strict: bool, rng: bool) -> Restored | None:
-        if self._client is not None:
-            self.wait()
+        self.wait()
         restorer = Restorer(self._source, self.config, self._world())
         try:
             restored = restorer.restore(state, Reference.of(self.config.run_name, checkpoint), strict, rng)
@@ -236,10 +190,11 @@ class Checkpointer:
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             self._lease = restored.lease
-            if self._session.restored(restored.checkpoint, restorer.trains):
-                self._steps.restored(self._session.parent, restored.step, restored.seconds)
+            session = self._saves.session
+            if session.restored(restored.checkpoint, restorer.trains):
+                self._saves.steps.restored(session.parent, restored.step, restored.seconds)
         if restorer.trains and not self.config.read_only:
-            self._make_ready(state.without_others())
+            self._saves.make_ready(state.without_others())
         return restored
 
     def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:
@@ -267,7 +222,11 @@ class Checkpointer:
         """
         limits = Limits.of(seconds, overhead, mtbf_s)
         schedule = Schedule(
-            lambda: self._newest, limits, self.config.peer_timeout_s, steps=self._steps, solo=self.config.solo
+            lambda: self._saves.newest,
+            limits,
+            self.config.peer_timeout_s,
+            steps=self._saves.steps,
+            solo=self.config.solo,
         )
         self._schedules.append(schedule)
         return schedule
@@ -281,16 +240,7 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
-        if self._client is None or os.getpid() != self._pid:
-            return
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._steps.waiting():
-            self._join(timeout)
-            for handle in self._client.pending:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                with suppress(SaveSkipped):
-                    handle.result(left)
-        self._client.raise_failure()
+        self._saves.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Return when every save is durable, and end the saver. A second close does nothing.
@@ -298,18 +248,11 @@ class Checkpointer:
         Raises the error of a save that failed and was not seen, or TimeoutError; a saver process
         that is out of time goes on by itself.
         """
-        if os.getpid() != self._pid:
-            return  # a forked child has neither the arena nor the saver
-        self._steps.closing()
-        client, self._client = self._client, None
-        overlap, self._overlap = self._overlap, None
+        if self._saves.elsewhere:
+            return
         schedules, self._schedules = self._schedules, []
         try:
-            if overlap is not None:
-                overlap.close(timeout)
-            if client is not None:
-                client.close(timeout)
-                client.raise_failure()
+            self._saves.close(timeout)
         finally:
             for schedule in schedules:
                 schedule.close()
@@ -327,56 +270,15 @@ class Checkpointer:
     @property
     def counters(self) -> Counters:
         """What became of the saves so far; for any thread, also after `close`."""
-        return self._tally.counters
+        return self._saves.tally.counters
 
     @property
     def saver_pid(self) -> int | None:
         """Process id of the saver, while there is one."""
-        return self._client.saver_pid if self._client is not None else None
+        return self._saves.client.saver_pid if self._saves.client is not None else None
 
     def _world(self) -> World:
         return World(self.config.peer_timeout_s, self.config.solo)
-
-    def _saving_client(self) -> SaveClient:
-        if os.getpid() != self._pid:
-            raise InvalidRequest("this Checkpointer belongs to another process", "Make one after the fork")
-        if self.config.read_only:
-            raise InvalidRequest(
-                f"{self.config.source} is a daemon, which serves reads only", "Pass the store's URL as store="
-            )
-        if self._client is None:
-            assert isinstance(self._source, StoreSource)
-            world, budget = self._world(), Budget.of(self.config.staging_bytes, self._source.store.upload_bytes)
-            setup = self.config.setup(world.rank, world.size, budget)
-            self._client = SaveClient(
-                setup, self.config.in_process, self.config.slots, budget.slot, self._tally, self._steps
-            )
-        return self._client
-
-    def _make_ready(self, state: TrainState) -> None:
-        """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
-        client = self._saving_client()
-        client.start()
-        if self._agreed.session is not None:
-            return
-        try:
-            captured, num_bytes = self._agreed.estimate(state)
-            client.expect(num_bytes, captured.leaves.gpu)
-        except BadInput as error:
-            logger.warning("the first save will wait for its memory: %s", error)
-
-    def _gate(self, state: TrainState) -> Overlap | None:
-        if state.optimizers and self.config.overlap and self._overlap is None:
-            self._overlap = Overlap(self.config.overlap == "verify", self._steps.stepping)
-        if self._overlap is not None:
-            self._overlap.expect(chain(*state.optimizers.values()))
-            self._steps.count(chain(*state.optimizers.values()))
-        return self._overlap if state.optimizers else None
-
-    def _join(self, timeout: float | None = None) -> None:
-        """Wait until a pending copy is submitted to the saver, or has failed."""
-        if self._overlap is not None:
-            self._overlap.join(timeout)
 
     def _release_lease(self) -> None:
         lease, self._lease = self._lease, None

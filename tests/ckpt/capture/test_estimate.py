@@ -15,8 +15,8 @@ from tests.support.waiting import wait_until
 
 
 def arena_of(checkpointer: Checkpointer) -> Arena:
-    assert checkpointer._client is not None
-    return checkpointer._client._arena
+    assert checkpointer._saves.client is not None
+    return checkpointer._saves.client._arena
 
 
 def made(checkpointer: Checkpointer) -> list[tuple[int, int]]:

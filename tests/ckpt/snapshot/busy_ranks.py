@@ -115,7 +115,7 @@ def _kill_saver(checkpointer: Checkpointer, model: Any, optim: Any, step: int, s
 
 
 def _block_shard(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
-    session = checkpointer._agreed.session
+    session = checkpointer._saves.agreed.session
     assert session is not None
     attempt = Attempt(step, derive_ulid(session, step, 0), generation=1)
     if dist.get_rank() == 1:
@@ -129,7 +129,7 @@ def _tear(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: 
         if dist.get_rank() == 1:
             nn.init.constant_(model.get_parameter("stage1.weight"), 7.0)
         brake.released.set()
-        optim.step() if dist.get_rank() == 0 else checkpointer._join()
+        optim.step() if dist.get_rank() == 0 else checkpointer._saves._join()
     return handle
 
 

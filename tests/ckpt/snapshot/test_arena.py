@@ -173,8 +173,8 @@ def test_extra_memory_is_one_state_per_slot(tmp_path: Path) -> None:
 
 
 def _arena(checkpointer: Checkpointer) -> Arena:
-    assert checkpointer._client is not None
-    return checkpointer._client._arena
+    assert checkpointer._saves.client is not None
+    return checkpointer._saves.client._arena
 
 
 def test_resources_of_a_fork_are_closed_without_touching_the_parent() -> None:

@@ -242,8 +242,8 @@ def test_a_stream_that_overlaps_has_small_leaves_of_a_device_as_they_are_at_the_
         for _ in range(8):
             simulated.launch(add_one(buffer))
         handle = checkpointer.save_async(model, optim, 1)
-        assert checkpointer._overlap is not None
-        assert checkpointer._overlap._pending is not None  # it overlaps
+        assert checkpointer._saves.overlap is not None
+        assert checkpointer._saves.overlap._pending is not None  # it overlaps
         for _ in range(8):
             simulated.launch(add_one(buffer))
         handle.result(PATIENCE_S)

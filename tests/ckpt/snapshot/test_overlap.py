@@ -305,8 +305,8 @@ def test_frozen_parameters_overlap_once_they_were_seen_to_stay(tmp_path: Path) -
 
 
 def _later(checkpointer: Checkpointer) -> set[str]:
-    assert checkpointer._overlap is not None
-    pending = checkpointer._overlap._pending
+    assert checkpointer._saves.overlap is not None
+    pending = checkpointer._saves.overlap._pending
     if pending is None:
         return set()
     assert isinstance(pending.transfer, Transfer)

@@ -95,11 +95,11 @@ def test_prepare_pins_the_memory_of_the_first_save(tmp_path: Path) -> None:
     model, optim = make(OPTIMIZERS["adamw-fused"])
     with Checkpointer(str(tmp_path), run="r", slots=1) as checkpointer:
         checkpointer.prepare(model, optim)
-        assert checkpointer._client is not None
-        slot = checkpointer._client.acquire(1, "wait", 0)
+        assert checkpointer._saves.client is not None
+        slot = checkpointer._saves.client.acquire(1, "wait", 0)
         assert slot is not None
         assert slot.stager.gpu == model[0].weight.device
-        checkpointer._client.release(slot)
+        checkpointer._saves.client.release(slot)
 
 
 def test_a_change_before_the_step_fails_the_save(tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def model() -> Large:
 
 
 def slots(checkpointer: Checkpointer) -> list[int]:
-    assert checkpointer._client is not None
-    return [segment.num_bytes for segment in checkpointer._client._arena.segments.values()]
+    assert checkpointer._saves.client is not None
+    return [segment.num_bytes for segment in checkpointer._saves.client._arena.segments.values()]
 
 
 @given(

@@ -1,0 +1,170 @@
+"""RunSaves: the saves of one run by this process, from the agreement of the ranks to the end of the saver."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import chain
+
+from ckpt.capture.forgotten import warn_of_forgotten
+from ckpt.capture.train_state import TrainState
+from ckpt.config import Config, OnBusy
+from ckpt.ranks.world import World
+from ckpt.saver.budget import Budget
+from ckpt.snapshot.agreed import AgreedLayout
+from ckpt.snapshot.client import SaveClient
+from ckpt.snapshot.counters import LiveCounters
+from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckpt.snapshot.overlap import Overlap
+from ckpt.snapshot.request import SaveRequest, finite
+from ckpt.snapshot.session import TrainerSession
+from ckpt.snapshot.step_clock import StepClock
+from ckpt.snapshot.take import take_snapshot
+from ckptplan.history import SaveCost
+from ckptstore.errors import BadInput, InvalidRequest, SaveSkipped
+from ckptstore.names import check_step
+from ckptstore.reading.source import Source, StoreSource
+
+logger = logging.getLogger(__name__)
+
+
+class RunSaves:
+    """The saving half of a Checkpointer, whose methods explain the errors. For the training thread."""
+
+    def __init__(self, config: Config, source: Source, world: Callable[[], World]) -> None:
+        """Performs no I/O."""
+        self._config = config
+        self._source = source
+        self._world = world
+        self._pid = os.getpid()
+        self.tally = LiveCounters()
+        self.client: SaveClient | None = None
+        """None before the first save, and after `close`."""
+        self.agreed = AgreedLayout(world, config.split_replicas)
+        self.session = TrainerSession(config.run_name, config.repeat_steps)
+        self.overlap: Overlap | None = None
+        self.steps = StepClock()
+        self.newest: SaveHandle | None = None
+        """The save that began last."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that saves, and so has neither the arena nor the saver."""
+        return os.getpid() != self._pid
+
+    def prepare(self, state: TrainState, check: Callable[[], None]) -> None:
+        """Agree with the other ranks, start the saver, and return once there is a slot. A collective.
+
+        check: a rank where it raises fails the call on every rank.
+        """
+        client = self._saving_client()
+        self._join()
+        client.start()
+        self.agreed.agree(state, check)
+        state = state.without_others()
+        self._gate(state)  # before the first step, so that its hooks are in place
+        captured, num_bytes = self.agreed.estimate(state)
+        client.expect(num_bytes, captured.leaves.gpu, wait=True)
+
+    def save(
+        self,
+        state: TrainState,
+        step: int,
+        grads: bool,
+        metrics: Mapping[str, float] | None,
+        on_busy: OnBusy,
+        lease: str | None,
+        cost_before: Callable[[], SaveCost | None],
+    ) -> tuple[SaveHandle, bool]:
+        """The handle of a save that has begun, and whether its state was copied: otherwise it was skipped.
+
+        lease: one to release once this save is committed. cost_before: what the save before this one cost.
+        """
+        started = time.perf_counter()
+        client = self._saving_client()
+        self._join()
+        check_step(step)
+        attempt = self.session.new_attempt(self.agreed.session_for(state), step)
+        with client.declining(attempt):
+            client.start()  # replaces a client that died, so that saves work again after the error
+            client.raise_failure(of_other_ranks=False)
+            self.session.check(step)
+            captured = self.agreed.capture(state, grads)
+            updates = HandleUpdates(step, self.agreed.layout.num_bytes, started)
+            save = SaveRequest(attempt, captured, self.agreed.layout, finite(metrics), lease, cost_before())
+            taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
+        self.session.saved(updates)
+        if self.newest is None:
+            warn_of_forgotten(state)
+        self.newest = handle = updates.handle
+        updates.measure(blocked_s=time.perf_counter() - started)
+        self.steps.saving(handle)
+        self.tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
+        return handle, taken
+
+    def make_ready(self, state: TrainState) -> None:
+        """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
+        client = self._saving_client()
+        client.start()
+        if self.agreed.session is not None:
+            return
+        try:
+            captured, num_bytes = self.agreed.estimate(state)
+            client.expect(num_bytes, captured.leaves.gpu)
+        except BadInput as error:
+            logger.warning("the first save will wait for its memory: %s", error)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
+        if self.client is None or self.elsewhere:
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self.steps.waiting():
+            self._join(timeout)
+            for handle in self.client.pending:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                with suppress(SaveSkipped):
+                    handle.result(left)
+        self.client.raise_failure()
+
+    def close(self, timeout: float | None) -> None:
+        """Return when every save is durable, and end the saver. Raises the error of a save, or TimeoutError."""
+        self.steps.closing()
+        client, self.client = self.client, None
+        overlap, self.overlap = self.overlap, None
+        if overlap is not None:
+            overlap.close(timeout)
+        if client is not None:
+            client.close(timeout)
+            client.raise_failure()
+
+    def _saving_client(self) -> SaveClient:
+        if self.elsewhere:
+            raise InvalidRequest("this Checkpointer belongs to another process", "Make one after the fork")
+        config = self._config
+        if config.read_only:
+            raise InvalidRequest(
+                f"{config.source} is a daemon, which serves reads only", "Pass the store's URL as store="
+            )
+        if self.client is None:
+            assert isinstance(self._source, StoreSource)
+            world, budget = self._world(), Budget.of(config.staging_bytes, self._source.store.upload_bytes)
+            setup = config.setup(world.rank, world.size, budget)
+            self.client = SaveClient(setup, config.in_process, config.slots, budget.slot, self.tally, self.steps)
+        return self.client
+
+    def _gate(self, state: TrainState) -> Overlap | None:
+        if state.optimizers and self._config.overlap and self.overlap is None:
+            self.overlap = Overlap(self._config.overlap == "verify", self.steps.stepping)
+        if self.overlap is not None:
+            self.overlap.expect(chain(*state.optimizers.values()))
+            self.steps.count(chain(*state.optimizers.values()))
+        return self.overlap if state.optimizers else None
+
+    def _join(self, timeout: float | None = None) -> None:
+        """Wait until a pending copy is submitted to the saver, or has failed."""
+        if self.overlap is not None:
+            self.overlap.join(timeout)
