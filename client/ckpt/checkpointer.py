@@ -43,7 +43,7 @@ class Checkpointer:
         """Raises InvalidName, InvalidRequest or UnknownScheme."""
         self.config = config
         self._source: Source = open_source(
-            self.config.source, self.config.token, self.config.options, patience_s=self.config.daemon_timeout_s
+            self.config.source, self.config.token, self.config.options, patience_s=self.config.patience_s
         )
         self._saves = RunSaves(config, self._source, self._world)
         self._lease: str | None = None

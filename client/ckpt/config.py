@@ -16,6 +16,7 @@ from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
 from ckptstore.stores import resolve_url
+from ckptstore.stores.retrying import RETRY_S
 
 _P = ParamSpec("_P")
 _S = TypeVar("_S")
@@ -71,6 +72,8 @@ class Config:
     orphan_saver_timeout_s: how long a restore waits for the saver of a killed predecessor on this host.
     peer_timeout_s: how long ranks wait for a rank that sends no heartbeat, at the first save and in restores.
     daemon_timeout_s: how long reads through a daemon that does not answer are retried, which hides a restart.
+    store_retry_s: how long savers and restores repeat a request to a store that does not answer, before they fail. What
+        cannot succeed fails at once: no such bucket, no permission, no space. 0: no retries.
     heartbeat_s: rank 0's saver writes the step that training has reached at this interval, for `ckptctl goodput`. One
         small object per start of a trainer or restore, written again each time. 0: none.
     split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
@@ -105,6 +108,7 @@ class Config:
     orphan_saver_timeout_s: float = 120.0
     peer_timeout_s: float = 600.0
     daemon_timeout_s: float = 60.0
+    store_retry_s: float = RETRY_S
     heartbeat_s: float = 60.0
     split_replicas: bool = False
     repeat_steps: bool = False
@@ -139,6 +143,8 @@ class Config:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
         if not 0 <= self.heartbeat_s < math.inf:
             raise InvalidRequest(f"heartbeat_s {self.heartbeat_s} is no interval", "Give seconds, or 0 for none")
+        if not 0 <= self.store_retry_s < math.inf:
+            raise InvalidRequest(f"store_retry_s {self.store_retry_s} is no time", "Give seconds, or 0 for no retries")
         if self.staging_bytes is not None and self.staging_bytes < LEAST_BYTES:
             raise InvalidRequest(
                 f"staging_bytes {self.staging_bytes} is too little for a stream", f"Give at least {LEAST_BYTES}"
@@ -169,6 +175,11 @@ class Config:
     def read_only(self) -> bool:
         """A daemon serves reads; savers write to the store itself."""
         return self.source.startswith(("http://", "https://"))
+
+    @property
+    def patience_s(self) -> float:
+        """How long reads are repeated while their source does not answer."""
+        return self.daemon_timeout_s if self.read_only else self.store_retry_s
 
     @property
     def solo(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores import open_store
+from ckptstore.stores.retrying import RetryingStore
 
 
 def open_source(
@@ -14,11 +15,12 @@ def open_source(
 ) -> Source:
     """The daemon at an http(s):// URL, or the store at any other one.
 
-    patience_s: requests are retried for this time if the daemon does not respond.
+    patience_s: how long requests are repeated if the daemon or the store does not respond.
     """
     if url.startswith(("http://", "https://")):
         # Imported late: trainers that read from the store do not need the HTTP client.
         from ckptapi.client import DaemonClient
 
         return DaemonClient(url, token, patience_s=patience_s)
-    return StoreSource(open_store(url, options))
+    store = open_store(url, options)
+    return StoreSource(RetryingStore(store, patience_s) if patience_s else store)

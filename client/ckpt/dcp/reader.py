@@ -41,6 +41,7 @@ from ckptstore.names import Reference, check_run, check_step
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import Source, StoreSource, read_manifest
 from ckptstore.stores import Store
+from ckptstore.stores.retrying import RETRY_S
 
 
 class StorageReader(TorchStorageReader):
@@ -139,7 +140,9 @@ class StorageReader(TorchStorageReader):
 
     def _connect(self) -> closing[Source]:
         store = self._store
-        return closing(open_source(store, self._token, self._options) if isinstance(store, str) else StoreSource(store))
+        if not isinstance(store, str):
+            return closing(StoreSource(store))
+        return closing(open_source(store, self._token, self._options, patience_s=RETRY_S))
 
     def _agreed(self, source: Source, plan: LoadPlan) -> _OpenCheckpoint:
         """The coordinator's checkpoint, even if this rank has planned with another one."""

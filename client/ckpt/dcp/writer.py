@@ -37,6 +37,7 @@ from ckptstore.format.shards import raw_bytes, slice_tables
 from ckptstore.names import Attempt, RunKeys, check_run, check_step, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from ckptstore.stores.retrying import RetryingStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,8 @@ class StorageWriter(TorchStorageWriter):
     def _open(self) -> Store:
         if not isinstance(self._location, str):
             return self._location
-        return with_remote_create(open_store(self._location, self._options), self._daemon, self._token)
+        store = RetryingStore(open_store(self._location, self._options))
+        return with_remote_create(store, self._daemon, self._token)
 
 
 def _new_checkpoint(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:

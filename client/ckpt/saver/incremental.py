@@ -212,6 +212,12 @@ class IncrementalSave:
             else:
                 self._unchanged(span.of(raw), span, match.known.chunk)
 
+    def again(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
+        """The chunks that `changed` returned, once more."""
+        for span, match in zip(self._spans, self._matches.result(), strict=True):
+            if match.known is None:
+                yield span.of(raw), span
+
     def changed_in(
         self, stream: ChunkStream, decided: Callable[[ChunkSpan, bool], None]
     ) -> Iterator[tuple[memoryview, ChunkSpan]]:

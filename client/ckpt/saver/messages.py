@@ -42,6 +42,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dedup_casts: bool = False
     statistics: bool = True
     heartbeat_s: float = 60.0
+    store_retry_s: float = 0.0
     encoded_bytes: int | None = None
     upload_bytes: int | None = None
     """See Budget; None: the defaults of encoder and object writer."""
@@ -153,6 +154,8 @@ class Released(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     referenced_bytes: int
     coding: str
     """The codings of the chunks and why they were chosen, for the log."""
+    retries: int = 0
+    """Requests to the store that were repeated since the last report."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 from ckpt.saver.commit import Committer, abort_attempts, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
@@ -38,13 +38,16 @@ from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import seal
-from ckptstore.format.shards import Placed, Slice, plan_chunks
+from ckptstore.format.shards import EncodedChunk, Placed, Slice, plan_chunks
 from ckptstore.format.statistics import health_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.retrying import RetryingStore
 
 logger = logging.getLogger(__name__)
+
+_Again = Callable[[], Iterator[EncodedChunk]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,9 @@ class SavePipeline:
         """own_process: the process runs nothing but this pipeline, so that its CPU time is that of the saves."""
         if setup.upload_bytes is not None:
             store.upload_bytes = setup.upload_bytes
+        self._store = RetryingStore(store, setup.store_retry_s)
         # Some stores ignore If-None-Match and would let several committers win; there the daemon decides.
-        self._run = Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
+        self._run = Run(with_remote_create(self._store, setup.daemon, setup.token), setup.run, clock)
         self.heart = Heart(self._run, setup.heartbeat_s if setup.rank == 0 else 0.0)
         self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
         self._setup = setup
@@ -154,7 +158,9 @@ class SavePipeline:
         running = _RunningJob(job, placed, derived, incremental, codings, encoding, survey, reader, received_at)
         with self._lock:
             self._waiting[job.number] = running
-        self._uploads.submit(self._upload, running)
+        # A stream cannot be read again. The memory of the slot must not outlive its use: the job does not hold it.
+        again = None if job.streamed else (lambda: (encode(part, span) for part, span in incremental.again(raw)))
+        self._uploads.submit(self._upload, running, again)
 
     def staged(self, number: int, chunks: int) -> None:
         """The first `chunks` chunks of a streamed job have been copied to its slot."""
@@ -201,7 +207,7 @@ class SavePipeline:
         if self._notifier is not None:
             self._notifier.close()
 
-    def _upload(self, running: _RunningJob) -> None:
+    def _upload(self, running: _RunningJob, again: _Again | None) -> None:
         job = running.job
         with self._lock:
             if self._waiting.pop(job.number, None) is None:
@@ -211,7 +217,7 @@ class SavePipeline:
             self.heart.numbered(attempt.generation)
             # The stream ends before the encoding, which may be waiting for its next chunk.
             with running.encoding, running.reader or nullcontext():
-                receipt, released = self._make_durable(running, attempt)
+                receipt, released = self._make_durable(running, attempt, again)
             self._readers.pop(job.number, None)
             self._report(released)
         except BaseException as error:
@@ -222,10 +228,12 @@ class SavePipeline:
         started = time.perf_counter()
         self._committer.add(attempt, receipt, lambda result: self._end(running, receipt, started, result))
 
-    def _make_durable(self, running: _RunningJob, attempt: Attempt) -> tuple[StoredReceipt, Released]:
+    def _make_durable(
+        self, running: _RunningJob, attempt: Attempt, again: _Again | None
+    ) -> tuple[StoredReceipt, Released]:
         job, placed = running.job, running.placed
         started, cpu = time.perf_counter(), time.process_time()
-        uploaded = self._upload_shard(running, attempt)
+        uploaded = self._upload_shard(running, attempt, again)
         if uploaded is not None:
             running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
@@ -242,22 +250,30 @@ class SavePipeline:
             stored_bytes=uploaded.stored_bytes if uploaded else 0,
             referenced_bytes=shard.referenced_bytes if shard is not None else 0,
             coding=running.codings.reason,
+            retries=self._store.take_retries(),
         )
         return receipt, released
 
-    def _upload_shard(self, running: _RunningJob, attempt: Attempt) -> Uploaded | None:
-        """Upload the shard; None if no chunk has to be stored."""
-        setup, chunks = self._setup, iter(running.encoding)
-        first = next(chunks, None)
+    def _upload_shard(self, running: _RunningJob, attempt: Attempt, again: _Again | None) -> Uploaded | None:
+        """Upload the shard; None if no chunk has to be stored. again: encodes all chunks once more, for a retry."""
+        ahead = iter(running.encoding)
+        first = next(ahead, None)
         if first is None:
             return None
-        return upload_shard(
-            self._run.store,
-            self._run.keys.shard(attempt, names.shard_name(setup.rank)),
-            running.incremental.expected_bytes,
-            chain([first], chunks),
-            self._progress_of(running),
-        )
+        key = self._run.keys.shard(attempt, names.shard_name(self._setup.rank))
+        tries = count()
+
+        def upload() -> Uploaded:
+            chunks: Iterable[EncodedChunk] = chain([first], ahead)
+            if next(tries):
+                assert again is not None
+                running.encoding.cancel()  # other saves need its memory
+                self._store.delete_many([key])  # what the failed try may have left
+                chunks = again()
+            expected, progress = running.incremental.expected_bytes, self._progress_of(running)
+            return upload_shard(self._run.store, key, expected, chunks, progress)
+
+        return upload() if again is None or self._store.resumes_uploads else self._store.repeat(upload)
 
     def _progress_of(self, running: _RunningJob) -> Callable[[int], None]:
         """The callback for each written chunk; it gets the raw bytes written so far."""

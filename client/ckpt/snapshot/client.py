@@ -36,6 +36,7 @@ from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from ckptstore.stores.retrying import RetryingStore
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +315,8 @@ class SaveClient:
 
     def _abort_attempts(self, attempts: Sequence[NewAttempt], failure: str) -> None:
         setup = self._setup
-        store = with_remote_create(open_store(setup.store, setup.options), setup.daemon, setup.token)
+        opened = RetryingStore(open_store(setup.store, setup.options), setup.store_retry_s)
+        store = with_remote_create(opened, setup.daemon, setup.token)
         abort_attempts(Numbering(Run(store, setup.run), logger.warning), setup.rank, attempts, failure)
 
     def _fail_handle(self, updates: HandleUpdates, error: CkptError) -> None:
@@ -328,6 +330,7 @@ class SaveClient:
             updates.progress(report.done_bytes)
         elif isinstance(report, Released):
             logger.debug("step %d: %s", updates.handle.step, report.coding)
+            self._counters.add(store_retries=report.retries)
             updates.measure(
                 queue_s=report.queue_s,
                 encode_s=report.encode_s,

@@ -26,6 +26,8 @@ class Counters:
     """Part of blocked_s: waiting for an idle slot."""
     cpu_s: float = 0.0
     """CPU time of the saver process for committed saves."""
+    store_retries: int = 0
+    """Requests of the saver that were repeated, because the store did not answer."""
     last_durable_step: int | None = None
     """The highest committed step."""
 

@@ -153,6 +153,10 @@ class Store(ABC):
     """Largest range to read through one open reader, where a large range needs no memory; 0: no preference."""
     upload_bytes: int = 0
     """Most bytes that a writer buffers for upload; may be set to less."""
+    retry_s: float = 0.0
+    """How long writers repeat requests that fail, where `resumes_uploads`; set by a RetryingStore."""
+    resumes_uploads: bool = False
+    """A writer repeats the part of an upload that failed; elsewhere the whole object must be written again."""
     shared_between_processes: bool = True
     creates_by_itself: bool = False
     """This program implements `put_if_absent` itself; a server's implementation is probed first (remote_create.py)."""

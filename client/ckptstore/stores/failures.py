@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from ckptstore.errors import CkptError, NoSuchBucket, ObjectMissing, StoreFull, StoreReadOnly, StoreUnavailable
 
 _NO_BUCKET = "NoSuchBucket"
+_LASTING = frozenset((
+    errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSYS,
+    errno.ENOTDIR, errno.ENOTEMPTY, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV,
+))  # fmt: skip
+"""Errors of a request that fails again in the same way."""
 
 
 def no_such_bucket(url: str) -> NoSuchBucket:
@@ -54,3 +59,19 @@ def _translate(error: Exception, what: str, url: str) -> CkptError:
         f"cannot {what} {url}: {type(error).__name__}: {error}",
         "Check that the store is mounted or reachable, and its credentials",
     )
+
+
+def is_lasting(error: Exception) -> bool:
+    """Whether an error of a store is no outage: the same request would fail again, so that a retry is useless.
+
+    Full and read-only stores, missing objects and buckets, refused and invalid requests. For errors of this project,
+    with the original one as their cause.
+    """
+    if not isinstance(error, StoreUnavailable) or isinstance(error, NoSuchBucket):
+        return True
+    cause = error.__cause__
+    if isinstance(cause, OSError):
+        return cause.errno in _LASTING
+    # A RuntimeError: not implemented, or the interpreter is ending. The last is botocore's, such as a bucket's name.
+    wrong = ArithmeticError | AttributeError | ImportError | LookupError | RuntimeError | TypeError | ValueError
+    return isinstance(cause, wrong) or type(cause).__name__ == "ParamValidationError"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
+from ckptstore.errors import StoreUnavailable
 from ckptstore.format.codecs import Buffer
+from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, too_short
 from ckptstore.stores.busy import BusyTime
-from ckptstore.stores.failures import no_such_bucket, store_errors
+from ckptstore.stores.failures import is_lasting, no_such_bucket, store_errors
 from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.transfers import Transfers, UploadPart
 
@@ -20,6 +22,8 @@ BUFFERED_BYTES = 96 << 20
 """Most bytes that one writer buffers."""
 _MAX_PARTS = 9_000  # S3 allows 10,000; encoded bytes may slightly exceed the size hint
 _PARTS_OF_ONE_SIZE = 1_000
+
+_T = TypeVar("_T")
 
 
 def part_bytes(number: int, size_hint: int) -> int:
@@ -37,11 +41,19 @@ class MultipartWriter(ObjectWriter):
     """A multipart upload, or a single PUT if all bytes fit into one part. Only writable buffers are copied."""
 
     def __init__(
-        self, fs: Any, transfers: Transfers, path: str, url: str, size_hint: int, buffered_bytes: int = BUFFERED_BYTES
+        self,
+        fs: Any,
+        transfers: Transfers,
+        path: str,
+        url: str,
+        size_hint: int,
+        buffered_bytes: int = BUFFERED_BYTES,
+        retry_s: float = 0.0,
     ) -> None:
         """Sends nothing before the first part is full. path: in the file system `fs`; url: for messages.
 
         buffered_bytes: limit for the part being filled and the parts in flight; at least one of each is allowed.
+        retry_s: how long each request is repeated at most.
         """
         self._fs = fs
         self._transfers = transfers
@@ -49,6 +61,7 @@ class MultipartWriter(ObjectWriter):
         self._url = url
         self._size_hint = size_hint
         self._buffered_bytes = buffered_bytes
+        self._retry_s = retry_s
         self._bytes = 0
         self._part = UploadPart(1, part_bytes(1, size_hint))
         self._upload: str | None = None
@@ -82,7 +95,7 @@ class MultipartWriter(ObjectWriter):
         with store_errors("write", self._url):
             if self._upload is None:
                 self._committing = True
-                self._fs.pipe_file(self._path, b"".join(self._part.pieces))
+                self._repeat(lambda: self._fs.pipe_file(self._path, b"".join(self._part.pieces)))
             else:
                 self._send()
                 while self._in_flight:
@@ -109,7 +122,7 @@ class MultipartWriter(ObjectWriter):
     def _send(self) -> None:
         """Send the current part and begin the next one; waits until its bytes fit into the buffer limit."""
         if self._upload is None:
-            self._upload = self._transfers.begin(self._path)
+            self._upload = self._repeat(lambda: self._transfers.begin(self._path))
         part, number = self._part, self._part.number + 1
         self._part = UploadPart(number, part_bytes(number, self._size_hint))
         sent = self._threads.submit(self._put, self._upload, part)
@@ -122,7 +135,7 @@ class MultipartWriter(ObjectWriter):
 
     def _put(self, upload: str, part: UploadPart) -> dict[str, Any]:
         with self._busy:
-            return self._transfers.put_part(self._path, upload, part, self._stop)
+            return self._transfers.put_part(self._path, upload, part, self._stop, self._retry_s)
 
     def _reap(self) -> None:
         """Wait until one of the parts has arrived."""
@@ -133,12 +146,25 @@ class MultipartWriter(ObjectWriter):
     def _complete(self, upload: str) -> None:
         self._committing = True
         parts = sorted(self._sent, key=lambda part: int(part["PartNumber"]))
-        try:
-            self._transfers.complete(self._path, upload, parts)
-        except Exception:
-            # The upload may be complete with its reply lost: completing it again fails on some servers.
-            if not self._is_there():
-                raise
+
+        def complete() -> None:
+            try:
+                self._transfers.complete(self._path, upload, parts)
+            except Exception:
+                # The upload may be complete with its reply lost: completing it again fails on some servers.
+                if not self._is_there():
+                    raise
+
+        self._repeat(complete)
+
+    def _repeat(self, request: Callable[[], _T]) -> _T:
+        """The result of a request of s3fs, which itself retries for two seconds."""
+
+        def translated() -> _T:
+            with store_errors("write", self._url):
+                return request()
+
+        return retry(translated, StoreUnavailable, outage_pauses(self._retry_s), unless=is_lasting)
 
     def _is_there(self) -> bool:
         try:
@@ -158,6 +184,7 @@ class S3Store(FsspecStore):
 
     parallel_reads = 8
     upload_bytes = BUFFERED_BYTES
+    resumes_uploads = True
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         """fs: an s3fs.S3FileSystem."""
@@ -169,7 +196,7 @@ class S3Store(FsspecStore):
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """A multipart upload: concurrent parts in bounded memory."""
         path, url = self._path(key), self.object_url(key)
-        return MultipartWriter(self._fs, self._transfers, path, url, size_hint, self.upload_bytes)
+        return MultipartWriter(self._fs, self._transfers, path, url, size_hint, self.upload_bytes, self.retry_s)
 
     def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """An upload: its object is visible only when it is complete."""

@@ -23,7 +23,7 @@ import urllib3
 from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import HTTPError, SSLError
 
-from ckptstore.retry import pauses, retry
+from ckptstore.retry import outage_pauses, pauses, retry
 
 try:
     from isal.isal_zlib import crc32
@@ -133,8 +133,13 @@ class Transfers:
         checksum = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
         return str(self._call("create_multipart_upload", path, **checksum)["UploadId"])
 
-    def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event) -> dict[str, Any]:
-        """Upload a part; returns its entry for `complete`. stop: no more retries once it is set."""
+    def put_part(
+        self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Upload a part; returns its entry for `complete`. stop: no more retries once it is set.
+
+        retry_s: see `signed`.
+        """
         parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
         if self._checksums:
             parameters["ChecksumCRC32"] = part.crc32()
@@ -142,6 +147,7 @@ class Transfers:
             lambda: self._put_part(path, parameters, part),
             lambda: self._put_part_by_s3fs(path, parameters, part),
             stop,
+            retry_s,
         )
 
     def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
@@ -201,14 +207,20 @@ class Transfers:
         fields = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
         return {"PartNumber": part.number, **fields}
 
-    def signed(self, request: Callable[[], _T], by_s3fs: Callable[[], _T], stop: threading.Event | None = None) -> _T:
+    def signed(
+        self,
+        request: Callable[[], _T],
+        by_s3fs: Callable[[], _T],
+        stop: threading.Event | None = None,
+        retry_s: float = 0.0,
+    ) -> _T:
         """The result of a request by signed URL, with retries. If signed URLs are rejected and s3fs succeeds, s3fs
-        makes all further requests.
+        makes all further requests. retry_s: how long to retry at most; 0: a few times.
         """
         if not self.suitable:
             return by_s3fs()
         try:
-            return _try(request, stop or threading.Event())
+            return _try(request, stop or threading.Event(), retry_s)
         except (SignatureRefused, SSLError) as error:
             result = by_s3fs()
             with self._lock:
@@ -297,9 +309,9 @@ def _proxied(endpoint: str | None) -> bool:
     return bool(wanted) and not (host and urllib.request.proxy_bypass(host))
 
 
-def _try(request: Callable[[], _T], stop: threading.Event) -> _T:
+def _try(request: Callable[[], _T], stop: threading.Event, retry_s: float) -> _T:
     """The request's result, retried after transient errors until `stop` is set."""
-    waits = pauses(_FIRST_PAUSE_S, tries=_TRIES)
+    waits = outage_pauses(retry_s) if retry_s else pauses(_FIRST_PAUSE_S, tries=_TRIES)
     return retry(request, (HTTPError, TransferFailed), waits, unless=SSLError, sleep=stop.wait)
 
 

@@ -18,6 +18,8 @@ class WrappedStore(Store):
         self.parallel_reads = store.parallel_reads
         self.longest_read = store.longest_read
         self.upload_bytes = store.upload_bytes
+        self.retry_s = store.retry_s
+        self.resumes_uploads = store.resumes_uploads
         self.shared_between_processes = store.shared_between_processes
         self.creates_by_itself = store.creates_by_itself
         self.remote_create = store.remote_create

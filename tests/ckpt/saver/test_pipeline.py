@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.ckpt.saver.attempts import new_attempt, stored
 from tests.support.checkpoints import write_rank
+from tests.support.stores import Faults, FaultyStore
 from tests.support.waiting import wait_until
 
 COUNT = 3_000_000
@@ -169,3 +171,47 @@ def test_a_failed_upload_leaves_no_shard_and_the_next_one_works(tmp_path: Path, 
     assert str(stored(attempt)) in failed.message
     assert StoreSource(store).latest("r").step == 8
     assert active_leases(Run(store, "r")) == {}, "the commit after it does what this one was to do"
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_any_one_lost_request_fails_no_save(tmp_path: Path, mode: Literal["before", "after"]) -> None:
+    """The shard is written again from its slot, and a create whose reply was lost is recognized."""
+    raw = np.arange(1 << 16, dtype=np.float32).data.cast("B")
+
+    def save(number: int, fail_at: int) -> tuple[list[Report], Faults]:
+        folder = open_store(str(tmp_path / f"{number}"))
+        reports, faults = list[Report](), Faults(fail_at, mode)
+        patient = replace(setup(folder), store_retry_s=60.0)
+        pipeline = SavePipeline(FaultyStore(folder, faults), patient, reports.append)
+        small = replace(job(new_attempt(7)), slices=[SliceRow("model/w", "float32", (1 << 16,), (0, 1 << 16), 0)])
+        pipeline.submit(small, raw)
+        pipeline.close()
+        assert isinstance(reports[-1], Done), (fail_at, faults.calls, reports[-1])
+        source = StoreSource(folder)
+        assert verify(source, source.latest("r")).ok, (fail_at, faults.calls)
+        return reports, faults
+
+    _, faults = save(0, -1)
+    assert any(call.startswith("commit") for call in faults.calls)
+    for fail_at in range(len(faults.calls)):
+        reports, _ = save(fail_at + 1, fail_at)
+    released = next(report for report in reports if isinstance(report, Released))
+    assert released.retries <= 1
+
+
+def test_a_save_waits_for_a_store_that_is_away_and_not_longer_than_its_limit(tmp_path: Path) -> None:
+    folder, away = tmp_path / "store", tmp_path / "away"
+    store = open_store(str(folder))
+    reports = run(store, setup(store), [job(new_attempt(7))])
+    assert isinstance(reports[-1], Done)
+    folder.rename(away)
+    failed = run(store, replace(setup(store), store_retry_s=0.2), [job(new_attempt(8))])[-1]
+    assert isinstance(failed, Failed)
+    assert (failed.code, "vanished" in failed.message) == ("store_unavailable", True)
+    back = threading.Timer(0.5, away.rename, [folder])
+    back.start()
+    released, done = run(store, replace(setup(store), store_retry_s=60.0), [job(new_attempt(9))])[-2:]
+    back.join()
+    assert isinstance(done, Done)
+    assert isinstance(released, Released)
+    assert released.retries

@@ -1,0 +1,154 @@
+"""Retries for any store: a store that is away for a moment fails neither a save nor a restore.
+
+Requests are repeated with growing, random pauses until a limit. What a retry cannot change fails at once
+(failures.is_lasting). A create whose reply was lost is refused when it is repeated: see Store.put_if_absent.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from ckptstore.errors import StoreUnavailable
+from ckptstore.format.codecs import Buffer
+from ckptstore.retry import outage_pauses, retry
+from ckptstore.stores.base import ObjectInfo, ObjectReader, Store
+from ckptstore.stores.failures import is_lasting
+from ckptstore.stores.wrapping import WrappedStore
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 120.0
+"""How long training retries by default."""
+
+_T = TypeVar("_T")
+
+
+class RetryingStore(WrappedStore):
+    """Another store, whose requests are repeated for up to `retry_s` seconds each. For any thread.
+
+    Objects that are written in pieces are the exception: `open_writer` and `open_replacement` are not repeated, and
+    their writers only where the store `resumes_uploads`. Otherwise the caller begins again (`repeat`).
+    """
+
+    def __init__(self, store: Store, retry_s: float = RETRY_S, sleep: Callable[[float], object] = time.sleep) -> None:
+        """retry_s: 0 for no retries."""
+        store.retry_s = retry_s
+        super().__init__(store)
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        """Guards the fields below."""
+        self._retries = 0
+        self._away_since: float | None = None
+
+    def take_retries(self) -> int:
+        """The number of retries since the last call."""
+        with self._lock:
+            taken, self._retries = self._retries, 0
+            return taken
+
+    def repeat(self, call: Callable[[], _T]) -> _T:
+        """The result of a call that may be repeated. Raises its error if it lasts, or the limit is reached."""
+        result = retry(
+            partial(self._watched, call), StoreUnavailable, outage_pauses(self.retry_s),
+            unless=is_lasting, sleep=self._pause, log_level=logging.DEBUG,
+        )  # fmt: skip
+        self._answered()
+        return result
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.repeat(lambda: self._store.put(key, data))
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        return self.repeat(lambda: self._store.put_if_absent(key, data))
+
+    def get(self, key: str) -> bytes:
+        return self.repeat(lambda: self._store.get(key))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        return self.repeat(lambda: self._store.read_into(key, offset, buffer))
+
+    def size(self, key: str) -> int:
+        return self.repeat(lambda: self._store.size(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter(self.repeat(lambda: [*self._store.list(prefix)]))
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        return iter(self.repeat(lambda: [*self._store.list_folders(prefix)]))
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        names = [*keys]
+        self.repeat(lambda: self._store.delete_many(names))
+
+    def abort_uploads(self, prefix: str, begun_before: float) -> int:
+        return self.repeat(lambda: self._store.abort_uploads(prefix, begun_before))
+
+    def open_reader(self, key: str) -> ObjectReader:
+        return _RetryingReader(self, partial(self._store.open_reader, key))
+
+    def _pause(self, seconds: float) -> None:
+        with self._lock:
+            self._retries += 1
+        self._sleep(seconds)
+
+    def _watched(self, call: Callable[[], _T]) -> _T:
+        """Call, and log the first failure of an outage."""
+        try:
+            return call()
+        except StoreUnavailable as error:
+            if self.retry_s and not is_lasting(error):
+                with self._lock:
+                    first = self._away_since is None
+                    self._away_since = time.monotonic() if first else self._away_since
+                if first:
+                    logger.warning("requests are repeated for up to %.0f s: %s", self.retry_s, error)
+            raise
+
+    def _answered(self) -> None:
+        if self._away_since is None:
+            return
+        with self._lock:
+            since, self._away_since = self._away_since, None
+        if since is not None:
+            logger.warning("%s answers again, after %.1f s", self.url, time.monotonic() - since)
+
+
+class _RetryingReader(ObjectReader):
+    """Opens the object again after a failure."""
+
+    def __init__(self, store: RetryingStore, open_reader: Callable[[], ObjectReader]) -> None:
+        self._store = store
+        self._open = open_reader
+        self._reader: ObjectReader | None = store.repeat(open_reader)
+        self.small_reads = self._reader.small_reads
+
+    def expect(self, offset: int, num_bytes: int) -> None:
+        if self._reader is not None:
+            self._reader.expect(offset, num_bytes)
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        self._repeat(lambda reader: reader.read(offset, buffer))
+
+    def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._repeat(lambda reader: reader.read_parts(offset, buffers))
+
+    def close(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def _repeat(self, read: Callable[[ObjectReader], None]) -> None:
+        def once() -> None:
+            self._reader = self._reader or self._open()
+            try:
+                read(self._reader)
+            except StoreUnavailable:
+                self.close()
+                raise
+
+        self._store.repeat(once)
