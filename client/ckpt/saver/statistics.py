@@ -2,7 +2,8 @@
 
 NaN and Inf are counted exactly, and extremes are exact. The encoder finds the extremes block by block
 (ckptstore/format/extremes.py); they show whether any number is not finite, and only then are all words classified.
-Other quantities come from a sample of large slices: a pass over all words would cost 3 % of encoding float32.
+Other quantities come from a sample of large slices: a pass over all words would cost 3 % of encoding float32. After
+a chunk its memory is no longer in the cache, and neither is code; so most work waits until many chunks are there.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from ckptstore.format.codecs import FLOAT_SPLIT
 from ckptstore.format.columns import Column
+from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.extremes import BlockExtremes
-from ckptstore.format.float_split import GROUP
-from ckptstore.format.number_types import FloatLayout, Numbers, Words, decode_words, layout_of, words_of
+from ckptstore.format.float_split import BLOCK_BYTES, GROUP
+from ckptstore.format.number_types import FLOATS, FloatLayout, Numbers, Words, decode_words, layout_of, words_of
 from ckptstore.format.statistics import Table
 
 WHOLE = 1024
-"""A slice of at most so many numbers is not sampled."""
-SAMPLED = 1 << 11
-"""The most numbers that are sampled from one slice in one chunk."""
-_SHARE = 256  # one number in N is sampled, between WHOLE and SAMPLED
+"""So many numbers are sampled from one slice in one chunk; a slice that has no more is not sampled."""
+_LOOKS = 4  # blocks of the encoder that are sampled
 _RUN = 32  # numbers that are sampled together, since each read of memory brings a whole cache line
 _GOLDEN = 0.6180339887498949
 _SQUARE_OVERFLOWS = 1e150
@@ -40,8 +41,8 @@ class ChunkSample:
     """The part of a chunk that is kept until its statistics are computed together with those of others."""
 
     sample: _Sample
-    taken: Words
-    """The sampled words."""
+    taken: Sequence[Words]
+    """The sampled words, in parts."""
     low: Sequence[float]
     high: Sequence[float]
     """The words of the smallest and the largest finite number of each slice; the numbers themselves of integers."""
@@ -49,23 +50,34 @@ class ChunkSample:
     """The numbers of NaN, Inf and -Inf in each slice; empty: there are none."""
 
 
-def sample_chunk(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: BlockExtremes) -> ChunkSample:
-    """The sample and the exact quantities of the slices in a chunk.
+Sampled = ChunkSample | BlockExtremes
+"""What is kept of a chunk: often what its encoder found is enough."""
 
-    sizes: their numbers of elements in the chunk, which add up to it. extremes: of the words of the chunk, from its
-    encoder; without words: not known. Both parts of a complex number count as elements.
+
+def chunk_extremes(dtype: str, sizes: Sequence[int]) -> BlockExtremes | None:
+    """What the encoder of a chunk updates; None: nothing, because the chunk has several slices or another type."""
+    if len(sizes) > 1 or dtype not in FLOAT_SPLIT:
+        return None
+    return BlockExtremes(sizes[0], _in_blocks(sizes[0], ITEM_BYTES[dtype]))
+
+
+def sample_chunk(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: BlockExtremes | None = None) -> Sampled:
+    """The sample and the exact quantities of the slices in a chunk. The result does not refer to `raw`.
+
+    sizes: their numbers of elements in the chunk, which add up to it. extremes: those of `chunk_extremes`, after the
+    chunk was encoded; None: it was not. Both parts of a complex number count as elements.
     """
+    if extremes is not None and extremes.added and _suffices(dtype, raw, extremes):
+        return extremes
     words = words_of(dtype, raw)
     parts = len(words) // sum(sizes)
-    sample = _sample_of(tuple(size * parts for size in sizes))
+    sample = _sample_of(tuple(size * parts for size in sizes), words.itemsize)
     layout, starts = layout_of(dtype), sample.starts
-    taken = words.take(sample.index)
+    taken = [words.take(sample.index)]
     if layout is None:
         smallest, largest = (function.reduceat(words, starts) for function in (np.minimum, np.maximum))
         return ChunkSample(sample, taken, smallest.tolist(), largest.tolist(), ())
-    known = extremes if extremes.has_words and len(sizes) == 1 else None
-    bounds = [_known(words, known)] if known is not None else _bounds(words, starts)
-    counts: Sequence[Column] = ()
+    bounds, counts = _bounds(words, starts), list[Column]()
     if not _is_finite(layout, words, bounds):
         kinds = _classes(layout, words)
         counts = [np.add.reduceat(kind, starts, dtype=np.int64) for kind in kinds]
@@ -74,10 +86,26 @@ def sample_chunk(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: Bl
     return ChunkSample(sample, taken, low, high, counts)
 
 
-def tabulate(dtype: str, chunks: Sequence[ChunkSample]) -> Table:
+def _suffices(dtype: str, raw: memoryview, extremes: BlockExtremes) -> bool:
+    """Whether the encoder found all: there is no NaN or Inf, and a number that is not negative."""
+    if extremes.added < extremes.size:
+        extremes.add_rest(words_of(dtype, raw)[extremes.added :])
+    layout = FLOATS[dtype]
+    return extremes.unsigned <= layout.last | layout.sign and 0 <= extremes.signed <= layout.last
+
+
+def _evaluated(dtype: str, chunk: Sampled) -> ChunkSample:
+    if isinstance(chunk, ChunkSample):
+        return chunk
+    low, high = _range(FLOATS[dtype], *chunk.bounds)
+    return ChunkSample(_sample_of((chunk.size,), ITEM_BYTES[dtype]), chunk.taken, (low,), (high,), ())
+
+
+def tabulate(dtype: str, sampled_chunks: Sequence[Sampled]) -> Table:
     """The statistics of the slices in some chunks of one element type, a row each, in order."""
     layout = layout_of(dtype)
-    taken = np.concatenate([chunk.taken for chunk in chunks])
+    chunks = [_evaluated(dtype, one) for one in sampled_chunks]
+    taken = np.concatenate([part for chunk in chunks for part in chunk.taken])
     sampled = np.concatenate([chunk.sample.counts for chunk in chunks])
     sizes = np.concatenate([chunk.sample.sizes for chunk in chunks])
     row, first, scale = np.repeat(np.arange(len(sizes)), sampled), np.cumsum(sampled) - sampled, sizes / sampled
@@ -111,32 +139,39 @@ class _Sample:
 
 
 @lru_cache(maxsize=256)
-def _sample_of(sizes: tuple[int, ...]) -> _Sample:
+def _sample_of(sizes: tuple[int, ...], item_bytes: int) -> _Sample:
     given = np.array(sizes, np.int64)
     starts = np.cumsum(given) - given
-    found = [start + _runs(size) for start, size in zip(starts.tolist(), sizes, strict=True)]
+    block = BLOCK_BYTES // item_bytes
+    found = [start + _runs(size, block) for start, size in zip(starts.tolist(), sizes, strict=True)]
     counts = np.array([len(one) for one in found], np.int64)
     return _Sample(given, starts, np.concatenate(found), counts)
 
 
-def _runs(size: int) -> Column:
+def _runs(size: int, block: int) -> Column:
+    """The places of one slice. Those of a large one are in some of the encoder's blocks: each look costs time."""
     if size <= WHOLE:
         return np.arange(size)
-    runs = min(SAMPLED, max(WHOLE, size // _SHARE)) // _RUN
+    runs = WHOLE // _RUN
+    blocks = size // block
+    looks = _LOOKS if blocks >= 2 * _LOOKS else 1
     number = np.arange(runs)
-    jitter = (number * _GOLDEN) % 1.0
-    begin = np.minimum(((number + jitter) * (size / runs)).astype(np.int64), size - _RUN)
+    place = (number + (number * _GOLDEN) % 1.0) * (looks / runs)
+    look = place.astype(np.int64)
+    begin, length = ((2 * look + 1) * blocks // (2 * looks) * block, block) if looks > 1 else (0, size)
+    starts = begin + np.minimum(((place - look) * length).astype(np.int64), length - _RUN)
     # Runs that overlap must not count a number twice.
-    return np.unique((begin[:, None] + np.arange(_RUN)).ravel())
+    return np.unique((starts[:, None] + np.arange(_RUN)).ravel())
 
 
-def _known(words: Words, known: BlockExtremes) -> _Bounds:
-    """The bounds of a chunk of one slice."""
-    known.add_few(words[len(words) // GROUP * GROUP :])
-    lowest, nearest = max(known.unsigned, known.signed), known.smallest
-    if known.signed < 0:
-        nearest = int(words.min())
-    return lowest, known.signed, nearest
+@lru_cache(maxsize=256)
+def _in_blocks(size: int, item_bytes: int) -> tuple[Column | None, ...]:
+    """Places of a slice's sample in each of the encoder's blocks, and in the few words after them."""
+    index = _sample_of((size,), item_bytes).index
+    whole = size // GROUP * GROUP
+    starts = [*range(0, whole, BLOCK_BYTES // item_bytes), whole]
+    parts = np.split(index, np.searchsorted(index, starts[1:]))
+    return tuple(part - start if len(part) else None for part, start in zip(parts, starts, strict=True))
 
 
 def _bounds(words: Words, starts: Column, finite: Words | None = None) -> list[_Bounds]:
@@ -189,9 +224,10 @@ def _range(layout: FloatLayout, lowest: int, largest: int, nearest: int) -> tupl
 
 
 def _counts(chunks: Sequence[ChunkSample]) -> Sequence[Column]:
-    none = (np.zeros(0, np.int64),) * 3
+    if not any(chunk.counts for chunk in chunks):
+        return [np.zeros(sum(len(chunk.low) for chunk in chunks), np.int64)] * 3
     given = [chunk.counts or [np.zeros(len(chunk.low), np.int64)] * 3 for chunk in chunks]
-    return [np.concatenate(kind) for kind in zip(*(given or [none]), strict=True)]
+    return [np.concatenate(kind) for kind in zip(*given, strict=True)]
 
 
 def _bound(dtype: str, words: Iterable[Sequence[float]]) -> Numbers:
@@ -217,8 +253,10 @@ def _moments(values: Numbers, row: Column, first: Column, used: Column, largest:
 
 def _histogram(layout: FloatLayout, taken: Words, row: Column, scale: Numbers) -> tuple[Column, Column, Numbers]:
     """The buckets of all slices: row, exponent field and number of elements."""
-    field = (taken >> taken.dtype.type(layout.mantissa)) & taken.dtype.type(layout.exponents - 1)
-    keys = row * layout.exponents + field.astype(np.int64)
+    field = taken >> taken.dtype.type(layout.mantissa)
+    field &= taken.dtype.type(layout.exponents - 1)
+    keys = row * layout.exponents
+    np.add(keys, field, keys, casting="unsafe")  # each copy of so many numbers costs as much as everything else
     if len(scale) * layout.exponents <= len(keys):
         bins = np.bincount(keys)
         keys = bins.nonzero()[0]

@@ -18,7 +18,7 @@ import numpy as np
 from ckpt.saver.deriving import Derived
 from ckpt.saver.encode import Encode
 from ckpt.saver.measuring import SaveCodings
-from ckpt.saver.statistics import ChunkSample, sample_chunk, tabulate
+from ckpt.saver.statistics import Sampled, chunk_extremes, sample_chunk, tabulate
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import JSON
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -31,7 +31,7 @@ from ckptstore.run import Run
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 32  # chunks of one type whose samples are evaluated together
+_BATCH = 64  # chunks of one type whose samples are evaluated together
 
 _Identity = tuple[str, tuple[int, ...]]
 """The digest of a chunk's stored bytes, and the number of elements of each slice in it."""
@@ -51,7 +51,7 @@ class _Waiting:
 
     at: int
     identity: _Identity
-    sample: ChunkSample
+    sample: Sampled
 
 
 class Surveyor:
@@ -95,7 +95,7 @@ class Survey:
         """Encode chunks and take their statistics."""
 
         def encode(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
-            extremes = BlockExtremes()
+            extremes = chunk_extremes(span.dtype, self._sizes(span))
             chunk = codings.encode(raw, span, extremes)
             self._careful(lambda: self._add(raw, span, chunk.digest, extremes))
             return chunk
@@ -134,8 +134,8 @@ class Survey:
             self._failed = True
             logger.exception("the statistics of a save could not be taken, please report this")
 
-    def _add(self, raw: memoryview, span: ChunkSpan, digest: str, extremes: BlockExtremes) -> None:
-        sizes = tuple(count for _, count in self._parts[span.at])
+    def _add(self, raw: memoryview, span: ChunkSpan, digest: str, extremes: BlockExtremes | None) -> None:
+        sizes = self._sizes(span)
         waiting = _Waiting(span.at, (digest, sizes), sample_chunk(span.dtype, raw, sizes, extremes))
         with self._lock:
             self._waiting[span.dtype].append(waiting)
@@ -143,13 +143,16 @@ class Survey:
                 self._evaluate(span.dtype)
 
     def _add_unchanged(self, raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
-        identity = chunk.digest, tuple(count for _, count in self._parts[span.at])
+        identity = chunk.digest, self._sizes(span)
         rows = self._surveyor.known.get(identity)
         if rows is None:
-            self._add(raw, span, chunk.digest, BlockExtremes())
+            self._add(raw, span, chunk.digest, None)
             return
         with self._lock:
             self._rows[span.at] = self._known[identity] = rows
+
+    def _sizes(self, span: ChunkSpan) -> tuple[int, ...]:
+        return tuple(count for _, count in self._parts[span.at])
 
     def _evaluate(self, dtype: str) -> None:
         waiting = self._waiting.pop(dtype)
@@ -180,7 +183,7 @@ class Survey:
         piece = place.slice
         raw = self._raw[place.at : place.at + piece.bytes]
         samples = [
-            sample_chunk(piece.dtype, span.of(raw), (span.bytes // ITEM_BYTES[piece.dtype],), BlockExtremes())
+            sample_chunk(piece.dtype, span.of(raw), (span.bytes // ITEM_BYTES[piece.dtype],))
             for span in plan_chunks([Placed(piece, 0)])
         ]
         return merge(tabulate(piece.dtype, samples), np.zeros(len(samples), np.int64), 1)

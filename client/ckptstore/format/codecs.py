@@ -39,9 +39,9 @@ def best_codec(dtype: str) -> str:
 def encode(codec: str, raw: memoryview, level: int = 1, extremes: BlockExtremes | None = None) -> tuple[str, Buffer]:
     """Encode one chunk.
 
-    raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. extremes: updated by float-split
-    with all words but the last few, not by other codecs. Returns the codec that was used and the encoded bytes: codec
-    "raw" and `raw` itself if the requested codec would not save space.
+    raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. extremes: gets the blocks of
+    float-split, which hold all words but the last few; other codecs add none. Returns the codec that was used and the
+    encoded bytes: codec "raw" and `raw` itself if the requested codec would not save space.
     """
     if codec == RAW or not len(raw):
         return RAW, raw

@@ -88,14 +88,14 @@ def encode(dtype: str, raw: memoryview, level: int, extremes: BlockExtremes | No
     """Encode one chunk of whole elements. The result may be a few bytes per block longer than `raw`.
 
     level: 1 compresses exponents, and other planes only if they contain repetitions; above 1 tries everything.
-    extremes: updated with the words of all blocks while they are in the cache.
+    extremes: gets all blocks of BLOCK_BYTES, in order, while they are in the cache.
     """
     words: Plane = np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
-    sizes = (BLOCK_BYTES // words.itemsize, SMALL_BLOCK)[: min(2, level)]
-    return min((_encode(dtype, words, level, size, extremes) for size in sizes), key=len)
+    encoded = _encode(dtype, words, level, BLOCK_BYTES // words.itemsize, extremes)
+    return encoded if level == 1 else min(encoded, _encode(dtype, words, level, SMALL_BLOCK), key=len)
 
 
-def _encode(dtype: str, words: Plane, level: int, size: int, extremes: BlockExtremes | None) -> Buffer:
+def _encode(dtype: str, words: Plane, level: int, size: int, extremes: BlockExtremes | None = None) -> Buffer:
     whole = len(words) // GROUP * GROUP
     blocks = -(-whole // size)
     out = np.empty(words.nbytes + blocks * (_HEADER.size + 4 * _ALIGN), np.uint8)

@@ -10,10 +10,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ckpt.saver.statistics import WHOLE, sample_chunk, tabulate
+from ckpt.saver.statistics import WHOLE, chunk_extremes, sample_chunk, tabulate
 from ckptstore.format.codecs import encode, fast, smallest
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.number_types import COMPONENTS, FLOATS, decode_words, number_type, words_of
 from ckptstore.format.statistics import Table, merge
 
@@ -22,7 +21,7 @@ Words = npt.NDArray[Any]
 
 
 def of(dtype: str, raw: bytes | bytearray | memoryview, sizes: Sequence[int], level: int = 1) -> Table:
-    extremes = BlockExtremes()
+    extremes = chunk_extremes(dtype, sizes)
     encode(fast(dtype).codec, memoryview(raw), level, extremes)
     return tabulate(dtype, [sample_chunk(dtype, memoryview(raw), sizes, extremes)])
 
