@@ -51,7 +51,7 @@ class ChunkSample:
 
 
 Sampled = ChunkSample | BlockExtremes
-"""What is kept of a chunk: often what its encoder found is enough."""
+"""The memory of one chunk: a sample of its own, or the findings of its encoder."""
 
 
 def chunk_extremes(dtype: str, sizes: Sequence[int]) -> BlockExtremes | None:
