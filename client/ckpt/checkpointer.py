@@ -226,7 +226,7 @@ class Checkpointer:
             limits,
             self.config.peer_timeout_s,
             steps=self._saves.steps,
-            solo=self.config.solo,
+            group=self.config.group,
         )
         self._schedules.append(schedule)
         return schedule
@@ -278,7 +278,7 @@ class Checkpointer:
         return self._saves.client.saver_pid if self._saves.client is not None else None
 
     def _world(self) -> World:
-        return World(self.config.peer_timeout_s, self.config.solo)
+        return World(self.config.peer_timeout_s, self.config.group)
 
     def _release_lease(self) -> None:
         lease, self._lease = self._lease, None

@@ -8,7 +8,18 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from ckpt.saver.budget import Budget
 from ckpt.saver.messages import Setup
@@ -26,7 +37,21 @@ OverlapMode = Literal[True, False, "verify"]
 Writer = Literal["process", "thread"]
 Compress = Literal["auto", "off", "fast", "max"]
 OnBusy = Literal["wait", "skip", "supersede"]
-Group = Literal["all", "solo"]
+
+
+@runtime_checkable
+class ProcessGroup(Protocol):
+    """A torch.distributed.ProcessGroup. This module does not load torch."""
+
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+
+    def size(self) -> int:
+        """The number of its processes."""
+
+
+GroupName = Literal["all", "solo"]
+Group = GroupName | ProcessGroup
 ReplicaReads = Literal["auto", "broadcast", "daemon", "none"]
 
 
@@ -79,9 +104,10 @@ class Config:
     split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
         writes all of them, into one file.
     repeat_steps: allow a step to be saved more than once between two restores; the later commit counts.
-    group: the processes that save and restore together. all: those of the default process group. solo: this one, for
-        hooks that run on one rank. No call waits for others, and state that is sharded over ranks is refused. No other
-        process may save this run.
+    group: the processes that save and restore together. all: those of the default process group. A process group of
+        torch.distributed: its processes, such as one pipeline stage; all of them make the same calls, and others none.
+        solo: this one, for hooks that run on one rank; no call waits for others. State of which no rank of the group
+        holds a part is refused. Groups that save at the same time need a run each.
     replica_reads: how ranks that restore the same bytes get them. broadcast: one rank reads and sends them to the
         others. daemon: all ranks read through the daemon's cache. none: each rank reads for itself. auto: broadcast
         within a process group; without one, daemon if one is given and the environment names several ranks.
@@ -132,6 +158,11 @@ class Config:
             if getattr(self, name) not in words:
                 *others, last = map(repr, words)
                 raise InvalidRequest(f"{name} {getattr(self, name)!r} is unknown", f"Use {', '.join(others)} or {last}")
+        if not isinstance(self.group, ProcessGroup) and self.group not in get_args(GroupName):
+            raise InvalidRequest(
+                f"group {self.group!r} is none that this process is in",
+                "Use 'all', 'solo' or a process group, and make the Checkpointer only on the ranks of that group",
+            )
         if self.replica_reads == "daemon" and self.daemon is None:
             raise InvalidRequest("replica_reads='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
         self._check_amounts()
@@ -180,11 +211,6 @@ class Config:
     def patience_s(self) -> float:
         """How long reads are repeated while their source does not answer."""
         return self.daemon_timeout_s if self.read_only else self.store_retry_s
-
-    @property
-    def solo(self) -> bool:
-        """Whether this process saves and restores without the other ranks."""
-        return self.group == "solo"
 
     @property
     def in_process(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt.config import Group
 from ckpt.ranks.broadcast import Cost, SaveBroadcast, SaveDecision
 from ckpt.ranks.world import World
 from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs
@@ -76,12 +77,12 @@ class Schedule:
         clock: Callable[[], float] = time.monotonic,
         lead_s: float = LEAD_S,
         steps: StepClock | None = None,
-        solo: bool = False,
+        group: Group = "all",
     ) -> None:
-        """newest: the save that began last. steps: gets the steps of `due`, for heartbeats. solo: see Config.group."""
+        """newest: the save that began last. steps: gets the steps of `due`, for heartbeats. group: see Config."""
         self._newest = newest
         self._limits = limits
-        self._peer_timeout_s, self._solo = peer_timeout_s, solo
+        self._peer_timeout_s, self._group = peer_timeout_s, group
         self._clock = clock
         self._lead_s = lead_s
         self._steps = steps
@@ -142,7 +143,7 @@ class Schedule:
             self._broadcast.close()
 
     def _begin(self) -> None:
-        world = World(self._peer_timeout_s, self._solo)
+        world = World(self._peer_timeout_s, self._group)
         if world.size > 1:
             self._rank = world.rank
             self._broadcast = SaveBroadcast(world.private_store(), world.rank, self._lead_s / _POLLS_PER_LEAD)

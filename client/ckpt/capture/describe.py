@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from math import prod
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from ckpt.capture import modules, optimizers
 from ckpt.capture.leaves import dtype_name, tensor_bytes
 from ckpt.capture.ownership import Unit
-from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.parts import Flat, TensorPart, check_within, part_of
 from ckpt.capture.train_state import TrainState
 from ckpt.capture.wrapped import inner_tensors, kind_of
 
@@ -22,13 +23,16 @@ _FRAME = Unit("", (), (), False, 0)
 
 
 @torch.no_grad()
-def describe(state: TrainState, sampled: bool) -> dict[str, Unit]:
+def describe(state: TrainState, sampled: bool, members: AbstractSet[int] | None = None) -> dict[str, Unit]:
     """The units that this rank holds, in whole or in part.
 
-    sampled: also digest some values of the units whose placements do not show whether ranks hold copies.
-    Raises UnsupportedObject for what cannot be stored.
+    sampled: also digest some values of the units whose placements do not show whether ranks hold copies. members:
+    global ranks of the group that saves; None: all ranks. Raises UnsupportedObject for what cannot be stored, or is
+    in part with no member.
     """
     state.reshard()
+    if members is not None:
+        _check_within(state, members)
     units: dict[str, Unit] = {}
     for item, chunks in state.modules.items():
         trusted = not sampled or all(map(modules.is_replicated, chunks))
@@ -43,6 +47,18 @@ def describe(state: TrainState, sampled: bool) -> dict[str, Unit]:
     for item in state.optimizers:
         units |= _optimizer_units(item, state, sampled)
     return units
+
+
+def _check_within(state: TrainState, members: AbstractSet[int]) -> None:
+    for item in state.modules:
+        for name, value in state.state(item).items():
+            if isinstance(value, torch.Tensor):
+                part = part_of(f"{item}/{name}", value, state.parameters.flats.get(id(value)))
+                check_within(f"{item}/{name}", part.cells, members)
+    for item, optimizer in ((item, one) for item, found in state.optimizers.items() for one in found):
+        for name, parameter in optimizers.parameters_by_name(optimizer, state).items():
+            keeper = optimizers.state_rank(optimizer, parameter)
+            check_within(f"{item}/{name}", () if keeper is None else ((keeper,),), members)
 
 
 def item_frame(item: str) -> str:

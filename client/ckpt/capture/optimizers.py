@@ -51,6 +51,14 @@ def keeps_state_here(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     return zero is None or bool(zero._param_to_rank[parameter] == zero.rank)
 
 
+def state_rank(optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
+    """The global rank that alone keeps the state of a parameter; None: each rank that has the parameter does."""
+    zero = _as_zero(optimizer)
+    if zero is None:
+        return None
+    return torch.distributed.get_global_rank(zero.process_group, zero._param_to_rank[parameter])
+
+
 def state_holder(optimizer: Optimizer) -> Optimizer:
     """The optimizer that keeps the state."""
     zero = _as_zero(optimizer)

@@ -4,7 +4,7 @@ The unit is a parameter (or buffer), with all state an optimizer keeps for it. P
 between the ranks of a mesh are written by each of these ranks; of several equal copies, one is written:
 
 - a tensor that placements distribute over a mesh: by the mesh that holds the unit's first holder, and of
-  the copies within it by copy 0;
+  the copies within it by the first one that the group holds;
 - a tensor that ranks hold whole: by the unit's first holder, the lowest rank that has any of it.
 
 With split_replicas=True the units are distributed over the copies, largest first, so that all replicas write about the
@@ -60,6 +60,8 @@ class Ownership:
     turn: Mapping[str, int]
     """Number of the copy of each unit that is written, modulo the number of copies."""
     holders: Mapping[str, tuple[int, ...]]
+    members: tuple[int, ...] | None = None
+    """The global ranks of the group, by rank; None: all ranks."""
 
     def owns(self, unit: str) -> bool:
         """Whether this rank owns a unit: it writes the unit's node in the tree. Raises LayoutChanged for a new unit."""
@@ -70,11 +72,20 @@ class Ownership:
     def writes(self, unit: str, part: TensorPart) -> bool:
         """Whether this rank stores its part of a tensor that belongs to a unit. Raises LayoutChanged for a new unit."""
         if part.ranks is not None and unit in self.owner:
-            return self.owner[unit] in part.ranks and part.copy == self.turn[unit] % part.copies
+            return self._global(self.owner[unit]) in part.ranks and self._has_turn(part.holders, self.turn[unit])
         if unit not in self.own or self.own[unit].distributed:
             return self.owns(unit)  # a scalar in the state of a distributed parameter
         holders = self.holders[unit]
         return holders[self.turn[unit] % len(holders)] == self.rank
+
+    def _has_turn(self, holders: Sequence[int], turn: int) -> bool:
+        """Whether this one of the ranks that hold equal copies is the one that writes."""
+        if self.members is not None:
+            holders = [rank for rank in holders if rank in self.members]
+        return not holders or holders[turn % len(holders)] == self._global(self.rank)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.members is None else self.members[rank]
 
     def check(self, units: Units) -> None:
         """Raise LayoutChanged if this rank's units, or their boxes, differ from those it exchanged."""
@@ -91,9 +102,12 @@ class Ownership:
         )
 
 
-def agree(rank: int, said: Sequence[Units], split_replicas: bool) -> tuple[Ownership, list[str]]:
+def agree(
+    rank: int, said: Sequence[Units], split_replicas: bool, members: tuple[int, ...] | None = None
+) -> tuple[Ownership, list[str]]:
     """The ownership that follows from all ranks' units, in rank order, and the buffers that differ between ranks.
 
+    members: the global ranks of the group that saves, by rank; None: all ranks.
     Raises UnsupportedObject if ranks hold different tensors under one name: one of them would be lost.
     """
     holders: dict[str, list[int]] = defaultdict(list)
@@ -104,8 +118,8 @@ def agree(rank: int, said: Sequence[Units], split_replicas: bool) -> tuple[Owner
     ordered = {name: tuple(ranks) for name, ranks in holders.items()}
     owner = {name: ranks[0] for name, ranks in ordered.items()}
     turn = _turns({name: said[owner[name]][name].bytes for name in ordered}, ordered) if split_replicas else {}
-    own = said[rank]
-    return Ownership(rank, own, owner, {name: turn.get(name, 0) for name in ordered}, ordered), different
+    turn = {name: turn.get(name, 0) for name in ordered}
+    return Ownership(rank, said[rank], owner, turn, ordered, members), different
 
 
 def _differs(name: str, found: Sequence[tuple[int, Unit]]) -> bool:

@@ -8,7 +8,8 @@ tracked by the garbage collector.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -24,6 +25,8 @@ from ckptstore.errors import UnsupportedObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 
+Ranks = tuple[int, ...]
+"""Global ranks."""
 IndexRange = tuple[int, int]
 """First index in a dimension, and the number of indices."""
 
@@ -44,11 +47,12 @@ class TensorPart(Struct, frozen=True, gc=False):
     dtype: torch.dtype
     pieces: tuple[TensorPiece, ...]
     """Each piece is non-empty, unless the global tensor is empty."""
-    ranks: tuple[int, ...] | None = None
+    ranks: Ranks | None = None
     """Global ranks among which the tensor is distributed; None: every rank that has it holds all of it."""
-    copy: int = 0
-    """Which of the equal copies among `ranks` this one is."""
-    copies: int = 1
+    cells: tuple[Ranks, ...] = ()
+    """The different parts of the tensor: for each the ranks that hold it, by copy."""
+    holders: Ranks = ()
+    """The cell of this part. Empty: no other rank holds it."""
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -63,7 +67,7 @@ class Flat:
     shape: tuple[int, ...]
     start: int
     stop: int
-    ranks: tuple[int, ...]
+    ranks: Ranks
     """Those that hold the rest of it."""
 
 
@@ -87,7 +91,12 @@ def _flat(tensor: torch.Tensor, flat: Flat) -> TensorPart:
         size = prod(boxes.sizes(box))
         pieces.append(TensorPiece(box, tensor[at : at + size].view(boxes.sizes(box))))
         at += size
-    return TensorPart(flat.shape, tensor.dtype, tuple(pieces), flat.ranks)
+    return TensorPart(flat.shape, tensor.dtype, tuple(pieces), flat.ranks, _alone(flat.ranks))
+
+
+@lru_cache
+def _alone(ranks: Ranks) -> tuple[Ranks, ...]:
+    return tuple((rank,) for rank in ranks)
 
 
 def _distributed(path: str, tensor: DTensor) -> TensorPart:
@@ -106,7 +115,18 @@ def _distributed(path: str, tensor: DTensor) -> TensorPart:
         pieces: tuple[TensorPiece, ...] = (TensorPiece(boxes.whole(shape), local.new_empty(shape)),)
     else:
         pieces = tuple(TensorPiece(box, _narrow(local, box, at)) for box, at in zip(cut.boxes, cut.at, strict=True))
-    return TensorPart(shape, tensor.dtype, pieces, cut.ranks, cut.copy, cut.copies)
+    return TensorPart(shape, tensor.dtype, pieces, cut.ranks, cut.cells, cut.holders)
+
+
+def check_within(path: str, cells: Iterable[Ranks], members: AbstractSet[int]) -> None:
+    """Raise UnsupportedObject if no member of a group holds one of the cells of a tensor. members: global ranks."""
+    missing = [cell for cell in cells if members.isdisjoint(cell)]
+    if missing:
+        raise UnsupportedObject(
+            f"{path!r} is sharded over ranks, and no rank of the group that saves holds what rank {missing[0][0]} does",
+            "Save with a group whose ranks hold all of it, such as group='all', or gather the state and pass it as "
+            "shared={...}",
+        )
 
 
 def _narrow(local: torch.Tensor, box: Box, at: Box) -> torch.Tensor:
@@ -124,9 +144,9 @@ class _MeshCut:
     at: tuple[Box, ...]
     """Where each box begins in the local tensor."""
     local: tuple[int, ...]
-    ranks: tuple[int, ...]
-    copy: int
-    copies: int
+    ranks: Ranks
+    cells: tuple[Ranks, ...]
+    holders: Ranks
 
 
 @lru_cache(maxsize=1 << 16)
@@ -134,7 +154,7 @@ def _mesh_cut(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
     coordinate = mesh.get_coordinate()
     ranks = tuple(mesh.mesh.flatten().tolist())
     if coordinate is None:
-        return _MeshCut((), (), (0,) * len(shape), ranks, 0, 1)
+        return _MeshCut((), (), (0,) * len(shape), ranks, (), ())
     if any(isinstance(placement, Partial) for placement in placements):
         raise UnsupportedObject(
             f"its placements {placements} say that a sum over the mesh is still to be made",
@@ -144,19 +164,30 @@ def _mesh_cut(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
         _runs(size, [(p, mesh.size(i), coordinate[i]) for i, p in enumerate(placements) if _shards(p, dimension)])
         for dimension, size in enumerate(shape)
     ]
-    copy, copies = 0, 1
-    for i, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            copy, copies = copy * mesh.size(i) + coordinate[i], copies * mesh.size(i)
+    cells, cell = _mesh_cells(mesh, tuple(isinstance(placement, Replicate) for placement in placements))
     corners = list(product(*runs))
     return _MeshCut(
         boxes=tuple((*(start for start, _ in corner), *(length for _, length in corner)) for corner in corners),
         at=tuple(tuple(_before(runs[i], run) for i, run in enumerate(corner)) for corner in corners),
         local=tuple(sum(length for _, length in of_dimension) for of_dimension in runs),
         ranks=ranks,
-        copy=copy,
-        copies=copies,
+        cells=cells,
+        holders=cells[cell],
     )
+
+
+@lru_cache(maxsize=256)
+def _mesh_cells(mesh: DeviceMesh, replicated: tuple[bool, ...]) -> tuple[tuple[Ranks, ...], int]:
+    """The ranks of a mesh that hold the same, by copy, where some of its dimensions replicate; and this rank's cell."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    shards = [i for i, one in enumerate(replicated) if not one]
+    order = [*shards, *(i for i, one in enumerate(replicated) if one)]
+    number = 0
+    for i in shards:
+        number = number * mesh.size(i) + coordinate[i]
+    count = prod(mesh.size(i) for i in shards)
+    return tuple(map(tuple, mesh.mesh.permute(order).reshape(count, -1).tolist())), number
 
 
 def _before(runs: Sequence[IndexRange], run: IndexRange) -> int:

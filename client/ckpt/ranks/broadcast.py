@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ckpt.ranks import waiting
 from ckptstore.errors import RankLost
 
 _DECISION = "decision"
@@ -84,9 +85,14 @@ class SaveBroadcast:
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
-            found = self._changed.wait_for(
-                lambda: self._error or (self._decision is not None and enough(self._decision)), timeout_s
-            )
+
+            def decided() -> bool:
+                return self._error is not None or (self._decision is not None and enough(self._decision))
+
+            found = self._changed.wait_for(decided, min(timeout_s, waiting.NOTICE_S))
+            if not found and timeout_s > waiting.NOTICE_S:
+                waiting.log_wait(self._rank, "rank 0, which decides when to save")
+                found = self._changed.wait_for(decided, timeout_s - waiting.NOTICE_S)
             self._hurry = False
             self._check()
             if not found:

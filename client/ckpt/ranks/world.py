@@ -1,90 +1,107 @@
-"""This process among its ranks. A single process is a world of size 1.
+"""This process among the ranks that save and restore together. A single process is a world of size 1.
 
-Ranks exchange values through the key-value store of the process group, not through collectives: it works with any
-backend, does not use a GPU, and lost ranks can be named. The training thread calls nothing here after the first save.
+Ranks exchange values through the key-value store of the job, not through collectives: it works with any backend, does
+not use a GPU, and lost ranks can be named. The training thread calls nothing here after the first save.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch.distributed as dist
-from xxhash import xxh3_128_digest
+from torch._C._distributed_c10d import PrefixStore
+from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from ckpt.capture.ownership import Ownership, Unit, Units, agree
+from ckpt.config import Group
+from ckpt.ranks import waiting
+from ckpt.ranks.waiting import CollectiveWatch, absent, log_wait
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, RankLost, SaveFailed, error_from_code
+from ckptstore.errors import CkptError, InvalidRequest, RankLost, SaveFailed, error_from_code
 from ckptstore.names import new_ulid
 from ckptstore.retry import pauses
-
-logger = logging.getLogger(__name__)
 
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.25
 _BEAT_S = 1.0
-_NOTICE_S = 10.0
-"""A wait for another rank is logged after this time."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class _Meetings:
-    """The exchanges of one process group so far. The count is equal on all ranks, so their keys are equal."""
+    """The exchanges of one group so far. The counts are equal on all of its ranks, so their keys are equal."""
 
-    store: Any = None
+    store: Any
+    """The default store; for a group of some ranks with a prefix."""
     count: int = 0
     answers: list[str] = field(default_factory=list)
     group: Any = None
 
+    @classmethod
+    def of(cls, members: tuple[int, ...], whole: bool) -> _Meetings:
+        """Those of these global ranks. whole: they are all."""
+        global _default_store
+        if (store := dist.distributed_c10d._get_default_store()) is not _default_store:
+            _meetings.clear()
+            _default_store = store
+        if members not in _meetings:
+            prefix = f"ckpt/group-{xxh3_64_hexdigest(repr(members).encode())}"
+            _meetings[members] = cls(store if whole else PrefixStore(prefix, store))
+        return _meetings[members]
 
-_meetings = _Meetings()
-"""The meetings of the current default process group. Process-wide, like the group: all Worlds share them."""
 
-
-def is_grouped() -> bool:
-    """Whether this process belongs to a process group."""
-    return dist.is_available() and dist.is_initialized()
+_default_store: Any = None
+_meetings: dict[tuple[int, ...], _Meetings] = {}
+"""By global ranks. Process-wide, like process groups: all Worlds of the same ranks share theirs."""
 
 
 class World:
-    """The default process group, if there is one. One thread calls the collectives; any thread may call `beat`."""
+    """The processes that save and restore together. One thread calls the collectives; any thread may call `beat`.
 
-    def __init__(self, timeout_s: float, solo: bool = False) -> None:
-        """timeout_s: a rank without a heartbeat for this long is lost. solo: this process alone, without its group."""
-        grouped = not solo and is_grouped()
-        self.rank: int = dist.get_rank() if grouped else 0
-        self.size: int = dist.get_world_size() if grouped else 1
+    Ranks are numbered within the group, in the order of their global ranks.
+    """
+
+    def __init__(self, timeout_s: float, group: Group = "all") -> None:
+        """timeout_s: a rank without a heartbeat for this long is lost. group: see Config.
+
+        Raises InvalidRequest for a group that is gone, or that this process is not in.
+        """
+        grouped = dist.is_available() and dist.is_initialized()
+        own, everyone = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self.members = _members(group, own, everyone)
+        """The global ranks of the group, by rank."""
+        self.whole = len(self.members) == everyone
+        """Whether the group has all processes of the job."""
+        self.rank: int = self.members.index(own)
+        self.size: int = len(self.members)
         # A lost rank may stall an exchange and then the meeting after it: both must fit into the timeout.
         self._silence_s, self._exchange_s = 0.6 * timeout_s, 0.25 * timeout_s
         self._beat_s = min(_BEAT_S, self._silence_s / 4)
         self._beating = threading.Lock()
         self._beats = 0
         self._last_beat = 0.0
-        if self.size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            global _meetings
-            if store is not _meetings.store:
-                _meetings = _Meetings(store)
+        self._meetings = _Meetings.of(self.members, self.whole) if self.size > 1 else _Meetings(None)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (JSON types and bytes), on every rank, by rank. Raises RankLost."""
         if self.size == 1:
             return [value]
         key = self._next_key()
-        self._set(f"{key}/{self.rank}", [value])
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        self._set(keys[self.rank], [value])
+        wait = _Wait(keys)
         if self.rank == 0:
             try:
-                found = [self._get(f"{key}/{rank}", rank)[0] for rank in range(self.size)]
+                found = [self._get(keys[rank], rank, wait)[0] for rank in range(self.size)]
             except RankLost as error:
                 self._set(key, [None, error.message, error.hint])
                 # The store may end with this process: first let the other ranks read which rank is lost.
@@ -93,7 +110,7 @@ class World:
             self._set(key, [found])
             self._forget(key)
             return found
-        return list(self._answer(key))
+        return list(self._answer(key, wait))
 
     def gather_alike(self, value: bytes) -> dict[bytes, tuple[int, ...]]:
         """The distinct values of all ranks, each with its ranks; an equal value is sent once. Raises RankLost."""
@@ -112,7 +129,7 @@ class World:
         if self.rank == 0:
             self._set(key, [value])
             return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
-        return self._answer(key)
+        return self._answer(key, _Wait([key]))
 
     def beat(self) -> None:
         """Send a heartbeat to the ranks that wait for this one. Cheap, because it is rate-limited. Raises RankLost."""
@@ -122,76 +139,104 @@ class World:
                 return
             self._last_beat = now
             self._beats += 1
-        self._ask(_meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
+        self._ask(self._meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
 
     def private_store(self) -> Any:
         """A key-value store that all ranks share, with a prefix of its own. All ranks must call this in the same order.
 
         Only for threads that may block: the calls of the store have no timeout."""
-        _meetings.count += 1
-        return dist.distributed_c10d.PrefixStore(f"ckpt/{_meetings.count}", _meetings.store)
+        meetings = self._meetings
+        meetings.count += 1
+        return PrefixStore(f"ckpt/{meetings.count}", meetings.store)
 
     def exchange_group(self) -> dist.ProcessGroup:
         """A gloo process group that exchanges bytes in host memory. The first call creates it, and is a collective."""
-        if _meetings.group is None:
-            _meetings.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._exchange_s))
-        group: dist.ProcessGroup = _meetings.group
+        meetings = self._meetings
+        if meetings.group is None:
+            # Without the barrier of all processes, of which some may not be in this group.
+            meetings.group = dist.new_group(
+                list(self.members),
+                timeout=timedelta(seconds=self._exchange_s),
+                backend="gloo",
+                use_local_synchronization=not self.whole,
+            )
+        group: dist.ProcessGroup = meetings.group
         return group
 
+    def watching(self) -> AbstractContextManager[CollectiveWatch]:
+        """For collectives of the exchange group: log which ranks this one waits for. All ranks must call this in the
+        same order."""
+        self._meetings.count += 1
+        key = f"ckpt/{self._meetings.count}"
+
+        def here(number: int) -> None:
+            self._set(f"{key}/{number}/{self.rank}", None)
+
+        def late(number: int) -> None:
+            self._log_wait(_Wait([f"{key}/{number}/{rank}" for rank in range(self.size)]))
+
+        return CollectiveWatch(here, late).watching()
+
+    def names(self, *ranks: int) -> str:
+        """Ranks in messages, by their global numbers: rank 1 of 4."""
+        named = ", ".join(str(self.members[rank]) for rank in ranks)
+        of = f"of {self.size}" if self.whole else f"of a group of {self.size}"
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {named} {of}"
+
     def _next_key(self) -> str:
-        _meetings.count += 1
-        key = f"ckpt/{_meetings.count}"
+        self._meetings.count += 1
+        key = f"ckpt/{self._meetings.count}"
         if self.rank == 0:
-            _meetings.answers.append(key)
+            self._meetings.answers.append(key)
         return key
 
     def _forget(self, key: str) -> None:
         """All ranks have reached meeting `key`: delete its values, and the earlier answers, which all have read."""
-        *read, last = _meetings.answers
-        _meetings.answers = [last]
+        *read, last = self._meetings.answers
+        self._meetings.answers = [last]
         for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
-            self._ask(_meetings.store.delete_key, name)
+            self._ask(self._meetings.store.delete_key, name)
 
     def _set(self, key: str, value: Any) -> None:
-        self._ask(_meetings.store.set, key, msgspec.msgpack.encode(value))
+        self._ask(self._meetings.store.set, key, msgspec.msgpack.encode(value))
 
-    def _answer(self, key: str) -> Any:
-        answer = self._get(key, 0)
+    def _exist(self, *keys: str) -> bool:
+        return bool(self._ask(self._meetings.store.check, list(keys)))
+
+    def _answer(self, key: str, wait: _Wait) -> Any:
+        answer = self._get(key, 0, wait)
         if len(answer) == 3:
             raise RankLost(answer[1], answer[2])
         return answer[0]
 
-    def _get(self, key: str, rank: int) -> Any:
+    def _get(self, key: str, rank: int, wait: _Wait) -> Any:
         """Wait for the value that `rank` sets. Raises RankLost if the rank sends no heartbeat meanwhile."""
         last_beat, deadline = b"", time.monotonic() + self._silence_s
-        notice = time.monotonic() + _NOTICE_S
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
         # Store.wait would print a warning at each timeout.
-        while not self._ask(_meetings.store.check, [key]):
+        while not self._exist(key):
             self.beat()
             beat = self._beat_of(rank)
             if beat != last_beat:
                 last_beat, deadline = beat, time.monotonic() + self._silence_s
             if time.monotonic() > deadline:
                 raise RankLost(
-                    f"rank {rank} of {self.size} sent no heartbeat for {self._silence_s:.0f} s",
+                    f"{self.names(rank)} sent no heartbeat for {self._silence_s:.0f} s",
                     "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
                 )
-            if time.monotonic() > notice:
-                notice = math.inf
-                logger.warning(
-                    "rank %d has waited %.0f s for rank %d of %d; all ranks must make the same calls of ckpt",
-                    self.rank,
-                    _NOTICE_S,
-                    rank,
-                    self.size,
-                )
+            if not wait.logged and time.monotonic() > wait.since + waiting.NOTICE_S:
+                wait.logged = True
+                self._log_wait(wait)
             time.sleep(next(waits))
-        return msgspec.msgpack.decode(bytes(self._ask(_meetings.store.get, key)))
+        return msgspec.msgpack.decode(bytes(self._ask(self._meetings.store.get, key)))
+
+    def _log_wait(self, wait: _Wait) -> None:
+        if awaited := absent(self._exist, wait.keys):
+            log_wait(self.members[self.rank], self.names(*awaited))
 
     def _beat_of(self, rank: int) -> bytes:
         name = f"ckpt/beat/{rank}"
-        return bytes(self._ask(_meetings.store.get, name)) if self._ask(_meetings.store.check, [name]) else b""
+        return bytes(self._ask(self._meetings.store.get, name)) if self._exist(name) else b""
 
     def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The store's answer. Raises RankLost if the store is gone or does not answer: its calls have no timeout."""
@@ -201,9 +246,40 @@ class World:
             return answer.result(self._silence_s)
         except (TimeoutError, dist.DistNetworkError) as error:
             raise RankLost(
-                f"rank {self.rank} of {self.size} lost the store of its process group: {str(error) or 'no answer'}",
+                f"{self.names(self.rank)} lost the store of its process group: {str(error) or 'no answer'}",
                 "The process that hosts it (rank 0, or torchrun's agent) is gone or hangs; restart the job",
             ) from error
+
+
+@dataclass(slots=True)
+class _Wait:
+    """One wait for other ranks, which is logged once."""
+
+    keys: Sequence[str]
+    """Each rank that comes sets its own."""
+    since: float = field(default_factory=time.monotonic)
+    logged: bool = False
+
+
+def _members(group: Group, own: int, everyone: int) -> tuple[int, ...]:
+    """The global ranks of a group, which this process is in."""
+    if group == "solo":
+        return (own,)
+    if group == "all":
+        return tuple(range(everyone))
+    try:
+        members = tuple(sorted(dist.get_process_group_ranks(cast(dist.ProcessGroup, group))))
+    except (KeyError, ValueError) as error:
+        raise InvalidRequest(
+            "the process group of this Checkpointer does not exist",
+            "Make the Checkpointer after the group, and close it before destroy_process_group()",
+        ) from error
+    if own not in members:
+        raise InvalidRequest(
+            f"rank {own} is not in the process group of this Checkpointer, whose ranks are {members}",
+            "Make the Checkpointer only on the ranks of the group",
+        )
+    return members
 
 
 def _call(answer: Future[_T], call: Callable[..., _T], *arguments: Any) -> None:
@@ -248,5 +324,5 @@ def meet(world: World, describe: Callable[[], dict[str, Unit]], split_replicas: 
         for rank in ranks:
             if rank != world.rank:
                 held[rank] = theirs
-    ownership, different = agree(world.rank, held, split_replicas)
+    ownership, different = agree(world.rank, held, split_replicas, None if world.whole else world.members)
     return Agreement(said[0][0], ownership, tuple(different))

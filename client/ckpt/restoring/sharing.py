@@ -64,7 +64,7 @@ def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
     if size is None:
         raise CorruptObject("rank 0 could not read it")
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(tensor, src=0, group=world.exchange_group())
+    dist.broadcast(tensor, group=world.exchange_group(), group_src=0)
     return tensor.numpy().tobytes()
 
 
@@ -173,6 +173,7 @@ class _Exchange:
         self._buffers = buffers
         self._progress = progress
         self._error: Exception | None = None
+        self._exchanges = 0
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Raises the first error of this rank, after the last round."""
@@ -180,6 +181,7 @@ class _Exchange:
         reading: dict[ShardStretch, Future[memoryview]] = {}
         placing: list[Future[None]] = []
         with (
+            self._world.watching() as self._watch,
             ThreadPoolExecutor(self._source.parallel_reads, thread_name_prefix="ckpt-fetch") as readers,
             ThreadPoolExecutor(DEFAULT_THREADS, thread_name_prefix="ckpt-decode") as decoders,
         ):
@@ -249,13 +251,15 @@ class _Exchange:
         sent = bytearray().join(parts)
         sizes = [min(step, max(0, len(data) - at)) for data in received]
         into = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.all_to_all_single(
-            into,
-            torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8),
-            sizes,
-            [len(part) for part in parts],
-            group=self._world.exchange_group(),
-        )
+        self._exchanges += 1
+        with self._watch.under_way(self._exchanges):
+            dist.all_to_all_single(
+                into,
+                torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8),
+                sizes,
+                [len(part) for part in parts],
+                group=self._world.exchange_group(),
+            )
         view, begin = into.numpy().data, 0
         for data, size in zip(received, sizes, strict=True):
             data[at : at + size] = view[begin : begin + size]

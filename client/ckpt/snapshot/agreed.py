@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-
-import torch.distributed as dist
 
 from ckpt.capture.describe import describe
 from ckpt.capture.estimate import estimate_snapshot_bytes
 from ckpt.capture.fingerprint import Capturer
 from ckpt.capture.leaves import Captured
-from ckpt.capture.optimizers import keeps_state_here, parameters_by_name
 from ckpt.capture.ownership import Unit
 from ckpt.capture.state import check_others
 from ckpt.capture.train_state import TrainState
-from ckpt.ranks.world import Agreement, World, is_grouped, meet
+from ckpt.ranks.world import Agreement, World, meet
 from ckpt.snapshot.stage import SnapshotLayout
-from ckptstore.errors import UnsupportedObject
 
 logger = logging.getLogger(__name__)
 
@@ -95,22 +91,6 @@ class AgreedLayout:
         def described() -> dict[str, Unit]:
             check()
             check_others(state)
-            units = describe(state, sampled=world.size > 1)
-            if world.size == 1 and is_grouped() and dist.get_world_size() > 1:
-                _check_whole(units, state)
-            return units
+            return describe(state, world.size > 1, None if world.whole else frozenset(world.members))
 
         return meet(world, described, self._split_replicas)
-
-
-def _check_whole(units: Mapping[str, Unit], state: TrainState) -> None:
-    """Raise UnsupportedObject for state of which one process alone holds a part."""
-    sharded = [name for name, unit in units.items() if unit.distributed]
-    for item, optimizer in ((item, one) for item, found in state.optimizers.items() for one in found):
-        named = parameters_by_name(optimizer, state)
-        sharded += [f"{item}/{name}" for name, held in named.items() if not keeps_state_here(optimizer, held)]
-    if sharded:
-        raise UnsupportedObject(
-            f"{sharded[0]!r} is sharded over ranks, and group='solo' saves what this process holds",
-            "Save on all ranks with group='all', or gather the state and pass it as shared={...}",
-        )

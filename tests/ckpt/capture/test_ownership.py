@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Placement
 
 from ckpt.capture.ownership import Ownership, Unit, agree
-from ckpt.capture.parts import Flat, TensorPart, TensorPiece, _mesh_cut, part_of
+from ckpt.capture.parts import Flat, TensorPart, TensorPiece, _mesh_cut, check_within, part_of
 from ckptstore.errors import LayoutChanged, UnsupportedObject
 from tests.ckpt.capture.meshes import Mesh, placements
 from tests.support.layouts import region
@@ -38,13 +38,13 @@ class World:
     def size(self) -> int:
         return self.ranks.numel()
 
-    def agree(self, split_replicas: bool) -> list[Ownership]:
-        """As each rank sees it."""
+    def agree(self, split_replicas: bool, members: tuple[int, ...] | None = None) -> list[Ownership]:
+        """As each rank of a group sees it."""
         said = [
             {name: unit_of(parts[rank]) for name, parts in self.tensors.items() if rank in parts}
-            for rank in range(self.size)
+            for rank in members or range(self.size)
         ]
-        return [agree(rank, said, split_replicas)[0] for rank in range(self.size)]
+        return [agree(rank, said, split_replicas, members)[0] for rank in range(len(said))]
 
 
 def unit_of(part: TensorPart, sample: str = "same", buffer: bool = False) -> Unit:
@@ -58,7 +58,7 @@ def whole(shape: tuple[int, ...]) -> TensorPart:
 def on_mesh(mesh: torch.Tensor, coordinate: tuple[int, ...], given: tuple[Placement, ...], shape: Any) -> TensorPart:
     cut = _mesh_cut(cast(Any, Mesh(mesh, coordinate)), given, tuple(shape))
     pieces = tuple(TensorPiece(box, torch.empty(0)) for box in cut.boxes)
-    return TensorPart(tuple(shape), torch.float32, pieces, cut.ranks, cut.copy, cut.copies)
+    return TensorPart(tuple(shape), torch.float32, pieces, cut.ranks, cut.cells, cut.holders)
 
 
 @st.composite
@@ -142,6 +142,28 @@ def test_each_element_has_one_writer(world: World, split_replicas: bool) -> None
                 for box in part.boxes:
                     seen[region(box)] += 1
         assert bool((seen == 1).all()), name
+
+
+@given(st.data(), worlds(), st.booleans())
+def test_each_element_has_one_writer_in_a_group_that_holds_all_of_it(
+    data: st.DataObject, world: World, split_replicas: bool
+) -> None:
+    members = data.draw(st.sets(st.integers(0, world.size - 1), min_size=1).map(lambda found: tuple(sorted(found))))
+    ownerships = dict(zip(members, world.agree(split_replicas, members), strict=True))
+    for name, parts in world.tensors.items():
+        held = {rank: part for rank, part in parts.items() if rank in members}
+        cells = [cell for part in held.values() for cell in part.cells]
+        if any(set(members).isdisjoint(cell) for cell in cells):
+            with pytest.raises(UnsupportedObject, match="no rank of the group"):
+                check_within(name, cells, set(members))
+            continue
+        check_within(name, cells, set(members))
+        seen = torch.zeros(next(iter(parts.values())).shape, dtype=torch.int64)
+        for rank, part in held.items():
+            if ownerships[rank].writes(name, part):
+                for box in part.boxes:
+                    seen[region(box)] += 1
+        assert bool((seen == (1 if held else 0)).all()), name
 
 
 @given(worlds(), st.booleans())

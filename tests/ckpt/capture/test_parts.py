@@ -57,9 +57,10 @@ def test_each_copy_on_a_mesh_holds_every_element_once(
     seen = torch.zeros([copies, *shape], dtype=torch.int64)
     for coordinate in coordinates(mesh):
         cut = _mesh_cut(cast(Any, Mesh(ranks, coordinate)), given_placements, tuple(shape))
-        assert cut.copies == copies
+        assert len(cut.holders) == copies
+        own = int(ranks[coordinate])
         for box in cut.boxes:
-            seen[cut.copy][region(box)] += 1
+            seen[cut.holders.index(own)][region(box)] += 1
     assert bool((seen == 1).all())
 
 
@@ -92,7 +93,7 @@ def test_a_range_of_a_flat_parameter_is_boxes_that_view_it(shape: list[int], fir
     whole = torch.arange(prod(shape))
     local = whole[start:stop].clone()
     part = part_of("p", local, Flat(tuple(shape), start, stop, (0, 1)))
-    assert (part.shape, part.ranks, part.copies) == (tuple(shape), (0, 1), 1)
+    assert (part.shape, part.ranks, part.cells) == (tuple(shape), (0, 1), ((0,), (1,)))
     seen = torch.full(shape, -1)
     for piece in part.pieces:
         seen[region(piece.box)] = piece.tensor

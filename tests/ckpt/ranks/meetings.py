@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt.ranks import world as ranks_world
+from ckpt.ranks import waiting
 from ckpt.ranks.world import World
 from ckptstore.errors import RankLost
 from tests.support.waiting import wait_until
@@ -51,9 +51,9 @@ def come_late(notice_s: float) -> list[str]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpt.ranks.world").addHandler(handler)
+    logging.getLogger("ckpt.ranks.waiting").addHandler(handler)
     world, store = World(30), dist.distributed_c10d._get_default_store()
-    ranks_world._NOTICE_S = notice_s
+    waiting.NOTICE_S = notice_s
     if world.rank == 1:
         store.wait(["logged"])
     elif world.rank == 0:
