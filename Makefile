@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup browser demo test coverage check fmt bench bench-full bench-gpu clean
 
 setup: .venv/.ready

@@ -24,6 +24,9 @@ from tests.support.seaweed import S3Service
 STORE_KINDS = ("local", "memory", "s3")
 DATABASE_KINDS = ("sqlite", "postgresql")
 
+# Two workers share the cores: torch's threads must sleep while they wait for each other, not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The same examples in every run, and no limit on the time of one: other tests share the cores.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=200)
 settings.load_profile("repeatable")
