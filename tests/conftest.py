@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
 from ckptstore.stores import Store, open_store
@@ -85,6 +86,13 @@ def s3_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
 def s3_store(s3_service: S3Service) -> S3Location:
     """A fresh prefix on the S3 service."""
     return S3Location(f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}", s3_service)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_memory() -> None:
+    """fsspec's memory is one for the process, and every listing reads all of it: what other files left has to go."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
