@@ -92,6 +92,14 @@ class ResumableLoader(Generic[_T]):
         if (target := self._epoch_target()) is not None:
             target.set_epoch(epoch)
 
+    def end_epoch(self) -> None:
+        """End an iteration that is going on: the position is then the start of the next epoch.
+
+        For loops that know the number of batches and do not ask for one more. No effect between epochs.
+        """
+        if (current := self._current()) is not None:
+            current.end()
+
     def endless(self) -> Iterator[_T]:
         """The batches of all epochs, one after the other, from the position on; sets the epoch of each.
 

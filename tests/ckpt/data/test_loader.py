@@ -238,6 +238,19 @@ def test_an_iteration_that_is_dropped_counts_as_an_epoch() -> None:
     assert loader.state_dict()["batches"] is None
 
 
+def test_an_epoch_whose_last_batch_was_received_can_be_ended() -> None:
+    loader, other = (ckpt.data.resumable(DataLoader(Samples(), batch_size=4)) for _ in range(2))
+    iteration = iter(loader)
+    for _ in range(len(loader)):
+        next(iteration)
+    assert loader.epoch == 0
+    loader.end_epoch()
+    other.load_state_dict(loader.state_dict())
+    assert (other.epoch, len(list(other))) == (1, len(loader))
+    other.end_epoch()  # between epochs: no effect
+    assert other.epoch == 2
+
+
 def test_another_epoch_than_the_restored_one_is_refused() -> None:
     first = ckpt.data.resumable(LOADERS["distributed"]())
     first.set_epoch(1)

@@ -1,0 +1,1 @@
+"""Checkpoints for training frameworks: one module per framework, which alone imports it."""

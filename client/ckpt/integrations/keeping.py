@@ -1,0 +1,63 @@
+"""Retention by a trainer: a policy that is applied to its run whenever a save has become durable.
+
+For frameworks whose users state how many checkpoints to keep. A run that a daemon looks after needs none.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from ckpt.config import Config
+from ckpt.snapshot.handle import SaveHandle
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import CkptError, SaveSkipped
+from ckptstore.format.records import Policy
+from ckptstore.operator import StoreOperator
+from ckptstore.retention.pruning import Prune
+from ckptstore.stores import open_store
+
+logger = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Deletes what a policy does not keep of one run, in a thread of its own; for the training thread of rank 0.
+
+    A prune that fails is logged, and the next one does its work. It never deletes the newest checkpoint or a held one,
+    and refuses to delete more than nine tenths of a run at once.
+    """
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        self._prune = Prune(policy, config.run_name, grace_s=0.0)
+        self._operator = StoreOperator(open_store(config.source, config.options))
+        self._thread = ThreadPoolExecutor(1, "ckpt-keeper")
+
+    def saved(self, handle: SaveHandle) -> None:
+        """Prune when this save is durable. Returns at once."""
+        self._thread.submit(self._apply, handle)
+
+    def close(self) -> None:
+        """Return when all prunes are done."""
+        self._thread.shutdown()
+
+    def _apply(self, handle: SaveHandle) -> None:
+        try:
+            with suppress(SaveSkipped):
+                handle.result()
+        except CkptError:
+            return  # the next save of the trainer raises it
+        try:
+            self._operator.prune(self._prune)
+        except CkptError as error:
+            logger.warning("run %s is not pruned: %s", self._prune.runs, error)
+
+
+def best(checkpoints: list[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
+    """The usable checkpoint with the least (mode "min") or greatest ("max") metric; None if none has the metric."""
+    usable = (one for one in checkpoints if one.state is State.COMMITTED)
+    have = [one for one in usable if math.isfinite(one.metrics.get(metric, math.nan))]
+    if not have:
+        return None
+    return (min if mode == "min" else max)(have, key=lambda one: one.metrics[metric])

@@ -1,0 +1,298 @@
+"""Lightning: a callback that saves all ranks asynchronously and restores them exactly.
+
+    trainer = Trainer(callbacks=[CkptdCheckpoint("s3://bucket/ckpts", run="gpt", every_n_train_steps=100)])
+    trainer.fit(model, ckpt_path="last")
+
+Lightning decides when state is loaded, and asks its strategy. The callback answers in the strategy's place for paths
+that begin with `ckptd://`, in stages: what the loops hold, the model, the optimizers, the loaders, random state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import fsspec
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import __version__ as lightning_version
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from ckpt.capture.state import check_others
+from ckpt.capture.train_state import TrainState
+from ckpt.checkpointer import Checkpointer
+from ckpt.data import ResumableLoader, resumable
+from ckpt.integrations.keeping import Keeper, best
+from ckpt.restoring.stages import StagedRestore
+from ckpt.schedule import Schedule
+from ckpt.snapshot.handle import SaveHandle
+from ckptstore.errors import UnsupportedObject
+from ckptstore.format.records import Policy
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "ckptd://"
+
+
+class CkptdCheckpoint(ModelCheckpoint):
+    """Saves and restores one run; takes the place of `ModelCheckpoint`. All ranks take part, under any strategy.
+
+    store, run, options: as for `ckpt.Checkpointer`. every_n_train_steps: save at these global steps; every_n_epochs: at
+    the end of these epochs; neither: as often as `ckpt.every()` allows. With `monitor`, also after each validation
+    that has the metric. The end of training is always saved. A save at the last batch of an epoch is made when the
+    epoch ends.
+
+    save_top_k: keep the best by `monitor` and `mode`; keep_last: keep the newest. Others are deleted when a save is
+    durable. With neither, nothing is deleted: policies of the store and `ckptctl prune` decide.
+
+    `ckpt_path="last"` restores the newest usable checkpoint, or begins if there is none; "best" the best by `monitor`;
+    `ckptd://RUN@STEP` that one. `checkpoint["state_dict"]` is empty in hooks that load: the model is filled in place.
+    """
+
+    def __init__(
+        self,
+        store: str | None = None,
+        run: str | None = None,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_top_k: int = -1,
+        keep_last: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(monitor=monitor, mode=mode, save_top_k=save_top_k if monitor else -1)
+        self._open = partial(Checkpointer, store, run=run, **{"repeat_steps": True, **options})
+        self._checkpointer = self._open()
+        self._every_steps, self._every_epochs = every_n_train_steps, every_n_epochs
+        keep_best = (f"{monitor}:{mode}:{save_top_k}",) if monitor and save_top_k > 0 else ()
+        self._policy = Policy(keep_last=max(1, keep_last), keep_best=keep_best) if keep_best or keep_last else None
+        self._keeper: Keeper | None = None
+        self._schedule: Schedule | None = None
+        self._stages: StagedRestore | None = None
+        self._newest: SaveHandle | None = None
+        self._due = False
+
+    @property
+    def state_key(self) -> str:
+        """The store has all state of this callback."""
+        return f"{type(self).__name__}{self._checkpointer.config.run_name}"
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint by `monitor`, from the store; empty if none has the metric."""
+        if self.monitor is None:
+            return ""
+        config = self._checkpointer.config
+        found = best(self._checkpointer._source.checkpoints(config.run_name), self.monitor, self.mode)
+        return "" if found is None else SCHEME + found.id
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Lightning assigns it; the store has the answer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Load checkpoints and wrap loaders in the strategy's place."""
+        strategy = trainer.strategy
+        for name, answer in (
+            ("load_checkpoint", self._load_checkpoint),
+            ("load_model_state_dict", self._load_model),
+            ("load_optimizer_state_dict", self._load_optimizers),
+            ("process_dataloader", self._process_loader),
+        ):
+            setattr(strategy, name, partial(answer, trainer, getattr(type(strategy), name).__get__(strategy)))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring the loaders to their positions, and random state last."""
+        if self._every_steps is None and self._every_epochs is None:
+            self._schedule = self._checkpointer.every()
+        if self._policy is not None and trainer.is_global_zero:
+            self._keeper = Keeper(self._checkpointer.config, self._policy)
+        stages, self._stages = self._stages, None
+        if stages is None or stages.restored is None:
+            return
+        stages.extras(**_loaders(trainer))
+        stages.rng()
+        iter(trainer.fit_loop._data_fetcher)  # Lightning had begun the iteration before it called a hook
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save if it is time."""
+        step = trainer.global_step
+        if self._saved(step):
+            return
+        if self._schedule is not None:
+            self._due |= self._schedule.due(step)
+        elif self._every_steps is not None:
+            self._due |= step % self._every_steps == 0
+        if self._due and not trainer.is_last_batch:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save if it is time, as of the beginning of the next epoch."""
+        for loader in _loaders(trainer).values():
+            loader.end_epoch()
+        self._due |= self._every_epochs is not None and (trainer.current_epoch + 1) % self._every_epochs == 0
+        if self._due:
+            self._save(trainer)
+
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+        """Other callbacks may exchange the weights for the time of a validation: they are copied before."""
+        if self._newest is not None:
+            self._newest.wait_staged()
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save with the metrics of the validation."""
+        if self.monitor in trainer.callback_metrics and trainer.state.fn == TrainerFn.FITTING:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save the end of training."""
+        if not self._saved(trainer.global_step):
+            self._save(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save if the process is to be terminated; all ranks learn of it between two steps."""
+        if isinstance(exception, SIGTERMException) and not self._saved(trainer.global_step):
+            self._save(trainer)
+            self._checkpointer.wait()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Return when every save is durable and pruned."""
+        self._checkpointer.close()
+        self._checkpointer = self._open()
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
+
+    def _saved(self, step: int) -> bool:
+        return self._newest is not None and self._newest.step == step
+
+    def _save(self, trainer: Trainer) -> None:
+        self._due = False
+        if trainer.sanity_checking or trainer.fast_dev_run:
+            return
+        self._newest = self._checkpointer.save_async(
+            trainer.strategy.model,
+            trainer.strategy.optimizers,
+            trainer.global_step,
+            metrics={name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
+            shared={"trainer": _trainer_state(trainer)},
+            **_loaders(trainer),
+        )
+        if self._keeper is not None:
+            self._keeper.saved(self._newest)
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        # The ranks agree on the checkpoint when it is loaded.
+        return {f"{SCHEME}{self._checkpointer.config.run_name}@latest"}
+
+    def _load_checkpoint(self, trainer: Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not str(path).startswith(SCHEME):
+            return load(path, *args, **kwargs)
+        named = trainer.strategy.broadcast(str(path).removeprefix(SCHEME))
+        checkpoint = None if named.endswith("@latest") else named
+        self._stages = self._checkpointer.restoring(
+            checkpoint=checkpoint, strict=trainer.lightning_module.strict_loading
+        )
+        restored = self._stages.extras(trainer=None)
+        if restored is None:
+            logger.info("run %s has no checkpoint yet", self._checkpointer.config.run_name)
+            return _Nothing({"pytorch-lightning_version": lightning_version})
+        if trainer.strategy.restore_checkpoint_after_setup:
+            self._stages.model(trainer.strategy.model)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._stages.optimizers(trainer.strategy.optimizers)
+        return {"state_dict": {}, "optimizer_states": [], **restored.values["trainer"]}
+
+    def _load_model(self, trainer: Trainer, load: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if self._stages is None:
+            load(*args, **kwargs)
+        elif not trainer.strategy.restore_checkpoint_after_setup:
+            self._stages.model(trainer.strategy.model)
+
+    def _load_optimizers(self, trainer: Trainer, load: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
+        if self._stages is None:
+            load(checkpoint)
+        else:
+            self._stages.optimizers(trainer.strategy.optimizers)
+
+    def _process_loader(self, trainer: Trainer, process: Callable[[Any], Any], loader: Any) -> Any:
+        loader = process(loader)
+        return resumable(loader) if trainer.training and isinstance(loader, DataLoader) else loader
+
+
+class _Nothing(dict[str, Any]):
+    """What Lightning gets for a run without a checkpoint: it then skips all that it would load."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Paths(fsspec.AbstractFileSystem):
+    """Lightning asks the file system of a path when the last checkpoint was written: ours is taken before its own."""
+
+    protocol = "ckptd"
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return True
+
+    def modified(self, path: str) -> datetime:
+        return datetime.max.replace(tzinfo=UTC)
+
+
+fsspec.register_implementation("ckptd", _Paths, clobber=True)  # type: ignore[no-untyped-call]
+
+
+def _loaders(trainer: Trainer) -> dict[str, Any]:
+    """The loaders of training whose position is saved, by the names it is saved under."""
+    found = CombinedLoader(trainer.train_dataloader).flattened
+    return {f"loader{i or ''}": one for i, one in enumerate(found) if isinstance(one, ResumableLoader)}
+
+
+def _trainer_state(trainer: Trainer) -> dict[str, Any]:
+    """What Lightning saves, without the tensors of the model and the optimizers and without positions of loaders."""
+    weights = {} if trainer.strategy.restore_checkpoint_after_setup else trainer.lightning_module.state_dict()
+    with _answering(trainer.strategy, lightning_module_state_dict=lambda: weights, optimizer_state=lambda _: {}):
+        state: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    del state["optimizer_states"]
+    if state["state_dict"] is weights:  # a callback that averages weights puts its own here
+        del state["state_dict"]
+    state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+    for key in (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, "datamodule_hyper_parameters"):
+        if key in state:
+            state[key] = {name: value for name, value in state[key].items() if _is_plain(name, value)}
+    return state
+
+
+@contextmanager
+def _answering(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
+    vars(owner).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(owner, name)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    try:
+        check_others(TrainState.of(None, None, {}, {"value": [value]}))
+    except UnsupportedObject:
+        logger.debug("the hyperparameter %s is not saved: it is a %s", name, type(value).__name__)
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""Lightning: killed runs resume exactly under its strategies, and operators can use what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import Checkpointer
+from tests.ckpt.integrations.proof import Integration, operators_can_use, private_names_exist
+from tests.support.command_line import invoke
+
+LIGHTNING = Integration(
+    "tests.ckpt.integrations.train_lightning",
+    ("lightning.pytorch", "ckpt.integrations.lightning", "tests.ckpt.integrations.proof", "torch._dynamo"),
+)
+
+
+def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:
+    LIGHTNING.resumes_exactly(tmp_path, "gpt", 17, "every=4", resumed_at=16)
+    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fully_shard"])
+def test_two_ranks(tmp_path: Path, strategy: str) -> None:
+    LIGHTNING.resumes_exactly(tmp_path, "gpt", 8, "every=3", strategy, resumed_at=6, ranks=2)
+    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+
+
+def test_a_save_that_is_due_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    LIGHTNING.resumes_exactly(tmp_path, "gpt", 12, "every=10", resumed_at=10)
+
+
+@pytest.mark.parametrize(("kill_at", "resumed_at"), [(8, 5), (12, 10)])
+def test_saves_after_validations_of_which_the_best_are_kept(tmp_path: Path, kill_at: int, resumed_at: int) -> None:
+    LIGHTNING.resumes_exactly(tmp_path, "gpt", kill_at, "val", resumed_at=resumed_at)
+    listed = invoke("ls", "--run", "gpt", "--store", tmp_path, "-o", "json").json
+    best = sorted(listed, key=lambda one: one["metrics"]["val"])[:2]
+    newest = max(listed, key=lambda one: one["step"])
+    assert {one["id"] for one in listed} == {one["id"] for one in (*best, newest)}
+    validated = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert validated.pop("path") == f"ckptd://{best[0]['id']}"
+    saved = Checkpointer(str(tmp_path), run="gpt").load(best[0]["id"], "model/*")
+    assert saved.keys() == {f"model/{name}" for name in validated}
+    assert all(torch.equal(saved[f"model/{name}"], tensor) for name, tensor in validated.items())
+
+
+def test_names_that_are_not_public(tmp_path: Path) -> None:
+    private_names_exist("lightning", LIGHTNING)

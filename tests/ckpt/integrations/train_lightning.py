@@ -1,0 +1,108 @@
+"""Training with Lightning; see proof.py. Options: val (validation twice per epoch), every=N, ddp, fully_shard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from ckpt.integrations.lightning import CkptdCheckpoint
+from tests.ckpt.ddp import join
+from tests.ckpt.integrations.proof import die_after, report, report_weights
+
+FOLDER, RUN, OPTIONS = sys.argv[1], sys.argv[2], sys.argv[4:]
+SAMPLES = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(5)))
+
+
+class Module(LightningModule):
+    """Two layers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"width": 8, "activation": nn.Tanh()})
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def configure_model(self) -> None:
+        if "fully_shard" in OPTIONS and not isinstance(self.net, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            for layer in (self.net[0], self.net[2], self.net):
+                fully_shard(layer, mesh=mesh)
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
+        report(self.global_step, loss.detach())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        die_after(self.global_step)
+
+    def validation_step(self, batch: list[torch.Tensor], number: int) -> None:
+        self.log("val", self.net(batch[0]).square().mean() + torch.rand(()), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optim = torch.optim.AdamW(self.parameters(), lr=0.01)
+        sched = torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, total_steps=100)
+        return [optim], [{"scheduler": sched, "interval": "step"}]
+
+
+def callbacks() -> list[CkptdCheckpoint]:
+    """The callback, unless the run is plain."""
+    if "plain" in OPTIONS:
+        return []
+    every = next((int(one[6:]) for one in OPTIONS if one.startswith("every=")), None)
+    monitor = "val" if "val" in OPTIONS else None
+    top = 2 if monitor else -1
+    return [CkptdCheckpoint(FOLDER, RUN, every_n_train_steps=every or 1000, monitor=monitor, save_top_k=top)]
+
+
+def strategy(world: int) -> Any:
+    """On the CPU."""
+    if world == 1:
+        return "auto"
+    if "fully_shard" in OPTIONS:
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    return DDPStrategy(process_group_backend="gloo")
+
+
+def main() -> None:
+    """Train for three epochs."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        join()
+    seed_everything(1, verbose=False)  # also the seed of Lightning's DistributedSampler
+    if "plain" not in OPTIONS and sys.argv[3] == "0":
+        torch.manual_seed(77)
+    module = Module()
+    trainer = Trainer(
+        accelerator="cpu", devices=world, strategy=strategy(world), max_epochs=3, logger=False, callbacks=callbacks(),
+        enable_checkpointing="plain" not in OPTIONS, enable_progress_bar=False, enable_model_summary=False,
+        limit_val_batches=None if "val" in OPTIONS else 0, val_check_interval=0.5 if "val" in OPTIONS else None,
+        default_root_dir=FOLDER,
+    )  # fmt: skip
+    trainer.fit(
+        module,
+        DataLoader(SAMPLES, batch_size=4, shuffle=True),
+        DataLoader(SAMPLES, batch_size=8),
+        ckpt_path=None if "plain" in OPTIONS else "last",
+    )
+    report_weights(trainer.strategy.lightning_module_state_dict(), FOLDER, RUN)
+    if "val" in OPTIONS and "plain" not in OPTIONS:
+        trainer.validate(module, DataLoader(SAMPLES, batch_size=8), "best", verbose=False)
+        torch.save({"path": trainer.ckpt_path, **module.state_dict()}, Path(FOLDER) / "best.pt")
+
+
+if __name__ == "__main__":
+    main()
