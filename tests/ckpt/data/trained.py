@@ -24,12 +24,13 @@ NUM_SAMPLES = 22
 class Samples(Dataset[torch.Tensor]):
     """Samples that begin with their number, with random noise of every generator; counts what is loaded."""
 
-    def __init__(self, noise: bool = True) -> None:
+    def __init__(self, noise: bool = True, num_samples: int = NUM_SAMPLES) -> None:
         self.noise = noise
+        self.num_samples = num_samples
         self.loaded: list[int] = []
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self.num_samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.loaded.append(index)
