@@ -8,12 +8,11 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from ckpt.capture.train_state import Model, Optimizers, TrainState
+from ckpt.capture.train_state import TrainState
 from ckpt.config import Config, OnBusy, takes
+from ckpt.lazily import load_rooms
 from ckpt.ranks.world import World
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import check_present, release_lease
@@ -29,6 +28,9 @@ from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference
 from ckptstore.reading.source import Source
 
+if TYPE_CHECKING:
+    from ckpt.capture.train_state import Model, Optimizers
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,6 +43,7 @@ class Checkpointer:
     @takes(Config)
     def __init__(self, config: Config) -> None:
         """Raises InvalidName, InvalidRequest or UnknownScheme."""
+        load_rooms()
         self.config = config
         self._source: Source = open_source(
             self.config.source, self.config.token, self.config.options, patience_s=self.config.patience_s
@@ -197,7 +200,7 @@ class Checkpointer:
             self._saves.make_ready(state.without_others())
         return restored
 
-    def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:
+    def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any]:
         """Tensors without a model: those whose name matches the pattern, e.g. "model/*", verified, on the CPU.
 
         Raises NoCheckpoint, CorruptObject, ObjectMissing or Unavailable.

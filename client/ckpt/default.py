@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import closing
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
-
-import torch
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.restoring.tensors import load_tensors
@@ -70,7 +68,7 @@ every = _on_default(Checkpointer.every)
 latest = _on_default(Checkpointer.latest)
 
 
-def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, torch.Tensor]:
+def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any]:
     """Tensors without a model. checkpoint: a step or id, or a URL: store or daemon, a slash, and an id.
 
     ckpt.load("s3://bucket/ckpts/gpt-small@1000", names="model/*")

@@ -13,8 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from ckpt.lazily import torch
 from ckpt.streams import on_stream, side_stream
 
 _POLL_S = (50e-6, 2e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from ckpt.lazily import torch
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 

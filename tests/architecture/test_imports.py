@@ -65,9 +65,15 @@ def test_the_saver_process_is_light() -> None:
 
 
 def test_a_trainer_loads_no_web_framework_and_no_sql() -> None:
-    loaded = loaded_by("import ckpt; ckpt.Checkpointer")
+    loaded = loaded_by("import ckpt, ckpt.snapshot.overlap, ckpt.restoring.objects; ckpt.Checkpointer")
     assert "torch" in loaded
     assert loaded & {"ckptd", *WEB_AND_SQL} == set()
+
+
+def test_the_public_functions_load_no_torch() -> None:
+    loaded = loaded_by("import ckpt; ckpt.Checkpointer, ckpt.save_async, ckpt.restore, ckpt.load, ckpt.every")
+    assert "ckpt.snapshot.streamed" in loaded
+    assert loaded & {"torch", "jax"} == set()
 
 
 @pytest.mark.parametrize("name", ["save", "restore"])

@@ -11,9 +11,9 @@ import xxhash
 from torch.optim import Optimizer
 
 from ckpt.capture import modules, optimizers
-from ckpt.capture.leaves import dtype_name, tensor_bytes
 from ckpt.capture.ownership import Unit
 from ckpt.capture.parts import Flat, TensorPart, check_within, part_of
+from ckpt.capture.tensors import dtype_name, tensor_bytes
 from ckpt.capture.train_state import TrainState
 from ckpt.capture.wrapped import inner_tensors, kind_of
 

@@ -20,10 +20,12 @@ from torch.optim import Optimizer
 
 from ckpt.capture import modules, optimizers
 from ckpt.capture.describe import optimizer_frame
-from ckpt.capture.leaves import Captured, Collector, Leaves
+from ckpt.capture.leaves import Captured, Leaves
 from ckpt.capture.ownership import Ownership
-from ckpt.capture.state import capture, capture_local, capture_objects
+from ckpt.capture.state import capture, capture_objects
+from ckpt.capture.tensors import TensorCollector
 from ckpt.capture.train_state import TrainState
+from ckpt.capture.values import capture_values
 from ckpt.capture.wrapped import is_plain_type
 
 _TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
@@ -96,7 +98,7 @@ class _Description(NamedTuple):
     captured: Captured
     places: list[tuple[int, tuple[Any, ...]]]
     """By leaf: the number of its tensor; size, stride and offset if it is a part of that."""
-    collector: Collector
+    collector: TensorCollector
     groups: dict[str, list[list[list[str]]]]
     """Names of parameters by item, optimizer and group, where this rank writes the groups."""
 
@@ -121,12 +123,12 @@ class Capturer:
             captured = collector.captured
             last = self._last = _describe(state, made, collector) if made.complete else None
         shared = len(captured.leaves)
-        capture_local(collector.beside(captured), state)
+        capture_values(collector.beside(captured), state)
         captured.sameness = last if len(captured.leaves) == shared else None
         return captured
 
 
-def _describe(state: TrainState, made: StateFingerprint, collector: Collector) -> _Description | None:
+def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollector) -> _Description | None:
     captured, leaves = collector.captured, collector.captured.leaves
     number_of = {id(tensor): i for i, tensor in enumerate(made.tensors)}
     if not all(id(origin) in number_of for origin in leaves.origins):

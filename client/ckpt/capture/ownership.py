@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ckpt.capture.parts import TensorPart
 from ckptstore.errors import LayoutChanged, UnsupportedObject
+
+if TYPE_CHECKING:
+    from ckpt.capture.parts import TensorPart
 
 
 class Unit(msgspec.Struct, frozen=True, array_like=True):

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.amp.grad_scaler import GradScaler
-
 from ckpt.device import DEVICES, Mark, has_device, poll
+from ckpt.lazily import torch, torch_loaded
 
 
 class Number:
@@ -54,6 +52,9 @@ class SmallReads:
 
 def scaler_state(value: object, reads: SmallReads) -> dict[str, Any] | None:
     """The state_dict of a GradScaler whose scale is on a GPU, with that as `Number`. None for other objects."""
+    if not torch_loaded():
+        return None
+    GradScaler = torch.amp.grad_scaler.GradScaler  # noqa: N806
     if not isinstance(value, GradScaler) or type(value).state_dict is not GradScaler.state_dict:
         return None
     if not value.is_enabled() or value._scale is None or value._growth_tracker is None or not has_device(value._scale):

@@ -6,7 +6,8 @@ import random
 from typing import Any
 
 import numpy as np
-import torch
+
+from ckpt.lazily import torch, torch_loaded
 
 
 def rng_state() -> dict[str, Any]:
@@ -15,28 +16,33 @@ def rng_state() -> dict[str, Any]:
     A generator's state lies in host memory: reading it neither waits for a device nor makes a context on it.
     """
     state = host_rng_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch_loaded() and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         every = [generator.get_state() for generator in torch.cuda.default_generators]
         state |= {"cuda": every[torch.cuda.current_device()], "cuda_devices": every}
     return state
 
 
 def host_rng_state() -> dict[str, Any]:
-    """Python's, numpy's and torch's global generators on the CPU."""
+    """Python's, numpy's and, if it is loaded, torch's global generators on the CPU."""
     version, internal, gauss = random.getstate()
-    return {
+    state = {
         # 625 numbers, which as an array are written in a fraction of the time.
         "python": (version, np.array(internal, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
     }
+    return {**state, "torch": torch.get_rng_state()} if torch_loaded() else state
 
 
 def load_rng_state(state: dict[str, Any]) -> None:
-    """Set all generators in the state. Do it last: whatever else a restore does may draw numbers."""
+    """Set the generators in the state, torch's if it is loaded.
+
+    Do it last: whatever else a restore does may draw numbers.
+    """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     np.random.set_state(state["numpy"])
+    if "torch" not in state or not torch_loaded():
+        return
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -51,4 +57,5 @@ def derive_rng_state(seed: int) -> None:
     """Seed them all from 64 bits. Do it last, like `load_rng_state`."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed % (1 << 63))
+    if torch_loaded():
+        torch.manual_seed(seed % (1 << 63))

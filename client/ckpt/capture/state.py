@@ -9,12 +9,12 @@ from torch import nn
 
 from ckpt.capture import optimizers
 from ckpt.capture.describe import item_frame, optimizer_frame, state_unit
-from ckpt.capture.leaves import Captured, Change, Collector, check_local, dtype_name
+from ckpt.capture.leaves import Captured, Change
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parts import part_of
-from ckpt.capture.reads import scaler_state
-from ckpt.capture.rng import rng_state
-from ckpt.capture.train_state import GRADIENTS, RNG, Stateful, TrainState
+from ckpt.capture.tensors import TensorCollector, dtype_name
+from ckpt.capture.train_state import GRADIENTS, TrainState
+from ckpt.capture.values import capture_values
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import JSON
 from ckptstore.format.trees import mapping
@@ -31,37 +31,18 @@ def capture(state: TrainState, ownership: Ownership, grads: bool) -> Captured:
     collector = capture_objects(state, ownership)
     if grads:
         _capture_gradients(collector, state)
-    capture_local(collector, state)
+    capture_values(collector, state)
     return collector.captured
 
 
-def capture_objects(state: TrainState, ownership: Ownership) -> Collector:
+def capture_objects(state: TrainState, ownership: Ownership) -> TensorCollector:
     """The state of modules and optimizers."""
-    collector, stepped = Collector(ownership), _stepped(state)
+    collector, stepped = TensorCollector(ownership), _stepped(state)
     for item in state.modules:
         _capture_module(collector, item, state, stepped)
     for item in state.optimizers:
         _capture_optimizers(collector, item, state, stepped)
     return collector
-
-
-def capture_local(collector: Collector, state: TrainState) -> None:
-    """The state of this rank alone."""
-    collector.captured.unwritten[RNG] = rng_state()
-    for item, value in state.others.items():
-        if (numbers := scaler_state(value, collector.captured.reads)) is not None:
-            collector.captured.unwritten[item] = numbers
-        else:
-            collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
-    for item, value in state.shared.items():
-        collector.add_shared(item, value.state_dict() if isinstance(value, Stateful) else value)
-
-
-def check_others(state: TrainState) -> None:
-    """UnsupportedObject if plain data cannot be saved; objects with a state_dict are not asked for it."""
-    for item, value in (*state.others.items(), *state.shared.items()):
-        if not isinstance(value, Stateful):
-            check_local(item, value)
 
 
 def _stepped(state: TrainState) -> set[int]:
@@ -81,7 +62,7 @@ def _change(value: Any, stepped: set[int]) -> Change:
     return Change.STEP if id(value) in stepped else Change.ANY_TIME
 
 
-def _capture_module(collector: Collector, item: str, state: TrainState, stepped: set[int]) -> None:
+def _capture_module(collector: TensorCollector, item: str, state: TrainState, stepped: set[int]) -> None:
     ownership, flats = collector.ownership, state.parameters.flats
     owned: dict[str, JSON] = {}
     for name, value in state.state(item).items():
@@ -93,7 +74,7 @@ def _capture_module(collector: Collector, item: str, state: TrainState, stepped:
         collector.captured.trees[item] = mapping(owned)
 
 
-def _capture_optimizers(collector: Collector, item: str, state: TrainState, stepped: set[int]) -> None:
+def _capture_optimizers(collector: TensorCollector, item: str, state: TrainState, stepped: set[int]) -> None:
     """Several optimizers of one item are joined: each parameter's state, and all groups."""
     ownership, flats = collector.ownership, state.parameters.flats
     frame = optimizer_frame(item, state)
@@ -123,7 +104,7 @@ def _capture_optimizers(collector: Collector, item: str, state: TrainState, step
         collector.captured.trees[item] = mapping(tree)
 
 
-def _capture_gradients(collector: Collector, state: TrainState) -> None:
+def _capture_gradients(collector: TensorCollector, state: TrainState) -> None:
     """Gradients of sharded parameters are sharded alike; all others belong to their rank."""
     owned: dict[str, JSON] = {}
     local = {}

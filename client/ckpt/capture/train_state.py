@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
-from ckpt.capture import modules
-from ckpt.capture.parameters import Parameters
-from ckpt.capture.wrapped import memory_address
+from ckpt.lazily import is_tensor, torch, torch_loaded
 from ckptstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from ckpt.capture.parameters import Parameters
+
+    Model = nn.Module | Sequence[nn.Module]
+    Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 MODEL = "model"
 OPTIMIZER = "optim"
 GRADIENTS = "grads"
 RNG = "rng"
 RESERVED = (MODEL, OPTIMIZER, GRADIENTS, RNG)
-
-Model = nn.Module | Sequence[nn.Module]
-Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 @runtime_checkable
@@ -78,8 +78,8 @@ class TrainState:
             if not name or "/" in name:
                 raise InvalidRequest(f"the name {name!r} is empty or contains a slash", "Use another one")
         found = {} if model is None else {MODEL: _chunks(model)}
-        found |= {name: (value,) for name, value in extras.items() if isinstance(value, nn.Module)}
-        others = {name: value for name, value in extras.items() if not isinstance(value, nn.Module)}
+        found |= {name: (value,) for name, value in extras.items() if _is_module(value)}
+        others = {name: value for name, value in extras.items() if not _is_module(value)}
         return TrainState(found, _named_optimizers(optim), others, shared)
 
     @staticmethod
@@ -109,7 +109,10 @@ class TrainState:
 
     def reshard(self) -> None:
         """Put every parameter into the form in which optimizers hold it. Local; invalidates `parameters`."""
-        modules.reshard(chunk for chunks in self.modules.values() for chunk in chunks)
+        if self.modules:
+            from ckpt.capture import modules
+
+            modules.reshard(chunk for chunks in self.modules.values() for chunk in chunks)
         self.__dict__.pop("parameters", None)
 
     @cached_property
@@ -118,6 +121,9 @@ class TrainState:
 
         Computed once, and again after `reshard`, which replaces parameters that fully_shard had gathered.
         """
+        from ckpt.capture import modules
+        from ckpt.capture.parameters import Parameters
+
         known = Parameters()
         for item, chunks in self.modules.items():
             prefix = self.prefix(item)
@@ -137,6 +143,8 @@ class TrainState:
 
     def all_names(self) -> Iterator[tuple[str, int]]:
         """Every name of every parameter, also of tied ones, and its id."""
+        from ckpt.capture import modules
+
         for item, chunks in self.modules.items():
             for chunk in chunks:
                 for name, parameter in modules.named_parameters(chunk, self.parameters, remove_duplicate=False):
@@ -146,12 +154,16 @@ class TrainState:
         """The model's parameters that have a gradient, and these, by name. Raises UnsupportedObject."""
         if MODEL not in self.modules:
             return {}
+        from ckpt.capture import modules
+
         modules.check_reduced(self.modules[MODEL])
         named = self._joined(MODEL, lambda chunk: modules.named_parameters(chunk, self.parameters))
         return {name: (p, p.grad) for name, p in named.items() if p.grad is not None}
 
     def state(self, item: str) -> dict[str, Any]:
         """The joined state_dict of a module item, by canonical names."""
+        from ckpt.capture import modules
+
         return self._joined(item, lambda chunk: modules.module_state(chunk, self.parameters).items())
 
     def _joined(self, item: str, names: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> dict[str, Any]:
@@ -167,31 +179,40 @@ class TrainState:
         return joined
 
 
+def _is_module(value: object) -> bool:
+    return torch_loaded() and isinstance(value, torch.nn.Module)
+
+
 def _same(known: Any, value: Any) -> bool:
-    if known is value or not (isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor)):
+    if known is value or not (is_tensor(known) and is_tensor(value)):
         return known is value
+    from ckpt.capture.wrapped import memory_address
+
     address = memory_address(known)
     return address != 0 and address == memory_address(value) and known.shape == value.shape
 
 
 def _chunks(model: Model) -> tuple[nn.Module, ...]:
-    chunks = (model,) if isinstance(model, nn.Module) else tuple(model)
+    chunks: tuple[Any, ...] = tuple(model) if isinstance(model, Iterable) and not _is_module(model) else (model,)
     for chunk in chunks:
-        if not isinstance(chunk, nn.Module):
-            raise InvalidRequest(f"model is a {type(chunk).__name__}", "Pass a torch.nn.Module, or several")
+        if not _is_module(chunk):
+            raise InvalidRequest(
+                f"model is a {type(chunk).__name__}",
+                "Pass a torch.nn.Module, or several; arrays of numpy and JAX as shared={...}",
+            )
     return chunks
 
 
 def _named_optimizers(optim: Optimizers | None) -> dict[str, tuple[Optimizer, ...]]:
     if optim is None:
         return {}
-    named: dict[str, tuple[Optimizer, ...]]
+    named: dict[str, tuple[Any, ...]]
     if isinstance(optim, Mapping):
         named = {f"{OPTIMIZER}.{key}": (optimizer,) for key, optimizer in optim.items()}
     else:
-        named = {OPTIMIZER: (optim,) if isinstance(optim, Optimizer) else tuple(optim)}
+        named = {OPTIMIZER: tuple(optim) if isinstance(optim, Iterable) else (optim,)}
     for item, found in named.items():
         for optimizer in found:
-            if not isinstance(optimizer, Optimizer):
+            if not (torch_loaded() and isinstance(optimizer, torch.optim.Optimizer)):
                 raise InvalidRequest(f"{item} is a {type(optimizer).__name__}", "Pass torch.optim.Optimizer objects")
     return named

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt.capture.leaves import small_leaf, tensor_bytes
+from ckpt.capture.tensors import small_leaf, tensor_bytes
 from ckpt.dcp.naming import Path, Value, entry_name, is_value, path_of
 from ckpt.dtypes import NAMES
 from ckptstore.errors import UnsupportedObject

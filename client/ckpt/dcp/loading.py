@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
+from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
 from ckpt.dcp.naming import Value
 from ckpt.dtypes import BY_NAME
 from ckptstore.errors import CorruptObject

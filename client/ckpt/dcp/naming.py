@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.capture.leaves import small_value
 from ckpt.capture.optimizers import CLASS
+from ckpt.capture.tensors import small_value
 from ckptstore.errors import CorruptObject, InvalidName, UnsupportedObject
 from ckptstore.format.documents import JSON
 from ckptstore.format.trees import TAG, decode_tree, encode_tree

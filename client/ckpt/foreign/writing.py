@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from ckpt.capture.leaves import inline_tensor, small_value
+from ckpt.capture.tensors import inline_tensor, small_value
 from ckpt.dtypes import BY_NAME
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import Content

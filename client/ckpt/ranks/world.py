@@ -16,12 +16,11 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import msgspec
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from ckpt.capture.ownership import Ownership, Unit, Units, agree
 from ckpt.config import Group
+from ckpt.lazily import torch, torch_loaded
 from ckpt.ranks import waiting
 from ckpt.ranks.waiting import CollectiveWatch, absent, log_wait
 from ckptstore.clock import system_clock
@@ -50,12 +49,12 @@ class _Meetings:
     def of(cls, members: tuple[int, ...], whole: bool) -> _Meetings:
         """Those of these global ranks. whole: they are all."""
         global _default_store
-        if (store := dist.distributed_c10d._get_default_store()) is not _default_store:
+        if (store := torch.distributed.distributed_c10d._get_default_store()) is not _default_store:
             _meetings.clear()
             _default_store = store
         if members not in _meetings:
             prefix = f"ckpt/group-{xxh3_64_hexdigest(repr(members).encode())}"
-            _meetings[members] = cls(store if whole else PrefixStore(prefix, store))
+            _meetings[members] = cls(store if whole else torch.distributed.distributed_c10d.PrefixStore(prefix, store))
         return _meetings[members]
 
 
@@ -75,8 +74,8 @@ class World:
 
         Raises InvalidRequest for a group that is gone, or that this process is not in.
         """
-        grouped = dist.is_available() and dist.is_initialized()
-        own, everyone = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        grouped = torch_loaded() and torch.distributed.is_available() and torch.distributed.is_initialized()
+        own, everyone = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if grouped else (0, 1)
         self.members = _members(group, own, everyone)
         """The global ranks of the group, by rank."""
         self.whole = len(self.members) == everyone
@@ -147,20 +146,20 @@ class World:
         Only for threads that may block: the calls of the store have no timeout."""
         meetings = self._meetings
         meetings.count += 1
-        return PrefixStore(f"ckpt/{meetings.count}", meetings.store)
+        return torch.distributed.distributed_c10d.PrefixStore(f"ckpt/{meetings.count}", meetings.store)
 
-    def exchange_group(self) -> dist.ProcessGroup:
+    def exchange_group(self) -> torch.distributed.ProcessGroup:
         """A gloo process group that exchanges bytes in host memory. The first call creates it, and is a collective."""
         meetings = self._meetings
         if meetings.group is None:
             # Without the barrier of all processes, of which some may not be in this group.
-            meetings.group = dist.new_group(
+            meetings.group = torch.distributed.new_group(
                 list(self.members),
                 timeout=timedelta(seconds=self._exchange_s),
                 backend="gloo",
                 use_local_synchronization=not self.whole,
             )
-        group: dist.ProcessGroup = meetings.group
+        group: torch.distributed.ProcessGroup = meetings.group
         return group
 
     def watching(self) -> AbstractContextManager[CollectiveWatch]:
@@ -244,7 +243,7 @@ class World:
         threading.Thread(target=_call, args=(answer, call, *arguments), name="ckpt-meeting", daemon=True).start()
         try:
             return answer.result(self._silence_s)
-        except (TimeoutError, dist.DistNetworkError) as error:
+        except (TimeoutError, torch.distributed.DistNetworkError) as error:
             raise RankLost(
                 f"{self.names(self.rank)} lost the store of its process group: {str(error) or 'no answer'}",
                 "The process that hosts it (rank 0, or torchrun's agent) is gone or hangs; restart the job",
@@ -268,7 +267,7 @@ def _members(group: Group, own: int, everyone: int) -> tuple[int, ...]:
     if group == "all":
         return tuple(range(everyone))
     try:
-        members = tuple(sorted(dist.get_process_group_ranks(cast(dist.ProcessGroup, group))))
+        members = tuple(sorted(torch.distributed.get_process_group_ranks(cast(torch.distributed.ProcessGroup, group))))
     except (KeyError, ValueError) as error:
         raise InvalidRequest(
             "the process group of this Checkpointer does not exist",

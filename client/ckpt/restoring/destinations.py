@@ -1,41 +1,38 @@
-"""Destinations of the entries' bytes: live tensors, filled in place, or new ones."""
+"""Destinations of the entries' bytes in tensors: live ones, filled in place, or new ones; and in arrays."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckpt.capture.leaves import inline_tensor, small_value, tensor_bytes
 from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
 from ckpt.capture.wrapped import is_plain_type
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.gpu_copy import LANES, Arrival, Landing, Lane, is_direct
-from ckptstore.errors import CorruptObject, UnsupportedFormat
+from ckpt.restoring.host_destinations import HostDestinations
+from ckptstore.errors import UnsupportedFormat
 from ckptstore.format.boxes import Box, sizes
-from ckptstore.format.documents import JSON, Content
+from ckptstore.format.documents import Content
 from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead
-from ckptstore.format.trees import TAG, decode_tree
+from ckptstore.format.trees import TAG
 from ckptstore.reading.fetch import Buffers
 
 _Key = tuple[str, Box, torch.device | None]
 """Entry, box, and the device if it has a lane."""
 
 
-class Destinations:
+class Destinations(HostDestinations):
     """Collects the parts of a checkpoint that a restore needs. Live tensors stay unchanged until bytes are received."""
 
     def __init__(self, content: Content) -> None:
-        entries = content.entries
-        self._shapes = {
-            name: (dtype, tuple(shape))
-            for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
-        }
+        super().__init__(content)
         self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
         self._hosts: dict[str, torch.Tensor] = {}  # by buffer
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
@@ -43,9 +40,7 @@ class Destinations:
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of an entry. Raises CorruptObject, or UnsupportedFormat for a type this torch lacks."""
-        if name not in self._shapes:
-            raise CorruptObject(f"a tree names the entry {name!r}, which the manifest does not have")
-        dtype, shape = self._shapes[name]
+        dtype, shape = self.entry(name)
         if dtype not in BY_NAME:
             raise UnsupportedFormat(f"entry {name!r} has type {dtype}, which this torch does not know", "Upgrade torch")
         return BY_NAME[dtype], shape
@@ -93,24 +88,25 @@ class Destinations:
         self.fill(name, part_of(name, target, flat))
         return target
 
-    def decode(self, tree: JSON, path: str, device: torch.device | None = None) -> Any:
-        """The value of a tree; its tensors are filled by `place`.
+    def load(self, name: str) -> torch.Tensor:
+        """A new tensor on the CPU."""
+        return self.new(name)
 
-        Those saved from a GPU go to `device`; by default to the current GPU of their kind, or the CPU if there is none.
-        """
-
-        def unleaf(at: str, leaf: dict[str, Any]) -> Any:
-            if leaf[TAG] not in ("tensor", "array"):
-                return small_value(at, leaf)
-            where = device or _current(leaf["device"]) if "device" in leaf else "cpu"
-            tensor = self.new(leaf["name"], where) if "name" in leaf else inline_tensor(at, leaf).to(where)
-            return tensor.numpy() if leaf[TAG] == "array" else tensor
-
-        return decode_tree(tree, path, unleaf)
+    def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
+        """Tensors saved from a GPU go to `device`; by default to the current GPU of their kind, or the CPU if there is
+        none. Arrays of types that numpy does not know come back as tensors."""
+        if leaf[TAG] not in ("tensor", "array"):
+            return small_value(at, leaf)
+        if leaf[TAG] == "array":
+            with suppress(UnsupportedFormat):
+                return super()._unleaf(at, leaf, device)
+        where = device or _current(leaf["device"]) if "device" in leaf else "cpu"
+        return self.new(leaf["name"], where) if "name" in leaf else inline_tensor(at, leaf).to(where)
 
     def wants(self) -> list[Want]:
         """The ranges to read; each want has its own buffer."""
-        return [Want(name, box, str(i)) for i, (name, box, _) in enumerate(self._targets)]
+        tensors = [Want(name, box, str(i)) for i, (name, box, _) in enumerate(self._targets)]
+        return tensors + super().wants()
 
     def allocate(self) -> None:
         """Open lanes to GPUs, and allocate host memory for other targets that cannot be read into directly."""
@@ -136,14 +132,15 @@ class Destinations:
             if device is not None
         }
         if not arrivals:
-            yield _Bytes(self._hosts)
+            yield _Bytes(self._hosts, self._array_bytes())
             return
-        with Landing(_Bytes(self._hosts), arrivals, reads) as landing:
+        with Landing(_Bytes(self._hosts, self._array_bytes()), arrivals, reads) as landing:
             yield landing
 
     @torch.no_grad()
     def place(self) -> None:
         """Copy the filled buffers to every target that is not its own buffer."""
+        super().place()
         for host, targets in self._copies:
             for target in targets:
                 if target is not host:
@@ -167,11 +164,11 @@ def _lane_of(tensor: torch.Tensor) -> torch.device | None:
 
 
 class _Bytes(Mapping[str, memoryview]):
-    """The bytes of tensors. Made when they are asked for: while other threads read, that costs no time."""
+    """The bytes of tensors and arrays. A tensor's are made when they are asked for: beside reading, at no cost."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, memoryview]) -> None:
         self._tensors = tensors
-        self._made: dict[str, memoryview] = {}
+        self._made = dict(arrays)
 
     def __getitem__(self, name: str) -> memoryview:
         found = self._made.get(name)
@@ -180,7 +177,7 @@ class _Bytes(Mapping[str, memoryview]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter({**self._tensors, **self._made})
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len({**self._tensors, **self._made})

@@ -11,7 +11,6 @@ from typing import Literal
 
 from ckpt.config import Config
 from ckpt.ranks.world import World
-from ckpt.restoring.sharing import fetch_shared, share_bytes
 from ckptapi.client import DaemonClient
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import DaemonUnavailable
@@ -47,6 +46,8 @@ class Fetcher:
         """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
         if self._share != "broadcast":
             return check_manifest_data(self._checkpoint, self._manifest_data())
+        from ckpt.restoring.sharing import share_bytes  # loads torch
+
         return check_manifest_data(self._checkpoint, share_bytes(self._world, self._manifest_data))
 
     def _manifest_data(self) -> bytes:
@@ -68,6 +69,8 @@ class Fetcher:
     ) -> None:
         """Fill the buffers. Raises Damaged, ObjectMissing, Unavailable or RankLost; buffers then hold a mixture."""
         if self._share == "broadcast":
+            from ckpt.restoring.sharing import fetch_shared  # loads torch
+
             fetch_shared(self._world, self._source, self._checkpoint, content, reads, buffers, progress)
         elif self._share == "daemon":
             self._fetch_cached(reads, buffers, progress)

@@ -14,12 +14,13 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from ckpt.capture.rng import derive_rng_state
-from ckpt.capture.state import check_others
 from ckpt.capture.train_state import Resumable, TrainState
+from ckpt.capture.values import check_others
 from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
-from ckpt.restoring.plan import RestorePlan, plan_restore, require_fit, require_refilled
+from ckpt.restoring.plan import RestorePlan, require_fit, require_refilled
+from ckpt.restoring.planning import plan_restore
 from ckpt.restoring.ranks import RankState, share_out
 from ckpt.restoring.resolve import (
     candidates,

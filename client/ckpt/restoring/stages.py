@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt.capture.train_state import MODEL, Model, Optimizers, Resumable, TrainState
+from ckpt.capture.train_state import MODEL, Resumable, TrainState
 from ckpt.restoring.pipeline import Restored
 from ckptstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from ckpt.capture.train_state import Model, Optimizers
 
 Restore = Callable[[TrainState, str | int | None], Restored | None]
 """Restores a state from a checkpoint, the newest usable one for None; leaves random state as it is."""

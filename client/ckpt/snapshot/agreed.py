@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ckpt.capture.describe import describe
-from ckpt.capture.estimate import estimate_snapshot_bytes
-from ckpt.capture.fingerprint import Capturer
 from ckpt.capture.leaves import Captured
-from ckpt.capture.ownership import Unit
-from ckpt.capture.state import check_others
+from ckpt.capture.ownership import Ownership, Unit
 from ckpt.capture.train_state import TrainState
+from ckpt.capture.values import capture_alone, check_others
+from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import Agreement, World, meet
 from ckpt.snapshot.stage import SnapshotLayout
+
+if TYPE_CHECKING:
+    from ckpt.capture.fingerprint import Capturer
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ class AgreedLayout:
         self._world = world
         self._split_replicas = split_replicas
         self._agreement: Agreement | None = None
-        self._capturer = Capturer()
+        self._capturer: Capturer | None = None
         self._placed: object | None = None  # the sameness of captures that have this layout
         self.layout = SnapshotLayout.of([])
         """Where the leaves of the last capture lie."""
@@ -62,12 +64,12 @@ class AgreedLayout:
         """What this rank saves of the state, and its `layout`. Raises UnsupportedObject or LayoutChanged."""
         assert self._agreement is not None
         ownership = self._agreement.ownership
-        captured = self._capturer.capture(state, ownership, grads)
+        captured = self._captured(state, ownership, grads)
         if captured.sameness is not None and captured.sameness is self._placed:
             return captured
         if captured.leaves.slices != self.layout.slices:
             # Optimizer state appears with the first step; anything else is for all ranks to agree on.
-            ownership.check(describe(state, sampled=False))
+            ownership.check(_describe(state, sampled=False))
             self.layout = SnapshotLayout.of(captured.leaves.slices)
         self._placed = captured.sameness
         return captured
@@ -80,10 +82,23 @@ class AgreedLayout:
         """
         if self._agreement is None:
             ownership = self._meet(state, lambda: None).ownership
-            captured = self._capturer.capture(state, ownership, grads=False)
+            captured = self._captured(state, ownership, grads=False)
         else:
             ownership, captured = self._agreement.ownership, self.capture(state, grads=False)
+        if not state.optimizers:
+            return captured, sum(piece.bytes for piece in captured.leaves.slices)
+        from ckpt.capture.estimate import estimate_snapshot_bytes
+
         return captured, estimate_snapshot_bytes(captured, state, ownership)
+
+    def _captured(self, state: TrainState, ownership: Ownership, grads: bool) -> Captured:
+        if not torch_loaded():  # then there are no tensors
+            return capture_alone(state, ownership)
+        if self._capturer is None:
+            from ckpt.capture.fingerprint import Capturer
+
+            self._capturer = Capturer()
+        return self._capturer.capture(state, ownership, grads)
 
     def _meet(self, state: TrainState, check: Callable[[], None]) -> Agreement:
         world = self._world()
@@ -91,6 +106,15 @@ class AgreedLayout:
         def described() -> dict[str, Unit]:
             check()
             check_others(state)
-            return describe(state, world.size > 1, None if world.whole else frozenset(world.members))
+            return _describe(state, world.size > 1, None if world.whole else frozenset(world.members))
 
         return meet(world, described, self._split_replicas)
+
+
+def _describe(state: TrainState, sampled: bool, members: frozenset[int] | None = None) -> dict[str, Unit]:
+    """The units of modules and optimizers that this rank holds; see `describe`."""
+    if not (state.modules or state.optimizers):
+        return {}
+    from ckpt.capture.describe import describe
+
+    return describe(state, sampled, members)

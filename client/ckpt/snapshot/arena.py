@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from ckpt.device import DEVICES
+from ckpt.lazily import torch
 from ckpt.saver.segment import Segment, populate
 from ckpt.snapshot.host_memory import available_bytes, on_node
 from ckpt.snapshot.stage import Stager

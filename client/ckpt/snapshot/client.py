@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from ckpt.config import OnBusy
+from ckpt.lazily import torch
 from ckpt.saver.commit import abort_attempts, describe
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Warned
 from ckpt.saver.numbering import Numbering

@@ -17,9 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-import torch
-
 from ckpt.device import Device, Mark, Patience, poll
+from ckpt.lazily import torch
 from ckpt.saver.segment import Segment
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 
 from ckpt.capture.leaves import Leaves
+from ckpt.lazily import torch
 from ckpt.saver.segment import Segment
 from ckptstore.format.shards import Placed, Slice
 
@@ -26,7 +26,6 @@ _WHOLE_BYTES = 1 << 10
 """Smaller tensors are compared whole."""
 _PAGE_BYTES = 4 << 10
 _PAGES = 16
-_VERSION: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class Sample(NamedTuple):
@@ -79,9 +78,10 @@ class ChangeGuard(Guard):
     def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
         super().__init__(leaves, samples, storages)
         # The counter of a DTensor and that of its local tensor are incremented by different changes.
-        self._counters = list(map(_VERSION, leaves.tensors))
+        self._version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+        self._counters = list(map(self._version, leaves.tensors))
         same = leaves.origins is leaves.tensors
-        self._origin_counters = self._counters if same else list(map(_VERSION, leaves.origins))
+        self._origin_counters = self._counters if same else list(map(self._version, leaves.origins))
         self._bytes = [sample.read() for sample in samples]
 
     def copied(self, index: int, address: int, num_bytes: int) -> bool:
@@ -93,8 +93,8 @@ class ChangeGuard(Guard):
         leaves, sample = self._leaves, self._samples[index]
         if (
             self.moved(index)
-            or _VERSION(leaves.tensors[index]) != self._counters[index]
-            or _VERSION(leaves.origins[index]) != self._origin_counters[index]
+            or self._version(leaves.tensors[index]) != self._counters[index]
+            or self._version(leaves.origins[index]) != self._origin_counters[index]
             or sample.read() != self._bytes[index]
         ):
             self._torn.add(index)

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from ckpt.capture.forgotten import warn_of_forgotten
 from ckpt.capture.train_state import TrainState
 from ckpt.config import Config, OnBusy
+from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
 from ckpt.saver.budget import Budget
 from ckpt.snapshot.agreed import AgreedLayout
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.counters import LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
-from ckpt.snapshot.overlap import Overlap
 from ckpt.snapshot.request import SaveRequest, finite
 from ckpt.snapshot.session import TrainerSession
 from ckpt.snapshot.step_clock import StepClock
@@ -27,6 +27,9 @@ from ckptplan.history import SaveCost
 from ckptstore.errors import BadInput, InvalidRequest, SaveSkipped
 from ckptstore.names import check_step
 from ckptstore.reading.source import Source, StoreSource
+
+if TYPE_CHECKING:
+    from ckpt.snapshot.overlap import Overlap
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +100,9 @@ class RunSaves:
             save = SaveRequest(attempt, captured, self.agreed.layout, finite(metrics), lease, cost_before())
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
         self.session.saved(updates)
-        if self.newest is None:
+        if self.newest is None and torch_loaded():
+            from ckpt.capture.forgotten import warn_of_forgotten
+
             warn_of_forgotten(state)
         self.newest = handle = updates.handle
         updates.measure(blocked_s=time.perf_counter() - started)
@@ -158,6 +163,8 @@ class RunSaves:
 
     def _gate(self, state: TrainState) -> Overlap | None:
         if state.optimizers and self._config.overlap and self.overlap is None:
+            from ckpt.snapshot.overlap import Overlap  # loads torch
+
             self.overlap = Overlap(self._config.overlap == "verify", self.steps.stepping)
         if self.overlap is not None:
             self.overlap.expect(chain(*state.optimizers.values()))

@@ -6,13 +6,13 @@ changes only in `optim.step()` may be copied later by another thread (overlap.py
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
 from ckpt.device import DEVICES, has_device
+from ckpt.lazily import torch
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.device_copies import pin_segment
@@ -128,8 +128,7 @@ class Stager:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
-        self._address = self._arena.data_ptr()
+        self._address = ctypes.addressof(segment.map)
         self.gpu: torch.device | None = None
         """The GPU for which the segment was to be pinned; None: no GPU has copied into it yet."""
         self.pinned = False
@@ -145,7 +144,6 @@ class Stager:
         """Copy all leaves. On return the slot holds them, including those from a GPU. sameness: see `Captured`."""
         self.begin(leaves, layout, None, sameness).finish()
 
-    @torch.no_grad()
     def begin(
         self,
         leaves: Leaves,
@@ -169,12 +167,8 @@ class Stager:
             transfer.add_gathered(b"".join(plan.gathered), plan.runs)
             transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.samples)
         try:
-            for view, i, waits in plan.others:
-                self._begin_other(transfer, view, leaves[i], waits)
-            for device, found in plan.devices.items():
-                self.pin(device)
-                for (views, indexes), waits in ((found.now, False), (found.later, True)):
-                    transfer.add_device_copies(device, self.pinned, views, [leaves.tensors[i] for i in indexes], waits)
+            if plan.others or plan.devices:
+                self._begin_others(transfer, plan, leaves)
             transfer.begun(watch)
         except BaseException:
             transfer.finish()  # what was queued is still written, and the slot will be used again
@@ -212,16 +206,23 @@ class Stager:
                 plan.waiting.add(i, leaves[i])
         return plan
 
-    def _begin_other(self, transfer: Transfer, view: torch.Tensor, leaf: StateLeaf, waits: bool) -> None:
-        if waits:
-            transfer.add_copy(view, leaf)
-        else:
-            view.copy_(leaf.tensor)
+    def _begin_others(self, transfer: Transfer, plan: _CopyPlan, leaves: Leaves) -> None:
+        """Leaves that are not plain host memory."""
+        with torch.no_grad():
+            for view, i, waits in plan.others:
+                if waits:
+                    transfer.add_copy(view, leaves[i])
+                else:
+                    view.copy_(leaves.tensors[i])
+            for device, found in plan.devices.items():
+                self.pin(device)
+                for (views, indexes), waits in ((found.now, False), (found.later, True)):
+                    transfer.add_device_copies(device, self.pinned, views, [leaves.tensors[i] for i in indexes], waits)
 
     def _view(self, place: Placed, tensor: torch.Tensor) -> torch.Tensor:
-        flat = self._arena[place.at : place.at + place.slice.bytes]
         if not place.slice.bytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
+        flat = torch.frombuffer(self._segment.map, dtype=torch.uint8, count=place.slice.bytes, offset=place.at)
         return flat.view(tensor.dtype).view(tensor.shape)
 
 

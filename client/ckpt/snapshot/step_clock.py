@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.optim import Optimizer
-
+from ckpt.lazily import torch
 from ckpt.saver.messages import Began
 from ckpt.saver.pulse import Ending, Pulse
 from ckpt.snapshot.costs import Costs
@@ -82,12 +81,12 @@ class StepClock:
         self._step = step
         self._tick()
 
-    def count(self, optimizers: Iterable[Optimizer]) -> None:
+    def count(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Count the steps of the first one of these optimizers, those of a save."""
         first = next(iter(optimizers), None)
         self._counted = _nothing if first is None else weakref.ref(first)
 
-    def stepping(self, optimizer: Optimizer) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. Steps between saves are counted if nothing names them."""
         if self._named or optimizer is not self._counted():
             return

@@ -5,21 +5,27 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
-import torch
+import numpy as np
 
+from ckpt.capture.arrays import HostArray
 from ckpt.capture.leaves import StateLeaf
 from ckpt.capture.reads import SmallReads
 from ckpt.device import Patience, has_device
+from ckpt.lazily import torch
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import Guard, sample
-from ckpt.snapshot.overlap import Overlap, PendingCopy
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.stage import SnapshotLayout, is_plain
 from ckptstore.format.shards import ChunkSpan, Placed, plan_chunks
 
+if TYPE_CHECKING:
+    from ckpt.snapshot.overlap import Overlap
+
+_NOTHING = cast("torch.Tensor", HostArray(np.empty(0, np.uint8), 1))
 _CLONED_BYTES = 32 << 20
 """Leaves that cannot overlap are copied at the call if they are not more than this, so that the rest can be copied in
 the background."""
@@ -46,6 +52,8 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
         storages = list(map(torch.Tensor.untyped_storage, later.tensors))
         guard = overlap.guard(later, list(map(sample, later.tensors)), storages)
         client.stream(snapshot, writer)
+        from ckpt.snapshot.overlap import PendingCopy  # loads torch
+
         transfer = StreamTransfer(stream, client, snapshot, writer, storages)
         overlap.begin(client, PendingCopy(transfer, guard, snapshot))
         return
@@ -145,19 +153,18 @@ class _Stream:
         guarded: Mapping[int, int],
     ) -> None:
         """guarded: the index in the guard, by the index of the tensor."""
-        self._arena = torch.frombuffer(segment.map, dtype=torch.uint8)
+        self._memory, self._address = segment.map, ctypes.addressof(segment.map)
         pairs = zip(layout.placed, layout.order, strict=True)
         self._left = iter([(place, tensors[i], guarded.get(i)) for place, i in pairs if place.slice.bytes])
-        self._at, self._source = 0, torch.empty(0, dtype=torch.uint8)
+        self._at, self._source = 0, _NOTHING
         self._guarded: int | None = None
 
-    @torch.no_grad()
     def copy(self, span: ChunkSpan, at: int, guard: Guard | None) -> bool:
         """Copy the next chunk to byte `at` of the slot; the slot holds it on return.
 
         False if a tensor of it has changed since it was captured; then the stream is useless.
         """
-        to, begin, end = self._arena[at : at + span.bytes], span.at, span.at + span.bytes
+        begin, end = span.at, span.at + span.bytes
         while begin < end:
             if not self._open(begin, guard):
                 return False
@@ -165,17 +172,18 @@ class _Stream:
             low, high = begin - self._at, min(end - self._at, self._source.nbytes)
             source = self._source[low // size : high // size]
             if is_plain(source):
-                ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+                ctypes.memmove(self._address + at, source.data_ptr(), source.nbytes)
             else:
-                to[: source.nbytes].view(source.dtype).copy_(source)
-            if not self._copied(guard, to.data_ptr(), source.nbytes):
+                to = torch.frombuffer(self._memory, dtype=torch.uint8, count=source.nbytes, offset=at)
+                to.view(source.dtype).copy_(source)
+            if not self._copied(guard, self._address + at, source.nbytes):
                 return False
-            to, begin = to[source.nbytes :], self._at + high
+            at, begin = at + source.nbytes, self._at + high
         return True
 
     def release(self) -> None:
         """Release tensor references."""
-        self._left, self._source = iter(()), torch.empty(0, dtype=torch.uint8)
+        self._left, self._source = iter(()), _NOTHING
 
     def _open(self, begin: int, guard: Guard | None) -> bool:
         """Continue with the tensor at byte `begin` of the stream. False if its memory was replaced; it may be freed."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from ckpt.config import OnBusy
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.handle import HandleUpdates
-from ckpt.snapshot.overlap import Overlap, PendingCopy
 from ckpt.snapshot.request import SaveRequest, Snapshot
 from ckpt.snapshot.streamed import stream_snapshot
 from ckptstore.clock import system_clock
+
+if TYPE_CHECKING:
+    from ckpt.snapshot.overlap import Overlap
 
 
 def take_snapshot(
@@ -54,6 +57,8 @@ def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | No
         if transfer.deferred_on_devices:
             overlap.watched(layout)
         if transfer.under_way:
+            from ckpt.snapshot.overlap import PendingCopy  # loads torch
+
             guard = overlap.guard(transfer.later, transfer.samples, transfer.storages)
             overlap.begin(client, PendingCopy(transfer, guard, snapshot))
             return

@@ -9,10 +9,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from ckpt.capture.leaves import Leaves, StateLeaf
 from ckpt.device import DEVICES, Patience, poll
+from ckpt.lazily import torch
 from ckpt.snapshot.device_copies import DeviceCopies
 from ckpt.snapshot.guard import Guard, Sample, sample
 from ckptstore.format.shards import Placed
@@ -117,12 +116,12 @@ class Transfer:
         for copies in self._devices.values():
             copies.begun(watch)
 
-    @torch.no_grad()
     def copy(self, guard: Guard, patience: Patience) -> None:
         """Copy host memory, and start the copies of GPUs. guard: checks the leaves in host memory."""
-        self._copy_host_memory(guard)
-        for copies in self._devices.values():
-            copies.copy(patience)
+        with torch.no_grad():
+            self._copy_host_memory(guard)
+            for copies in self._devices.values():
+                copies.copy(patience)
 
     def _copy_host_memory(self, guard: Guard) -> None:
         move_all(self._gathered)

@@ -1,0 +1,260 @@
+"""Arrays as leaves: numpy's, and those of JAX under any sharding. Does not import torch or JAX, and copies little.
+
+An array of JAX exists only in a process that has loaded JAX. It is read at its address, and never as a numpy array: a
+numpy view of it would keep JAX from donating its memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from math import prod
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ckptstore.errors import UnsupportedFormat, UnsupportedObject
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
+from ckptstore.format.dtypes import ITEM_BYTES, NUMPY
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+Array = np.ndarray[Any, Any]
+
+
+class HostArray:
+    """Contiguous bytes in host memory, with the part of a tensor's interface that staging uses."""
+
+    is_cpu, is_cuda = True, False
+    device = SimpleNamespace(type="host")
+
+    def __init__(self, raw: Array, item_bytes: int, origin: object = None) -> None:
+        """raw: one dimension of bytes, which own the memory or refer to its owner. origin: kept alive too."""
+        self._raw = raw
+        self._origin = origin
+        self._item_bytes = item_bytes
+        self.nbytes = raw.nbytes
+
+    @property
+    def raw(self) -> Array:
+        """The bytes."""
+        return self._raw
+
+    def data_ptr(self) -> int:
+        """The address of the first byte."""
+        return int(self.raw.__array_interface__["data"][0])
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self._item_bytes
+
+    def is_contiguous(self) -> bool:
+        """Always."""
+        return True
+
+    def is_conj(self) -> bool:
+        """Never."""
+        return False
+
+    is_neg = is_conj
+
+    def detach(self) -> HostArray:
+        """Itself."""
+        return self
+
+    def reshape(self, _: int) -> HostArray:
+        """Itself: it has one dimension."""
+        return self
+
+    def clone(self) -> HostArray:
+        """A copy."""
+        return HostArray(self.raw.copy(), self._item_bytes)
+
+    def __getitem__(self, elements: slice) -> HostArray:
+        size = self._item_bytes
+        return HostArray(self.raw[elements.start * size : elements.stop * size], size)
+
+
+class _DeviceArray(HostArray):
+    """The elements of an array of JAX on one device. They are on their way to the host until they are asked for."""
+
+    def __init__(self, array: Any, item_bytes: int) -> None:
+        self._array = _in_host_memory(array)
+        self._item_bytes = item_bytes
+        self.nbytes = array.size * item_bytes
+
+    @property
+    def raw(self) -> Array:
+        """The bytes; waits until they are computed and on the host."""
+        if isinstance(self._array, np.ndarray):
+            return byte_view(self._array)
+        memory: Any = (ctypes.c_char * self.nbytes).from_address(
+            self._array.block_until_ready().unsafe_buffer_pointer()
+        )
+        memory.owner = self._array
+        raw: Array = np.frombuffer(memory, np.uint8)
+        return raw
+
+
+class ArrayPiece(NamedTuple):
+    """One box of a global array, and its elements."""
+
+    box: Box
+    memory: HostArray
+
+
+class ArrayPart(NamedTuple):
+    """What this process writes of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Sequence[ArrayPiece]
+    key: object
+    """Equal for parts that lie in the same memory."""
+    distributed: bool = False
+    """Every process writes a part of its own."""
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array of numpy or JAX."""
+    return isinstance(value, np.ndarray) or is_jax(value)
+
+
+def loaded_jax() -> ModuleType | None:
+    """JAX, if this process has loaded it."""
+    jax = sys.modules.get("jax")
+    return jax if jax is not None and hasattr(jax, "Array") else None
+
+
+def is_jax(value: object) -> TypeIs[Any]:
+    """Whether a value is an array of JAX."""
+    return (jax := loaded_jax()) is not None and isinstance(value, jax.Array)
+
+
+def is_key(value: Any) -> bool:
+    """Whether an array of JAX holds typed keys of random numbers (`jax.random.key`)."""
+    jax: Any = loaded_jax()
+    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def array_fields(value: Any) -> dict[str, str]:
+    """What the tree says of an array, in addition to its elements: of typed keys the kind of generator."""
+    jax: Any = loaded_jax()
+    return {"key": str(jax.random.key_impl(value))} if is_jax(value) and is_key(value) else {}
+
+
+def array_bytes(path: str, value: Any) -> int:
+    """The size of an array. Raises UnsupportedObject for one that cannot be stored."""
+    if isinstance(value, np.ndarray):
+        return prod(value.shape) * ITEM_BYTES[_numpy_name(path, value)]
+    value = _checked(path, value)
+    return int(value.size) * ITEM_BYTES[value.dtype.name]
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether other processes hold parts of an array."""
+    return is_jax(value) and not value.is_fully_addressable
+
+
+def array_part(path: str, value: Any) -> ArrayPart:
+    """What this process writes of an array. Raises UnsupportedObject."""
+    if isinstance(value, np.ndarray):
+        return _numpy_part(path, value)
+    # Processes find other parts in their memory, and must agree on names: there, each array has one of its own.
+    key = object() if is_distributed(value) or not value.size else ("jax", id(value))
+    return _jax_part(_checked(path, value), key)
+
+
+def inline_array(path: str, value: Any) -> tuple[str, list[int], memoryview]:
+    """Type, shape and bytes of a small array that this process holds alone. Raises UnsupportedObject."""
+    part = array_part(path, value)
+    whole = np.empty(part.shape, numpy_type(part.dtype))
+    for box, memory in part.pieces:
+        at = tuple(slice(start, start + size) for start, size in zip(boxes.offsets(box), boxes.sizes(box), strict=True))
+        whole[at] = memory.raw.view(whole.dtype).reshape(boxes.sizes(box))
+    return part.dtype, list(part.shape), byte_view(whole).data
+
+
+def _numpy_part(path: str, array: Array) -> ArrayPart:
+    name = _numpy_name(path, array)
+    memory = HostArray(byte_view(np.ascontiguousarray(array)), array.itemsize, array)
+    key = ("numpy", array.__array_interface__["data"][0], name, array.shape, array.strides) if array.size else object()
+    return ArrayPart(name, array.shape, (ArrayPiece(boxes.whole(array.shape), memory),), key)
+
+
+def _numpy_name(path: str, array: Array) -> str:
+    name: str = array.dtype.name
+    # dtype.name does not distinguish byte orders.
+    if type(array) is not np.ndarray or name not in ITEM_BYTES or array.dtype != numpy_type(name):
+        raise UnsupportedObject(
+            f"array at {path!r} is a {type(array).__name__} of type {array.dtype}",
+            "Store plain arrays of numbers or booleans in native byte order",
+        )
+    return name
+
+
+def _checked(path: str, value: Any) -> Any:
+    """An array of JAX whose elements can be stored; of keys, their data."""
+    jax: Any = loaded_jax()
+    if isinstance(value, jax.core.Tracer):
+        raise UnsupportedObject(f"array at {path!r} is a {type(value).__name__}", "Save outside of jitted functions")
+    if value.is_deleted():
+        raise UnsupportedObject(
+            f"array at {path!r} was deleted or donated", "Save the state that the step returned, not the one it took"
+        )
+    if is_key(value):
+        value = jax.random.key_data(value)
+    if value.dtype.name not in ITEM_BYTES:
+        raise UnsupportedObject(f"array at {path!r} has type {value.dtype}", "Convert it to another type")
+    return value
+
+
+def _jax_part(array: Any, key: object) -> ArrayPart:
+    name, shape = array.dtype.name, tuple(array.shape)
+    mine = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    pieces = [ArrayPiece(box_of(shard.index, shape), _DeviceArray(shard.data, ITEM_BYTES[name])) for shard in mine]
+    return ArrayPart(name, shape, pieces, key, is_distributed(array))
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box that a shard's index selects."""
+    ranges = [one.indices(size) for one, size in zip(index, shape, strict=True)]
+    return (*(start for start, _, _ in ranges), *(stop - start for start, stop, _ in ranges))
+
+
+def _in_host_memory(array: Any) -> Any:
+    """An array of one device, or a copy of it on its way to the host, whose memory holds its elements in order."""
+    jax: Any = loaded_jax()
+    order = array.format.layout.major_to_minor
+    if order is not None and tuple(order) != tuple(range(array.ndim)):
+        return np.array(array)
+    if next(iter(array.devices())).platform == "cpu":
+        return array
+    try:
+        return jax.device_put(array, jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX has no CPU backend here
+        return np.array(array)
+
+
+def numpy_type(name: str) -> np.dtype[Any]:
+    """The type of numpy, or of ml_dtypes, with this name in documents. Raises UnsupportedFormat."""
+    if name in NUMPY:
+        return NUMPY[name]
+    try:
+        ml_dtypes: Any = import_module("ml_dtypes")
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
+    except (ImportError, AttributeError, TypeError):
+        raise UnsupportedFormat(
+            f"elements have type {name}, which numpy does not know", "Install ml_dtypes, which JAX brings, or torch"
+        ) from None
+
+
+def byte_view(array: Array) -> Array:
+    """The bytes of a contiguous array, in one dimension; they share its memory."""
+    return array.reshape(-1).view(np.uint8)

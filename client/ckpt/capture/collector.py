@@ -1,0 +1,149 @@
+"""Collecting the leaves of values: arrays that go into the shard, small values that go into a tree. No torch.
+
+Nothing is copied here: leaves alias live memory until they are staged.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable, MutableMapping
+from functools import partial
+from typing import Any, ClassVar, Self, cast
+
+import numpy as np
+
+from ckpt.capture.arrays import (
+    array_bytes,
+    array_fields,
+    array_part,
+    inline_array,
+    is_array,
+    is_distributed,
+    loaded_jax,
+)
+from ckpt.capture.leaves import Captured, Change, StateLeaf
+from ckpt.capture.ownership import Ownership
+from ckpt.lazily import is_tensor, torch
+from ckptstore.errors import UnsupportedObject
+from ckptstore.format.documents import JSON
+from ckptstore.format.dtypes import NUMPY
+from ckptstore.format.shards import Slice
+from ckptstore.format.trees import TAG, EncodeLeaf, encode_bytes, encode_tree, merge_trees, unsupported, with_records
+
+INLINE_BYTES = 64 << 10
+"""Rank-local arrays up to this size lie in the receipt, so that a rank without other state writes no shard."""
+
+
+class Collector:
+    """Builds a Captured, item by item. Used by one thread for one save. TensorCollector also knows tensors."""
+
+    small: ClassVar[EncodeLeaf]
+    """The tree of a leaf that lies in the tree itself."""
+
+    def __init__(self, ownership: Ownership) -> None:
+        self.captured = Captured()
+        self.ownership = ownership
+        self._prefix = f"rank-{ownership.rank:05d}/"
+        self._names: MutableMapping[str, None] = {}
+        self._seen: MutableMapping[object, str] = {}
+
+    def beside(self, captured: Captured) -> Self:
+        """Another one that goes on with what this one has found so far, for the memory it lies in is the same; this one
+        then finds no more."""
+        other = type(self)(self.ownership)
+        other.captured, other._names, other._seen = captured, ChainMap({}, self._names), ChainMap({}, self._seen)
+        return other
+
+    def inline(self, path: str, value: Any) -> JSON:
+        """The tree of small state, arrays and all."""
+        return encode_tree(value, path, with_records(self._inline_leaf))
+
+    def joined(self, path: str, values: Iterable[Any]) -> JSON:
+        """The trees of small states as one tree."""
+        merged: JSON = {}
+        for value in values:
+            merged = merge_trees(merged, self.inline(path, value), path)
+        return merged
+
+    def add_local(self, item: str, value: Any) -> None:
+        """State of this rank alone: small arrays stay in the tree, large ones go into the shard."""
+        self.captured.local[item] = encode_tree(value, item, with_records(self._local_leaf))
+
+    def add_unchanging(self, item: str, value: Any) -> None:
+        """Small state of this rank alone that no longer changes: its tree is made after the call."""
+        self.captured.unwritten[item] = partial(encode_tree, value, item, with_records(type(self).small))
+
+    def add_shared(self, item: str, value: Any) -> None:
+        """State that all ranks hold alike, every array of it as an entry: rank 0 keeps it, and every rank its part of
+        arrays that are distributed."""
+        if self.ownership.rank == 0:
+            leaf = with_records(lambda path, found: self._leaf(path, found, path))
+            self.captured.trees[item] = encode_tree(value, item, leaf)
+        elif loaded_jax() is not None:
+            encode_tree(value, item, with_records(self._part_leaf))
+
+    def _local_leaf(self, path: str, value: Any) -> JSON:
+        if is_distributed(value):
+            raise UnsupportedObject(
+                f"the array at {path!r} is distributed over processes, and this state is kept per process",
+                "Pass it as shared={...}",
+            )
+        large = self._bytes(path, value) > INLINE_BYTES
+        return self._leaf(path, value, self._prefix + path) if large else self._inline_leaf(path, value)
+
+    def _part_leaf(self, path: str, value: Any) -> JSON:
+        """On ranks that do not keep the tree: what they hold of distributed arrays."""
+        if is_distributed(value):
+            self._leaf(path, value, path)
+        elif is_array(value) or is_tensor(value):
+            self._unique(path)  # rank 0 uses the name
+        return None
+
+    def _inline_leaf(self, path: str, value: Any) -> JSON:
+        return type(self).small(path, value)
+
+    def _bytes(self, path: str, value: Any) -> int:
+        return array_bytes(path, value) if is_array(value) else 0
+
+    def _leaf(self, path: str, value: Any, name: str) -> JSON:
+        """The tree of an array that becomes an entry of this name, or of another small value."""
+        if not is_array(value):
+            return type(self).small(path, value)
+        part, name = array_part(path, value), self._unique(name)
+        if (first := self._seen.setdefault(part.key, name)) != name:
+            self.captured.aliases[name] = first
+        else:
+            for box, memory in part.pieces:
+                tensor = cast("torch.Tensor", memory)  # as far as staging uses it
+                piece = Slice(name, part.dtype, part.shape, box)
+                self.captured.leaves.append(StateLeaf(piece, tensor, tensor, Change.ANY_TIME))
+        return {TAG: "array", "name": first, **array_fields(value)}
+
+    def _unique(self, path: str) -> str:
+        """A name that is not in use: a dict may hold both 1 and "1", whose paths are equal."""
+        name, count = path, 1
+        while name in self._names:
+            count += 1
+            name = f"{path}#{count}"
+        self._names[name] = None
+        return name
+
+
+def small_leaf(path: str, value: Any) -> JSON:
+    """The tree of a small value that is no plain Python. Raises UnsupportedObject."""
+    if is_array(value):
+        dtype, shape, data = inline_array(path, value)
+        return {TAG: "array", "dtype": dtype, "shape": shape, "data": encode_bytes(data), **array_fields(value)}
+    if isinstance(value, np.generic) and value.dtype.name in NUMPY:
+        return {TAG: "scalar", "dtype": value.dtype.name, "v": encode_bytes(value.tobytes())}
+    raise unsupported(path, value)
+
+
+def check_leaf(path: str, value: Any) -> JSON:
+    """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
+    if is_array(value):
+        return array_bytes(path, value)
+    return small_leaf(path, value)
+
+
+Collector.small = staticmethod(small_leaf)

@@ -1,0 +1,234 @@
+"""Tensors as leaves: of modules and optimizers, and in values. Copies nothing: leaves alias live tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from ckpt.capture import collector
+from ckpt.capture.arrays import is_array
+from ckpt.capture.collector import Collector
+from ckpt.capture.leaves import Change, StateLeaf
+from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.reads import Number
+from ckpt.capture.wrapped import inner_tensors, is_plain_type, kind_of
+from ckpt.device import has_device
+from ckpt.dtypes import BY_NAME, NAMES
+from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.format.documents import JSON
+from ckptstore.format.dtypes import NUMPY
+from ckptstore.format.shards import Slice
+from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, with_records
+
+_BUFFER_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8})
+"""Those that Python's own views of memory know; there are more."""
+
+
+class TensorCollector(Collector):
+    """Also collects tensors: those of values, and the state of modules and optimizers."""
+
+    def shared(self, unit: str, path: str, value: Any, change: Change, flat: Flat | None = None) -> JSON:
+        """The tree of state that belongs to no single rank. Of its tensors the shard gets what this rank writes.
+
+        A wrapper is a dict of its inner tensors.
+        """
+
+        def leaf(at: str, found: Any) -> JSON:
+            if isinstance(found, torch.Tensor):
+                if (inner := inner_tensors(at, found)) is not None:
+                    return encode_tree(inner, at, leaf)
+                return {TAG: "tensor", "name": self._store_part(unit, at, found, change, flat), **_device(found)}
+            if isinstance(found, np.ndarray):
+                array = _from_array(at, found)
+                return {TAG: "array", "name": self._store_part(unit, at, array, Change.ANY_TIME)}
+            return small_leaf(at, found)
+
+        return encode_tree(value, path, with_records(leaf))
+
+    def _inline_leaf(self, path: str, value: Any) -> JSON:
+        if not isinstance(value, torch.Tensor) or not has_device(value):
+            return small_leaf(path, value)
+        leaf: dict[str, JSON] = {TAG: "tensor", "dtype": dtype_name(path, value), "shape": list(value.shape)}
+        leaf |= _device(value)
+        self.captured.late.append(partial(_complete, leaf, self.captured.reads.read(value)))
+        return leaf
+
+    def _bytes(self, path: str, value: Any) -> int:
+        if isinstance(value, torch.Tensor):
+            return whole(path, value).numel() * value.element_size()
+        return super()._bytes(path, value)
+
+    def _leaf(self, path: str, value: Any, name: str) -> JSON:
+        """The tree of a tensor or array that becomes an entry of this name, or of another small value."""
+        if isinstance(value, torch.Tensor):
+            return {TAG: "tensor", "name": self._store(name, whole(path, value)), **_device(value)}
+        return super()._leaf(path, value, name)
+
+    def _store(self, path: str, tensor: torch.Tensor) -> str:
+        """Add a whole tensor of this rank alone to the shard; returns the name of its entry."""
+        dtype = dtype_name(path, tensor)
+        name, first = self._name(path, dtype, part_of(path, tensor), self.ownership.rank)
+        if name != first:
+            self.captured.aliases[name] = first
+        else:
+            self._add(first, dtype, part_of(path, tensor), tensor, Change.ANY_TIME)
+        return first
+
+    def _store_part(self, unit: str, path: str, tensor: torch.Tensor, change: Change, flat: Flat | None = None) -> str:
+        """Add what this rank writes of a shared tensor to the shard; returns the name of its entry."""
+        dtype, part = dtype_name(path, tensor), part_of(path, tensor, flat)
+        name, first = self._name(path, dtype, part, self.ownership.owner.get(unit))
+        if name != first:
+            if self.ownership.owns(unit):
+                self.captured.aliases[name] = first
+        elif self.ownership.writes(unit, part):
+            self._add(first, dtype, part, tensor, change)
+        return first
+
+    def _add(self, name: str, dtype: str, part: TensorPart, origin: torch.Tensor, change: Change) -> None:
+        for piece in part.pieces:
+            self.captured.leaves.append(
+                StateLeaf(Slice(name, dtype, part.shape, piece.box), piece.tensor, origin, change)
+            )
+
+    def _name(self, path: str, dtype: str, part: TensorPart, owner: int | None) -> tuple[str, str]:
+        """A name that is not in use, and the name under which the same memory was seen first.
+
+        Memory that belongs to several owners (a step count of many parameters) is kept once for each: ranks that hold
+        other parameters see another one first.
+        """
+        name = self._unique(path)
+        if not part.pieces or not part.pieces[0].tensor.numel():
+            return name, name
+        local = part.pieces[0].tensor
+        if not local.untyped_storage().data_ptr():
+            raise UnsupportedObject(
+                f"tensor at {path!r} has {local.numel()} elements but no memory",
+                "Save when its storage is allocated: `untyped_storage().resize_(0)` or a wrapper has freed it",
+            )
+        key = (
+            local.device, local.data_ptr(), dtype, part.shape, part.boxes, local.stride(), local.is_conj(),
+            local.is_neg(), owner,
+        )  # fmt: skip
+        return name, self._seen.setdefault(key, name)
+
+
+def _complete(leaf: dict[str, JSON], host: torch.Tensor) -> None:
+    leaf["data"] = encode_bytes(tensor_bytes(host))
+
+
+def small_leaf(path: str, value: Any) -> JSON:
+    """The tree of a leaf that lies in the tree itself: tensors and all. Raises UnsupportedObject."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return {TAG: "tensor", **_inline(path, value), **_device(value)}
+    if isinstance(value, Number):
+        return encode_tree(value.tensor.item(), path, small_leaf)
+    if kind is torch.Size:
+        return {TAG: "size", "v": list(value)}
+    if kind is torch.dtype and value in NAMES:
+        return {TAG: "dtype", "v": NAMES[value]}
+    if kind is torch.device:
+        return {TAG: "device", "v": str(value)}
+    if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
+        raise UnsupportedObject(
+            f"the {kind.__name__} at {path!r} has no state_dict, so that its position cannot be saved",
+            "Iterate over ckpt.data.resumable(loader) and pass that, or use StatefulDataLoader of torchdata",
+        )
+    return collector.small_leaf(path, value)
+
+
+TensorCollector.small = staticmethod(small_leaf)
+
+
+def check_leaf(path: str, value: Any) -> JSON:
+    """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
+    if isinstance(value, torch.Tensor):
+        return dtype_name(path, whole(path, value))
+    return small_leaf(path, value) if not is_array(value) else collector.check_leaf(path, value)
+
+
+def whole(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that this rank holds whole. Raises UnsupportedObject for one that is distributed."""
+    if isinstance(tensor, DTensor):
+        raise UnsupportedObject(
+            f"the tensor at {path!r} is distributed over ranks, and only modules and optimizers are saved so",
+            "Pass the module or optimizer itself instead of its state_dict",
+        )
+    return tensor
+
+
+def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
+    """The tensor that lies in a tree itself. Raises CorruptObject if it is malformed."""
+    try:
+        data, dtype, shape = bytearray(decode_bytes(leaf["data"])), BY_NAME[leaf["dtype"]], leaf["shape"]
+        if not data:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed tensor: {error}") from error
+
+
+def small_value(path: str, leaf: dict[str, Any]) -> Any:
+    """The value of a tag that `small_leaf` wrote. Raises CorruptObject."""
+    try:
+        tag, value = leaf[TAG], leaf["v"]
+        if tag == "size":
+            return torch.Size(value)
+        if tag == "dtype":
+            return BY_NAME[value]
+        if tag == "device":
+            return torch.device(value)
+        if tag == "scalar":
+            return np.frombuffer(decode_bytes(value), dtype=NUMPY[leaf["dtype"]])[0]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed value: {error}") from error
+    raise CorruptObject(f"tree at {path!r} holds the unknown tag {tag!r}")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable in place."""
+    if not tensor.numel():
+        return memoryview(bytearray())
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain.dtype in _BUFFER_TYPES:
+        return plain.numpy().data.cast("B")  # a third of what two views cost, for each tensor of a state
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _inline(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+    dtype = dtype_name(path, tensor)
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return {"dtype": dtype, "shape": list(tensor.shape), "data": encode_bytes(tensor_bytes(host))}
+
+
+def _device(tensor: torch.Tensor) -> dict[str, str]:
+    # A restore puts the tensor where its kind of device is now, not on a numbered one.
+    return {} if tensor.device.type == "cpu" else {"device": tensor.device.type}
+
+
+def dtype_name(path: str, tensor: torch.Tensor) -> str:
+    """The format's name of a tensor's type. Raises UnsupportedObject for tensors that are not plain elements."""
+    if not is_plain_type(tensor) or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = f"{kind_of(tensor)} with layout {tensor.layout} on device {tensor.device}"
+        raise UnsupportedObject(f"tensor at {path!r} is a {kind}, which cannot be stored", "Store dense tensors")
+    if tensor.dtype not in NAMES:
+        raise UnsupportedObject(f"tensor at {path!r} has type {tensor.dtype}", "Convert it to another type")
+    return NAMES[tensor.dtype]
+
+
+def _from_array(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    # dtype.name does not distinguish byte orders.
+    if type(array) is not np.ndarray or NUMPY.get(array.dtype.name) != array.dtype:
+        raise UnsupportedObject(
+            f"array at {path!r} is a {type(array).__name__} of type {array.dtype}",
+            "Store plain arrays of numbers or booleans in native byte order",
+        )
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    return torch.from_numpy(array)

@@ -1,0 +1,44 @@
+"""Values: what a save keeps beside modules and optimizers. Extras of one rank, shared ones, and random state."""
+
+from __future__ import annotations
+
+from ckpt.capture import collector as arrays
+from ckpt.capture.collector import Collector
+from ckpt.capture.leaves import Captured
+from ckpt.capture.ownership import Ownership
+from ckpt.capture.reads import scaler_state
+from ckpt.capture.rng import rng_state
+from ckpt.capture.train_state import RNG, Stateful, TrainState
+from ckpt.lazily import torch_loaded
+from ckptstore.format.trees import encode_tree, with_records
+
+
+def capture_alone(state: TrainState, ownership: Ownership) -> Captured:
+    """A capture of values without tensors. Raises UnsupportedObject for what cannot be stored."""
+    collector = Collector(ownership)
+    capture_values(collector, state)
+    return collector.captured
+
+
+def capture_values(collector: Collector, state: TrainState) -> None:
+    """Add random state, the extras of this rank and the shared ones."""
+    collector.add_unchanging(RNG, rng_state())
+    for item, value in state.others.items():
+        if (numbers := scaler_state(value, collector.captured.reads)) is not None:
+            collector.add_unchanging(item, numbers)
+        else:
+            collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
+    for item, value in state.shared.items():
+        collector.add_shared(item, value.state_dict() if isinstance(value, Stateful) else value)
+
+
+def check_others(state: TrainState) -> None:
+    """UnsupportedObject if plain data cannot be saved; objects with a state_dict are not asked for it."""
+    check = arrays.check_leaf
+    if torch_loaded():
+        from ckpt.capture import tensors
+
+        check = tensors.check_leaf
+    for item, value in (*state.others.items(), *state.shared.items()):
+        if not isinstance(value, Stateful):
+            encode_tree(value, item, with_records(check))

@@ -1,0 +1,67 @@
+"""torch, loaded when it is first used: programs with numpy and JAX state run without it.
+
+Rooms that handle modules, optimizers and tensors import torch themselves, and are loaded only where there are such
+objects. All other rooms take it from here (`pyproject.toml` lists them). Tensors exist only in a process that has
+loaded torch, so that none of them needs to load it to recognize one.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+    from typing_extensions import TypeIs
+
+
+ROOMS_OF_TORCH = (
+    "ckpt.capture.estimate",
+    "ckpt.capture.fingerprint",
+    "ckpt.capture.forgotten",
+    "ckpt.restoring.objects",
+    "ckpt.restoring.sharing",
+    "ckpt.snapshot.overlap",
+)
+"""What a save and a restore of tensors load."""
+
+
+class _Torch:
+    """Stands for the module."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("torch"), name)
+
+
+if not TYPE_CHECKING:
+    torch = _Torch()
+
+
+def torch_loaded() -> bool:
+    """Whether this process has loaded torch."""
+    return sys.modules.get("torch") is not None
+
+
+def load_rooms() -> None:
+    """Load in advance what the first save and restore will use, if this process has loaded torch."""
+    if torch_loaded():
+        for room in ROOMS_OF_TORCH:
+            import_module(room)
+
+
+def prefers_torch() -> bool:
+    """Whether arrays without a template come back as tensors: not in a process that has loaded JAX, but not torch."""
+    return torch_loaded() or ("jax" not in sys.modules and _torch_installed())
+
+
+@cache
+def _torch_installed() -> bool:
+    return find_spec("torch") is not None
+
+
+def is_tensor(value: object) -> TypeIs[torch.Tensor]:
+    """Whether a value is a tensor of torch."""
+    return torch_loaded() and isinstance(value, torch.Tensor)

@@ -1,0 +1,108 @@
+"""Destinations of the entries' bytes in new arrays of numpy. Does not import torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ckpt.capture.arrays import Array, byte_view, numpy_type
+from ckpt.lazily import torch
+from ckptstore.errors import CorruptObject, UnsupportedFormat
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
+from ckptstore.format.documents import JSON, Content
+from ckptstore.format.overlaps import Want
+from ckptstore.format.planning import ShardRead
+from ckptstore.format.trees import TAG, decode_bytes, decode_tree
+from ckptstore.reading.fetch import Buffers
+
+
+class HostDestinations:
+    """Collects the parts of a checkpoint that a restore needs, as arrays. `Destinations` also fills tensors."""
+
+    def __init__(self, content: Content) -> None:
+        entries = content.entries
+        self._shapes = {
+            name: (dtype, tuple(shape))
+            for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
+        }
+        self._arrays: dict[tuple[str, Box], list[Array]] = defaultdict(list)
+
+    def entry(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Type, by its name in documents, and shape of an entry. Raises CorruptObject."""
+        if name not in self._shapes:
+            raise CorruptObject(f"a tree names the entry {name!r}, which the manifest does not have")
+        return self._shapes[name]
+
+    def new_array(self, name: str, box: Box | None = None) -> Array:
+        """A new array that receives a box of an entry, by default all of it. Raises UnsupportedFormat."""
+        dtype, shape = self.entry(name)
+        box = boxes.whole(shape) if box is None else box
+        array = np.empty(boxes.sizes(box), numpy_type(dtype))
+        self._arrays[name, box].append(array)
+        return array
+
+    def load(self, name: str) -> Any:
+        """A new array, or tensor, that receives an entry which belongs to no object."""
+        return self.new_array(name)
+
+    def decode(self, tree: JSON, path: str, device: torch.device | None = None) -> Any:
+        """The value of a tree; its arrays are filled by `place`. device: where tensors of GPUs go."""
+        return decode_tree(tree, path, lambda at, leaf: self._unleaf(at, leaf, device))
+
+    def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
+        if leaf[TAG] not in ("tensor", "array"):
+            return small_value(at, leaf)
+        return self.new_array(leaf["name"]) if "name" in leaf else inline_array(at, leaf)
+
+    def wants(self) -> list[Want]:
+        """The ranges to read; each want has its own buffer."""
+        return [Want(name, box, f"array {i}") for i, (name, box) in enumerate(self._arrays)]
+
+    def allocate(self) -> None:
+        """Nothing to do: arrays are read into directly."""
+
+    @contextmanager
+    def receiving(self, reads: Sequence[ShardRead]) -> Iterator[Buffers]:
+        """Buffers for the wants, to be filled by these reads inside the block. Call `allocate` first."""
+        yield self._array_bytes()
+
+    def _array_bytes(self) -> dict[str, memoryview]:
+        return {f"array {i}": byte_view(found[0]).data for i, found in enumerate(self._arrays.values())}
+
+    def place(self) -> None:
+        """Copy the filled buffers to every target that is not its own buffer."""
+        for first, *others in self._arrays.values():
+            for other in others:
+                other[...] = first
+        self._arrays.clear()
+
+
+def inline_array(path: str, leaf: Mapping[str, Any]) -> Array:
+    """The array that lies in a tree itself. Raises CorruptObject if it is malformed."""
+    try:
+        data, dtype = bytearray(decode_bytes(leaf["data"])), numpy_type(leaf["dtype"])
+        return np.frombuffer(data, dtype).reshape(leaf["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed array: {error}") from error
+    except UnsupportedFormat as error:
+        raise UnsupportedFormat(f"array at {path!r}: {error.message}", error.hint) from None
+
+
+def small_value(path: str, leaf: Mapping[str, Any]) -> Any:
+    """The value of a small leaf; what stands for an object of torch comes back as plain data. Raises CorruptObject."""
+    try:
+        tag, value = leaf[TAG], leaf["v"]
+        if tag == "scalar":
+            return np.frombuffer(decode_bytes(value), numpy_type(leaf["dtype"]))[0]
+        if tag == "size":
+            return tuple(value)
+        if tag in ("dtype", "device"):
+            return str(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed value: {error}") from error
+    raise CorruptObject(f"tree at {path!r} holds the unknown tag {tag!r}")
