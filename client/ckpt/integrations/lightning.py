@@ -25,8 +25,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from ckpt.capture.values import check_others
 from ckpt.capture.train_state import TrainState
+from ckpt.capture.values import check_others
 from ckpt.checkpointer import Checkpointer
 from ckpt.data import ResumableLoader, resumable
 from ckpt.integrations.keeping import Keeper, best
