@@ -220,7 +220,7 @@ class Config:
     def setup(self, rank: int, world_size: int, budget: Budget) -> Setup:
         """The first message to the saver of a rank: its fields that are knobs have the knobs' names."""
         knobs = {name: getattr(self, name) for name in Setup.__struct_fields__ if hasattr(self, name)}
-        ranks = {"rank": rank, "world_size": world_size}
+        ranks = {"rank": rank, "world_size": world_size, "trainer": os.getpid()}
         amounts = {"encoded_bytes": budget.encoded, "upload_bytes": budget.upload}
         return Setup(**(knobs | ranks | amounts | {"store": self.source}))
 

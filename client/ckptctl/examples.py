@@ -21,6 +21,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "ckptctl scrub --store /mnt/ckpts --heal --from /mnt/backup",
     ),
     "drill": ("ckptctl drill gpt-small --ranks 8 --ranks 512", "ckptctl drill gpt-small --last -o json"),
+    "drain": ("ckptctl drain --timeout 25", "ckptctl drain --run gpt-small --timeout 60 -o json"),
     "goodput": ("ckptctl goodput gpt-small", "ckptctl goodput gpt-small --openmetrics > gpt-small.prom"),
     "prune": (
         "ckptctl prune --keep 5 --dry-run",

@@ -98,13 +98,14 @@ def _is_held(path: Path) -> bool:
 
 
 def _path(store: str, run: str, role: str) -> Path:
-    return _folder() / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}'.encode())}.{role}"
+    return host_folder() / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}'.encode())}.{role}"
 
 
-def _folder() -> Path:
-    """This user's folder in the temporary directory. Raises InvalidRequest if another user can reach into it.
+def host_folder() -> Path:
+    """This user's folder for locks and notes, in the temporary directory.
 
-    Another user could hold the locks in it, and saves would wait for them without end.
+    Raises InvalidRequest if another user can reach into it. That user could hold the locks, and saves would wait for
+    them without end.
     """
     folder = Path(tempfile.gettempdir()) / f"ckpt-{os.getuid()}"
     with suppress(FileExistsError):

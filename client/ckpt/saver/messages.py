@@ -43,6 +43,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     statistics: bool = True
     heartbeat_s: float = 60.0
     store_retry_s: float = 0.0
+    trainer: int = 0
+    """Process id of the trainer."""
     encoded_bytes: int | None = None
     upload_bytes: int | None = None
     """See Budget; None: the defaults of encoder and object writer."""

@@ -25,9 +25,11 @@ from ckpt.saver.messages import (
     Setup,
     Slot,
     Staged,
+    Warned,
     Withdraw,
 )
 from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.presence import SaverNote
 from ckpt.saver.pulse import NUM_BYTES, Pulse
 from ckpt.saver.segment import Segment
 from ckpt.saver.throttle import lower_priority
@@ -38,11 +40,14 @@ from ckptstore.stores import open_store
 class _Reporter:
     """Sends reports while the trainer is alive. For any thread."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, note: SaverNote) -> None:
         self._channel = channel
+        self._note = note
         self._lock = threading.Lock()
 
     def __call__(self, report: Report) -> None:
+        if not isinstance(report, Warned):
+            self._note.reported(report)
         try:
             with self._lock:
                 self._channel.send(report)
@@ -61,9 +66,12 @@ def main(sock: int, lock: int) -> int:
     setup = channel.receive(Command)
     if not isinstance(setup, Setup):
         return 1
-    pipeline = SavePipeline(open_store(setup.store, setup.options), setup, _Reporter(channel), own_process=True)
+    note = SaverNote(setup)
+    report = _Reporter(channel, note)
+    pipeline = SavePipeline(open_store(setup.store, setup.options), setup, report, own_process=True)
     segments: dict[int, Segment] = {}
-    pipeline.heart.stop(closed=_serve(channel, pipeline, segments))
+    pipeline.heart.stop(closed=_serve(channel, pipeline, segments, note))
+    note.orphaned()
     pipeline.finish_uploads()
     # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
     # memory and the lock for the next trainer, which need not wait for that.
@@ -71,11 +79,12 @@ def main(sock: int, lock: int) -> int:
         segments.popitem()[1].close()
     os.close(lock)
     pipeline.close()
+    note.close()
     channel.close()
     return 0
 
 
-def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment]) -> bool:
+def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment], note: SaverNote) -> bool:
     """Carry out commands until the trainer closes its end, or dies: then the result is False."""
     while (command := channel.receive(Command)) is not None:
         if isinstance(command, Slot):
@@ -84,6 +93,7 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
             segments.pop(command.slot).close()
         elif isinstance(command, SaveJob):
             raw = segments[command.slot].view if command.slot is not None else memoryview(b"")
+            note.accepted(command)
             pipeline.submit(command, raw)
         elif isinstance(command, Staged):
             pipeline.staged(command.number, command.chunks)

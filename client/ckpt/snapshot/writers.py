@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ckpt.saver.launcher import warn_without_launcher
 from ckpt.saver.lock import SaverLock
 from ckpt.saver.messages import (
     Abort,
@@ -131,6 +132,7 @@ class ProcessWriter:
         self._on_death = on_death
         self._closing = False
         self._sending = threading.Lock()
+        warn_without_launcher()
         self._saver_lock = SaverLock(setup.store, setup.run)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - read when the saver dies
         ours, theirs = socket.socketpair()

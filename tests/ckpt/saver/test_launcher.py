@@ -1,0 +1,160 @@
+"""ckpt-run: what a killed trainer had handed over is committed, in a container whose PID 1 it is, and elsewhere.
+
+CKPTD_KILLS=200 runs the kills so often.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from ckptstore.errors import NoCheckpoint
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
+from ckptstore.stores import open_store
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+LAUNCHER = [sys.executable, "-c", "from ckpt.saver.launcher import program; program()"]
+TRAINER = [sys.executable, "-m", "tests.ckpt.saver.staged_train"]
+KILLS = int(os.environ.get("CKPTD_KILLS", "6"))
+MEGABYTES = 2
+
+
+def environment(tmp_path: Path, bytes_per_s: float) -> dict[str, str]:
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    path = f"{ROOT / 'tests/support/slow_disk'}:{ROOT / 'client'}"
+    return {
+        **os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": path,
+        "CKPTD_TEST_DISK_BYTES_PER_S": str(bytes_per_s),
+    }  # fmt: skip
+
+
+@contextmanager
+def container(
+    command: Sequence[str], tmp_path: Path, bytes_per_s: float = float("inf")
+) -> Iterator[subprocess.Popen[str]]:
+    """The command as PID 1 of a PID namespace; skips the test where that is not permitted."""
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    allowed = subprocess.run([*unshare, "true"], capture_output=True, check=False)
+    if allowed.returncode:
+        pytest.skip(f"may not make a PID namespace here: {allowed.stderr.decode().strip()}")
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [*unshare, *command], cwd=ROOT, env=environment(tmp_path, bytes_per_s), text=True,
+            stdout=subprocess.PIPE, stderr=stderr, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == expected:
+            return
+    raise AssertionError(f"the trainer ended before it said {expected!r}")
+
+
+def trainer_in(process: subprocess.Popen[str], launched: bool) -> int:
+    """Process id of the trainer, out here: unshare's child, or the child of ckpt-run."""
+    (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    if launched:
+        pid = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+    return int(pid)
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_what_a_killed_trainer_had_handed_over_is_committed(seed: int, tmp_path: Path) -> None:
+    """Also if it is killed before its saver has begun to read, and while another save is under way."""
+    chance = random.Random(seed)
+    saves, rate = chance.randint(1, 3), chance.choice([5e6, 20e6, 1e9])
+    command = [*LAUNCHER, "--grace", "60", "--", *TRAINER, str(tmp_path / "store"), str(MEGABYTES), str(saves)]
+    with container(command, tmp_path, rate) as process:
+        wait_for_line(process, f"accepted {saves}")
+        time.sleep(chance.choice([0.0, chance.random()]))
+        os.kill(trainer_in(process, launched=True), signal.SIGKILL)
+        assert process.wait(100) == 128 + signal.SIGKILL
+    said = (tmp_path / "stderr").read_text()
+    source = StoreSource(open_store(str(tmp_path / "store")))
+    assert [found.step for found in source.checkpoints("r")] == [*range(saves, 0, -1)], said
+    assert verify(source, source.latest("r")).ok
+    assert "ends with it" not in said
+
+
+def test_without_the_launcher_it_is_lost_and_a_warning_had_said_so(tmp_path: Path) -> None:
+    with container([*TRAINER, str(tmp_path / "store"), str(MEGABYTES), "1"], tmp_path, 1e6) as process:
+        wait_for_line(process, "accepted 1")
+        os.kill(trainer_in(process, launched=False), signal.SIGKILL)
+        process.wait(100)
+    assert "ckpt-run -- torchrun" in (tmp_path / "stderr").read_text()
+    with pytest.raises(NoCheckpoint):
+        StoreSource(open_store(str(tmp_path / "store"))).latest("r")
+
+
+def test_too_short_a_grace_tears_nothing(tmp_path: Path) -> None:
+    command = [*LAUNCHER, "--grace", "0.2", "--", *TRAINER, str(tmp_path / "store"), "8", "1"]
+    with container(command, tmp_path, 1e6) as process:
+        wait_for_line(process, "accepted 1")
+        os.kill(trainer_in(process, launched=True), signal.SIGKILL)
+        assert process.wait(100) == 128 + signal.SIGKILL
+    assert "are not done after" in (tmp_path / "stderr").read_text()
+    with pytest.raises(NoCheckpoint):
+        StoreSource(open_store(str(tmp_path / "store"))).latest("r")
+
+
+def launch(*command: str, grace: str = "30") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCHER, "--grace", grace, "--", *command],
+        cwd=ROOT, text=True, capture_output=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 42", 42), ("kill -TERM $$", 143), ("kill -KILL $$", 137)]
+)
+def test_the_exit_code_is_that_of_the_trainer(script: str, code: int) -> None:
+    assert launch("sh", "-c", script).returncode == code
+
+
+def test_a_trainer_that_cannot_be_started(tmp_path: Path) -> None:
+    missing = launch("no-such-trainer")
+    assert (missing.returncode, "not found" in missing.stderr) == (127, True)
+    (tmp_path / "file").touch()
+    assert launch(str(tmp_path / "file")).returncode == 126
+    assert subprocess.run(LAUNCHER, cwd=ROOT, capture_output=True, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_reach_the_trainer_and_orphans_are_reaped(sent: signal.Signals) -> None:
+    name = sent.name.removeprefix("SIG")
+    script = f"trap 'echo got; exit 7' {name}; (sleep 0 & ); echo ready; while :; do sleep 0.05; done"
+    process = subprocess.Popen([*LAUNCHER, "--", "sh", "-c", script], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        assert process.stdout.readline() == "ready\n"
+        wait_until(lambda: len(children.read_text().split()) == 1, "the orphan is reaped")
+        process.send_signal(sent)
+        assert process.stdout.readline() == "got\n"
+        assert process.wait(60) == 7
+    finally:
+        for pid in [*map(int, children.read_text().split() if process.poll() is None else []), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()

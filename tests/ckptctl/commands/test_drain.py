@@ -1,0 +1,85 @@
+"""drain: 0 when all that was accepted is durable, 3 when it is not, and 0 without savers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.saver.presence import savers
+from ckptstore.reading.source import StoreSource
+from ckptstore.stores import open_store
+from tests.ckpt.saver.test_launcher import ROOT, TRAINER, environment, wait_for_line
+from tests.support.waiting import wait_until
+
+DRAIN = [sys.executable, "-m", "ckptctl", "drain", "-o", "json"]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A trainer that has handed over two saves of 4 MB; the parameter is the speed of the disk."""
+    command = [*TRAINER, str(tmp_path / "store"), "4", "2"]
+    with (
+        (tmp_path / "stderr").open("w") as stderr,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment(tmp_path, request.param), text=True, stdout=subprocess.PIPE,
+            stderr=stderr, start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        wait_for_line(process, "accepted 2")
+        yield process
+        process.kill()
+
+
+def drain(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*DRAIN, *arguments], env=environment(tmp_path, float("inf")), cwd=ROOT, text=True, capture_output=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", [1e6], indirect=True)
+@pytest.mark.parametrize("killed", [False, True])
+def test_it_returns_when_all_that_was_accepted_is_durable(
+    trainer: subprocess.Popen[str], killed: bool, tmp_path: Path
+) -> None:
+    if killed:
+        trainer.kill()
+    done = drain(tmp_path, "--timeout", "90")
+    assert (done.returncode, json.loads(done.stdout)["durable"]) == (0, True), done.stderr
+    if json.loads(done.stdout)["savers"]:  # on a busy machine the command may begin when all is done
+        assert "run r rank 0" in done.stderr, "progress is shown"
+    assert [found.step for found in StoreSource(open_store(str(tmp_path / "store"))).checkpoints("r")] == [2, 1]
+
+
+@pytest.mark.parametrize("trainer", [1e5], indirect=True)
+def test_too_little_time_is_an_error_and_another_run_is_not_waited_for(
+    trainer: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partly = drain(tmp_path, "--timeout", "0.1")
+    assert partly.returncode == 3
+    body = json.loads(partly.stdout)
+    assert (body["durable"], body["savers"], body["left"][0]["run"]) == (False, 1, "r")
+    assert body["left"][0]["uploading"] == 2
+    assert "not done after 0.1 s" in partly.stderr
+    other = drain(tmp_path, "--timeout", "0", "--run", "other")
+    assert (other.returncode, json.loads(other.stdout)["savers"]) == (0, 0)
+    # A saver that was killed leaves a note, which counts for nothing and is removed.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (saver,) = [state for state in savers() if state.store == str(tmp_path / "store")]
+    os.kill(saver.pid, signal.SIGKILL)
+    wait_until(lambda: not [state for state in savers() if state.pid == saver.pid])
+    assert not list((tmp_path / "tmp").rglob("*.note"))
+
+
+def test_no_saver_is_no_error(tmp_path: Path) -> None:
+    done = drain(tmp_path, "--run", "nothing-of-this-name")
+    assert (done.returncode, json.loads(done.stdout)) == (
+        0, {"durable": True, "seconds": json.loads(done.stdout)["seconds"], "savers": 0, "left": []},
+    )  # fmt: skip
