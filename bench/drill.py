@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.durable_disk import CODINGS
-from bench.measuring import REPETITIONS, Spread, in_turns, seconds
+from bench.measuring import Spread, in_turns, seconds
 from bench.ours import Ours
 from bench.report import Goal, Report
 from bench.state import State, trained, wanted_bytes
@@ -22,6 +22,7 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 
 GOAL = 0.3
+REPETITIONS = 15
 
 
 def measure(quick: bool) -> Report:
@@ -64,6 +65,7 @@ def _predicted(ours: Ours, folder: Path) -> float:
     done = drill(run, ours.saved[folder])
     assert done is not None
     assert not done.problems, done.problems
+    assert done.layouts[0].restore_s is not None
     return done.layouts[0].restore_s
 
 

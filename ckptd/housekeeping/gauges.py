@@ -83,7 +83,8 @@ class DrillGauges(Collector):
         for run, drill in self._last().items():
             at.add_metric([run], drill.at)
             for layout in drill.layouts:
-                estimate.add_metric([run, str(layout.ranks)], layout.restore_s)
+                if layout.restore_s is not None:
+                    estimate.add_metric([run, str(layout.ranks)], layout.restore_s)
         yield from (at, estimate)
 
 

@@ -130,8 +130,8 @@ def _blocks(body: DrillBody, now: float) -> Iterator[Block]:
                         f"{one.ranks:,}",
                         human.size(one.busiest_bytes),
                         human.size(one.read_bytes),
-                        human.duration(one.restore_s),
-                        human.duration(one.shared_s),
+                        _duration(one.restore_s),
+                        _duration(one.shared_s),
                     )
                 )
                 for one in body.layouts
@@ -140,3 +140,7 @@ def _blocks(body: DrillBody, now: float) -> Iterator[Block]:
     if body.problems:
         yield ""
         yield from (f"  {problem}" for problem in body.problems)
+
+
+def _duration(seconds: float | None) -> str:
+    return "unknown" if seconds is None else human.duration(seconds)

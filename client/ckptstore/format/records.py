@@ -95,9 +95,9 @@ class DrilledLayout(Document, frozen=True):
     """Read by the rank that reads most."""
     read_bytes: int
     """Read by all ranks."""
-    restore_s: float
-    """If each rank reads as fast as the drill did."""
-    shared_s: float
+    restore_s: float | None
+    """If each rank reads as fast as the drill did; None: not known, because the drill's sample was empty."""
+    shared_s: float | None
     """If all ranks together read as fast as the drill did: on one host, or at the limit of the store."""
 
 

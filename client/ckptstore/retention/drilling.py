@@ -7,8 +7,10 @@ checkpoint that fails is listed as corrupt. docs/decisions/0031 explains the est
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -33,6 +35,9 @@ SAMPLE_BYTES = 256 << 20
 """Bytes that are read, and decoded bytes that are restored into memory, at full speed, at most."""
 MAX_RANKS = 16_384
 """Largest number of ranks to plan for: each takes a millisecond or more."""
+_ALIGN = 64
+_LEAST_SHARE = 0.01
+"""A sample with less than this share of the bytes that it could have shows no speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class _Sample:
     """The restore of one rank at full speed."""
 
     open_s: float
-    """Reading and parsing the documents."""
+    """Finding the checkpoint, protecting it, and reading and parsing its documents."""
     read_s: float
     """Reading, checking, decoding and placing."""
     reads: Sequence[ShardRead]
@@ -49,6 +54,11 @@ class _Sample:
     def bytes(self) -> int:
         """Stored bytes, with gaps."""
         return sum(read.bytes for read in self.reads)
+
+    def byte_s(self, stored_bytes: int) -> float | None:
+        """Seconds per stored byte; None: the sampled rank needs almost nothing of a checkpoint of this size."""
+        enough = _LEAST_SHARE * min(SAMPLE_BYTES, stored_bytes)
+        return self.read_s / self.bytes if self.bytes and self.bytes >= enough else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +94,11 @@ def drill(
     source = StoreSource(run.store, run.clock)
     known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
     checked = checked or VerifiedChunks()
+    _find_newest(run)
     with leased(run, checkpoint) as held:
         if held is None:
             return None
+        found_s = time.perf_counter() - began
         sample, layouts, problem = _rehearse(source, known, sorted({*ranks, max(1, known.world_size)}))
         if sample is not None:
             checked.add_all(known, (chunk for read in sample.reads for chunk in read.chunks))
@@ -99,9 +111,17 @@ def drill(
         if not result.ok and held.was_deleted():
             return None
         record_finding(run, result)
+    if sample is not None:
+        sample = replace(sample, open_s=sample.open_s + found_s)
     done = _result(run, result, time.perf_counter() - began, sample, layouts if result.ok else [])
     _record(run, done)
     return done
+
+
+def _find_newest(run: Run) -> None:
+    """The lookup that a restore begins with; its duration counts."""
+    with suppress(NoCheckpoint, Damaged):
+        latest(run)
 
 
 def _rehearse(
@@ -148,35 +168,38 @@ def _first(reads: Sequence[ShardRead]) -> list[ShardRead]:
 
 
 def _buffers(content: Content, rank: int, ranks: int) -> dict[str, memoryview]:
-    found = {}
+    """Memory for the part of a rank, as torch allocates it: without the huge pages that numpy requests."""
+    sizes = {}
     for (name, size), shape in zip(entry_bytes(content).items(), content.entries.shape, strict=True):
-        if shape and shape[0]:
-            size = size // shape[0] * rows_of(shape[0], rank, ranks)[1]
-        # Touched: a trainer restores into memory that is there.
-        found[name] = np.ones(size, np.uint8).data
-    return found
+        sizes[name] = size // shape[0] * rows_of(shape[0], rank, ranks)[1] if shape and shape[0] else size
+    ends = list(accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes.values()))
+    memory = memoryview(mmap.mmap(-1, max(1, ends[-1] if ends else 0)))
+    # Touched: a trainer restores into memory that is there.
+    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+    starts = [0, *ends]
+    return {name: memory[start : start + size] for (name, size), start in zip(sizes.items(), starts, strict=False)}
 
 
 def _result(run: Run, result: Verification, drill_s: float, sample: _Sample | None, layouts: Sequence[_Timed]) -> Drill:
+    byte_s = sample.byte_s(result.stored_bytes) if sample is not None else None
     return Drill(
         format=FORMAT, kind="drill", attempt=str(result.checkpoint.attempt), at=run.clock(), by=run.by, drill_s=drill_s,
         stored_bytes=result.stored_bytes,
-        bytes_per_s=sample.bytes / sample.read_s if sample is not None and sample.bytes else 0.0,
-        layouts=[_estimate(timed, sample) for timed in layouts if sample is not None],
+        bytes_per_s=1 / byte_s if byte_s else 0.0,
+        layouts=[_estimate(timed, sample.open_s, byte_s) for timed in layouts if sample is not None],
         problems=list(result.problems),
     )  # fmt: skip
 
 
-def _estimate(timed: _Timed, sample: _Sample) -> DrilledLayout:
+def _estimate(timed: _Timed, open_s: float, byte_s: float | None) -> DrilledLayout:
     """The time of a restore by its longest rank: opening, planning, then reading at the speed of the sample."""
-    plan, byte_s = timed.plan, sample.read_s / max(1, sample.bytes)
-    begin_s = sample.open_s + timed.rank_s
+    plan, begin_s = timed.plan, open_s + timed.rank_s
     return DrilledLayout(
         ranks=plan.ranks,
         busiest_bytes=plan.busiest_bytes,
         read_bytes=plan.read_bytes,
-        restore_s=begin_s + plan.busiest_bytes * byte_s,
-        shared_s=begin_s + plan.read_bytes * byte_s,
+        restore_s=None if byte_s is None else begin_s + plan.busiest_bytes * byte_s,
+        shared_s=None if byte_s is None else begin_s + plan.read_bytes * byte_s,
     )
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.format import shards
-from ckptstore.format.codecs import encode, fast
+from ckptstore.format.codecs import Buffer, encode, fast
 from ckptstore.reading.verify import VerifiedChunks
 from ckptstore.retention import drilling
 from ckptstore.retention.deletion import delete_checkpoint
@@ -15,9 +17,12 @@ from ckptstore.retention.drilling import drill, due_for_drill, last_drill
 from ckptstore.retention.scrubbing import due_for_scrub, verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.base import ObjectInfo
+from ckptstore.stores.wrapping import WrappedStore
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 
 _DAY_S = 24 * 3600.0
+_REQUEST_S = 0.2
 
 
 def _flip(store: Store, checkpoint: Checkpoint, at: int = 0) -> None:
@@ -39,11 +44,47 @@ def test_a_healthy_run_restores_on_1_8_and_512_ranks(store: Store) -> None:
     one, eight, many = found.layouts
     assert one.busiest_bytes == one.read_bytes == checkpoint.stored_bytes
     assert one.busiest_bytes > eight.busiest_bytes >= many.busiest_bytes
+    assert eight.restore_s is not None
+    assert eight.shared_s is not None
     assert 0 < eight.restore_s <= eight.shared_s
     assert found.bytes_per_s > 0
     assert last_drill(run) == found
     assert set(verified_at(run)) == {checkpoint.attempt}
     assert due_for_scrub([run], run.clock() - _DAY_S) == [], "the same read serves the scrub"
+
+
+class _Slow(WrappedStore):
+    """Each listing and each write of a small object takes a while, as on a remote store."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        time.sleep(_REQUEST_S)
+        return super().list(prefix)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        time.sleep(_REQUEST_S)
+        return super().put_if_absent(key, data)
+
+
+def test_the_estimate_contains_the_requests_before_the_first_byte(store: Store) -> None:
+    checkpoint = write_checkpoint(store)
+    found = drill(Run(_Slow(store), "gpt"), checkpoint)
+    assert found is not None
+    (layout,) = found.layouts
+    assert layout.restore_s is not None
+    assert layout.restore_s >= 2 * _REQUEST_S, "at least one listing, and the lease"
+
+
+def test_a_sample_without_rows_gives_no_estimate(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The middle one of six parts has no row of an entry with two rows, but needs the entries without dimensions."""
+    arrays = {"w": np.random.default_rng(0).random((2, 1 << 16), np.float32), "step": np.array(3.0, np.float32)}
+    checkpoint = write_checkpoint(store, arrays=arrays)
+    monkeypatch.setattr(drilling, "SAMPLE_BYTES", checkpoint.raw_bytes // 5)
+    found = drill(Run(store, "gpt"), checkpoint, [2])
+    assert found is not None
+    assert found.problems == []
+    assert [(one.restore_s, one.shared_s) for one in found.layouts] == [(None, None)] * 2
+    assert found.layouts[0].busiest_bytes == checkpoint.stored_bytes, "the plan is known"
+    assert last_drill(Run(store, "gpt")) == found
 
 
 def test_every_byte_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
