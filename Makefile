@@ -14,13 +14,17 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[dev]'
 	touch $@
 
-# For tests of the pages. If it cannot be installed, those tests are visibly skipped.
+# For tests of the pages, and of the alerts. Tests without their tool are visibly skipped. Of the package of Prometheus
+# only promtool is taken: the server would start with it.
 browser:
-	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null && command -v promtool >/dev/null || \
 	[ "$$(id -u)" != 0 ] || ! grep -qs '^ID=debian' /etc/os-release || \
 	{ apt-get update -qq -o Acquire::Retries=5 && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
-	-o Acquire::Retries=5 --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null; } || \
-	echo "apt installed no Chromium: tests of the pages in a browser will be skipped"
+	-o Acquire::Retries=5 --no-install-recommends chromium chromium-driver fonts-dejavu-core >/dev/null && \
+	cd "$$(mktemp -d)" && chmod 755 . && apt-get download -qq -o Acquire::Retries=5 prometheus && \
+	dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xO ./usr/bin/promtool >promtool && \
+	install promtool /usr/local/bin/promtool && rm -r "$$PWD"; } || \
+	echo "apt installed no Chromium or promtool: tests of the pages in a browser, or of the alerts, will be skipped"
 
 demo: setup
 	$(BIN)/python examples/demo.py

@@ -51,6 +51,8 @@ def test_the_deployment_fits_the_daemon() -> None:
     given = {item["name"]: item["value"] for item in container["env"]}
     assert given.keys() <= ENVIRONMENT.keys()
     settings = load({name.removeprefix("CKPTD_").lower(): text for name, text in given.items()}, {}).settings
+    assert settings.drill_hours == 24
+    assert settings.scrub_bytes_per_second > 0, "a drill must not take all bandwidth"
     assert pod["terminationGracePeriodSeconds"] > settings.notice_seconds + settings.drain_seconds
     assert pod["enableServiceLinks"] is False  # a Service named ckptd sets CKPTD_PORT=tcp://...
     assert container["ports"][0]["containerPort"] == settings.port
@@ -77,6 +79,7 @@ def test_compose_accepts_its_file() -> None:
     for name in ("ckptd", "scrape-token"):
         own = {variable for variable in services[name]["environment"] if variable.startswith("CKPTD_")}
         assert own <= ENVIRONMENT.keys()
+    assert services["ckptd"]["environment"]["CKPTD_DRILL_HOURS"] == "24"
     mounted = [volume for service in services.values() for volume in service.get("volumes", [])]
     local = [volume.split(":")[0] for volume in mounted if volume.startswith("./")]
     assert local
@@ -168,7 +171,7 @@ def test_nginx_reads_its_file() -> None:
     assert headers["X-Forwarded-For"] == "$remote_addr"
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: make browser installs it")
 def test_prometheus_accepts_config_and_rules_and_the_rules_pass_their_tests(tmp_path: Path) -> None:
     folder = tmp_path / "prometheus"
     shutil.copytree(DEPLOY / "prometheus", folder)
@@ -182,6 +185,7 @@ def test_prometheus_accepts_config_and_rules_and_the_rules_pass_their_tests(tmp_
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze: apt-get install systemd")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = (DEPLOY / "systemd" / "ckptd.service").read_text()
+    assert "CKPTD_DRILL_HOURS=24" in unit
     assert set(re.findall(r"CKPTD_\w+", unit)) <= ENVIRONMENT.keys()
     file = tmp_path / "ckptd.service"
     file.write_text(unit.replace("/opt/ckptd/bin/ckptd", "/bin/true"))
