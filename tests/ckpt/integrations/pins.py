@@ -22,6 +22,25 @@ def lightning() -> None:
     assert callback_connector._CallbackConnector._reorder_callbacks([first := ModelCheckpoint()]) == [first]
 
 
+def transformers() -> None:
+    """Methods of the Trainer that are replaced: with these arguments, called in this order by `train`."""
+    from inspect import getsource, signature
+
+    from transformers import Trainer
+
+    for name, arguments in (
+        ("_save_checkpoint", ["model", "trial"]),
+        ("_load_from_checkpoint", ["resume_from_checkpoint", "model"]),
+        ("_load_optimizer_and_scheduler", ["checkpoint"]),
+        ("_load_scaler", ["checkpoint"]),
+        ("_load_rng_state", ["checkpoint"]),
+        ("_load_best_model", []),
+    ):
+        assert list(signature(getattr(Trainer, name)).parameters)[1:] == arguments, name
+    source = getsource(Trainer._prepare_for_training)
+    assert source.index("self._load_optimizer_and_scheduler(") < source.index("self._load_scaler(")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     globals()[sys.argv[1]]()

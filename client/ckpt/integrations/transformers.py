@@ -1,0 +1,206 @@
+"""transformers: the checkpoints of a Trainer, asynchronous, of all ranks and exact.
+
+    trainer = keep_checkpoints(Trainer(...), "s3://bucket/ckpts", run="gpt")
+    trainer.train(resume_from_checkpoint=True)
+
+A callback of transformers does not get the trainer, and the trainer saves by itself. So the trainer itself gets other
+methods, those that save and load; it decides as before when they are called, for any subclass (TRL, Axolotl).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+
+from ckpt.checkpointer import Checkpointer
+from ckpt.integrations.keeping import Keeper, best
+from ckpt.restoring.stages import StagedRestore
+from ckptstore.errors import NoCheckpoint
+from ckptstore.format.records import Policy
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "ckptd://"
+
+_T = TypeVar("_T", bound=Trainer)
+
+
+def keep_checkpoints(trainer: _T, store: str | None = None, run: str | None = None, **options: Any) -> _T:
+    """Let this trainer save to and resume from a run; returns it. Call it on all ranks, before `train`.
+
+    store, run, options: as for `ckpt.Checkpointer`. The training arguments keep their meaning: when to save,
+    `save_only_model`, `save_total_limit`, `metric_for_best_model` and `load_best_model_at_end`; the last two keep the
+    best checkpoint beside the newest. Without `save_total_limit` nothing is deleted.
+
+    `train(resume_from_checkpoint=True)` restores the newest usable checkpoint, or begins if there is none;
+    "ckptd://RUN@STEP" that one, and the path of a folder what transformers saved there. When `train` returns, every
+    save is durable.
+    """
+    cls = type(trainer)
+    trainer.__class__ = type(f"Ckptd{cls.__name__}", (_CkptdTrainer, cls), {})
+    assert isinstance(trainer, _CkptdTrainer)
+    trainer._begin(Checkpointer(store, run=run, **{"repeat_steps": True, **options}))
+    return trainer
+
+
+class _CkptdTrainer(Trainer):
+    """The methods that save and load. Those with other arguments than ours are left to the class below."""
+
+    def _begin(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self._config = checkpointer.config
+        self._keeper: Keeper | None = None
+        self._stages: StagedRestore | None = None
+        self._folder: str | None = None
+        self._last_saved: int | None = None
+        self._saved: Mapping[str, Any] = {}
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._last_saved = None
+        if self.args.save_total_limit and self.args.should_save:
+            self._keeper = Keeper(self._config, self._policy())
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                named = self._named(resume_from_checkpoint)
+                if named is not None:
+                    resume_from_checkpoint = self._open(named, Path(folder))
+                done = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._checkpointer.wait()
+            return done
+        finally:
+            self._stages = self._folder = None
+            keeper, self._keeper = self._keeper, None
+            if keeper is not None:
+                keeper.close()
+
+    def _named(self, resume: str | bool | None) -> str | None:
+        """The checkpoint of ours that is meant, if it is one of ours."""
+        if resume is True:
+            return f"{self._config.run_name}@latest"
+        return resume.removeprefix(SCHEME) if isinstance(resume, str) and resume.startswith(SCHEME) else None
+
+    def _open(self, named: str, folder: Path) -> str | None:
+        """Begin a restore. The folder holds what the trainer reads before it calls the methods below."""
+        newest = named.endswith("@latest")
+        self._stages = self._checkpointer.restoring(checkpoint=None if newest else named)
+        restored = self._stages.extras(trainer=None)
+        if restored is None:
+            if not newest:
+                raise NoCheckpoint(f"{named} does not exist", "ckptctl ls lists the checkpoints")
+            logger.info("run %s has no checkpoint yet", self._config.run_name)
+            return None
+        self._saved = restored.values["trainer"]
+        (folder / TRAINER_STATE_NAME).write_text(self._saved["state"])
+        self._folder = str(folder)
+        return self._folder
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if resume_from_checkpoint != self._folder:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._opened().model(model or self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or checkpoint != self._folder:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._opened().optimizers(self._raw_optimizer())
+        self.lr_scheduler.load_state_dict(self._saved["scheduler"])
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or checkpoint != self._folder:
+            super()._load_scaler(checkpoint)
+        elif "scaler" in self._saved:
+            self.accelerator.scaler.load_state_dict(self._saved["scaler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or checkpoint != self._folder:
+            super()._load_rng_state(checkpoint)
+        else:
+            self._opened().rng()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        if step == self._last_saved:  # the end of an epoch, after a save by steps
+            return
+        self.store_flos()
+        if self.args.load_best_model_at_end and self.state.best_global_step:
+            self.state.best_model_checkpoint = f"{SCHEME}{self._config.run_name}@{self.state.best_global_step}"
+        handle = self._checkpointer.save_async(
+            model,
+            None if self.args.save_only_model else self._raw_optimizer(),
+            step,
+            metrics=_metrics(self.state.log_history, step),
+            shared={"trainer": self._trainer_state()},
+        )
+        self._last_saved = step
+        if self._keeper is not None:
+            self._keeper.saved(handle)
+
+    def _load_best_model(self) -> None:
+        if not str(self.state.best_model_checkpoint).startswith(SCHEME):
+            super()._load_best_model()
+            return
+        self._checkpointer.wait()
+        found = best(self._checkpointer._source.checkpoints(self._config.run_name), *self._metric())
+        name = None if found is None else found.id
+        self._checkpointer.restore(self.model, checkpoint=self._agreed(name), rng=False)
+
+    def _agreed(self, value: str | None) -> str | None:
+        """What the first rank found."""
+        from accelerate.utils import broadcast_object_list
+
+        return str(broadcast_object_list([value])[0])
+
+    def _trainer_state(self) -> dict[str, Any]:
+        callbacks = [
+            one for one in (*self.callback_handler.callbacks, self.control) if isinstance(one, ExportableState)
+        ]
+        states: dict[str, Any] = {}
+        for one in callbacks:
+            name = type(one).__name__
+            several = isinstance(self.state.stateful_callbacks.get(name), list)
+            states[name] = [*states.get(name, []), one.state()] if several else one.state()
+        state = dataclasses.asdict(self.state) | {"stateful_callbacks": states, "best_model_checkpoint": None}
+        saved: dict[str, Any] = {"state": json.dumps(state)}
+        if not self.args.save_only_model:
+            saved["scheduler"] = self.lr_scheduler.state_dict()
+            if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
+                saved["scaler"] = scaler.state_dict()
+        return saved
+
+    def _raw_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+
+    def _opened(self) -> StagedRestore:
+        assert self._stages is not None
+        return self._stages
+
+    def _metric(self) -> tuple[str, str]:
+        name = self.args.metric_for_best_model or "loss"
+        return name if name.startswith("eval_") else f"eval_{name}", "max" if self.args.greater_is_better else "min"
+
+    def _policy(self) -> Policy:
+        if not self.args.load_best_model_at_end:
+            return Policy(keep_last=self.args.save_total_limit)
+        metric, mode = self._metric()
+        return Policy(keep_last=max(1, self.args.save_total_limit - 1), keep_best=(f"{metric}:{mode}:1",))
+
+
+def _metrics(history: list[dict[str, Any]], step: int) -> dict[str, float]:
+    """What was logged at this step."""
+    logged: dict[str, float] = {}
+    for entry in history[-4:]:
+        if entry.get("step") == step:
+            logged |= {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
+    return {name: value for name, value in logged.items() if name not in ("step", "epoch")}

@@ -1,0 +1,45 @@
+"""The Trainer of transformers: killed runs resume exactly, and its arguments keep their meaning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ckpt import Checkpointer
+from tests.ckpt.integrations.proof import Integration, operators_can_use, private_names_exist
+from tests.support.command_line import invoke
+
+TRANSFORMERS = Integration(
+    "tests.ckpt.integrations.train_transformers",
+    ("transformers.trainer", "ckpt.integrations.transformers", "tests.ckpt.integrations.proof", "torch._dynamo"),
+)
+
+
+def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:
+    TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 18, resumed_at=16)
+    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 10, resumed_at=8, ranks=2)
+    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+
+
+def test_saves_at_the_end_of_epochs(tmp_path: Path) -> None:
+    TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 13, "epoch", resumed_at=10)
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 14, "val", "limit=2", resumed_at=12)
+    listed = invoke("ls", "--run", "gpt", "--store", tmp_path, "-o", "json").json
+    with_metric = [one for one in listed if "eval_loss" in one["metrics"]]
+    best = min(with_metric, key=lambda one: one["metrics"]["eval_loss"])
+    assert {one["id"] for one in listed} == {best["id"], listed[0]["id"]}
+    model = torch.load(tmp_path / "best.pt", weights_only=True)
+    saved = Checkpointer(str(tmp_path), run="gpt").load(best["id"], "model/*")
+    assert all(torch.equal(saved[f"model/{name}"], tensor) for name, tensor in model.items())
+
+
+def test_names_that_are_not_public() -> None:
+    private_names_exist("transformers", TRANSFORMERS)
