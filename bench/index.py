@@ -21,7 +21,8 @@ from pathlib import Path
 import httpx
 
 from bench.report import Goal, Report
-from ckptd.index import Database, Filter, Index, Listing, PageKey, Sort
+from ckptapi.listing import Filter, Sort
+from ckptd.index import Database, Index, Listing, PageKey
 from ckptd.metrics import Metrics
 from ckptd.services import Catalog, Freshness, StoreSync
 from ckptstore.clock import system_clock
@@ -49,7 +50,7 @@ def measure(quick: bool) -> Report:
         asked = in_fresh_process(folder, runs)
         served = over_http(folder, runs, 2.0 if quick else 10.0)
     found = asked | served
-    answers = {name: found[f"{name}_p99_ms"] for name in ("latest", "latest_of_all", "page", "show")}
+    answers = {name: found[f"{name}_p99_ms"] for name in ("latest", "latest_of_runs", "page", "show")}
     peak = max(found["services_peak_bytes"], found["daemon_peak_bytes"])
     shares = {
         "answers": max(answers.values()) / ANSWER_MS,
@@ -135,7 +136,7 @@ def ask(folder: str, runs: int) -> dict[str, float]:
 
     questions: dict[str, Callable[[], object]] = {
         "latest": lambda: catalog.latest(run()),
-        "latest_of_all": lambda: index.latest(),
+        "latest_of_runs": lambda: index.latest_of_runs(21),
         "page": lambda: catalog.page(Filter(), Sort.RUN, place(), PAGE),
         "show": lambda: catalog.find(Reference(run(), draw.randrange(PER_RUN) * 1000)),
     }

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, params
 from fastapi.routing import APIRoute
 
 from ckptapi import bodies
@@ -257,9 +257,11 @@ def _assemble(
     app.state.context = context
     problems.install(app)
     openapi.install(app)
-    for module in (probes, checkpoints, changes, decisions, restores, retention, events, jobs, tokens, pages):
-        app.include_router(module.router)
-        _answer_head(app, module.router)
+    for module in (checkpoints, changes, decisions, restores, retention, events, jobs, tokens):
+        _include(app, module.router, [Depends(openapi.only_known)])
+    # Monitoring and links add parameters of their own.
+    for module in (probes, pages):
+        _include(app, module.router, [])
     # The last one added is the outermost.
     known = context.services.tokens if auth else None
     app.add_middleware(Authentication, tokens=known, metrics=context.metrics)
@@ -269,8 +271,12 @@ def _assemble(
     return app
 
 
-def _answer_head(app: FastAPI, router: APIRouter) -> None:
-    """Answer HEAD like GET; the server omits the body. Streams of events never end, so they have no HEAD."""
+def _include(app: FastAPI, router: APIRouter, dependencies: list[params.Depends]) -> None:
+    """Serve the endpoints of a router.
+
+    HEAD is answered like GET; the server omits the body. Streams of events never end, so they have no HEAD.
+    """
+    app.include_router(router, dependencies=dependencies)
     routes = [route for route in router.routes if isinstance(route, APIRoute)]
     answered = {route.path for route in routes if "HEAD" in (route.methods or ())} | {bodies.EVENTS}
     for route in routes:
@@ -282,6 +288,7 @@ def _answer_head(app: FastAPI, router: APIRouter) -> None:
                 status_code=route.status_code,
                 response_class=route.response_class,
                 include_in_schema=False,
+                dependencies=dependencies,
             )
 
 

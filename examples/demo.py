@@ -236,9 +236,9 @@ def compare(reference: Curve, parts: Sequence[Curve], starts: Sequence[int]) -> 
 def operate(url: str, plan: Plan) -> None:
     """Requests of an orchestrator and commands of an operator."""
     show_latest(f"{url}/checkpoints/latest?run={RUN}")
-    ckptctl("ls", "--url", url, "--run", RUN)
-    ckptctl("prune", "--url", url, "--run", RUN, "--keep", str(KEEP), "--yes")
-    ckptctl("ls", "--url", url, "--run", RUN)
+    ckptctl("ls", "--url", url, RUN)
+    ckptctl("prune", "--url", url, RUN, "--keep", str(KEEP), "--yes")
+    ckptctl("ls", "--url", url, RUN)
     page = get_json(f"{url}/v1/checkpoints?run={RUN}") or {"items": []}
     steps = [item["step"] for item in page["items"]]
     if steps != list(range(plan.steps // plan.save_every * plan.save_every, 0, -plan.save_every))[:KEEP]:

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
+from ckptapi.listing import check_glob
 from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx
-from ckptd.http.listing import check_glob
 from ckptd.http.openapi import documented
 from ckptstore.names import Attempt, Reference, check_run
 

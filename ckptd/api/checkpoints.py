@@ -30,17 +30,23 @@ _LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-
 _RANGED = {206: "The requested range", 304: "If-None-Match contains its ETag"}
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
 CheckpointId = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
+FormatQuery = Annotated[
+    Literal["json", "text", "id", "step", "env"] | None, Query(description="Without it, Accept chooses json or id")
+]
 Wait = Annotated[float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds to wait for a newer checkpoint")]
 
 
 @router.get("/checkpoints/latest", **_LATEST)
 @router.get(bodies.LATEST, **_LATEST)
 async def latest(
-    request: Request, ctx: Ctx, run: RunQuery = None, format: Literal["json", "text"] = "json", wait: Wait = 0
+    request: Request, ctx: Ctx, run: RunQuery = None, format: FormatQuery = None, wait: Wait = 0
 ) -> Response:
-    """The newest checkpoint of a run; without a run, the one committed last. The ETag is the manifest's digest.
+    """The newest checkpoint of a run; `run` may be left out if only one run has checkpoints. The ETag is the
+    manifest's digest.
 
-    With `wait`, the response is delayed until the ETag differs from If-None-Match, or the time is up.
+    With `wait`, the response is delayed until the ETag differs from If-None-Match, or the time is up. Formats other
+    than json are lines of text: the id (`id` or `text`), the step, or variables for a shell (`env`). Without `format`,
+    `Accept: text/plain` requests the id.
     """
     run = check_run(run) if run is not None else None
     known = request.headers.get("if-none-match")
@@ -49,11 +55,12 @@ async def latest(
             found = await _awaited(ctx, run, known, wait)
     else:
         found = await _latest(ctx, run)
-    headers = {"ETag": _etag(found), "Cache-Control": "no-cache"}
+    headers = {"ETag": _etag(found), "Cache-Control": "no-cache", "Vary": "Accept"}
     if matches(known, headers["ETag"]):
         return Response(status_code=304, headers=headers)
-    if format == "text":
-        return PlainTextResponse(f"{found.id}\n", headers=headers)
+    format = format or ("id" if _prefers_text(request.headers.get("accept", "")) else "json")
+    if format != "json":
+        return PlainTextResponse(_as_text(found, format), headers=headers)
     return json_response(bodies.CheckpointBody.of(found), headers=headers)
 
 
@@ -175,6 +182,23 @@ async def _awaited(ctx: Context, run: str | None, known: str | None, wait: float
                 if over:
                     raise
             await happens(changed, left)
+
+
+def _prefers_text(accept: str) -> bool:
+    """Whether an Accept header names text/plain, and does not name JSON."""
+    kinds = [kind.partition(";")[0].strip().lower() for kind in accept.split(",")]
+    return "text/plain" in kinds and "application/json" not in kinds
+
+
+def _as_text(found: Checkpoint, format: str) -> str:
+    """The answer for shells. Names of runs, steps and ULIDs need no quotes."""
+    if format == "step":
+        return f"{found.step}\n"
+    if format == "env":
+        body = bodies.CheckpointBody.of(found)
+        values = {"ID": found.id, "RUN": found.run, "STEP": found.step, "COMMITTED": body.committed}
+        return "".join(f"CKPT_{name}={value}\n" for name, value in values.items())
+    return f"{found.id}\n"
 
 
 def _etag(checkpoint: Checkpoint) -> str:

@@ -23,6 +23,7 @@ from ckptd.http.streaming import client_of
 from ckptd.http.waiting import happens
 from ckptd.index import Event
 from ckptd.services.events import ANY, EventPage
+from ckptstore import human
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.names import Reference, check_run
 
@@ -75,6 +76,7 @@ def event_body(event: Event) -> bodies.EventBody:
     return bodies.EventBody(
         id=event.id,
         at=event.at,
+        time=human.rfc3339(event.at),
         kind=content.kind,
         run=content.run,
         checkpoint=content.checkpoint,

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
+from ckptapi.listing import check_glob
 from ckptd.api.checkpoints import RunQuery
 from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx
-from ckptd.http.listing import check_glob
 from ckptd.http.openapi import documented
 from ckptd.index import Job
 from ckptd.services.jobs import job_values

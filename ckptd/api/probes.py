@@ -15,6 +15,7 @@ from ckptstore.errors import IndexUnavailable
 router = APIRouter()
 
 
+@router.get("/healthz", **documented(media="text/plain"))
 @router.get("/livez", **documented(media="text/plain"))
 async def live() -> Response:
     """The process responds; a restart would not help."""

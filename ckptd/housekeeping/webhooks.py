@@ -19,6 +19,7 @@ import msgspec
 from ckptapi.bodies import EventBody, EventKind
 from ckptd.index import Event
 from ckptd.metrics import Metrics
+from ckptstore import human
 from ckptstore.clock import Clock
 from ckptstore.errors import InvalidRequest
 from ckptstore.retry import pauses
@@ -156,6 +157,7 @@ class _Hook:
             EventBody(
                 id=event.id,
                 at=event.at,
+                time=human.rfc3339(event.at),
                 kind=content.kind,
                 run=content.run,
                 checkpoint=content.checkpoint,

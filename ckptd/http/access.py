@@ -127,6 +127,7 @@ class AccessRule:
 
 
 RULES: dict[tuple[str, str], AccessRule] = {
+    ("GET", "/healthz"): AccessRule(None),
     ("GET", "/livez"): AccessRule(None),
     ("GET", "/readyz"): AccessRule(None),
     ("GET", "/metrics"): AccessRule(Scope.READ),
@@ -179,6 +180,7 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("DELETE", bodies.TOKENS + "/{name}"): AccessRule(Scope.ADMIN),
     # Pages
     ("GET", "/"): AccessRule(Scope.READ, filters=True),
+    ("GET", "/docs"): AccessRule(Scope.READ, filters=True),
     ("GET", "/runs/{run}"): AccessRule(Scope.READ, in_path),
     ("GET", "/runs/{run}/state"): AccessRule(Scope.READ, in_path),
     ("GET", "/runs/{run}/goodput"): AccessRule(Scope.READ, in_path),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import binascii
-import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,14 +10,13 @@ from typing import Annotated
 import msgspec
 from fastapi import Depends, Query
 
-from ckptd.index import Bound, Filter, PageKey, Sort, Tagged, key_types
+from ckptapi.listing import Bound, Filter, Sort, Tagged, check_glob
+from ckptd.index import PageKey, key_types
 from ckptd.services.callers import Caller
 from ckptstore.commits.catalog import State
-from ckptstore.errors import BadInput, InvalidName, InvalidRequest
+from ckptstore.errors import BadInput, InvalidRequest
 from ckptstore.names import MAX_STEP, check_generation, check_run, check_step, check_ulid
 
-_GLOB = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}")
-_BOUND = re.compile(r"([^<>=:]{1,128})(<=|>=)(-?[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,3})?)")
 _MAX_BOUNDS = 8
 _MAX_AT = 1e12
 
@@ -53,8 +51,8 @@ class ListingParameters:
             max_step=self.max_step,
             since=self.since,
             until=self.until,
-            bounds=tuple(_bound(text) for text in self.metric or ()),
-            tags=tuple(_tagged(text) for text in self.tag or ()),
+            bounds=tuple(Bound.parse(text) for text in self.metric or ()),
+            tags=tuple(Tagged.parse(text) for text in self.tag or ()),
         )
 
     def place(self) -> PageKey | None:
@@ -63,30 +61,6 @@ class ListingParameters:
 
 
 ListingQuery = Annotated[ListingParameters, Depends()]
-
-
-def check_glob(text: str) -> str:
-    """`text` itself, or InvalidName."""
-    if not _GLOB.fullmatch(text) or ".." in text:
-        raise InvalidName(
-            f"{text[:200]!r} is not a run or a pattern of runs", "Use the name of a run; * and ? are wildcards"
-        )
-    return text
-
-
-def _bound(text: str) -> Bound:
-    match = _BOUND.fullmatch(text)
-    if match is None:
-        raise InvalidRequest(f"{text[:80]!r} is not a metric filter", "Use NAME<=NUMBER or NAME>=NUMBER")
-    number = float(match[3])
-    return Bound(match[1], least=number) if match[2] == ">=" else Bound(match[1], most=number)
-
-
-def _tagged(text: str) -> Tagged:
-    name, equals, value = text.partition("=")
-    if not 0 < len(name) <= 64 or len(value) > 256:
-        raise InvalidRequest(f"{text[:80]!r} is not a tag filter", "Use NAME or NAME=VALUE")
-    return Tagged(name, value if equals else None)
 
 
 class _Cursor(msgspec.Struct, array_like=True):

@@ -25,7 +25,7 @@ from ckptstore.errors import CkptError, Denied, Forbidden, TooManyFailures, Unau
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-PROBES = frozenset({"/livez", "/readyz"})
+PROBES = frozenset({"/healthz", "/livez", "/readyz"})
 """Paths that need no token."""
 _FREQUENT = PROBES | {"/metrics"}
 _METHOD_CHARS = 16

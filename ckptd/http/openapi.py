@@ -1,17 +1,24 @@
-"""The OpenAPI document: responses, errors and bodies of every endpoint, with their schemas."""
+"""The OpenAPI document: responses, errors and bodies of every endpoint, with their schemas.
+
+A query parameter that an endpoint does not declare is refused, so that no typing error is ignored.
+"""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from http import HTTPStatus
 from types import UnionType
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.dependencies.models import Dependant
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from ckptapi import bodies
+from ckptstore.errors import InvalidRequest
 
 _REF = "#/components/schemas/{name}"
 _ALWAYS = (401, 403, 414, 422, 429, 431, 500, 503)
@@ -64,6 +71,29 @@ def install(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+async def only_known(request: Request) -> None:
+    """A dependency of endpoints. Raises InvalidRequest for a query parameter that the endpoint does not declare."""
+    route = request.scope["route"]
+    if not request.query_params or not isinstance(route, APIRoute):
+        return
+    known = sorted(_declared(route.dependant))
+    for name in request.query_params:
+        if name not in known:
+            raise _unknown(name, known, route.path)
+
+
+def _declared(dependant: Dependant) -> set[str]:
+    own = {field.alias for field in dependant.query_params}
+    return own.union(*(_declared(child) for child in dependant.dependencies))
+
+
+def _unknown(name: str, known: list[str], path: str) -> InvalidRequest:
+    similar = get_close_matches(name.lower(), known, n=1)
+    takes = f"It takes {', '.join(known)}" if known else "It takes none"
+    hint = f"Did you mean {similar[0]!r}?" if similar else takes
+    return InvalidRequest(f"{path} has no query parameter {name[:80]!r}", hint)
 
 
 def _content(kind: Any, media: str, status: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def problem_response(
 ) -> Response:
     """An error response."""
     body = bodies.Problem(
-        type="about:blank",
+        type=f"/docs#{code}",
         title=HTTPStatus(status).phrase,
         status=status,
         detail=detail,

@@ -6,14 +6,13 @@ from ckptd.index.decisions import Decision, DecisionIndex
 from ckptd.index.events import Event, EventContent, EventLog
 from ckptd.index.jobs import Job, JobIndex
 from ckptd.index.leaders import LeaderIndex, Tenure
-from ckptd.index.listing import Bound, Filter, Found, Listing, PageKey, Sort, Tagged, key_types
+from ckptd.index.listing import Found, Listing, PageKey, key_types
 from ckptd.index.restores import RankProgress, Restore, RestoreIndex
 from ckptd.index.states import BegunGeneration
 from ckptd.index.tokens import Token, TokenIndex
 
 __all__ = [
     "BegunGeneration",
-    "Bound",
     "Database",
     "Decision",
     "DecisionIndex",
@@ -21,7 +20,6 @@ __all__ = [
     "EventContent",
     "EventLog",
     "Fence",
-    "Filter",
     "Found",
     "Index",
     "IndexedAttempts",
@@ -36,9 +34,7 @@ __all__ = [
     "RestoreIndex",
     "RunChanged",
     "RunSummary",
-    "Sort",
     "Stamp",
-    "Tagged",
     "Tenure",
     "Token",
     "TokenIndex",

@@ -176,12 +176,12 @@ class Index:
         return next(iter(self._select(query.order_by(*NEWEST_FIRST).limit(1))), None)
 
     @retried
-    def latest(self) -> Checkpoint | None:
-        """The checkpoint that was committed last among the newest of each run."""
-        usable = runs.c.latest_committed_at.is_not(None)
-        last_first = select(runs).where(usable).order_by(runs.c.latest_committed_at.desc(), runs.c.name)
-        # Limit to one row before the join; otherwise the database joins all rows first.
-        return next(iter(self._select(_newest(last_first.limit(1).subquery()))), None)
+    def latest_of_runs(self, limit: int) -> list[Checkpoint]:
+        """The newest checkpoint of each run that has one, by name; of the first `limit` runs."""
+        usable = select(runs).where(runs.c.latest_committed_at.is_not(None)).order_by(runs.c.name)
+        # Limit the rows before the join; otherwise the database joins all rows first.
+        some = usable.limit(limit).subquery()
+        return self._select(_newest(some).order_by(some.c.name))
 
     @retried
     def summaries(self) -> list[RunSummary]:

@@ -4,97 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from fnmatch import fnmatchcase
-from math import inf, isfinite
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, or_, select
 
+from ckptapi.listing import Filter, Sort
 from ckptd.index.database import Database, retried
 from ckptd.index.states import read_checkpoint
 from ckptd.index.tables import checkpoints
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint
 
 MAX_ROWS = 5_000
 """Maximum number of rows read for one page; the cursor continues after them even if none matched."""
 _BATCH = 500
-
-
-class Sort(StrEnum):
-    """Sort orders; a minus sign means descending."""
-
-    RUN = "run"
-    """By run, then newest generation and step first."""
-    STEP = "step"
-    STEP_FALLING = "-step"
-    COMMITTED = "committed_at"
-    COMMITTED_FALLING = "-committed_at"
-    SIZE = "stored_bytes"
-    SIZE_FALLING = "-stored_bytes"
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A condition on a metric: it must exist and be within the limits, inclusive."""
-
-    metric: str
-    least: float = -inf
-    most: float = inf
-
-    def admits(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint's metric is a number within the limits."""
-        value = checkpoint.metrics.get(self.metric, inf)
-        return isfinite(value) and self.least <= value <= self.most
-
-
-@dataclass(frozen=True, slots=True)
-class Tagged:
-    """A condition on a tag: it must exist, with this value unless that is None."""
-
-    name: str
-    value: str | None = None
-
-    def admits(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint has the tag."""
-        found = checkpoint.tags.get(self.name)
-        return found is not None and self.value in (None, found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
-    """Conditions that must all hold. A condition that is left out always holds."""
-
-    run: str | None = None
-    """The name of a run, with the wildcards * and ?."""
-    globs: tuple[str, ...] = ()
-    """The run must match one of these patterns, if there are any."""
-    states: frozenset[State] = frozenset()
-    min_step: int | None = None
-    max_step: int | None = None
-    since: float | None = None
-    until: float | None = None
-    """Both limit the commit time, in seconds since the epoch."""
-    bounds: tuple[Bound, ...] = ()
-    tags: tuple[Tagged, ...] = ()
-
-    @property
-    def one_run(self) -> str | None:
-        """The run, if the filter names exactly one."""
-        return None if self.run is None or set("*?") & set(self.run) else self.run
-
-    @property
-    def exact(self) -> bool:
-        """Whether the database evaluates all conditions."""
-        return not (self.globs or self.bounds or self.tags) and self.run == self.one_run
-
-    def admits(self, checkpoint: Checkpoint) -> bool:
-        """Whether the conditions hold that the database does not evaluate, or only roughly."""
-        named = self.run is None or fnmatchcase(checkpoint.run, self.run)
-        allowed = not self.globs or any(fnmatchcase(checkpoint.run, glob) for glob in self.globs)
-        wanted: tuple[Bound | Tagged, ...] = (*self.bounds, *self.tags)
-        return named and allowed and all(condition.admits(checkpoint) for condition in wanted)
-
 
 PageKey = tuple[Any, ...]
 """The values of a checkpoint in the sort columns."""

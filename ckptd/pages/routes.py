@@ -11,11 +11,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from ckptapi.bodies import AttemptBody, RestoreState, Scope
+from ckptapi.listing import Filter, Sort
 from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
-from ckptd.index import Filter, Sort
 from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.forms import VISIT, Visit, read_form
+from ckptd.pages.reference import endpoints, error_codes, schemas
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.runs import RunPageQuery, RunRow, run_row, run_view
@@ -110,6 +111,20 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
         stored_bytes=sum(s.stored_bytes for s in summaries),
         num_restores=len(restoring),
         **_health(ctx),
+    )
+
+
+@router.get("/docs")
+async def docs(request: Request, visitor: Visiting) -> Response:
+    """The reference of the HTTP API."""
+    document = request.app.openapi()
+    return page(
+        "docs.html",
+        **_frame(request, visitor),
+        version=document["info"]["version"],
+        endpoints=endpoints(document),
+        errors=error_codes(),
+        schemas=schemas(document),
     )
 
 

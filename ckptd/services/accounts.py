@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ckptd.index import Filter, Sort
+from ckptapi.listing import Filter, Sort
 from ckptd.services.catalog import Catalog
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint

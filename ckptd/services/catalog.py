@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from ckptd.index import Filter, Found, Index, Listing, PageKey, RunSummary, Sort
+from ckptapi.listing import Filter, Sort
+from ckptd.index import Found, Index, Listing, PageKey, RunSummary
 from ckptd.services.freshness import Freshness
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference
+from ckptstore.reading.source import MOST_NAMED, only_run
 
 _ANSWERS_KEPT = 10_000
 _HOW = "ckptctl ls, or GET /v1/checkpoints, lists the checkpoints"
@@ -27,21 +29,31 @@ class Catalog:
         self._index.ping()
 
     def latest(self, run: str | None) -> Checkpoint:
-        """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
+        """The newest checkpoint of a run. Raises NoCheckpoint.
+
+        run: may be None if there is only one; otherwise InvalidRequest lists them.
+        """
         if known := self.cached_latest(run):
             return known
         # Read the revision before the query: the answer is of that revision or newer.
         revision = self._index.seen
-        found = self._index.find(Reference(run, None)) if run is not None else self._index.latest()
-        self._freshness.check(run, found is not None)
-        if found is None:
-            which = f"run {run!r}" if run is not None else "no run"
-            has = "has no checkpoint" if run is not None else "has a checkpoint"
-            raise NoCheckpoint(f"{which} {has} in {self.store_url}", _HOW)
+        found = self._latest_of(run) if run is not None else self._only_latest()
         if len(self._latest) >= _ANSWERS_KEPT:
             self._latest.clear()
         self._latest[run] = (revision, found)
         return found
+
+    def _latest_of(self, run: str) -> Checkpoint:
+        found = self._index.find(Reference(run, None))
+        self._freshness.check(run, found is not None)
+        if found is None:
+            raise NoCheckpoint(f"run {run!r} has no checkpoint in {self.store_url}", _HOW)
+        return found
+
+    def _only_latest(self) -> Checkpoint:
+        newest = self._index.latest_of_runs(MOST_NAMED + 1)
+        self._freshness.check(None, bool(newest))
+        return only_run(newest, self.store_url)
 
     def cached_latest(self, run: str | None) -> Checkpoint | None:
         """The same without a database query; None if the index has changed since the last query.

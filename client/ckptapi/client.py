@@ -42,7 +42,7 @@ class DaemonClient(Operations):
         return (c for c in self._pages(run) if c.state in (State.COMMITTED, State.CORRUPT))
 
     def latest(self, run: str | None = None) -> Checkpoint:
-        """The newest checkpoint of a run; without a run, the one committed last."""
+        """The newest checkpoint of a run, or of the only run. Raises InvalidRequest if there are several."""
         query = {"run": run} if run is not None else {}
         return self._json("GET", bodies.LATEST, bodies.CheckpointBody, params=query).checkpoint()
 

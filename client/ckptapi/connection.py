@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import httpx
 import msgspec
 
 from ckptapi import bodies
-from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable, error_from_code
+from ckptstore.errors import CkptError, DaemonUnavailable, InvalidRequest, Unavailable, error_from_code
 from ckptstore.format.decoding import decode_json
 from ckptstore.retry import pauses, retry
 
@@ -36,8 +37,12 @@ class Connection:
         timeout: httpx.Timeout = _TIMEOUT,
         retries: int = _RETRIES,
         patience_s: float = 0.0,
+        cacert: str | None = None,
     ) -> None:
-        """patience_s: reads are retried for this time if the daemon does not respond, which hides its restart."""
+        """patience_s: reads are retried for this time if the daemon does not respond, which hides its restart.
+
+        cacert: a file with certificates of authorities, instead of the system's. Raises InvalidRequest if it is not.
+        """
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._patience_s = patience_s
@@ -46,7 +51,7 @@ class Connection:
             base_url=self.url,
             headers=headers,
             timeout=timeout,
-            transport=httpx.HTTPTransport(retries=retries),
+            transport=httpx.HTTPTransport(verify=_authorities(cacert), retries=retries),
         )
 
     def close(self) -> None:
@@ -117,7 +122,29 @@ class Connection:
         return error_from_code(problem.code, problem.detail, problem.hint)
 
     def _unavailable(self, error: httpx.HTTPError) -> DaemonUnavailable:
-        return DaemonUnavailable(
-            f"ckptd at {self.url} did not respond: {type(error).__name__}: {error}",
-            "Check that it runs and that the URL is right. Saves and restores also work without it",
-        )
+        cause = f"{type(error).__name__}: {error}".rstrip(": .")
+        return DaemonUnavailable(f"ckptd at {self.url} did not respond: {cause}", _remedy(self.url, str(error)))
+
+
+def _authorities(cacert: str | None) -> ssl.SSLContext | bool:
+    if cacert is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot use the certificates in {cacert}: {error}", "Give a PEM file with the authority's certificate"
+        ) from error
+
+
+def _remedy(url: str, text: str) -> str:
+    """What to do about a connection that failed with this text."""
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return "No known authority signed the certificate for this name. Pass --cacert FILE, or set SSL_CERT_FILE"
+    if "WRONG_VERSION_NUMBER" in text or "record layer failure" in text:
+        return f"The server there does not use TLS: try {url.replace('https://', 'http://', 1)}"
+    if "without sending a response" in text:
+        return f"If the daemon uses TLS, try {url.replace('http://', 'https://', 1)}"
+    if "Name or service not known" in text or "No address associated" in text or "name resolution" in text:
+        return "No host has this name: check the URL"
+    return "Check that it runs and that the URL is right. Saves and restores also work without it"

@@ -11,16 +11,21 @@ from ckptstore.stores.retrying import RetryingStore
 
 
 def open_source(
-    url: str, token: str | None = None, options: Mapping[str, Any] | None = None, patience_s: float = 0.0
+    url: str,
+    token: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    patience_s: float = 0.0,
+    cacert: str | None = None,
 ) -> Source:
     """The daemon at an http(s):// URL, or the store at any other one.
 
-    patience_s: how long requests are repeated if the daemon or the store does not respond.
+    patience_s: how long requests are repeated if the daemon or the store does not respond. cacert: a file with the
+    certificates of authorities, against which the daemon's certificate is checked instead of the system's.
     """
     if url.startswith(("http://", "https://")):
         # Imported late: trainers that read from the store do not need the HTTP client.
         from ckptapi.client import DaemonClient
 
-        return DaemonClient(url, token, patience_s=patience_s)
+        return DaemonClient(url, token, patience_s=patience_s, cacert=cacert)
     store = open_store(url, options)
     return StoreSource(RetryingStore(store, patience_s) if patience_s else store)

@@ -6,58 +6,63 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ckptctl.commands import (
-    audit,
-    config,
-    deletion,
-    diff,
-    doctor,
-    drain,
-    drill,
-    export,
-    goodput,
-    import_,
-    index,
-    jobs,
-    listing,
-    pins,
-    plan,
-    policy,
-    program,
-    prune,
-    restores,
-    scrub,
-    shards,
-    show,
-    stats,
-    tag,
-    token,
-    verify,
-    watch,
-    why,
-)
-from ckptctl.examples import finish_commands
+from ckptctl import manual
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
 from ckptctl.render import Output, Screen, report_error
-from ckptctl.session import GLOBAL_OPTIONS, Session, global_options
+from ckptctl.targets import GLOBAL_OPTIONS, global_options
 from ckptstore.errors import CkptError, InvalidRequest
 
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class _Program(TyperGroup):
-    """Turns errors into exit codes."""
+    """Imports commands when they are used, and turns errors into exit codes."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All commands, by section."""
+        return [name for section in manual.SECTIONS.values() for name in section]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name or an alias; None for an unknown word."""
+        name = manual.ALIASES.get(cmd_name, cmd_name)
+        if name not in self.commands and (module := manual.module_of(name)) is not None:
+            self.commands.update(_commands_of(module))
+        return self.commands.get(name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As the framework's. Raises InvalidRequest for an unknown word, with the commands it may stand for."""
+        word = args[0]
+        if self.get_command(ctx, word) is None and not word.startswith("-"):
+            meant = [f"ckptctl {name}" for name in manual.suggestions(word)]
+            hint = f"Did you mean {' or '.join(meant)}?" if meant else "ckptctl --help lists the commands"
+            raise InvalidRequest(f"there is no command {word!r}", hint)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Print the sections of the manual."""
+        for title, commands in manual.SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, summary) for name, (_, summary) in commands.items()])
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         sys.exit(_exit_code(lambda: super(_Program, self).main(arguments, **extra), arguments))
+
+
+def _commands_of(module: str) -> dict[str, Any]:
+    """The commands that a module of ckptctl.commands registers."""
+    registered = typer.Typer(rich_markup_mode=None, context_settings=_SETTINGS)
+    import_module(f"ckptctl.commands.{module}").register(registered)
+    manual.finish_commands(registered, _Command)
+    return dict(typer.main.get_group(registered).commands)
 
 
 class _Command(TyperCommand):
@@ -72,59 +77,33 @@ class _Command(TyperCommand):
         for name in GLOBAL_OPTIONS:
             ctx.params.pop(name, None)
         given = options.values
+        from ckptctl.session import Session
+
         screen = Screen(Output(given["output"]), not given["no_color"], given["quiet"])
-        ctx.obj = Session(options.target, screen)
-        ctx.call_on_close(ctx.obj.close)
-        return super().invoke(ctx)
+        ctx.obj = session = Session(options.target, screen, given=given)
+        ctx.call_on_close(session.close)
+        with screen.patience(lambda: f"waiting for {session.target.url}"):
+            return super().invoke(ctx)
 
 
 app = typer.Typer(
     cls=_Program,
     name="ckptctl",
     help="List, verify, export and prune checkpoints, through a daemon (--url) or directly on a store (--store).\n\n"
-    "A checkpoint ID is RUN@STEP, RUN@STEP.ULID or RUN@latest. Global options may stand before or after the command.",
+    "A checkpoint is RUN@STEP, RUN@STEP.ULID, or RUN for the newest of the run. Global options may stand before or "
+    "after the command.",
     epilog=_EPILOG,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_SETTINGS,
 )
-for _group in (
-    listing,
-    show,
-    shards,
-    stats,
-    why,
-    diff,
-    verify,
-    scrub,
-    drill,
-    drain,
-    goodput,
-    prune,
-    deletion,
-    pins,
-    tag,
-    policy,
-    audit,
-    export,
-    import_,
-    restores,
-    watch,
-    jobs,
-    plan,
-    doctor,
-    index,
-    token,
-    config,
-    program,
-):
-    _group.register(app)
-finish_commands(app, _Command)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         print(f"ckptctl {version('ckptd')}")
         raise typer.Exit
 
@@ -138,6 +117,10 @@ def _globals(
         str | None, typer.Option(envvar="CKPT_STORE", metavar="URL", help="A store: a path, file://, s3://, ...")
     ] = None,
     token: Annotated[str | None, typer.Option(envvar="CKPT_TOKEN", metavar="TEXT", help="The daemon's token.")] = None,
+    cacert: Annotated[
+        str | None,
+        typer.Option(envvar="CKPTD_CA", metavar="FILE", help="Certificates (PEM) to check the daemon's against."),
+    ] = None,
     profile: Annotated[
         str | None, typer.Option(envvar="CKPTCTL_PROFILE", metavar="NAME", help="Profile in the configuration file.")
     ] = None,
@@ -185,6 +168,8 @@ def _output(arguments: Sequence[str]) -> Output:
 
 def _usage_hint(error: Any) -> str:
     ctx = getattr(error, "ctx", None)
+    if getattr(error, "option_name", "") in ("--run", "-r") and ctx is not None:
+        return f"The run is an argument: {ctx.command_path} RUN"
     return f"Try '{ctx.command_path} --help'" if ctx is not None else ""
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import typer
 
 from ckptctl.render import Output, Screen
-from ckptctl.session import Session, global_options
+from ckptctl.session import Session
+from ckptctl.targets import global_options
 from ckptstore.commits.catalog import State
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import Source

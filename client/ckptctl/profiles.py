@@ -5,6 +5,7 @@ profile = "lab"
 [profiles.lab]
 url = "https://ckptd.example.com"
 token_file = "~/.config/ckptctl-lab.token"
+cacert = "~/lab-ca.pem"
 
 [profiles.disk]
 store = "file:///mnt/checkpoints"
@@ -13,6 +14,7 @@ store = "file:///mnt/checkpoints"
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ import msgspec
 from ckptstore.errors import InvalidRequest
 
 _OTHERS = 0o077
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Profile:
     url: str | None = None
     store: str | None = None
     token: str | None = field(default=None, repr=False)
+    cacert: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: str | None = None
     token: str | None = None
     token_file: str | None = None
+    cacert: str | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,7 +98,8 @@ def _profile(path: Path, name: str, entry: _Entry) -> Profile:
         raise InvalidRequest(f"profile {name!r} in {path} needs a url or a store", "Give exactly one of them")
     if entry.token and entry.token_file:
         raise InvalidRequest(f"profile {name!r} in {path} has a token and a token_file", "Remove one of them")
-    return Profile(name, entry.url, entry.store, entry.token or _read_token(entry.token_file))
+    cacert = str(Path(entry.cacert).expanduser()) if entry.cacert else None
+    return Profile(name, entry.url, entry.store, entry.token or _read_token(entry.token_file), cacert)
 
 
 def _read_token(name: str | None) -> str | None:
@@ -110,3 +116,44 @@ def _read_token(name: str | None) -> str | None:
 def _check_private(path: Path) -> None:
     if path.stat().st_mode & _OTHERS:
         raise InvalidRequest(f"{path} holds a token, and other users can read it", f"chmod 600 {path}")
+
+
+def save_profile(name: str, url: str, token: str, cacert: str | None = None) -> Path:
+    """Store the daemon at `url` as a profile, and its token in a file that only the user can read. Returns the path.
+
+    The first profile becomes the default. Raises InvalidRequest if the profile has another target, or the file cannot
+    be written.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{name!r} is not the name of a profile", "Use letters, digits, '_' and '-'")
+    known = load_profiles()
+    path = known.path
+    secret = path.with_name(f"ckptctl-{name}.token")
+    existing = next((profile for profile in known.profiles if profile.name == name), None)
+    if existing is not None and existing.url != url:
+        target = existing.url or existing.store
+        raise InvalidRequest(f"profile {name!r} in {path} is for {target}", "Choose another --name, or edit the file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_private(secret, token + "\n")
+        if existing is None:
+            default = "" if known.profiles or known.default else f"profile = {_quoted(name)}\n"
+            before = path.read_text() if path.exists() else ""
+            authority = f"cacert = {_quoted(str(Path(cacert).absolute()))}\n" if cacert else ""
+            section = f"\n[profiles.{name}]\nurl = {_quoted(url)}\ntoken_file = {_quoted(str(secret))}\n{authority}"
+            _write_private(path, default + before + section)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error}", "Check the folder's permissions") from error
+    return path
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace a file by one that only the user can read. An interrupted call leaves the old one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    os.replace(aside, path)
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()  # a JSON string is a TOML string

@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout as table, json, jsonl or id; notes, questions and progress on stderr."""
+"""Output of commands: results on stdout as table, json, jsonl, yaml or id; notes, questions and progress on stderr."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from threading import Timer
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from ckptstore.errors import CkptError
 _GAP = 2
 _SHORTENED = 12
 _UNLIMITED = 10_000
+_PATIENCE_S = 2.0
 
 
 class Output(StrEnum):
@@ -29,6 +31,7 @@ class Output(StrEnum):
     TABLE = "table"
     JSON = "json"
     JSONL = "jsonl"
+    YAML = "yaml"
     ID = "id"
 
 
@@ -80,9 +83,35 @@ class Screen:
         self._quiet = quiet
         self._out = _console(sys.stdout, color)
         self._err = _console(sys.stderr, color)
+        self._patience: Timer | None = None
+
+    @contextmanager
+    def patience(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Print `describe()` on stderr if there is no output within 2 seconds, on terminals only."""
+        if self._quiet or not self._err.is_terminal:
+            yield
+            return
+        self._patience = Timer(_PATIENCE_S, self._explain, [describe])
+        self._patience.daemon = True
+        self._patience.start()
+        try:
+            yield
+        finally:
+            self._patience.cancel()
+
+    def _explain(self, describe: Callable[[], str]) -> None:
+        try:
+            self._err.print(Text(f"{printable(describe())} ..."), soft_wrap=True)
+        except CkptError:
+            pass  # the command itself reports that it has no target
+
+    def _begin_output(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
 
     def emit(self, body: object, ids: Iterable[str], blocks: Iterable[Block]) -> None:
         """Print one result in the output format; `blocks` is only consumed for tables."""
+        self._begin_output()
         if self.output is Output.TABLE:
             self.preview(blocks)
         elif self.output is Output.ID:
@@ -90,22 +119,30 @@ class Screen:
         elif self.output is Output.JSONL:
             items = body if isinstance(body, list) else [body]
             self._lines(msgspec.json.encode(item).decode() for item in items)
+        elif self.output is Output.YAML:
+            import yaml
+
+            plain = msgspec.to_builtins(body, str_keys=True)
+            self._lines([yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).rstrip()])
         else:
             self._lines([msgspec.json.format(msgspec.json.encode(body), indent=2).decode()])
 
     def preview(self, blocks: Iterable[Block]) -> None:
         """Print blocks before a question, in table format only."""
+        self._begin_output()
         if self.output is Output.TABLE:
             for line in self._texts(blocks):
                 self._out.print(line, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Print a note on stderr, unless --quiet is set."""
+        self._begin_output()
         if not self._quiet:
             self._err.print(Text(printable(text)), soft_wrap=True)
 
     def confirm(self, question: str) -> None:
         """Ask for confirmation at the terminal. Raises ConfirmationMissing unless the answer is yes."""
+        self._begin_output()
         if self.output is not Output.TABLE or not sys.stdin.isatty():
             raise ConfirmationMissing(
                 "nothing was deleted: there is no terminal to confirm at",
@@ -118,6 +155,7 @@ class Screen:
     @contextmanager
     def redrawing(self) -> Iterator[Callable[[Iterable[Block]], None] | None]:
         """A function that replaces the blocks on the terminal; None if stdout is not a terminal."""
+        self._begin_output()
         if self.output is not Output.TABLE or not self._out.is_terminal:
             yield None
             return
@@ -129,6 +167,7 @@ class Screen:
     @contextmanager
     def progress(self, label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         """A progress bar, on terminals only."""
+        self._begin_output()
         if self._quiet or not self._err.is_terminal:
             yield lambda _: None
             return
@@ -160,10 +199,10 @@ class Screen:
 
 
 def report_error(error: CkptError, output: Output, color: bool = True) -> None:
-    """Print an error on stderr: as text, or as a JSON object with its code."""
-    if output in (Output.JSON, Output.JSONL):
+    """Print an error on stderr: as text, or for programs as a JSON object with its code."""
+    if output in (Output.JSON, Output.JSONL, Output.YAML):
         body = {"code": error.code, "message": error.message, "hint": error.hint}
-        sys.stderr.write(msgspec.json.encode(body).decode() + "\n")
+        sys.stderr.write(msgspec.json.encode(body).decode() + "\n")  # which is YAML as well
         return
     line = Text.assemble(("error:", "bold red"), " ", printable(" ".join(str(error).split())))
     _console(sys.stderr, color).print(line, soft_wrap=True)

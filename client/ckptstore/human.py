@@ -53,6 +53,14 @@ def moment(epoch: float) -> str:
     return datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def rfc3339(epoch: float) -> str:
+    """A point in time as in RFC 3339, in UTC, to the millisecond; empty for one that no calendar has."""
+    try:
+        return datetime.fromtimestamp(epoch, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
 def ratio(part: int, whole: int) -> str:
     """`part` as a percentage of `whole`."""
     return f"{part / whole:.0%}" if whole else "100%"

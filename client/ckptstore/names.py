@@ -55,6 +55,11 @@ def check_ulid(ulid: str) -> str:
     return ulid
 
 
+def is_ulid(text: str) -> bool:
+    """Whether `text` is a ULID."""
+    return _ULID.fullmatch(text) is not None
+
+
 def check_shard(name: str) -> str:
     """`name` itself, or InvalidName."""
     if not isinstance(name, str) or not _SHARD.fullmatch(name):

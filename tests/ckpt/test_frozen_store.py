@@ -78,7 +78,7 @@ def _bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_the_second_checkpoint_references_the_first_and_stores_no_cast(folder: Path) -> None:
-    newest, oldest = query(folder, "ls", "--run", RUN)
+    newest, oldest = query(folder, "ls", RUN)
     assert (oldest["referenced_bytes"], newest["referenced_bytes"] > 0) == (0, True)
     assert newest["stored_bytes"] < oldest["stored_bytes"] < oldest["raw_bytes"]
     assert query(folder, "verify", "--all")
@@ -88,11 +88,11 @@ def test_the_second_checkpoint_references_the_first_and_stores_no_cast(folder: P
 
 
 def test_labels_pins_policies_and_the_audit_log_are_listed(folder: Path) -> None:
-    ls = {item["step"]: item for item in query(folder, "ls", "--run", RUN)}
+    ls = {item["step"]: item for item in query(folder, "ls", RUN)}
     assert ls.keys() == {1, 2}
     assert (ls[1]["metrics"], ls[1]["tags"]) == ({"loss": 1.0}, {})
     assert (ls[2]["metrics"], ls[2]["tags"]) == ({"loss": 0.25, "accuracy": 0.5}, {"kind": "best"})
-    assert query(folder, "pins", "--run", RUN) == [{"id": ls[2]["id"], "name": "paper"}]
+    assert query(folder, "pins", RUN) == [{"id": ls[2]["id"], "name": "paper"}]
     found = query(folder, "policy", "show")
     assert (found["version"], found["by"], found["reason"]) == (2, "operator@example", "second")
     policies = found["policies"]
@@ -102,11 +102,11 @@ def test_labels_pins_policies_and_the_audit_log_are_listed(folder: Path) -> None
         ("train*", False),
     ]
     assert (policies["overrides"][1]["rules"]["keep_every"], policies["grace_s"]) == (100, 3600.0)
-    assert [record["action"] for record in query(folder, "audit", "--run", RUN)] == ["delete", "pin", "label", "label"]
+    assert [record["action"] for record in query(folder, "audit", RUN)] == ["delete", "pin", "label", "label"]
 
 
 def test_a_deletion_is_listed_and_taken_back(folder: Path) -> None:
-    (deleted,) = query(folder, "deleted", "--run", RUN)
+    (deleted,) = query(folder, "deleted", RUN)
     assert (deleted["id"].partition(".")[0], deleted["by"]) == (f"{RUN}@3", "operator@example")
     assert deleted["reason"] == "diverged"
     assert invoke("show", f"{RUN}@3", "--store", folder).code == 4

@@ -6,9 +6,9 @@ import pytest
 import typer
 
 from ckptctl.cli import app
-from ckptctl.examples import EXAMPLES
 from ckptctl.exits import MEANINGS
-from ckptctl.session import Target, choose_target
+from ckptctl.manual import EXAMPLES
+from ckptctl.targets import Target, choose_target
 from ckptstore.errors import InvalidRequest
 from tests.support.command_line import invoke
 
@@ -36,7 +36,7 @@ def test_every_command_explains_itself_with_examples_that_are_right(command: str
         context = None
         for name in names:
             context = found.make_context(name, ["version"], parent=context)
-            found = found.commands[name]  # type: ignore[attr-defined]
+            found = found.get_command(context, name)  # type: ignore[attr-defined]
         found.make_context(command, rest[len(names) :], parent=context)
 
 
@@ -55,7 +55,7 @@ def test_the_option_after_the_command_wins(folder: Path) -> None:
 
 def test_the_value_of_another_option_is_not_a_global_option(folder: Path) -> None:
     assert invoke("pin", "gpt@10", "paper", "--reason", "-q", "--store", folder).code == 0
-    assert invoke("audit", "--run", "gpt", "-o", "json", "--store", folder).json[0]["reason"] == "-q"
+    assert invoke("audit", "gpt", "-o", "json", "--store", folder).json[0]["reason"] == "-q"
 
 
 def test_exactly_one_target_is_meant() -> None:

@@ -18,7 +18,7 @@ def offered(*words: object) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("ls", "--run", "g"), ["gpt"]),
+        (("ls", "g"), ["gpt"]),
         (("show", "gpt@3"), ["gpt@30"]),
         (("show", "w"), ["wide@latest", "wide@5"]),
         (("verify", "gpt@l"), ["gpt@latest"]),
@@ -35,7 +35,7 @@ def test_names_are_offered_through_a_daemon(folder: Path) -> None:
 
 
 def test_nothing_is_offered_when_the_daemon_does_not_answer(tmp_path: Path) -> None:
-    assert offered("--store", tmp_path / "gone", "ls", "--run", "g") == []
+    assert offered("--store", tmp_path / "gone", "ls", "g") == []
     assert offered("--url", "http://127.0.0.1:1", "show", "gpt@") == []
     assert offered("show", "gpt@") == []
 

@@ -15,7 +15,25 @@ def loaded_by(statement: str) -> set[str]:
 
 def test_the_command_line_loads_nothing_heavy() -> None:
     loaded = loaded_by("import ckptctl.cli")
+    assert loaded & {*HEAVY, "numpy", "fsspec", "ckptapi", "ckptstore.commits", "yaml", "rich.progress"} == set()
+    assert {name for name in loaded if name.startswith("ckptctl.commands.")} == set()
+
+
+def test_version_and_help_load_no_command() -> None:
+    for option in ("--version", "--help"):
+        ran = loaded_by(
+            "import io, sys; from contextlib import redirect_stdout as to; from ckptctl.cli import app\n"
+            f"try:\n  with to(io.StringIO()): app([{option!r}])\nexcept SystemExit: pass\n0"
+        )
+        assert "ckptctl.cli" in ran
+        assert {name for name in ran if name.startswith("ckptctl.commands")} == set()
+        assert ran & {"numpy", "fsspec", "ckptapi", "ckptctl.session", *HEAVY} == set()
+
+
+def test_a_command_loads_itself_only() -> None:
+    loaded = loaded_by("from ckptctl.cli import _commands_of; _commands_of('export')")
     assert "ckptctl.commands.export" in loaded
+    assert "ckptctl.commands.plan" not in loaded
     assert loaded & {*HEAVY, "ckpt.capture", "ckpt.checkpointer", "ckptd", "numpy.random", "rich.progress"} == set()
 
 

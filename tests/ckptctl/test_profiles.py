@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.profiles import Profile, load_profiles
-from ckptctl.session import Target, choose_target
+from ckptctl.targets import Target, choose_target
 from ckptstore.errors import InvalidRequest
 from tests.support.command_line import invoke
 
@@ -43,10 +43,10 @@ def test_the_command_line_beats_the_environment_beats_the_file() -> None:
 
 def test_commands_go_to_the_profile(home: Path, folder: Path) -> None:
     write(home, f'profile = "disk"\n[profiles.disk]\nstore = "{folder}"\n[profiles.gone]\nstore = "/nowhere/at/all"\n')
-    assert invoke("latest", "-r", "gpt", "-o", "id").stdout.startswith("gpt@40")
+    assert invoke("latest", "gpt", "-o", "id").stdout.startswith("gpt@40")
     assert invoke("latest", "--profile", "gone").code == 7
     assert invoke("latest", env={"CKPTCTL_PROFILE": "gone"}).code == 7
-    assert invoke("latest", "--profile=disk", "-r", "gpt", env={"CKPTCTL_PROFILE": "gone"}).code == 0
+    assert invoke("latest", "--profile=disk", "gpt", env={"CKPTCTL_PROFILE": "gone"}).code == 0
     missing = invoke("ls", "--profile", "nope")
     assert (missing.code, "Profiles: disk, gone" in missing.stderr) == (2, True)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,7 +33,7 @@ def test_exit_codes(folder: Path, filled: Store, tmp_path: Path) -> None:
     assert run("ls", *store).code == 0
     assert run("export", "gpt@40", "--to", tmp_path / "x.bin", *store).code == 2
     assert run("prune", "--keep", "1", *store).code == 2
-    assert run("latest", "--run", "typo", *store).code == 4
+    assert run("latest", "typo", *store).code == 4
     assert run("ls", "--url", "http://127.0.0.1:1").code == 7
     shard = folder / RunKeys("gpt").shard(newest.attempt, "shard-00000.ckpt")
     shard.write_bytes(b"\0" + shard.read_bytes()[1:])
@@ -40,10 +41,10 @@ def test_exit_codes(folder: Path, filled: Store, tmp_path: Path) -> None:
 
 
 def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path) -> None:
-    done = run("ls", "--run", "typo", "-o", "json", "--store", folder)
+    done = run("ls", "typo", "-o", "json", "--store", folder)
     assert (done.stdout, done.error["code"]) == ("", "no_checkpoint")
     assert done.error["hint"]
-    done = run("ls", "--run", "typo", "--store", folder)
+    done = run("ls", "typo", "--store", folder)
     assert done.stdout == ""
     assert done.stderr.startswith("error: run 'typo' has no checkpoint in file://")
     assert "\x1b" not in done.stderr
@@ -109,7 +110,7 @@ def test_a_reader_that_comes_in_between_is_spared_and_reported(
     # With four kept, only the superseded one would go.
     run = Run(filled, "gpt")
     reader_of = list_checkpoints(run)[2 if keep == 4 else -1]
-    with Terminal("prune", "--keep", keep, "--run", "gpt", "--store", folder, columns=200) as terminal:
+    with Terminal("prune", "--keep", keep, "gpt", "--store", folder, columns=200) as terminal:
         terminal.wait_for("[y/N] ")
         lease = take_lease(run, reader_of.attempt, "restore on node7", 600)
         terminal.type("y\n")
@@ -127,6 +128,15 @@ def test_progress_is_for_people_who_watch(folder: Path, tmp_path: Path) -> None:
     with Terminal("verify", "--all", "--store", folder, "-q") as terminal:
         assert terminal.finish() == 0
         assert "━" not in terminal.screen
+
+
+def test_a_target_that_does_not_answer_is_named_while_one_waits() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with Terminal("ls", "--url", url, columns=120) as terminal:
+            terminal.wait_for(f"waiting for {url} ...")
+            terminal.interrupt()
+            assert terminal.finish() == 130
 
 
 def test_no_colour_where_none_is_wanted(folder: Path) -> None:

@@ -33,7 +33,7 @@ def both(daemon: Daemon, folder: Path, *args: object) -> tuple[Finished, Finishe
 
 def test_what_there_is(daemon: Daemon, folder: Path) -> None:
     for args in (
-        ("ls",), ("ls", "--run", "gpt", "--limit", "3"), ("latest",), ("latest", "--run", "gpt"), ("runs",),
+        ("ls",), ("ls", "gpt", "--limit", "3"), ("latest", "wide"), ("latest", "gpt"), ("runs",),
         ("show", "gpt@30"), ("show", "gpt@latest", "--entries", "model/s*"), ("shards", "gpt@latest"),
         ("verify", "--all"), ("verify", "gpt@20"), ("prune", "--keep", "2", "--dry-run"),
     ):  # fmt: skip
@@ -48,11 +48,12 @@ def test_what_there_is(daemon: Daemon, folder: Path) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ("latest", "--run", "typo"),
-        ("ls", "--run", "typo"),
-        ("ls", "--run", "../x"),
+        ("latest",),
+        ("latest", "typo"),
+        ("ls", "typo"),
+        ("ls", "../x"),
         ("show", "gpt@31"),
-        ("prune", "--keep", "1", "--yes", "--run", "typo"),
+        ("prune", "--keep", "1", "--yes", "typo"),
         ("prune", "--keep", "0", "--yes"),
         ("prune", "--keep", "1"),
     ],
@@ -138,7 +139,7 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
     assert invoke("rm", "gpt@10", "--yes", "--grace", "0s", "--url", daemon.url).code == 0
     for through in both(daemon, folder, "undelete", "gpt@10", "-o", "json"):
         assert (through.code, through.error["code"]) == (6, "sweep_begun")
-    through, direct = both(daemon, folder, "audit", "--run", "gpt", "-o", "json")
+    through, direct = both(daemon, folder, "audit", "gpt", "-o", "json")
     assert through.json == direct.json
     actions = ["delete", "pin", "undelete", "unpin", "delete", "sweep"]
     assert [record["action"] for record in reversed(through.json)][: len(actions)] == actions
@@ -178,7 +179,7 @@ def test_policies_are_changed(daemon: Daemon, folder: Path, tmp_path: Path) -> N
     done = invoke("policy", "apply", file, "--expect", 0, "--url", daemon.url, "-o", "json")
     assert (done.code, done.error["code"]) == (6, "policies_changed")
     assert invoke("policy", "clear", "--url", daemon.url).code == 0
-    for args in (("show",), ("show", "--run", "gpt"), ("history",), ("history", "--limit", 1)):
+    for args in (("show",), ("show", "gpt"), ("history",), ("history", "--limit", 1)):
         for output in ("table", "json", "id"):
             through, direct = both(daemon, folder, "policy", *args, "-o", output)
             assert (through.code, through.stdout) == (direct.code, direct.stdout)
@@ -187,18 +188,18 @@ def test_policies_are_changed(daemon: Daemon, folder: Path, tmp_path: Path) -> N
         (2, "", "anonymous"),
         (1, "space", "anonymous"),
     ]
-    assert invoke("policy", "set", "--run", "gpt", "--keep", 400, "--url", daemon.url).code == 0
-    assert "keep_last: 400" in invoke("policy", "show", "--run", "gpt", "--store", folder).stdout
+    assert invoke("policy", "set", "gpt", "--keep", 400, "--url", daemon.url).code == 0
+    assert "keep_last: 400" in invoke("policy", "show", "gpt", "--store", folder).stdout
 
 
 def test_gc_is_a_job_and_prints_what_gc_on_the_store_prints(daemon: Daemon, folder: Path) -> None:
-    for args in (("gc", "-o", "json"), ("gc", "--run", "gpt")):
+    for args in (("gc", "-o", "json"), ("gc", "gpt")):
         through, direct = both(daemon, folder, *args)
         assert (through.code, through.stdout) == (direct.code, direct.stdout) == (0, through.stdout)
     jobs = invoke("jobs", "--url", daemon.url, "-o", "json").json
     assert [(job["kind"], job["state"]) for job in jobs[:2]] == [("gc", "succeeded")] * 2
     assert invoke("gc", "--grace", "1h", "--url", daemon.url).code == 2
-    failed = invoke("gc", "--run", "typo", "--url", daemon.url, "-o", "json")
+    failed = invoke("gc", "typo", "--url", daemon.url, "-o", "json")
     assert (failed.code, json.loads(failed.stderr.splitlines()[-1])["code"]) == (4, "no_checkpoint")
 
 
@@ -208,12 +209,12 @@ def test_scrub_is_a_job_that_finds_damage_and_its_repair(daemon: Daemon, folder:
     path = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
     whole = path.read_bytes()
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    done = invoke("scrub", "--run", "gpt", "--url", daemon.url, "-o", "id")
+    done = invoke("scrub", "gpt", "--url", daemon.url, "-o", "id")
     assert (done.code, done.stdout) == (5, f"{newest.id}\n")
-    assert "corrupt" in invoke("ls", "--run", "gpt", "--url", daemon.url).stdout
+    assert "corrupt" in invoke("ls", "gpt", "--url", daemon.url).stdout
     path.write_bytes(whole)
     assert invoke("scrub", newest.id, "--url", daemon.url).code == 0
-    assert "corrupt" not in invoke("ls", "--run", "gpt", "--url", daemon.url).stdout
+    assert "corrupt" not in invoke("ls", "gpt", "--url", daemon.url).stdout
     assert invoke("scrub", "--rate", "1MB", "--url", daemon.url).code == 2
 
 

@@ -128,14 +128,14 @@ def test_a_daemon_answers_as_the_store_does(folder: Path) -> None:
 
 
 def test_retention_can_keep_the_newest_healthy_checkpoint(folder: Path) -> None:
-    listed = invoke("ls", "--run", "nan", "--store", folder, "-o", "json").json
+    listed = invoke("ls", "nan", "--store", folder, "-o", "json").json
     assert {body["step"]: body["not_finite"] for body in listed} == {10: 0, 20: 0, 30: 0, 40: 1, 50: 0}
-    plan = invoke("prune", "--run", "nan", "--keep-healthy", "--dry-run", "--store", folder)
+    plan = invoke("prune", "nan", "--keep-healthy", "--dry-run", "--store", folder)
     assert "healthy-1" in next(line for line in plan.stdout.splitlines() if "nan@50" in line)
     with running_daemon(folder.as_uri()) as daemon:
-        through = invoke("ls", "--run", "nan", "--url", daemon.url, "-o", "json").json
+        through = invoke("ls", "nan", "--url", daemon.url, "-o", "json").json
         assert through == listed
-        planned = invoke("prune", "--run", "nan", "--keep-healthy", "--dry-run", "--url", daemon.url)
+        planned = invoke("prune", "nan", "--keep-healthy", "--dry-run", "--url", daemon.url)
         assert "healthy-1" in planned.stdout
         assert invoke("policy", "set", "--keep", 1, "--keep-healthy", "--url", daemon.url).code == 0
         assert "keep_healthy: 1" in invoke("policy", "show", "--store", folder).stdout

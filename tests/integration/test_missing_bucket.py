@@ -125,7 +125,7 @@ def test_the_command_line_fails_with_the_code_of_a_store_out_of_reach(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(fsspec.config.conf, "s3", options)  # fsspec reads its environment when it is imported
-    for command in (("latest", "--run", "gpt"), ("ls",), ("runs",)):
+    for command in (("latest", "gpt"), ("ls",), ("runs",)):
         done = invoke(*command, "--store", URL, "-o", "json")
         assert (done.code, done.error["code"]) == (7, "no_such_bucket")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt
 
@@ -42,6 +43,10 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     not_finite: int | None = None
     """Number of elements that are NaN or Inf; null: it was saved without statistics."""
+    committed: str = ""
+    """`committed_at` as in RFC 3339."""
+    created: str = ""
+    """`created_at` as in RFC 3339."""
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> CheckpointBody:
@@ -70,6 +75,8 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             tags=checkpoint.tags,
             problem=checkpoint.problem,
             not_finite=checkpoint.not_finite,
+            committed=human.rfc3339(checkpoint.committed_at),
+            created=human.rfc3339(checkpoint.created_at),
         )
 
     def checkpoint(self) -> Checkpoint:

@@ -39,6 +39,8 @@ class EventBody(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     """Strictly increasing, also across restarts; not consecutive."""
     at: float
+    time: str = ""
+    """`at` as in RFC 3339."""
     kind: str
     run: str | None = None
     checkpoint: str | None = None

@@ -8,11 +8,26 @@ import typer
 
 from ckptctl.completion import checkpoint_names, run_names
 
-RunOption = Annotated[
+RunArgument = Annotated[
     str | None,
-    typer.Option("--run", "-r", metavar="RUN", help="Limit to one run.", show_default=False, autocompletion=run_names),
+    typer.Argument(
+        metavar="[RUN]", help="One run; * and ? are wildcards.", show_default=False, autocompletion=run_names
+    ),
 ]
 CheckpointArgument = Annotated[
     str,
-    typer.Argument(metavar="ID", help="RUN@STEP, RUN@STEP.ULID or RUN@latest.", autocompletion=checkpoint_names),
+    typer.Argument(
+        metavar="RUN[@STEP]",
+        help="RUN@STEP, RUN@STEP.ULID, or RUN for its newest checkpoint.",
+        autocompletion=checkpoint_names,
+    ),
+]
+ChosenArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN[@STEP]]...",
+        help="Single checkpoints, or all checkpoints of a run.",
+        show_default=False,
+        autocompletion=checkpoint_names,
+    ),
 ]

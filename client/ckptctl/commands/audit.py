@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import MAX_PAGE
-from ckptctl.commands.arguments import RunOption
+from ckptctl.commands.arguments import RunArgument
 from ckptctl.render import Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def audit(
     ctx: typer.Context,
-    run: RunOption = None,
+    run: RunArgument = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N of each run.")] = 100,
 ) -> None:
     """Show the audit log, newest first: who deleted, undeleted, swept or pinned which checkpoints.

@@ -8,11 +8,14 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import CheckpointArgument, RunOption
+from ckptctl.commands.arguments import RunArgument
 from ckptctl.commands.listing import short_id
+from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.errors import Conflict, InvalidRequest, PartlyDone
 from ckptstore.names import Reference
 from ckptstore.retention.deletion import UNDELETED, CollectReport, Deleted
 
@@ -29,38 +32,74 @@ def register(app: typer.Typer) -> None:
 
 def remove(
     ctx: typer.Context,
-    checkpoint: CheckpointArgument,
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN@STEP...", help="One or more checkpoints.", autocompletion=checkpoint_names),
+    ],
     grace: Annotated[
-        str, typer.Option(metavar="TIME", help="Time until its data is deleted; undelete works until then.")
+        str, typer.Option(metavar="TIME", help="Time until their data is deleted; undelete works until then.")
     ] = "24h",
     reason: ReasonOption = "",
-    force: Annotated[bool, typer.Option("--force", help="Delete it even if it is the newest of its run.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete even the newest checkpoint of a run.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete one checkpoint, even if a policy keeps it.
+    """Delete checkpoints, even if a policy keeps them.
 
-    It disappears from listings immediately and is deleted after the grace period. Refused while it is pinned or being
-    read, and for the newest checkpoint of a run without --force.
+    They disappear from listings immediately and are deleted after the grace period. Refused while a checkpoint is
+    pinned or being read, and for the newest checkpoint of a run without --force. If any of them does not exist, none is
+    deleted; if some are refused, the others are deleted and the exit code is 3.
     """
     session: Session = ctx.obj
     grace_s = human.parse_duration(grace)
-    found = session.source.find(Reference.parse(checkpoint))
+    named = dict.fromkeys(_exact(text) for text in checkpoints)
+    found = list({c.id: c for c in map(session.source.find, named)}.values())
     if not yes:
-        session.screen.confirm(f"Delete {found.id}, {human.size(found.stored_bytes)}?")
-    session.operator.delete(found, grace_s, reason or "rm", force)
+        size = human.size(sum(c.stored_bytes for c in found))
+        session.screen.confirm(f"Delete {', '.join(c.id for c in found)}, {size}?")
+    done, refused = _delete_each(session, found, grace_s, reason or "rm", force)
     after = f"; ckptctl undelete restores it for {human.duration(grace_s)}" if grace_s else ""
-    session.screen.emit(CheckpointBody.of(found), [found.id], [f"deleted {found.id}{after}"])
+    bodies = [CheckpointBody.of(c) for c in done]
+    if done:
+        body = bodies if len(checkpoints) > 1 else bodies[0]
+        session.screen.emit(body, [c.id for c in done], [f"deleted {c.id}{after}" for c in done])
+    if refused and not done:
+        raise refused[0]
+    if refused:
+        raise PartlyDone("; ".join(error.message for error in refused), refused[0].hint)
+
+
+def _delete_each(
+    session: Session, found: Sequence[Checkpoint], grace_s: float, reason: str, force: bool
+) -> tuple[list[Checkpoint], list[Conflict]]:
+    done, refused = [], []
+    for checkpoint in found:
+        try:
+            session.operator.delete(checkpoint, grace_s, reason, force)
+            done.append(checkpoint)
+        except Conflict as error:
+            refused.append(error)
+    return done, refused
+
+
+def _exact(text: str) -> Reference:
+    """The reference in RUN@STEP. Raises InvalidRequest for a run, of which prune deletes checkpoints."""
+    if "@" not in text:
+        raise InvalidRequest(
+            f"{text!r} names a run, and rm deletes single checkpoints",
+            f"Use ckptctl rm {text}@STEP, or ckptctl prune {text} --keep N",
+        )
+    return Reference.parse(text)
 
 
 def undelete(
     ctx: typer.Context,
-    checkpoint: Annotated[str, typer.Argument(metavar="ID", help="RUN@STEP or RUN@STEP.ULID.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="RUN@STEP", help="RUN@STEP or RUN@STEP.ULID.")],
     reason: ReasonOption = "",
 ) -> None:
     """Undo a deletion during its grace period.
 
     The checkpoint is listed again, unchanged. It is pinned as "undeleted", so that the policy which deleted it does not
-    delete it again; ckptctl unpin ID undeleted removes that pin.
+    delete it again; ckptctl unpin RUN@STEP undeleted removes that pin.
     """
     session: Session = ctx.obj
     found = session.operator.undelete(Reference.parse(checkpoint), reason)
@@ -68,7 +107,7 @@ def undelete(
     session.screen.emit(CheckpointBody.of(found), [found.id], [back])
 
 
-def show_deleted(ctx: typer.Context, run: RunOption = None) -> None:
+def show_deleted(ctx: typer.Context, run: RunArgument = None) -> None:
     """List deleted checkpoints that can still be undeleted."""
     session: Session = ctx.obj
     bodies = [body for name in session.run_names(run) for body in session.operator.deleted(name)]
@@ -79,7 +118,7 @@ def show_deleted(ctx: typer.Context, run: RunOption = None) -> None:
 
 def collect_garbage(
     ctx: typer.Context,
-    run: RunOption = None,
+    run: RunArgument = None,
     grace: Annotated[
         str | None,
         typer.Option(

@@ -27,9 +27,9 @@ def register(app: typer.Typer) -> None:
 def diff(
     ctx: typer.Context,
     before: Annotated[
-        str, typer.Argument(metavar="ID", help="The earlier checkpoint.", autocompletion=checkpoint_names)
+        str, typer.Argument(metavar="RUN[@STEP]", help="The earlier checkpoint.", autocompletion=checkpoint_names)
     ],
-    after: Annotated[str, typer.Argument(metavar="ID", help="The later one.", autocompletion=checkpoint_names)],
+    after: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="The later.", autocompletion=checkpoint_names)],
 ) -> None:
     """Compare the tensors of two checkpoints, also of different runs and numbers of ranks.
 

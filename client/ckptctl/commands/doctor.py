@@ -17,7 +17,7 @@ from ckptstore.errors import CkptError
 
 _Check = Callable[[Session], Iterator["HealthFinding"]]
 _SKEW_S = 10.0
-_STYLES = {"ok": "green", "warning": "yellow", "wrong": "red"}
+_STYLES = {"ok": "green", "warning": "yellow", "wrong": "red", "skipped": "dim"}
 
 
 class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +25,7 @@ class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
 
     check: str
     verdict: str
-    """ok, warning or wrong."""
+    """ok, warning, wrong, or skipped: not checked because of what is wrong before it."""
     found: str
     advice: str = ""
 
@@ -45,34 +45,51 @@ def probe(ctx: typer.Context) -> None:
     found = session.operator.probe()
     session.screen.emit(found, [check.name for check in found.checks if not check.ok], _probe_blocks(found))
     if not found.ok:
+        first = next(check for check in found.checks if not check.ok)
         raise Unhealthy(
-            f"{found.store} fails {human.count(sum(not check.ok for check in found.checks), 'check')}",
+            f"{found.store} fails {first.name!r}: {first.detail.rstrip('.')}",
             "docs/decisions/0002 lists the requirements on stores",
         )
 
 
 def doctor(ctx: typer.Context) -> None:
-    """Check configuration, daemon, store, clocks and versions, with advice for each problem.
+    """Check configuration, daemon, store, clocks and versions, with advice for what is wrong.
 
-    Exit code 1 if a check fails. The store is checked as by ckptctl probe.
+    After the first failure, checks that depend on it are skipped. Exit code 1 if a check fails. The store is checked as
+    by ckptctl probe.
     """
     session: Session = ctx.obj
     findings = list(_examine(session))
     session.screen.emit(findings, [f.check for f in findings if f.verdict != "ok"], _findings_blocks(findings))
     wrong = [finding for finding in findings if finding.verdict == "wrong"]
     if wrong:
-        raise Unhealthy(f"{human.count(len(wrong), 'check')} failed: {', '.join(f.check for f in wrong)}")
+        raise Unhealthy(f"{wrong[0].check}: {wrong[0].found.rstrip('.')}", wrong[0].advice)
 
 
 def _examine(session: Session) -> Iterator[HealthFinding]:
     kind, of_kind = session.dispatch(lambda: ("daemon", (_look_at_daemon, _compare)), lambda: ("store", ()))
     yield HealthFinding(check="configuration", verdict="ok", found=f"the {kind} at {session.target.url}")
     checks: list[_Check] = [*of_kind, _look_at_store, _look_at_runs]
+    first = ""
     for check in checks:
-        try:
-            yield from check(session)
-        except CkptError as error:
-            yield HealthFinding(check=error.code, verdict="wrong", found=error.message, advice=error.hint)
+        if first:
+            title = _TITLES[check.__name__]
+            yield HealthFinding(check=title, verdict="skipped", found=f"not checked, because of: {first}")
+            continue
+        for finding in _attempted(check, session):
+            yield finding
+            first = first or (finding.check if finding.verdict == "wrong" else "")
+
+
+def _attempted(check: _Check, session: Session) -> Iterator[HealthFinding]:
+    try:
+        yield from check(session)
+    except CkptError as error:
+        title = _TITLES[check.__name__]
+        yield HealthFinding(check=title, verdict="wrong", found=error.message, advice=error.hint)
+
+
+_TITLES = {"_look_at_daemon": "daemon", "_compare": "versions", "_look_at_store": "store", "_look_at_runs": "runs"}
 
 
 def _look_at_daemon(session: Session) -> Iterator[HealthFinding]:
@@ -102,12 +119,17 @@ def _compare(session: Session) -> Iterator[HealthFinding]:
 
 def _look_at_store(session: Session) -> Iterator[HealthFinding]:
     found = session.operator.probe()
+    failed = ""
     for check in found.checks:
-        advice = "" if check.ok else "Run ckptctl probe; docs/decisions/0002 lists the requirements on stores"
-        text = check.detail or human.duration(check.seconds)
-        yield HealthFinding(
-            check=f"store: {check.name}", verdict="ok" if check.ok else "wrong", found=text, advice=advice
-        )
+        name = f"store: {check.name}"
+        if check.ok:
+            yield HealthFinding(check=name, verdict="ok", found=human.duration(check.seconds))
+        elif failed:
+            yield HealthFinding(check=name, verdict="skipped", found=f"not reported, because of: {failed}")
+        else:
+            failed = name
+            advice = "docs/decisions/0002 lists the requirements on stores"
+            yield HealthFinding(check=name, verdict="wrong", found=check.detail, advice=advice)
 
 
 def _look_at_runs(session: Session) -> Iterator[HealthFinding]:
@@ -134,4 +156,6 @@ def _findings_blocks(findings: list[HealthFinding]) -> Iterator[Block]:
     columns = (TableColumn("CHECK"), TableColumn("RESULT"), TableColumn("FOUND"))
     rows = [Row((f.check, f.verdict, f.found), _STYLES[f.verdict] if f.verdict != "ok" else "") for f in findings]
     yield Table(columns, rows)
-    yield from (f"{f.check}: {f.found}. {f.advice}".removesuffix(". ") for f in findings if f.verdict != "ok")
+    for finding in findings:
+        if finding.verdict == "warning":
+            yield f"{finding.check}: {finding.found.rstrip('.')}. {finding.advice}".removesuffix(". ")

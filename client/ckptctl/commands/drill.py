@@ -13,11 +13,11 @@ from ckptapi.bodies import DrillBody, DrillJob
 from ckptctl.commands.jobs import follow
 from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
-from ckptctl.session import Session
+from ckptctl.session import Session, parse_reference
 from ckptstore import human
 from ckptstore.commits.audit import operator
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
-from ckptstore.names import LATEST, Reference, check_run
+from ckptstore.names import Reference
 from ckptstore.retention.drilling import MAX_RANKS, drill, last_drill
 from ckptstore.retention.scrubbing import RateLimiter
 from ckptstore.run import Run
@@ -52,7 +52,7 @@ def drill_checkpoint(
     this speed, on one host or at the limit of the store.
     """
     session: Session = ctx.obj
-    reference = Reference.parse(checkpoint if "@" in checkpoint else f"{check_run(checkpoint)}@{LATEST}")
+    reference = parse_reference(checkpoint)
     if last and (ranks or rate):
         raise InvalidRequest("--last drills nothing", "Leave out --ranks and --rate, or --last")
     if last:

@@ -50,10 +50,10 @@ def import_checkpoint(
     committed when all data is in the store. Existing checkpoints are never replaced.
     """
     session: Session = ctx.obj
+    kind = choose_format(path, format)
     # If the store's create-only writes overwrite, the daemon decides who commits.
     store = with_remote_create(session.store("import"), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
     run, attempt = new_attempt(store, to, session.clock)
-    kind = choose_format(path, format)
     foreign = read_foreign(path, kind, item)
     with session.screen.progress("importing", foreign.raw_bytes) as progress:
         made = write_checkpoint(Run(store, run, session.clock), attempt, foreign, progress)

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from functools import partial
 from itertools import compress
+from math import inf, isfinite
 from typing import Annotated
 
 import typer
 
 from ckptapi.bodies import CheckpointBody, RunBody
-from ckptctl.commands.arguments import RunOption
+from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order
+from ckptctl.commands.arguments import RunArgument
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
+from ckptstore.errors import InvalidRequest
 
+_ORDERS = {"time": "committed_at", "size": "stored_bytes"}
+_TIME = "An age (24h, 7d) or a moment (2026-11-22T10:00:00Z)."
+LimitOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Show the first N of each run.", show_default=False)
+]
+StateOption = Annotated[
+    list[State] | None, typer.Option("--state", help="Only these states. Repeatable.", show_default=False)
+]
+MetricOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME<=NUMBER", help="Only with this metric; also >=. Repeatable.", show_default=False),
+]
+TagOption = Annotated[
+    list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only with this tag. Repeatable.", show_default=False)
+]
+StepOption = Annotated[int | None, typer.Option(min=0, metavar="STEP", help="Limit the steps.", show_default=False)]
+MomentOption = Annotated[str | None, typer.Option(metavar="TIME", help=_TIME, show_default=False)]
+SortOption = Annotated[str, typer.Option(metavar="ORDER", help="run, step, time, size, metric:NAME; - descends.")]
 STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.ABANDONED: "dim", State.CORRUPT: "red"}
 
 
@@ -27,32 +50,95 @@ def register(app: typer.Typer) -> None:
 
 def list_checkpoints(
     ctx: typer.Context,
-    run: RunOption = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Show the newest N of each run.", show_default=False)
-    ] = None,
-    tag: Annotated[
-        str | None, typer.Option(metavar="NAME[=VALUE]", help="Only checkpoints with this tag.", show_default=False)
-    ] = None,
+    run: RunArgument = None,
+    limit: LimitOption = None,
+    state: StateOption = None,
+    metric: MetricOption = None,
+    tag: TagOption = None,
+    min_step: StepOption = None,
+    max_step: StepOption = None,
+    since: MomentOption = None,
+    until: MomentOption = None,
+    sort: SortOption = "run",
 ) -> None:
-    """List checkpoints by run, newest step first."""
+    """List checkpoints by run, newest step first.
+
+    All conditions must hold. A time is an age such as 24h or 7d, or a moment such as 2026-11-22T10:00:00Z. --sort takes
+    run, step, time, size or metric:NAME, with a minus sign for descending order. --limit counts for each run in the
+    order by run, otherwise for all.
+    """
     session: Session = ctx.obj
+    now = session.clock()
+    wanted = Filter(
+        run=run,
+        states=frozenset(state or ()),
+        min_step=min_step,
+        max_step=max_step,
+        since=None if since is None else _moment(since, now),
+        until=None if until is None else _moment(until, now),
+        bounds=tuple(Bound.parse(text) for text in metric or ()),
+        tags=tuple(Tagged.parse(text) for text in tag or ()),
+    )
+    arrange = _arrangement(sort)
+    listed = session.checkpoints(run)
+    found = {name: [c for c in checkpoints if wanted.admits(c)] for name, checkpoints in listed.items()}
+    if sort != Sort.RUN:
+        every = [c for checkpoints in found.values() for c in checkpoints]
+        found = {"": arrange(every)} if every else {}
+    _show_some(session, found, limit, unfiltered=wanted == Filter(run=run))
+
+
+def _show_some(session: Session, found: dict[str, list[Checkpoint]], limit: int | None, unfiltered: bool) -> None:
     shown: list[Checkpoint] = []
-    for name, listed in session.checkpoints(run).items():
-        found = [c for c in listed if tag is None or _is_tagged(c, tag)]
-        shown += found[:limit]
-        if len(found) > len(found[:limit]):
-            session.screen.note(f"{len(found[:limit])} of {human.count(len(found), 'checkpoint')} of run {name} shown")
+    for name, checkpoints in found.items():
+        shown += checkpoints[:limit]
+        if len(checkpoints) > len(checkpoints[:limit]):
+            of_run = f" of run {name}" if name else ""
+            total = human.count(len(checkpoints), "checkpoint")
+            session.screen.note(f"{len(checkpoints[:limit])} of {total}{of_run} shown")
     if not shown:
-        session.screen.note(f"no checkpoint in {session.source.url}")
+        none = "no checkpoint" if unfiltered else "no checkpoint that meets all conditions"
+        session.screen.note(f"{none} in {session.source.url}")
     bodies = [CheckpointBody.of(c) for c in shown]
     session.screen.emit(bodies, [c.id for c in shown], [checkpoint_table(shown, session.clock())] if shown else [])
 
 
-def show_latest(ctx: typer.Context, run: RunOption = None) -> None:
-    """Show the newest checkpoint.
+def _arrangement(text: str) -> Callable[[list[Checkpoint]], list[Checkpoint]]:
+    """The function that sorts as `text` requests. Raises InvalidRequest."""
+    falling, name = text.startswith("-"), text.removeprefix("-")
+    kind, _, metric = name.partition(":")
+    if kind == "metric" and metric:
 
-    With --run, the one with the highest step; otherwise the one that was committed last.
+        def by_metric(found: list[Checkpoint]) -> list[Checkpoint]:
+            measured = [c for c in in_order(found, Sort.RUN) if isfinite(c.metrics.get(metric, inf))]
+            measured.sort(key=lambda c: c.metrics[metric], reverse=falling)
+            return [*measured, *(c for c in in_order(found, Sort.RUN) if not isfinite(c.metrics.get(metric, inf)))]
+
+        return by_metric
+    try:
+        order = Sort(text[:falling] + _ORDERS.get(name, name))
+    except ValueError:
+        raise InvalidRequest(f"{text!r} is not an order", "Use run, step, time, size or metric:NAME") from None
+    return partial(in_order, sort=order)
+
+
+def _moment(text: str, now: float) -> float:
+    """The moment of an age (24h) or of an RFC 3339 time, in seconds since the epoch. Raises InvalidRequest."""
+    try:
+        at = datetime.fromisoformat(text)
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+    except ValueError:
+        pass
+    try:
+        return now - human.parse_duration(text)
+    except InvalidRequest:
+        raise InvalidRequest(f"{text!r} is not a time", "Write 90s, 30m, 24h, 7d or 2026-11-22T10:00:00Z") from None
+
+
+def show_latest(ctx: typer.Context, run: RunArgument = None) -> None:
+    """Show the newest checkpoint of a run: the highest step of its newest generation.
+
+    RUN may be left out if the store holds only one run.
     """
     session: Session = ctx.obj
     found = session.source.latest(run)
@@ -130,12 +216,6 @@ def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
         ("tags", human.tags(c.tags) or "none"),
     ]
     return Facts(pairs)
-
-
-def _is_tagged(checkpoint: Checkpoint, tag: str) -> bool:
-    name, equals, value = tag.partition("=")
-    found = checkpoint.tags.get(name)
-    return found is not None and (found == value or not equals)
 
 
 def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from ckptctl.commands.arguments import CheckpointArgument, RunOption
+from ckptctl.commands.arguments import CheckpointArgument, RunArgument
 from ckptctl.commands.deletion import ReasonOption
 from ckptctl.render import Row, Table, TableColumn
 from ckptctl.session import Session
-from ckptstore.names import Reference
 from ckptstore.retention.pins import NamedPin
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.")]
@@ -29,7 +28,7 @@ def pin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument, 
     A checkpoint may have several pins, and a name may pin several checkpoints.
     """
     session: Session = ctx.obj
-    found = session.source.find(Reference.parse(checkpoint))
+    found = session.find(checkpoint)
     session.operator.pin(found, name, reason)
     session.screen.emit(NamedPin(id=found.id, name=name), [found.id], [f"pinned {found.id} as {name}"])
 
@@ -37,12 +36,12 @@ def pin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument, 
 def unpin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument) -> None:
     """Remove a pin; a missing pin is ignored."""
     session: Session = ctx.obj
-    found = session.source.find(Reference.parse(checkpoint))
+    found = session.find(checkpoint)
     session.operator.unpin(found, name)
     session.screen.emit(NamedPin(id=found.id, name=name), [found.id], [f"unpinned {found.id} from {name}"])
 
 
-def show_pins(ctx: typer.Context, run: RunOption = None) -> None:
+def show_pins(ctx: typer.Context, run: RunArgument = None) -> None:
     """List pins, by run and step."""
     session: Session = ctx.obj
     found = [body for name in session.run_names(run) for body in session.operator.pins(name)]

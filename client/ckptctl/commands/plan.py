@@ -27,7 +27,8 @@ from ckptctl.commands.rules import (
 from ckptctl.completion import checkpoint_names, run_names
 from ckptctl.exits import NotWritten
 from ckptctl.safetensors_file import StoredTensor, read_header
-from ckptctl.session import Session, Target, open_target
+from ckptctl.session import Session, open_target
+from ckptctl.targets import Target
 from ckptplan.history import SAVE_COST, SaveCost, contents, history
 from ckptplan.inputs import PlanInputs
 from ckptplan.layout import Sharding

@@ -55,7 +55,7 @@ def register(app: typer.Typer) -> None:
 def show(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Option("--run", "-r", metavar="RUN", help="Show the rules for this run.", show_default=False)
+        str | None, typer.Argument(metavar="[RUN]", help="Show the rules for this run.", show_default=False)
     ] = None,
 ) -> None:
     """Show the policies in force, as a file for policy apply."""
@@ -94,11 +94,9 @@ def change_rules(
     ctx: typer.Context,
     run: Annotated[
         str | None,
-        typer.Option(
-            "--run",
-            "-r",
-            metavar="GLOB",
-            help="Set the rules of these runs instead of the default.",
+        typer.Argument(
+            metavar="[RUN]",
+            help="Set the rules of these runs instead of the default; * and ? are wildcards.",
             show_default=False,
         ),
     ] = None,

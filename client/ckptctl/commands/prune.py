@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import PruneBody
+from ckptctl.commands.arguments import RunArgument
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.commands.rules import (
     KeepAbandonedOption,
@@ -39,6 +40,7 @@ def register(app: typer.Typer) -> None:
 
 def prune(
     ctx: typer.Context,
+    run: RunArgument = None,
     keep: KeepOption = None,
     keep_every: KeepEveryOption = 0,
     keep_hourly: KeepHourlyOption = 0,
@@ -49,9 +51,6 @@ def prune(
     max_bytes: MaxBytesOption = None,
     keep_abandoned: KeepAbandonedOption = None,
     keep_healthy: KeepHealthyOption = False,
-    run: Annotated[
-        str | None, typer.Option("--run", "-r", metavar="GLOB", help="These runs only.", show_default=False)
-    ] = None,
     grace: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Time until the data is deleted; undelete works until then.  [default: 24h]"),

@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
-from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.errors import InvalidRequest
+from ckptstore.names import is_ulid
 
 _STYLES = {
     RestoreState.RESTORING: "",
@@ -33,10 +32,12 @@ def register(app: typer.Typer) -> None:
 
 def show_restores(
     ctx: typer.Context,
-    id: Annotated[
-        str | None, typer.Argument(metavar="[RESTORE]", help="Show this session with its ranks.", show_default=False)
+    which: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|RESTORE]", help="The sessions of a run, or one session with its ranks.", show_default=False
+        ),
     ] = None,
-    run: RunOption = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the sessions until they have ended.")] = False,
 ) -> None:
@@ -46,8 +47,7 @@ def show_restores(
     """
     session: Session = ctx.obj
     daemon = session.daemon("restores")
-    if id is not None and run is not None:
-        raise InvalidRequest("both a restore and a run are set", "Leave out --run")
+    id, run = (which, None) if which is not None and is_ulid(which) else (None, which)
 
     def look() -> list[RestoreBody]:
         return [daemon.restore_session(id)] if id is not None else daemon.restore_sessions(run, limit)

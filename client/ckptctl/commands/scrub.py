@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import HealJob, VerifyJob
-from ckptctl.commands.arguments import RunOption
 from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.verify import VerificationBody, verification_blocks
 from ckptctl.completion import checkpoint_names
@@ -30,16 +29,15 @@ def register(app: typer.Typer) -> None:
 
 def scrub_checkpoints(
     ctx: typer.Context,
-    checkpoint: Annotated[
+    which: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ID]",
-            help="Only this checkpoint, even if it is known to be corrupt.",
+            metavar="[RUN[@STEP]]",
+            help="All checkpoints of a run, or one checkpoint, even if it is known to be corrupt.",
             show_default=False,
             autocompletion=checkpoint_names,
         ),
     ] = None,
-    run: RunOption = None,
     older: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Only checkpoints not verified for this time: 12h, 30d.", show_default=False),
@@ -70,6 +68,7 @@ def scrub_checkpoints(
     session: Session = ctx.obj
     if copy is not None and not heal:
         raise InvalidRequest("--from is given without --heal", "Add --heal")
+    checkpoint, run = (which, None) if which is not None and "@" in which else (None, which)
     wanted = _Wanted(checkpoint, run, older, limit, rate, heal, copy)
     session.dispatch(lambda: _scrub_by_job(session, wanted), lambda: _scrub_here(session, wanted))
 

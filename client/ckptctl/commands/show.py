@@ -13,14 +13,14 @@ from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
-from ckptctl.session import Session
+from ckptctl.session import Session, parse_reference
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.references import referenced_attempts
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.documents import Content, Shard
 from ckptstore.format.planning import derived_bytes, entry_bytes
-from ckptstore.names import Reference, checkpoint_id
+from ckptstore.names import checkpoint_id
 from ckptstore.reading.source import Source, read_manifest
 
 
@@ -94,7 +94,7 @@ def show(
 
 def find_readable(source: Source, text: str) -> Checkpoint:
     """The checkpoint that `text` names. Raises InvalidName, NoCheckpoint, or CorruptObject for a damaged outcome."""
-    found = source.find(Reference.parse(text))
+    found = source.find(parse_reference(text))
     if found.state is State.CORRUPT:
         raise CorruptObject(f"{found.id} cannot be read: {found.problem}", "Use another checkpoint")
     return found

@@ -13,7 +13,6 @@ from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.session import Session
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import InvalidRequest
-from ckptstore.names import Reference
 
 LabelsArgument = Annotated[
     list[str] | None,
@@ -50,7 +49,7 @@ def tag(
     change = LabelChange(dict(map(_tag, labels or ())), dict(map(_metric, metric or ())))
     if not change.tags and not change.metrics:
         raise InvalidRequest("there is nothing to set or remove", "Pass a tag, or --metric NAME=NUMBER")
-    found = session.source.find(Reference.parse(checkpoint))
+    found = session.find(checkpoint)
     after = session.operator.label(found, change, reason)
     session.screen.emit(CheckpointBody.of(after), [after.id], [checkpoint_facts(after, session.clock())])
 

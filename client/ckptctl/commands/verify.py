@@ -8,15 +8,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptctl.commands.arguments import RunOption
+from ckptctl.commands.arguments import ChosenArgument
 from ckptctl.commands.listing import short_id
-from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
-from ckptstore.names import Reference
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import Source
 from ckptstore.reading.verify import Verification
@@ -54,17 +52,8 @@ def register(app: typer.Typer) -> None:
 
 def verify(
     ctx: typer.Context,
-    checkpoint: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="ID",
-            help="RUN@STEP, RUN@STEP.ULID or RUN@latest.",
-            show_default=False,
-            autocompletion=checkpoint_names,
-        ),
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All checkpoints, or all checkpoints of --run.")] = False,
-    run: RunOption = None,
+    which: ChosenArgument = None,
+    everything: Annotated[bool, typer.Option("--all", help="All checkpoints of all runs.")] = False,
 ) -> None:
     """Read checkpoints completely and verify all checksums.
 
@@ -72,7 +61,7 @@ def verify(
     """
     session: Session = ctx.obj
     session.operator.read_past_caches()  # bytes from a cache prove nothing about the store
-    chosen = _choose(session, checkpoint, everything, run)
+    chosen = _choose(session, which or [], everything)
     results = list(_verify_each(session, chosen))
     damaged = [result for result in results if not result.ok]
     bodies = [VerificationBody.of(result) for result in results]
@@ -84,12 +73,15 @@ def verify(
         )
 
 
-def _choose(session: Session, checkpoint: str | None, everything: bool, run: str | None) -> list[Checkpoint]:
-    if (checkpoint is not None) == everything or (run is not None and not everything):
-        raise InvalidRequest("verify takes the ID of one checkpoint, or --all with an optional --run")
-    if checkpoint is not None:
-        return [session.source.find(Reference.parse(checkpoint))]
-    return [c for found in session.checkpoints(run).values() for c in found]
+def _choose(session: Session, which: Sequence[str], everything: bool) -> list[Checkpoint]:
+    if bool(which) == everything:
+        raise InvalidRequest(
+            "verify needs checkpoints or runs, or --all, not both" if which else "nothing to verify is given",
+            "Give RUN@STEP, RUN for all checkpoints of a run, or --all for all runs",
+        )
+    if everything:
+        return [c for found in session.checkpoints(None).values() for c in found]
+    return [c for text in which for c in session.chosen(text)]
 
 
 def _verify_each(session: Session, checkpoints: Sequence[Checkpoint]) -> Iterator[Verification]:

@@ -99,7 +99,15 @@ def _look(source: Source, run: str | None) -> dict[str, Checkpoint]:
 
 def _event(kind: EventKind, checkpoint: Checkpoint, at: float, detail: dict[str, object]) -> EventBody:
     detail = {"step": checkpoint.step, **detail}
-    return EventBody(id=int(at * 1000), at=at, kind=kind, run=checkpoint.run, checkpoint=checkpoint.id, detail=detail)
+    return EventBody(
+        id=int(at * 1000),
+        at=at,
+        time=human.rfc3339(at),
+        kind=kind,
+        run=checkpoint.run,
+        checkpoint=checkpoint.id,
+        detail=detail,
+    )
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, object]:

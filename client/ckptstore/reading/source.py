@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
@@ -13,7 +13,7 @@ from ckptstore.commits import catalog, leases
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.generations import read_generation
 from ckptstore.commits.labels import with_labels
-from ckptstore.errors import CorruptObject, NoCheckpoint
+from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
 from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
 from ckptstore.names import Reference
@@ -21,6 +21,8 @@ from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
 
 _RECEIPT_THREADS = 16
+MOST_NAMED = 20
+"""Maximum number of runs that an error lists."""
 
 
 class Source(Protocol):
@@ -42,7 +44,10 @@ class Source(Protocol):
         """Checkpoints for a restore to try, newest step first, read lazily. Corrupt ones are included for reports."""
 
     def latest(self, run: str | None = None) -> Checkpoint:
-        """The newest checkpoint of a run; without a run, the one committed last. Raises NoCheckpoint."""
+        """The newest checkpoint of a run. Raises NoCheckpoint.
+
+        run: may be None if only one run has checkpoints; otherwise InvalidRequest lists them.
+        """
 
     def find(self, reference: Reference) -> Checkpoint:
         """The checkpoint of a reference. Raises NoCheckpoint."""
@@ -97,10 +102,7 @@ class StoreSource:
         if run is not None:
             return self._labelled(catalog.latest(self._run(run)))
         newest = chain.from_iterable(_first(catalog.newest_first(self._run(name))) for name in self.runs())
-        found = max(newest, key=lambda checkpoint: checkpoint.committed_at, default=None)
-        if found is None:
-            raise NoCheckpoint(f"no run has a checkpoint in {self.url}", "Check the URL of the store")
-        return self._labelled(found)
+        return self._labelled(only_run(list(newest), self.url))
 
     def find(self, reference: Reference) -> Checkpoint:
         """Reads outcomes, newest step first, or only the one that is named; and the document of its generation."""
@@ -140,6 +142,23 @@ class StoreSource:
 
     def close(self) -> None:
         """A store holds no connections of its own: fsspec shares them within the process."""
+
+
+def only_run(newest: Sequence[Checkpoint], url: str) -> Checkpoint:
+    """The newest checkpoint where no run is named, given the newest ones of all runs, or of more than MOST_NAMED.
+
+    Raises NoCheckpoint if there is none, InvalidRequest if there are several.
+    """
+    if not newest:
+        raise NoCheckpoint(f"no run has a checkpoint in {url}", "Check the URL of the store")
+    if len(newest) > 1:
+        names = [checkpoint.run for checkpoint in newest[:MOST_NAMED]]
+        more = ", and more" if len(newest) > MOST_NAMED else ""
+        raise InvalidRequest(
+            f"no run is named, and {url} has several: {', '.join(names)}{more}",
+            "Name the run: each has a latest checkpoint",
+        )
+    return newest[0]
 
 
 def read_manifest(source: Source, checkpoint: Checkpoint) -> Manifest:

@@ -82,7 +82,7 @@ def test_checkpointer_restores_the_model_that_two_ranks_saved(ranks: str) -> Non
 def test_ckptctl_shows_verifies_and_exports_it(ranks: str, tmp_path: Path) -> None:
     expected = make_model(1)
     make_optimizer(expected)
-    assert [row["step"] for row in invoke("ls", "-r", "fsdp", "--store", ranks, "-o", "json").json] == [3, 2, 1]
+    assert [row["step"] for row in invoke("ls", "fsdp", "--store", ranks, "-o", "json").json] == [3, 2, 1]
     assert "model/0.weight" in invoke("show", "fsdp@1", "--store", ranks, "-o", "json").stdout
     assert invoke("verify", "fsdp@1", "--store", ranks).code == 0
     done = invoke("export", "fsdp@1", "--to", tmp_path / "all.pt", "--store", ranks)

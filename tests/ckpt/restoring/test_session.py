@@ -80,7 +80,7 @@ def test_a_session_ends_restored_and_reports_what_each_rank_fetched(job: Job, da
     assert session.ranks is not None
     for rank in session.ranks:
         assert rank.done_bytes == rank.total_bytes > 25_000_000
-    line = invoke("restores", "--run", RUN, "--url", daemon.url).stdout.splitlines()[1].split()
+    line = invoke("restores", RUN, "--url", daemon.url).stdout.splitlines()[1].split()
     assert line[:5] == [session.id, f"{RUN}@2", "restored", "2/2", "100%"]
 
 

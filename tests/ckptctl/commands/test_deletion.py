@@ -47,7 +47,7 @@ def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Stor
 
 
 def test_prune_of_one_run_leaves_the_others_alone(folder: Path, filled: Store) -> None:
-    assert invoke("prune", "--keep", 1, "--run", "gpt", "--yes", "--store", folder).code == 0
+    assert invoke("prune", "--keep", 1, "gpt", "--yes", "--store", folder).code == 0
     assert (steps(filled, "gpt"), steps(filled, "wide")) == ([40], [5])
 
 
@@ -78,7 +78,7 @@ def test_prune_refuses_to_keep_nothing(folder: Path, filled: Store, keep: str) -
 
 def test_a_run_that_is_named_must_exist(folder: Path) -> None:
     for args in (("prune", "--keep", "1", "--yes"), ("gc",)):
-        done = invoke(*args, "--run", "typo", "--store", folder, "-o", "json")
+        done = invoke(*args, "typo", "--store", folder, "-o", "json")
         assert (done.code, done.error["code"]) == (4, "no_checkpoint")
 
 
@@ -86,7 +86,7 @@ def test_what_is_being_read_stays(folder: Path, filled: Store) -> None:
     run = Run(filled, "gpt")
     oldest = list_checkpoints(run)[-1]
     take_lease(run, oldest.attempt, "restore on node7", 600)
-    done = invoke("prune", "--keep", 1, "--run", "gpt", "--dry-run", "--store", folder)
+    done = invoke("prune", "--keep", 1, "gpt", "--dry-run", "--store", folder)
     assert "lease:restore on node7" in done.stdout
     assert invoke("prune", "--keep", 1, "--yes", "--store", folder).code == 0
     assert steps(filled, "gpt") == [40, 10]
@@ -104,7 +104,7 @@ def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, fille
     ]
     assert steps(filled, "gpt")[0] == 50
     write_rank(filled, "gpt", fresh, sample_arrays())
-    done = invoke("gc", "--run", "gpt", "--grace", "0s", "--store", folder)
+    done = invoke("gc", "gpt", "--grace", "0s", "--store", folder)
     assert done.code == 0
     assert f"aborted gpt@60.{partial.ulid}" in done.stdout
     assert f"rolled forward gpt@70.{fresh.ulid}" in done.stdout
@@ -131,7 +131,7 @@ def test_without_a_grace_the_space_is_free_at_once(folder: Path, filled: Store) 
 
 def test_a_deletion_is_seen_and_taken_back(folder: Path, filled: Store) -> None:
     before = list_checkpoints(Run(filled, "gpt"))
-    assert invoke("prune", "--keep", 1, "--run", "gp*", "--yes", "--store", folder).code == 0
+    assert invoke("prune", "--keep", 1, "gp*", "--yes", "--store", folder).code == 0
     assert steps(filled, "gpt") == [40]
     waiting = invoke("deleted", "--store", folder, "-o", "json").json
     assert [body["id"] for body in waiting] == [c.id for c in sorted(before[1:], key=lambda c: c.attempt, reverse=True)]
@@ -143,7 +143,7 @@ def test_a_deletion_is_seen_and_taken_back(folder: Path, filled: Store) -> None:
     assert steps(filled, "gpt") == [40, 10]
     again = invoke("undelete", "gpt@10", "--store", folder, "-o", "json")
     assert (again.code, again.error["code"]) == (4, "no_checkpoint")
-    log = invoke("audit", "--run", "gpt", "--store", folder, "-o", "json").json
+    log = invoke("audit", "gpt", "--store", folder, "-o", "json").json
     assert [(r["action"], r["reason"], len(r["ids"])) for r in log] == [
         ("undelete", "a mistake", 1),
         ("pin", "undeleted", 1),
@@ -172,12 +172,12 @@ def test_rm_asks(folder: Path, filled: Store) -> None:
 
 def test_rules_add_up_and_give_reasons(folder: Path, filled: Store) -> None:
     rules = ("--keep-every", 20, "--keep-best", "loss:max:1", "--keep-within", "2h", "--keep-daily", 1)
-    plan = invoke("prune", *rules, "--run", "gpt", "--dry-run", "--store", folder, "-o", "json").json
+    plan = invoke("prune", *rules, "gpt", "--dry-run", "--store", folder, "-o", "json").json
     found = {item["checkpoint"]["step"]: item["reasons"] for item in plan["items"] if item["reasons"]}
     assert found.keys() == {40, 20, 10}
     assert found[10] == ["best-loss-1"]
     assert {"every-20", "daily-1"} <= set(found[40])
-    small = invoke("prune", "--max-bytes", "3MB", "--run", "gpt", "--dry-run", "--store", folder, "-o", "json").json
+    small = invoke("prune", "--max-bytes", "3MB", "gpt", "--dry-run", "--store", folder, "-o", "json").json
     assert small["items"][0]["reasons"] == ["fits"]
     assert sum(bool(item["reasons"]) for item in small["items"]) == 1
 
@@ -196,3 +196,15 @@ def test_most_checkpoints_go_only_after_confirmation_or_force(folder: Path, fill
     assert len(steps(filled, "gpt")) == 15
     assert invoke("prune", "--keep", 1, "--yes", "--force", "--store", folder).code == 0
     assert steps(filled, "gpt") == [109]
+
+
+def test_several_checkpoints_are_deleted_or_none_if_a_name_is_wrong(folder: Path) -> None:
+    wrong = invoke("rm", "gpt@10", "gpt@11", "--yes", "--store", folder)
+    assert (wrong.code, "step 11" in wrong.stderr) == (4, True)
+    assert len(invoke("ls", "gpt", "--store", folder, "-o", "id").stdout.split()) == 5
+    assert invoke("pin", "gpt@20", "paper", "--store", folder).code == 0
+    part = invoke("rm", "gpt@10", "gpt@20", "gpt@10", "--yes", "--store", folder, "-o", "json")
+    assert (part.code, [body["step"] for body in part.json]) == (3, [10])
+    assert [body["step"] for body in invoke("ls", "gpt", "--store", folder, "-o", "json").json] == [40, 30, 30, 20]
+    both = invoke("rm", "gpt@30", "gpt@20", "--yes", "--store", folder, "-o", "id")
+    assert (both.code, both.stdout.partition(".")[0]) == (3, "gpt@30")

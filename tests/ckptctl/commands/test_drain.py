@@ -68,7 +68,7 @@ def test_too_little_time_is_an_error_and_another_run_is_not_waited_for(
     assert (body["durable"], body["savers"], body["left"][0]["run"]) == (False, 1, "r")
     assert body["left"][0]["uploading"] == 2
     assert "not done after 0.1 s" in partly.stderr
-    other = drain(tmp_path, "--timeout", "0", "--run", "other")
+    other = drain(tmp_path, "--timeout", "0", "other")
     assert (other.returncode, json.loads(other.stdout)["savers"]) == (0, 0)
     # A saver that was killed leaves a note, which counts for nothing and is removed.
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -79,7 +79,7 @@ def test_too_little_time_is_an_error_and_another_run_is_not_waited_for(
 
 
 def test_no_saver_is_no_error(tmp_path: Path) -> None:
-    done = drain(tmp_path, "--run", "nothing-of-this-name")
+    done = drain(tmp_path, "nothing-of-this-name")
     assert (done.returncode, json.loads(done.stdout)) == (
         0, {"durable": True, "seconds": json.loads(done.stdout)["seconds"], "savers": 0, "left": []},
     )  # fmt: skip

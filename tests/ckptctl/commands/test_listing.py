@@ -1,7 +1,10 @@
 import json
+import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+import yaml
 
 from ckptapi.bodies import CheckpointBody
 from ckptstore.clock import system_clock
@@ -12,6 +15,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke
+from tests.support.daemons import running_daemon
 
 
 def test_ls_lists_the_newest_step_first_and_marks_superseded_ones(folder: Path) -> None:
@@ -41,16 +45,20 @@ def test_ls_limits_each_run_and_reports_what_is_missing(folder: Path) -> None:
 
 def test_json_equals_the_daemons_answer(folder: Path, filled: Store) -> None:
     expected = [msgspec.to_builtins(CheckpointBody.of(c)) for c in list_checkpoints(Run(filled, "gpt"))]
-    assert invoke("ls", "--store", folder, "--run", "gpt", "-o", "json").json == expected
-    lines = invoke("ls", "--store", folder, "--run", "gpt", "-o", "jsonl").stdout.splitlines()
+    assert invoke("ls", "--store", folder, "gpt", "-o", "json").json == expected
+    lines = invoke("ls", "--store", folder, "gpt", "-o", "jsonl").stdout.splitlines()
     assert [json.loads(line) for line in lines] == expected
-    assert invoke("latest", "--store", folder, "--run", "gpt", "-o", "json").json == expected[0]
+    assert invoke("latest", "--store", folder, "gpt", "-o", "json").json == expected[0]
 
 
-def test_latest_is_the_highest_step_of_a_run_and_the_last_commit_of_all(folder: Path) -> None:
-    assert invoke("latest", "--store", folder, "-o", "id").stdout.startswith("wide@5.")
-    assert invoke("latest", "--store", folder, "--run", "gpt", "-o", "id").stdout.startswith("gpt@40.")
-    shown = invoke("latest", "--store", folder, "--run", "gpt").stdout
+def test_latest_is_the_highest_step_of_a_run_which_must_be_named_unless_it_is_the_only_one(folder: Path) -> None:
+    done = invoke("latest", "--store", folder, "-o", "json")
+    assert (done.code, done.stdout, done.error["code"]) == (2, "", "invalid_request")
+    assert "gpt, wide" in done.error["message"]
+    shutil.move(folder / "wide", folder.parent)
+    assert invoke("latest", "--store", folder, "-o", "id").stdout.startswith("gpt@40.")
+    assert invoke("latest", "--store", folder, "gpt", "-o", "id").stdout.startswith("gpt@40.")
+    shown = invoke("latest", "--store", folder, "gpt").stdout
     assert "2.7 MiB, 2.3 MiB stored (83%)" in shown
     assert "UTC, 3h 00m ago; 0.5s after its capture" in shown
     assert "5 entries in 1 shard, written by 1 rank" in shown
@@ -70,13 +78,13 @@ def test_nothing_to_list_is_no_error_but_a_run_that_is_named_must_exist(tmp_path
     assert (done.code, done.json) == (0, [])
     assert "no checkpoint in file://" in done.stderr
     assert invoke("runs", "--store", tmp_path).code == 0
-    for args in (("ls", "--run", "gpt"), ("latest",), ("latest", "--run", "gpt"), ("show", "gpt@1")):
+    for args in (("ls", "gpt"), ("latest",), ("latest", "gpt"), ("show", "gpt@1")):
         done = invoke(*args, "--store", tmp_path, "-o", "json")
         assert (done.code, done.stdout, done.error["code"]) == (4, "", "no_checkpoint")
 
 
 def test_bad_names_are_refused(folder: Path) -> None:
-    for args in (("ls", "--run", "../x"), ("latest", "--run", "../x"), ("show", "gpt"), ("show", "../x@1")):
+    for args in (("ls", "../x"), ("latest", "../x"), ("ls", "a/*"), ("show", "../x@1")):
         done = invoke(*args, "--store", folder, "-o", "json")
         assert (done.code, done.error["code"]) == (2, "invalid_name")
 
@@ -90,10 +98,10 @@ def test_a_corrupt_outcome_is_listed_never_latest_and_cannot_be_shown(folder: Pa
     run = Run(filled, "gpt")
     newest = list_checkpoints(run)[0]
     (folder / run.keys.outcome(newest.attempt)).write_bytes(b"{}")
-    row = invoke("ls", "--store", folder, "--run", "gpt").stdout.splitlines()[1]
+    row = invoke("ls", "--store", folder, "gpt").stdout.splitlines()[1]
     assert row.startswith(f"{newest.id}  corrupt ")
     assert "does not match its checksum" in row
-    assert invoke("latest", "--store", folder, "--run", "gpt", "-o", "id").stdout.startswith("gpt@30.")
+    assert invoke("latest", "--store", folder, "gpt", "-o", "id").stdout.startswith("gpt@30.")
     done = invoke("show", newest.id, "--store", folder, "-o", "json")
     assert (done.code, done.error["code"]) == (5, "corrupt")
 
@@ -138,7 +146,7 @@ def test_branches_are_shown_where_a_run_has_some(folder: Path, filled: Store) ->
         number = begin_generation(run, Session(new_ulid(system_clock()), resumed_from)).number
         for step in steps:
             write_checkpoint(filled, "wide", step, generation=number)
-    shown = invoke("ls", "--run", "wide", "--store", folder).stdout.splitlines()
+    shown = invoke("ls", "wide", "--store", folder).stdout.splitlines()
     at = shown[0].index("GENERATION")
     assert [row[at:].split("  ")[0] for row in shown[1:]] == [
         "3, from step 5", "2", "1, from step 5", "1, from step 5", "0",
@@ -146,7 +154,63 @@ def test_branches_are_shown_where_a_run_has_some(folder: Path, filled: Store) ->
     assert [row.split()[1] for row in shown[1:]] == ["committed", "abandoned", "abandoned", "abandoned", "committed"]
     for step, line in ((6, "3, from step 5; live"), (20, "1, from step 5; abandoned"), (5, "0; live")):
         assert f"generation {line}" in " ".join(invoke("show", f"wide@{step}", "--store", folder).stdout.split())
-    found = invoke("ls", "--run", "wide", "--store", folder, "-o", "json").json
+    found = invoke("ls", "wide", "--store", folder, "-o", "json").json
     assert [body["generation"] for body in found] == [3, 2, 1, 1, 0]
     assert [body["abandoned_at"] is None for body in found] == [True, False, False, False, True]
     assert {body["parent"] for body in found} == {str(parent), None}
+
+
+def test_conditions_and_orders_are_those_of_the_daemon(folder: Path) -> None:
+    with running_daemon(folder.as_uri()) as daemon:
+        for options, query in (
+            (("--metric", "loss<=0.04"), "metric=loss%3C%3D0.04"),
+            (("--metric", "loss>=0.03", "--metric", "loss<=0.06"), "metric=loss%3E%3D0.03&metric=loss%3C%3D0.06"),
+            (("--state", "superseded"), "state=superseded"),
+            (("--min-step", "20", "--max-step", "30"), "min_step=20&max_step=30"),
+            (("g*", "--sort", "step"), "run=g*&sort=step"),
+            (("--sort", "-time"), "sort=-committed_at"),
+            (("--sort", "size"), "sort=stored_bytes"),
+            (("--sort", "-size"), "sort=-stored_bytes"),
+        ):
+            expected = [body["id"] for body in daemon.get(f"/v1/checkpoints?{query}").json()["items"]]
+            for target in (("--store", folder), ("--url", daemon.url)):
+                assert invoke("ls", *options, *target, "-o", "id").stdout.split() == expected, options
+
+
+def test_times_are_ages_or_moments(folder: Path) -> None:
+    def steps(*options: str) -> list[int]:
+        return [body["step"] for body in invoke("ls", "gpt", *options, "--store", folder, "-o", "json").json]
+
+    assert steps("--since", "4h") == [40]
+    assert steps("--until", "4h") == [30, 30, 20, 10]
+    (moment,) = [
+        datetime.fromtimestamp(body["committed_at"] - 0.001, UTC).isoformat()
+        for body in invoke("ls", "gpt", "--state", "superseded", "--store", folder, "-o", "json").json
+    ]
+    assert steps("--since", moment) == [40, 30, 30]
+    assert steps("--since", moment.replace("+00:00", "Z")) == [40, 30, 30]
+
+
+def test_the_best_by_a_metric(folder: Path) -> None:
+    best = invoke("ls", "--sort", "metric:loss", "--limit", 2, "--store", folder, "-o", "json").json
+    assert [body["step"] for body in best] == [40, 30]
+    worst = invoke("ls", "--sort", "-metric:loss", "--store", folder, "-o", "json").json
+    assert [body["step"] for body in worst] == [10, 20, 30, 30, 40, 5], "without the metric comes last"
+    none = invoke("ls", "--metric", "loss<=0", "--store", folder)
+    assert (none.code, "meets all conditions" in none.stderr) == (0, True)
+
+
+def test_yaml_says_what_json_says(folder: Path) -> None:
+    for args in (("ls",), ("show", "gpt"), ("runs",), ("latest", "gpt"), ("policy", "show")):
+        shown = invoke(*args, "--store", folder, "-o", "yaml").stdout
+        assert yaml.safe_load(shown) == invoke(*args, "--store", folder, "-o", "json").json
+    failed = invoke("ls", "typo", "--store", folder, "-o", "yaml")
+    assert yaml.safe_load(failed.stderr)["code"] == "no_checkpoint"
+
+
+def test_names_from_kubectl_work(folder: Path) -> None:
+    for alias, command in (("list", "ls"), ("get", "ls"), ("describe gpt", "show gpt")):
+        shown = invoke(*alias.split(), "--store", folder, "-o", "json")
+        assert (shown.code, shown) == (0, invoke(*command.split(), "--store", folder, "-o", "json"))
+    assert invoke("delete", "gpt@10", "--yes", "--store", folder).code == 0
+    assert "\n  delete" not in invoke("--help").stdout.replace("\n  deleted", "")

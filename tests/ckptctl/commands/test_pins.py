@@ -22,9 +22,9 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path, filled: Store) 
         oldest.id,
         "v1.0",
     ]
-    plan = invoke("prune", "--keep", 1, "--run", "gpt", "--dry-run", "--store", folder)
+    plan = invoke("prune", "--keep", 1, "gpt", "--dry-run", "--store", folder)
     assert "pin:paper, pin:v1.0" in plan.stdout
-    assert invoke("prune", "--keep", 1, "--run", "gpt", "--yes", "--store", folder).code == 0
+    assert invoke("prune", "--keep", 1, "gpt", "--yes", "--store", folder).code == 0
     assert [c.step for c in list_checkpoints(run)] == [40, 10]
     refused = invoke("rm", "gpt@10", "--yes", "--store", folder, "-o", "json")
     assert (refused.code, refused.error["code"]) == (6, "checkpoint_held")

@@ -41,10 +41,8 @@ def test_policies_are_applied_shown_and_kept(folder: Path, filled: Store, tmp_pa
     assert (done.code, done.stdout) == (0, "policies, version 1, are in force\n")
     shown = invoke("policy", "show", "--store", folder).stdout
     assert parse_policies(shown) == parse_policies(file.read_text())
-    assert yaml.safe_load(invoke("policy", "show", "--run", "gpt", "--store", folder).stdout)["default"] == {
-        "keep_last": 2
-    }
-    assert invoke("policy", "show", "--run", "wide", "--store", folder).stdout == "run wide is never pruned\n"
+    assert yaml.safe_load(invoke("policy", "show", "gpt", "--store", folder).stdout)["default"] == {"keep_last": 2}
+    assert invoke("policy", "show", "wide", "--store", folder).stdout == "run wide is never pruned\n"
     assert invoke("policy", "apply", file, "--expect", 0, "--store", folder).code == 6
     assert invoke("policy", "clear", "--store", folder).code == 0
     history = invoke("policy", "history", "--store", folder, "-o", "json").json
@@ -76,9 +74,9 @@ def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
     assert change() == 2, "no rule"
     assert change("--keep", 0) == 2, "nothing would stay"
     assert change("--keep", 5, "--keep-best", "loss:min:3", "--reason", "space") == 0
-    assert change("--run", "w*", "--keep-within", "12h") == 0
-    assert change("--run", "wide", "--keep-every", 1000) == 0
-    assert change("--run", "w*", "--max-bytes", "1GB", "--keep-abandoned", "0s") == 0
+    assert change("w*", "--keep-within", "12h") == 0
+    assert change("wide", "--keep-every", 1000) == 0
+    assert change("w*", "--max-bytes", "1GB", "--keep-abandoned", "0s") == 0
     assert change("--keep-abandoned", "1d") == 2, "nothing of the live lineage would stay"
     found = read_policies(filled)
     assert found is not None

@@ -57,13 +57,13 @@ def job(client: DaemonClient, run: str) -> str:
 def test_a_list_shows_how_far_they_are(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
     failed = client.join_restore(run, "job-8", 2, 0).id
     client.report_restore(failed, 0, Phase.FAILED, problem="no space left\n\x1b[2J")
-    lines = invoke("restores", "--run", run, "--url", daemon.url).stdout.splitlines()
+    lines = invoke("restores", run, "--url", daemon.url).stdout.splitlines()
     assert lines[0].split() == ["RESTORE", "CHECKPOINT", "STATE", "RANKS", "DONE", "AGE", "SLOWEST,", "OR", "PROBLEM"]
     assert lines[1].split()[:4] == [failed, f"{run}@40", "failed", "0/2"]
     assert lines[1].endswith(r"rank 0 failed: no space left\n\x1b[2J")
     assert lines[2].split()[:5] == [job, f"{run}@40", "restoring", "1/4", "47%"]
     assert lines[2].endswith("rank 1 (fetching, 10%); 1 rank still to join")
-    assert invoke("restores", "--run", run, "--url", daemon.url, "-o", "id").stdout.split() == [failed, job]
+    assert invoke("restores", run, "--url", daemon.url, "-o", "id").stdout.split() == [failed, job]
     assert invoke("restores", "--limit", 1, "--url", daemon.url, "-o", "id").stdout.split() == [failed]
 
 
@@ -85,21 +85,21 @@ def test_one_shows_its_ranks_the_slowest_first(daemon: Daemon, job: str, run: st
 def test_json_output_equals_the_daemons_answer(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
     one = invoke("restores", job, "--url", daemon.url, "-o", "json").json
     assert (one["id"], one["state"], one["stragglers"], len(one["ranks"])) == (job, "restoring", [1, 3], 3)
-    (listed,) = invoke("restores", "--run", run, "--url", daemon.url, "-o", "json").json
+    (listed,) = invoke("restores", run, "--url", daemon.url, "-o", "json").json
     assert (listed["id"], listed["ranks"], listed["slowest"]["rank"]) == (job, None, 1)
-    lines = invoke("restores", "--run", run, "--url", daemon.url, "-o", "jsonl").stdout.splitlines()
+    lines = invoke("restores", run, "--url", daemon.url, "-o", "jsonl").stdout.splitlines()
     assert [json.loads(line)["id"] for line in lines] == [job]
     assert invoke("restores", job, "--url", daemon.url, "-o", "id").stdout.split() == [job]
 
 
 def test_an_empty_list_is_reported(daemon: Daemon, run: str) -> None:
-    done = invoke("restores", "--run", run, "--url", daemon.url)
+    done = invoke("restores", run, "--url", daemon.url)
     assert (done.code, done.stdout, done.stderr) == (0, "", f"no restores at {daemon.url}\n")
-    assert invoke("restores", "--run", run, "--watch", "--url", daemon.url).code == 0
+    assert invoke("restores", run, "--watch", "--url", daemon.url).code == 0
 
 
 def test_a_watch_prints_each_change_once(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
-    command = [*PROGRAM, "restores", "--run", run, "--watch", "--url", daemon.url]
+    command = [*PROGRAM, "restores", run, "--watch", "--url", daemon.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment()) as watching:
         lines = Lines(watching.stdout)
         first = lines.next()
@@ -130,7 +130,7 @@ def test_at_a_terminal_a_watch_redraws_until_the_end(daemon: Daemon, client: Dae
 
 
 def test_a_watch_can_be_interrupted(daemon: Daemon, job: str, run: str) -> None:
-    with Terminal("restores", "--run", run, "--watch", "--url", daemon.url, columns=120) as terminal:
+    with Terminal("restores", run, "--watch", "--url", daemon.url, columns=120) as terminal:
         terminal.wait_for("restoring")
         terminal.interrupt()
         assert terminal.finish() == 130
@@ -144,5 +144,5 @@ def test_restores_need_a_daemon(store: Store) -> None:
 
 def test_what_makes_no_sense(daemon: Daemon, job: str, run: str) -> None:
     unknown = "01M7Y6P7WGCXV53EY39EPJ6JT8"
-    for args, code in (((unknown,), 4), (("../x",), 2), ((job, "--run", run), 2), (("--run", "../x"), 2)):
+    for args, code in (((unknown,), 4), (("../x",), 2), ((job, run), 2)):
         assert invoke("restores", *args, "--url", daemon.url).code == code, args

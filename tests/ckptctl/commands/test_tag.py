@@ -15,8 +15,8 @@ def test_tags_and_metrics_on_a_store_and_through_a_daemon(folder: Path, filled: 
         for target in (("--url", daemon.url), ("--store", str(folder))):
             assert invoke("ls", "--tag", "owner", "-o", "id", *target).stdout.split() == [body["id"]]
             assert invoke("ls", "--tag", "owner=bob", "-o", "id", *target).stdout == ""
-            assert "draft=1 owner=ann" in invoke("ls", "--run", "gpt", *target).stdout
-            assert "TAGS" not in invoke("ls", "--run", "wide", *target).stdout
+            assert "draft=1 owner=ann" in invoke("ls", "gpt", *target).stdout
+            assert "TAGS" not in invoke("ls", "wide", *target).stdout
             assert "draft=1 owner=ann" in invoke("show", "gpt@10", *target).stdout
     body = invoke("tag", "gpt@10", "draft-", "owner-", "-m", "val_loss-", "--store", folder, "-o", "json").json
     assert (body["tags"], "val_loss" in body["metrics"]) == ({}, False)

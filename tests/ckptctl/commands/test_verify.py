@@ -36,11 +36,12 @@ def test_all_or_one_run_or_one_checkpoint(folder: Path) -> None:
         return [result["id"].partition(".")[0] for result in results]
 
     assert verified("--all") == ["gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10", "wide@5"]
-    assert verified("--all", "--run", "wide") == ["wide@5"]
+    assert verified("wide") == ["wide@5"]
     assert verified("gpt@20") == ["gpt@20"]
+    assert verified("gpt@20", "w*") == ["gpt@20", "wide@5"]
 
 
-@pytest.mark.parametrize("args", [(), ("gpt@40", "--all"), ("gpt@40", "--run", "gpt"), ("--run", "gpt")])
+@pytest.mark.parametrize("args", [(), ("gpt@40", "--all"), ("gpt", "--all")])
 def test_what_to_verify_must_be_clear(folder: Path, args: tuple[str, ...]) -> None:
     assert invoke("verify", *args, "--store", folder).code == 2
 
@@ -93,5 +94,5 @@ def test_no_lease_is_left_behind(folder: Path, filled: Store) -> None:
 
 
 def test_nothing_to_verify_is_not_success_for_a_run_that_is_named(folder: Path) -> None:
-    assert invoke("verify", "--all", "--run", "typo", "--store", folder).code == 4
+    assert invoke("verify", "typo", "--store", folder).code == 4
     assert invoke("verify", "gpt@41", "--store", folder).code == 4

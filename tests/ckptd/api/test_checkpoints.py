@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from datetime import datetime
+from pathlib import Path
+
 import httpx
 import msgspec
 import numpy as np
@@ -10,14 +14,17 @@ import pytest
 from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptapi.opening import open_source
-from ckptstore.errors import NoCheckpoint
+from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.names import Reference, RunKeys
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
 from ckptstore.reading.verify import verify
+from ckptstore.stores import open_store
 from tests.ckptd.conftest import Served
 from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.daemons import running_daemon
+from tests.support.waiting import wait_until
 
 
 def test_a_restore_needs_only_the_url(served: Served) -> None:
@@ -46,7 +53,9 @@ def test_the_daemon_and_the_store_give_the_same_answers(served: Served) -> None:
         assert client.runs() == direct.runs() == ["bert", "gpt"]
         assert client.checkpoints("gpt") == direct.checkpoints("gpt")
         assert list(client.candidates("gpt")) == list(direct.candidates("gpt"))
-        assert client.latest() == direct.latest()
+        for source in (client, direct):
+            with pytest.raises(InvalidRequest, match="several: bert, gpt"):
+                source.latest()
         for reference in ("gpt@latest", "gpt@10", served.newest.id):
             assert client.find(Reference.parse(reference)) == direct.find(Reference.parse(reference))
 
@@ -58,8 +67,86 @@ def test_latest_as_json_and_as_text(served: Served) -> None:
         assert msgspec.json.decode(answer.content, type=bodies.CheckpointBody).checkpoint() == served.newest
         assert answer.headers["etag"] == f'"{served.newest.manifest_digest}"'
     assert served.daemon.get("/checkpoints/latest?run=gpt&format=text").text == f"{served.newest.id}\n"
-    # bert@5 was committed last: without a run, that counts.
-    assert served.daemon.get("/checkpoints/latest?format=text").text.startswith("bert@5.")
+
+
+def test_latest_without_a_run_is_refused_if_there_are_several(served: Served) -> None:
+    refused = served.daemon.get("/checkpoints/latest")
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_request")
+    assert "bert, gpt" in refused.json()["detail"]
+
+
+def test_the_only_run_need_not_be_named(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with running_daemon(store.url) as daemon:
+        assert daemon.get("/checkpoints/latest").status_code == 404
+        first = write_checkpoint(store, "gpt", 1)
+        wait_until(lambda: daemon.get("/checkpoints/latest?format=id").text == f"{first.id}\n", "the checkpoint")
+        write_checkpoint(store, "bert", 2)
+        wait_until(lambda: daemon.get("/checkpoints/latest").status_code == 422, "the second run")
+
+
+def test_latest_for_shells(served: Served) -> None:
+    def text(query: str = "", accept: str = "*/*") -> str:
+        answer = served.daemon.get(f"/checkpoints/latest?run=gpt{query}", headers={"Accept": accept})
+        assert answer.status_code == 200
+        assert ("text/plain" in answer.headers["content-type"]) == (not answer.text.startswith("{"))
+        return answer.text
+
+    assert text("&format=id") == text("", "text/plain") == f"{served.newest.id}\n"
+    assert text("&format=step") == "30\n"
+    assert text("&format=env").splitlines()[:3] == [f"CKPT_ID={served.newest.id}", "CKPT_RUN=gpt", "CKPT_STEP=30"]
+    assert text("", "application/json, text/plain").startswith("{")
+    assert text("&format=json", "text/plain").startswith("{")
+    assert text("", "text/html,*/*;q=0.8").startswith("{")
+
+
+def test_times_are_given_in_rfc_3339_as_well(served: Served) -> None:
+    body = served.daemon.get("/checkpoints/latest?run=gpt").json()
+    for name in ("committed", "created"):
+        assert datetime.fromisoformat(body[name]).timestamp() == pytest.approx(body[f"{name}_at"], abs=0.001)
+        assert body[name].endswith("Z")
+    for event in served.daemon.get("/v1/events?after=0").json()["items"]:
+        assert datetime.fromisoformat(event["time"]).timestamp() == pytest.approx(event["at"], abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/checkpoints/latest?Run=gpt", "Did you mean 'run'?"),
+        ("/v1/checkpoints/latest?run=gpt&fromat=text", "Did you mean 'format'?"),
+        ("/v1/checkpoints?metrics=loss<=1", "Did you mean 'metric'?"),
+        ("/v1/checkpoints/gpt@10?verbose=1", "It takes none"),
+        ("/v1/runs?run=gpt", "It takes none"),
+    ],
+)
+def test_a_query_parameter_that_is_not_known_is_refused(served: Served, path: str, hint: str) -> None:
+    for method in ("GET", "HEAD"):
+        assert httpx.request(method, served.daemon.url + path).status_code == 422
+    problem = served.daemon.get(path).json()
+    assert (problem["code"], problem["hint"]) == ("invalid_request", hint)
+    assert served.daemon.get("/healthz?probe=1").status_code == 200, "monitoring adds parameters"
+    assert served.daemon.get("/?utm_source=mail").status_code == 200
+
+
+def test_the_type_of_a_problem_leads_to_its_description(served: Served) -> None:
+    reference = served.daemon.get("/docs").text
+    for path in ("/v1/checkpoints/gpt@11", "/checkpoints/latest", "/nowhere", "/v1/checkpoints/none"):
+        problem = served.daemon.get(path).json()
+        page, _, anchor = problem["type"].partition("#")
+        assert (page, anchor) == ("/docs", problem["code"])
+        assert f'id="{anchor}"' in reference
+
+
+def test_the_reference_is_one_page_that_needs_nothing_else(served: Served) -> None:
+    answer = served.daemon.get("/docs")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert set(re.findall(r'(?:src|href)="([^"#]+)"', answer.text)) <= {
+        "/", "/attempts", "/docs", "/jobs", "/openapi.json", "/restores", "/static/ckptd.css", "/static/icon.svg",
+        "/static/page.js", "/static/theme.js", "/store",
+    }  # fmt: skip
+    for path, operations in served.daemon.get("/openapi.json").json()["paths"].items():
+        for method in operations:
+            assert f"{method.upper()} {path}" in answer.text
 
 
 @pytest.mark.parametrize(

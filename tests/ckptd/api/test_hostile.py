@@ -14,9 +14,9 @@ import pytest
 import zstandard
 
 from ckptapi import bodies
+from ckptapi.listing import Sort
 from ckptd.http.listing import read_cursor, write_cursor
 from ckptd.http.middleware import MAX_HEADERS, MAX_QUERY_BYTES
-from ckptd.index import Sort
 from ckptstore import names
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import RunKeys

@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 
 _BOOTSTRAP = "correct horse battery staple"
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
-_ELSEWHERE = ("/livez", "/readyz", "/metrics", "/checkpoints/latest")
+_ELSEWHERE = ("/healthz", "/livez", "/readyz", "/metrics", "/checkpoints/latest")
 _API = {key: rule for key, rule in RULES.items() if key[1].startswith("/v1/") or key[1] in _ELSEWHERE}
 _SCOPED = sorted((key, rule) for key, rule in _API.items() if rule.scope is not None)
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptd.index import Database, Filter, Index, Listing, Reading, Sort, Stamp
+from ckptapi.listing import Filter, Sort
+from ckptd.index import Database, Index, Listing, Reading, Stamp
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt, Reference, new_ulid

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
-from ckptd.index import Database, Filter, Index, Listing, Sort
+from ckptapi.listing import Filter, Sort
+from ckptd.index import Database, Index, Listing
 from ckptd.metrics import Metrics
 from ckptd.services.catalog import Catalog
 from ckptd.services.freshness import Freshness

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import pytest
 
-from ckptd.index import Database, Filter, Index, Listing, Sort
+from ckptapi.listing import Filter, Sort
+from ckptd.index import Database, Index, Listing
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
 from ckptd.services.store_sync import StoreSync

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.index import Database, Filter, Index, Listing, Reading, RunChanged, Sort
+from ckptapi.listing import Filter, Sort
+from ckptd.index import Database, Index, Listing, Reading, RunChanged
 from ckptd.metrics import Metrics
 from ckptd.services import store_sync as module
 from ckptd.services.freshness import Freshness
@@ -99,14 +100,14 @@ def test_an_outcome_that_is_damaged_after_it_was_read_is_marked(
     store_sync = _store_sync(store, database)
     for _ in range(2):
         store_sync.run_once()
-    assert Index(database).latest() == newer
+    assert Index(database).latest_of_runs(9) == [newer]
     path = _outcome(store, tmp_path, newer)
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     for _ in range(2):
         store_sync.run_once()
         assert [c.state for c in _all(database)] == [State.CORRUPT, State.COMMITTED]
-    assert Index(database).latest() == older
+    assert Index(database).latest_of_runs(9) == [older]
     path.write_bytes(whole)
     store_sync.run_once()
     assert _all(database) == [newer, older]

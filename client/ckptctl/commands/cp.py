@@ -1,0 +1,104 @@
+"""cp: copies checkpoints to another store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ckptapi.bodies import CheckpointBody
+from ckptapi.remote_create import with_remote_create
+from ckptctl.commands.arguments import ChosenArgument
+from ckptctl.copying import Copied, copy_checkpoint
+from ckptctl.session import Session, leased
+from ckptstore import human
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import CkptError, InvalidRequest, PartlyDone
+from ckptstore.names import check_run
+from ckptstore.reading.fetch import Progress
+from ckptstore.run import Run
+from ckptstore.stores import Store, open_store, resolve_url
+
+
+class CopyBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One copy as JSON."""
+
+    original: str
+    copy: CheckpointBody
+    existed: bool
+    """The copy was there before; nothing was written."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("cp")(copy_checkpoints)
+
+
+def copy_checkpoints(
+    ctx: typer.Context,
+    which: ChosenArgument = None,
+    to: Annotated[str, typer.Option("--to", metavar="STORE", help="The other store: a path, file://, s3://, ...")] = "",
+    name: Annotated[
+        str | None, typer.Option("--as", metavar="RUN", help="Name of the run there.", show_default=False)
+    ] = None,
+) -> None:
+    """Copy checkpoints to another store; RUN copies all committed ones of a run, oldest first.
+
+    Every chunk is verified, and a copy exists only when all of it is durable, as after a save. A command that was
+    interrupted continues if it is repeated: copies and shards that are complete there are not written again. Tags and
+    metrics are copied, pins are not. Chunks in earlier checkpoints are stored with each copy that needs them.
+    """
+    session: Session = ctx.obj
+    if not which or not to:
+        raise InvalidRequest("nothing to copy, or no store is given", "Use ckptctl cp RUN@STEP --to STORE")
+    if name is not None:
+        check_run(name)
+    if not session.target.is_daemon and resolve_url(to) == resolve_url(session.target.url) and name is None:
+        raise InvalidRequest("the store to copy to is the same", "Use another --to, or another run with --as")
+    # If the store's create-only writes overwrite, the daemon decides who commits.
+    target = with_remote_create(open_store(to), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
+    chosen = list({c.id: c for text in which for c in _usable(session, text)}.values())
+    if name is not None and len({c.run for c in chosen}) > 1:
+        raise InvalidRequest("--as names one run, but several are copied", "Copy them one after the other")
+    with session.screen.progress("copying", sum(c.needed_bytes for c in chosen)) as progress:
+        done, failed = _copy_each(session, chosen, target, name, progress)
+    bodies = [
+        CopyBody(original=original.id, copy=CheckpointBody.of(copy.checkpoint), existed=copy.existed)
+        for original, copy in done
+    ]
+    session.screen.emit(bodies, [body.copy.id for body in bodies], _lines(done, to))
+    if failed and not done:
+        raise failed[0]
+    if failed:
+        raise PartlyDone("; ".join(error.message for error in failed), failed[0].hint)
+
+
+def _usable(session: Session, text: str) -> list[Checkpoint]:
+    if "@" in text:
+        return session.chosen(text)
+    return [c for c in reversed(session.chosen(text)) if c.state is State.COMMITTED]
+
+
+def _copy_each(
+    session: Session, chosen: Sequence[Checkpoint], target: Store, name: str | None, progress: Progress
+) -> tuple[list[tuple[Checkpoint, Copied]], list[CkptError]]:
+    done: list[tuple[Checkpoint, Copied]] = []
+    failed: list[CkptError] = []
+    for original in chosen:
+        run = Run(target, name or original.run, session.clock)
+        try:
+            with leased(session.source, original):
+                done.append((original, copy_checkpoint(session.source, original, run, progress)))
+        except InvalidRequest as error:
+            failed.append(error)
+    return done, failed
+
+
+def _lines(done: Sequence[tuple[Checkpoint, Copied]], to: str) -> Iterator[str]:
+    for original, copy in done:
+        size = human.size(copy.checkpoint.stored_bytes)
+        did = "was there already" if copy.existed else f"copied, {size}"
+        yield f"{original.id}: {did}: {copy.checkpoint.id} in {to}"

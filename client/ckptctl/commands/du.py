@@ -1,0 +1,148 @@
+"""du: what the bytes of runs, or of one checkpoint, belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ckptctl.commands.show import find_readable
+from ckptctl.completion import checkpoint_names
+from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.session import Session
+from ckptstore import human
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.format.planning import part_bytes
+from ckptstore.reading.source import read_manifest
+from ckptstore.retention.deletion import measure_waste
+from ckptstore.run import Run
+
+DELETED, UNFINISHED = "deleted", "unfinished"
+
+
+class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What the checkpoints of a run in one state take, as JSON; or deletions, or saves that did not finish."""
+
+    run: str
+    state: str
+    checkpoints: int | None
+    raw_bytes: int | None
+    """Bytes of their tensors."""
+    stored_bytes: int
+    """Bytes in their own files."""
+
+
+class PartBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a checkpoint's state, as JSON."""
+
+    part: str
+    entries: int
+    raw_bytes: int
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command("du")(show_usage)
+
+
+def show_usage(
+    ctx: typer.Context,
+    which: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN[@STEP]]",
+            help="A run, with * and ? as wildcards, or one checkpoint.",
+            show_default=False,
+            autocompletion=checkpoint_names,
+        ),
+    ] = None,
+    depth: Annotated[
+        int, typer.Option("--depth", "-d", min=1, max=64, metavar="N", help="Segments of the names of parts.")
+    ] = 1,
+) -> None:
+    """Show what the bytes of runs belong to, by state; or those of one checkpoint, by part of its state.
+
+    SIZE counts the tensors, STORED the files. On a store (--store), data that waits for its deletion and data of saves
+    that did not finish are measured as well; ckptctl gc removes what is due.
+    """
+    session: Session = ctx.obj
+    if which is not None and "@" in which:
+        _show_parts(session, which, depth)
+        return
+    found = [body for run, listed in session.checkpoints(which).items() for body in _usage(session, run, listed)]
+    if not found:
+        session.screen.note(f"no run in {session.source.url}")
+    session.screen.emit(found, dict.fromkeys(body.run for body in found), _usage_blocks(found))
+
+
+def _show_parts(session: Session, which: str, depth: int) -> None:
+    checkpoint = find_readable(session.source, which)
+    parts = part_bytes(read_manifest(session.source, checkpoint).content, depth)
+    bodies = [PartBody(part=part, entries=entries, raw_bytes=size) for part, (entries, size) in parts.items()]
+    if not bodies:
+        session.screen.note(f"{checkpoint.id} has no tensors")
+    session.screen.emit(bodies, [body.part for body in bodies], _part_blocks(bodies))
+
+
+def _usage(session: Session, run: str, listed: Iterable[Checkpoint]) -> Iterator[UsageBody]:
+    by_state: dict[str, list[Checkpoint]] = {}
+    for checkpoint in listed:
+        by_state.setdefault(checkpoint.state, []).append(checkpoint)
+    for state, found in by_state.items():
+        yield UsageBody(
+            run=run,
+            state=state,
+            checkpoints=len(found),
+            raw_bytes=sum(c.raw_bytes for c in found),
+            stored_bytes=sum(c.stored_bytes for c in found),
+        )
+    if not session.target.is_daemon:
+        waste = measure_waste(Run(session.store("du"), run, session.clock))
+        for state, size in ((DELETED, waste.tombstoned), (UNFINISHED, waste.orphans)):
+            if size:
+                yield UsageBody(run=run, state=state, checkpoints=None, raw_bytes=None, stored_bytes=size)
+
+
+def _usage_blocks(found: Sequence[UsageBody]) -> Iterator[Block]:
+    columns = (
+        TableColumn("RUN"),
+        TableColumn("STATE"),
+        TableColumn("CHECKPOINTS", right=True),
+        TableColumn("SIZE", right=True, drop=1),
+        TableColumn("STORED", right=True),
+        TableColumn("SHARE", right=True),
+    )
+    total = sum(body.stored_bytes for body in found)
+    rows = [
+        Row(
+            (
+                body.run,
+                body.state,
+                "" if body.checkpoints is None else f"{body.checkpoints:,}",
+                "" if body.raw_bytes is None else human.size(body.raw_bytes),
+                human.size(body.stored_bytes),
+                human.ratio(body.stored_bytes, total),
+            )
+        )
+        for body in found
+    ]
+    if rows:
+        yield Table(columns, [*rows, Row(("total", "", "", "", human.size(total), ""), "bold")])
+
+
+def _part_blocks(bodies: Sequence[PartBody]) -> Iterator[Block]:
+    total = sum(body.raw_bytes for body in bodies)
+    columns = (
+        TableColumn("PART"),
+        TableColumn("ENTRIES", right=True),
+        TableColumn("SIZE", right=True),
+        TableColumn("SHARE", right=True),
+    )
+    rows = [
+        Row((body.part, f"{body.entries:,}", human.size(body.raw_bytes), human.ratio(body.raw_bytes, total)))
+        for body in bodies
+    ]
+    if rows:
+        yield Table(columns, rows)

@@ -1,0 +1,192 @@
+"""Copying: stores a checkpoint of one store in another one, chunk by chunk, without decoding it.
+
+The copy is a new attempt of the same step in the newest generation of its run, committed by the same protocol as a
+save: it exists as a whole or not at all. Its attempt follows from that of the original, so a copy that was interrupted
+continues where it stopped. Chunks that the original references are stored with the copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+
+import msgspec
+
+from ckptstore.commits.catalog import Checkpoint, find, from_outcome
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome
+from ckptstore.commits.generations import newest_generation
+from ckptstore.commits.hidden import hidden_attempts
+from ckptstore.commits.labels import LabelChange, change_labels
+from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
+from ckptstore.format.documents import JSON, Manifest, Receipt, Shard, digest
+from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
+from ckptstore.format.statistics import Statistics, extension_name
+from ckptstore.names import Attempt, Reference, derive_ulid
+from ckptstore.reading.fetch import Progress, check_chunk, fetch_stored
+from ckptstore.reading.source import Source, read_manifest
+from ckptstore.reading.source import read_receipt as read_source_receipt
+from ckptstore.run import Run
+
+_THREADS = min(8, max(2, 2 * (os.cpu_count() or 1)))
+_AHEAD = 4  # chunks that wait, in addition to one per thread
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A checkpoint in the other store."""
+
+    checkpoint: Checkpoint
+    existed: bool
+    """A copy of the same original was there before."""
+
+
+def copy_checkpoint(source: Source, original: Checkpoint, target: Run, progress: Progress) -> Copied:
+    """Copy a checkpoint into a run of another store; it exists there on return.
+
+    progress is called with the stored bytes that were copied, or found in the target and verified. Raises
+    InvalidRequest if the step has another checkpoint in the target, CorruptObject if the original is damaged; then
+    nothing is committed. Raises Unavailable if a store fails.
+    """
+    there = _existing(target, original)
+    if there is not None:
+        progress(original.needed_bytes)
+        return Copied(there, existed=True)
+    attempt = _new_attempt(target, original)
+    manifest = read_manifest(source, original)
+    chunks = sorted(plan_all(manifest.content), key=lambda read: (read.shard, read.index))
+    for shard, reads in groupby(chunks, key=lambda read: read.shard):
+        _copy_shard(source, original, list(reads), target, target.keys.shard(attempt, shard), progress)
+    receipts = [_copy_receipt(source, original, manifest, rank, target, attempt) for rank in range(manifest.world_size)]
+    made = from_outcome(commit_attempt(target, receipts))
+    assert made is not None  # an aborted attempt is an error of commit_attempt
+    if original.tags:
+        change_labels(target, attempt, LabelChange(dict(original.tags), {}), f"copied from {source.url}")
+    return Copied(made, existed=False)
+
+
+def _existing(target: Run, original: Checkpoint) -> Checkpoint | None:
+    """The copy of the original, if it exists. Raises InvalidRequest for another checkpoint of the step."""
+    try:
+        found = find(target.store, Reference(target.name, original.step))
+    except NoCheckpoint:
+        return None
+    own = {original.attempt.ulid, *_ulids(target, original)}
+    if found.attempt.ulid in own:
+        return found
+    raise InvalidRequest(
+        f"{found.id} exists in {target.store.url}, and is not a copy of {original.id}",
+        "Copy to another run with --as NAME; committed checkpoints are never overwritten",
+    )
+
+
+def _ulids(target: Run, original: Checkpoint) -> list[str]:
+    # More than one: a copy that was deleted there, or aborted as an orphan, keeps its name.
+    return [derive_ulid(original.attempt.ulid, "copy", target.name, number) for number in range(16)]
+
+
+def _new_attempt(target: Run, original: Checkpoint) -> Attempt:
+    generation = newest_generation(target)
+    hidden = hidden_attempts(target)
+    for ulid in _ulids(target, original):
+        attempt = Attempt(original.step, ulid, generation=generation)
+        if read_outcome(target, attempt) is None and attempt not in hidden:
+            return attempt
+    raise InvalidRequest(
+        f"copies of {original.id} were deleted too often in {target.store.url}", "Copy to another run with --as NAME"
+    )
+
+
+def _copy_shard(
+    source: Source, original: Checkpoint, reads: Sequence[ChunkRead], target: Run, key: str, progress: Progress
+) -> None:
+    if _is_whole(target, key, reads):
+        progress(sum(read.stored for read in reads))
+        return
+    target.store.delete_many([key])  # of a copy that was killed
+    with target.store.open_writer(key, sum(read.stored for read in reads)) as writer:
+        for data in _fetch_in_order(source, original, reads):
+            writer.write(data)
+            progress(len(data))
+
+
+def _is_whole(target: Run, key: str, reads: Sequence[ChunkRead]) -> bool:
+    """Whether the target has exactly these chunks."""
+    try:
+        if target.store.size(key) != sum(read.stored for read in reads):
+            return False
+        with target.store.open_reader(key) as reader:
+            at = 0
+            for read in reads:
+                stored = memoryview(bytearray(read.stored))
+                reader.read(at, stored)
+                if digest(stored) != read.digest:
+                    return False
+                at += read.stored
+    except (ObjectMissing, CorruptObject):
+        return False
+    return True
+
+
+def _fetch_in_order(source: Source, original: Checkpoint, reads: Iterable[ChunkRead]) -> Iterator[memoryview]:
+    """The stored bytes of chunks, checked, with only a few of them in memory."""
+
+    def fetch(read: ChunkRead) -> memoryview:
+        stored = fetch_stored(source, original, ShardRead((read,)))
+        check_chunk(original, read, stored)
+        return stored
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-copy") as pool:
+        waiting: deque[Future[memoryview]] = deque()
+        try:
+            for read in reads:
+                if len(waiting) >= _THREADS + _AHEAD:
+                    yield waiting.popleft().result()
+                waiting.append(pool.submit(fetch, read))
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _copy_receipt(
+    source: Source, original: Checkpoint, manifest: Manifest, rank: int, target: Run, attempt: Attempt
+) -> StoredReceipt:
+    """Write the receipt of a rank for the copy: its content is the same, but nothing is referenced."""
+    receipt = read_source_receipt(source, original, manifest, rank)
+    shards = [Shard(name=shard.name, rank=shard.rank, chunks=shard.chunks) for shard in receipt.content.shards]
+    extensions = dict(receipt.extensions)
+    side = _copy_statistics(source, original, rank, extensions.get(extension_name(rank)), target, attempt)
+    extensions.pop(extension_name(rank), None)
+    copied: Receipt = msgspec.structs.replace(
+        receipt,
+        run=target.name,
+        attempt=str(attempt),
+        content=msgspec.structs.replace(receipt.content, shards=shards),
+        extensions={**extensions, **side},
+    )
+    data = seal(copied)
+    target.store.put(target.keys.receipt(attempt, rank), data)
+    return StoredReceipt(copied, data)
+
+
+def _copy_statistics(
+    source: Source, original: Checkpoint, rank: int, side: JSON, target: Run, attempt: Attempt
+) -> dict[str, JSON]:
+    """Write the statistics of a rank; returns the extension of its receipt: none if they are missing or damaged."""
+    if not isinstance(side, dict):
+        return {}
+    try:
+        data = source.statistics_data(original, rank)
+        if digest(data) != side.get("digest"):
+            return {}
+        document = parse_sealed(data, Statistics, f"{original.id}/statistics of rank {rank}")
+    except (ObjectMissing, CorruptObject):
+        return {}
+    copied = seal(msgspec.structs.replace(document, attempt=str(attempt)))
+    target.store.put(target.keys.statistics(attempt, rank), copied)
+    return {extension_name(rank): {**side, "digest": digest(copied), "bytes": len(copied)}}

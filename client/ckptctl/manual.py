@@ -1,0 +1,211 @@
+"""The manual: sections, summaries and examples of all commands, without importing them.
+
+`ckptctl --help` prints the summaries; the module of a command is imported when it runs. A test runs all examples
+through the parser.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+import typer
+from typer.core import TyperCommand
+
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "Look": {
+        "ls": ("listing", "List checkpoints; filter and sort them."),
+        "latest": ("listing", "Show the newest checkpoint of a run."),
+        "runs": ("listing", "List runs with their checkpoints and sizes."),
+        "show": ("show", "Show one checkpoint: facts, entries, shards."),
+        "shards": ("shards", "Show the bytes that each rank wrote."),
+        "du": ("du", "Show what the bytes of a run belong to."),
+        "stats": ("stats", "Show extremes, moments, NaN and Inf of tensors."),
+        "why": ("why", "Find the first checkpoint that went wrong."),
+        "diff": ("diff", "Compare the tensors of two checkpoints."),
+        "goodput": ("goodput", "Show what became of the time of a run."),
+        "watch": ("watch", "Follow commits, deletions and damage."),
+        "open": ("open", "Open the dashboard in a browser."),
+    },
+    "Check": {
+        "verify": ("verify", "Read checkpoints and verify all checksums."),
+        "scrub": ("scrub", "Verify checkpoints, record the results, heal."),
+        "drill": ("drill", "Prove that a checkpoint restores on N ranks."),
+        "probe": ("doctor", "Test what a store guarantees, and its speed."),
+        "doctor": ("doctor", "Find what is wrong, with advice."),
+        "drain": ("drain", "Wait until the savers of this host are done."),
+    },
+    "Keep and delete": {
+        "prune": ("prune", "Delete old checkpoints by rules or policies."),
+        "rm": ("deletion", "Delete checkpoints by name."),
+        "undelete": ("deletion", "Undo a deletion during its grace period."),
+        "deleted": ("deletion", "List deletions that can be undone."),
+        "gc": ("deletion", "Delete data that is due."),
+        "pin": ("pins", "Keep a checkpoint until it is unpinned."),
+        "unpin": ("pins", "Remove a pin."),
+        "pins": ("pins", "List pins."),
+        "tag": ("tag", "Set tags, and metrics computed after the save."),
+        "policy": ("policy", "Show and change the retention policies."),
+        "audit": ("audit", "Show who deleted or pinned what, and why."),
+    },
+    "Move": {
+        "export": ("export", "Write files for other programs."),
+        "import": ("import_", "Store another program's file as a checkpoint."),
+        "cp": ("cp", "Copy checkpoints to another store."),
+    },
+    "Plan": {
+        "plan": ("plan", "Compute sizes, bandwidth, interval and price."),
+    },
+    "Daemon": {
+        "login": ("login", "Store a daemon's address and token as a profile."),
+        "restores": ("restores", "Show restore sessions and their stragglers."),
+        "jobs": ("jobs", "Show, follow and cancel jobs."),
+        "reindex": ("index", "Rebuild the index from the store."),
+        "token": ("token", "Manage access tokens."),
+        "healthcheck": ("healthcheck", "Exit with 0 if the daemon or store responds."),
+    },
+    "This program": {
+        "config": ("config", "Show profiles, and the target in force."),
+        "version": ("program", "Show the versions of program and daemon."),
+        "completion": ("program", "Print the completion script of a shell."),
+    },
+}
+"""Commands by section: the module in ckptctl.commands, and a summary for the list of commands."""
+
+ALIASES = {"list": "ls", "get": "ls", "describe": "show", "delete": "rm"}
+"""Names that users of kubectl type. They work, but are not listed."""
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "ls": ("dir", "checkpoints", "snapshots", "find", "search", "all"),
+    "runs": ("run", "projects", "experiments"),
+    "show": ("info", "inspect", "cat", "stat", "view"),
+    "latest": ("newest", "last", "head"),
+    "export": ("restore", "download", "save", "fetch", "pull", "dump", "convert"),
+    "import": ("upload", "push", "add", "load"),
+    "rm": ("remove", "del", "erase", "drop"),
+    "prune": ("forget", "clean", "cleanup", "expire", "purge", "retain"),
+    "undelete": ("recover", "undo", "unrm"),
+    "verify": ("check", "fsck", "validate", "checksum"),
+    "scrub": ("repair", "heal", "fix"),
+    "watch": ("follow", "tail", "events", "logs", "wait"),
+    "pin": ("keep", "hold", "protect", "lock"),
+    "unpin": ("release", "unlock"),
+    "tag": ("label", "annotate", "metrics"),
+    "policy": ("policies", "retention", "rules"),
+    "audit": ("history", "log"),
+    "doctor": ("status", "health", "ping", "diagnose", "test"),
+    "stats": ("statistics", "norms"),
+    "diff": ("compare",),
+    "plan": ("estimate", "cost"),
+    "du": ("size", "sizes", "usage", "space", "df"),
+    "cp": ("copy", "sync", "mirror", "mv", "rsync", "clone"),
+    "open": ("dashboard", "ui", "browse", "web"),
+    "token": ("tokens", "auth"),
+    "config": ("profile", "profiles", "settings", "context"),
+    "version": ("about",),
+}
+"""Commands, and words that people type for them."""
+
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "ls": (
+        "ckptctl ls gpt-small",
+        "ckptctl ls 'exp-*' --metric 'val_loss<=2.5' --sort metric:val_loss --limit 3",
+        "ckptctl ls --since 24h --state committed --tag paper -o id",
+    ),
+    "latest": ("ckptctl latest gpt-small -o id",),
+    "runs": ("ckptctl runs", "ckptctl runs --store s3://bucket/ckpts"),
+    "show": ("ckptctl show gpt-small", "ckptctl show gpt-small@1000 --entries 'model/*'"),
+    "du": ("ckptctl du", "ckptctl du gpt-small", "ckptctl du gpt-small@1000 --depth 2"),
+    "open": ("ckptctl open gpt-small", "ckptctl open gpt-small@1000 --no-browser -o id"),
+    "cp": ("ckptctl cp gpt-small@1000 --to s3://archive/ckpts", "ckptctl cp gpt-small --to /mnt/usb --as gpt-copy"),
+    "login": ("ckptctl login https://ckptd.example.com --name lab",),
+    "healthcheck": ("ckptctl healthcheck --url http://localhost:8470",),
+    "stats": ("ckptctl stats gpt-small@1000 --names 'model/*'", "ckptctl stats gpt-small --plot gpt-small.svg"),
+    "why": ("ckptctl why gpt-small", "ckptctl why gpt-small -o json"),
+    "diff": ("ckptctl diff gpt-small@900 gpt-small@1000", "ckptctl diff gpt-small@1000 fine-tuned@50 -o json"),
+    "shards": ("ckptctl shards gpt-small@1000",),
+    "verify": ("ckptctl verify gpt-small@1000", "ckptctl verify gpt-small", "ckptctl verify --all"),
+    "scrub": (
+        "ckptctl scrub",
+        "ckptctl scrub --store /mnt/ckpts --older 30d --rate 50MB",
+        "ckptctl scrub --store /mnt/ckpts --heal --from /mnt/backup",
+    ),
+    "drill": ("ckptctl drill gpt-small --ranks 8 --ranks 512", "ckptctl drill gpt-small --last -o json"),
+    "drain": ("ckptctl drain --timeout 25", "ckptctl drain gpt-small --timeout 60 -o json"),
+    "goodput": ("ckptctl goodput gpt-small", "ckptctl goodput gpt-small --openmetrics > gpt-small.prom"),
+    "prune": (
+        "ckptctl prune --keep 5 --dry-run",
+        "ckptctl prune 'exp-*' --keep 5 --keep-every 1000 --keep-best val_loss:min:3",
+        "ckptctl prune --keep 1 --grace 0s --yes      # free the space at once",
+        "ckptctl prune                                # by the policies in force",
+    ),
+    "rm": ("ckptctl rm gpt-small@1000 gpt-small@1100 --reason diverged",),
+    "undelete": ("ckptctl undelete gpt-small@1000",),
+    "deleted": ("ckptctl deleted gpt-small",),
+    "gc": ("ckptctl gc", "ckptctl gc --store /mnt/ckpts --grace 12h"),
+    "pin": ("ckptctl pin gpt-small@1000 paper",),
+    "unpin": ("ckptctl unpin gpt-small@1000 paper",),
+    "pins": ("ckptctl pins gpt-small",),
+    "tag": ("ckptctl tag gpt-small@1000 paper owner=ann draft- --metric val_loss=2.31",),
+    "policy show": ("ckptctl policy show exp-7", "ckptctl policy show > policy.yaml"),
+    "policy apply": ("ckptctl policy apply policy.yaml --reason 'the disk is small'",),
+    "policy set": (
+        "ckptctl policy set --keep 5 --keep-every 1000",
+        "ckptctl policy set 'exp-*' --keep 2 --max-bytes 500GB",
+    ),
+    "policy clear": ("ckptctl policy clear --reason 'pause deletions'",),
+    "policy history": ("ckptctl policy history --limit 5",),
+    "audit": ("ckptctl audit gpt-small --limit 10",),
+    "export": (
+        "ckptctl export gpt-small@latest --to gpt-small.safetensors",
+        "ckptctl export gpt-small@1000 --to gpt-small --format huggingface --names 'model/*'",
+    ),
+    "import": ("ckptctl import last.pt gpt-small@0 --store s3://bucket/ckpts",),
+    "restores": ("ckptctl restores --watch",),
+    "watch": ("ckptctl watch gpt-small -o jsonl | while read -r event; do ...; done",),
+    "jobs": ("ckptctl jobs", "ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel"),
+    "plan": (
+        "ckptctl plan --model mlperf-70b --dp 8 --tp 8 --sharding fsdp --bandwidth 60GB --failures llama3",
+        "ckptctl plan --config config.json --steps 100000 --step 4s --keep 5 --keep-every 10000 --price 0.02",
+        "ckptctl plan --from gpt-small --mtbf 8h --plot plan.svg",
+        "ckptctl plan --parameters 7e9 --measure s3://bucket/ckpts -o json",
+    ),
+    "probe": ("ckptctl probe --store s3://bucket/ckpts",),
+    "doctor": ("ckptctl doctor", "ckptctl doctor -o json"),
+    "reindex": ("ckptctl reindex",),
+    "token create": ("ckptctl token create trainer --scope read --scope write --run 'gpt-*' -o id > trainer.token",),
+    "token ls": ("ckptctl token ls",),
+    "token rotate": ("ckptctl token rotate trainer --keep-old 24h",),
+    "token revoke": ("ckptctl token revoke trainer",),
+    "config": ("ckptctl config", "ckptctl config --profile prod"),
+    "version": ("ckptctl version -o json",),
+    "completion": ("ckptctl completion bash > /etc/bash_completion.d/ckptctl",),
+}
+"""Examples at the end of the help of every command."""
+
+
+def module_of(command: str) -> str | None:
+    """The module in ckptctl.commands that registers a command; None for an unknown command. Pure."""
+    return next((found[command][0] for found in SECTIONS.values() if command in found), None)
+
+
+def suggestions(word: str) -> list[str]:
+    """Commands that a user may have meant by an unknown word: synonyms first, then similar names. Pure."""
+    meant = [command for command, words in SYNONYMS.items() if word.lower() in words]
+    names = [*ALIASES, *(name for found in SECTIONS.values() for name in found)]
+    similar = get_close_matches(word, names, n=2, cutoff=0.7)
+    return meant or list(dict.fromkeys(ALIASES.get(name, name) for name in similar))
+
+
+def finish_commands(program: typer.Typer, kind: type[TyperCommand], prefix: str = "") -> None:
+    """Make every command one of this kind, with its examples at the end of its help.
+
+    Raises KeyError for a command without examples.
+    """
+    for command in program.registered_commands:
+        command.cls = kind
+        lines = ["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[f"{prefix}{command.name}"])]
+        command.epilog = "\n".join(filter(None, [command.epilog, "\n".join(lines)])).replace("\n\b", "\n\n\b")
+    for group in program.registered_groups:
+        if group.typer_instance is not None:
+            finish_commands(group.typer_instance, kind, f"{prefix}{group.name} ")

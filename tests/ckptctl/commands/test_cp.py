@@ -1,0 +1,175 @@
+"""cp: a copy holds the same bytes, is committed as a save is, and continues after an interruption."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ckptctl.copying import copy_checkpoint
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints
+from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.commits.labels import LabelChange, change_labels
+from ckptstore.errors import StoreUnavailable
+from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.names import Reference, new_ulid
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_local, read_manifest
+from ckptstore.reading.verify import verify
+from ckptstore.run import Run
+from ckptstore.stores import Store, open_store
+from tests.support.checkpoints import write_checkpoint
+from tests.support.command_line import PROGRAM, clean_environment, invoke
+from tests.support.daemons import running_daemon
+from tests.support.stores import Faults, FaultyStore
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    (tmp_path / "there").mkdir()
+    return tmp_path / "there"
+
+
+def contents(store: Store, checkpoint: Checkpoint) -> dict[str, bytes]:
+    source = StoreSource(store)
+    content = read_manifest(source, checkpoint).content
+    buffers = {name: bytearray(size) for name, size in entry_bytes(content).items()}
+    wanted = {name: memoryview(buffer) for name, buffer in buffers.items()}
+    fetch(source, checkpoint, plan_reads(content, whole_entries(content.entries.name)), wanted)
+    return {name: bytes(buffer) for name, buffer in buffers.items()}
+
+
+def same(store: Store, original: Checkpoint, target: Store, copy: Checkpoint) -> None:
+    assert verify(StoreSource(target), copy).ok
+    assert contents(target, copy) == contents(store, original)
+    assert (copy.step, copy.metrics, copy.world_size) == (original.step, original.metrics, original.world_size)
+    one, other = read_manifest(StoreSource(store), original), read_manifest(StoreSource(target), copy)
+    assert read_local(StoreSource(store), original, one, 0) == read_local(StoreSource(target), copy, other, 0)
+    assert one.content.trees == other.content.trees
+
+
+def test_a_run_is_copied_and_again_costs_nothing(folder: Path, filled: Store, there: Path) -> None:
+    change_labels(Run(filled, "gpt"), latest(Run(filled, "gpt")).attempt, LabelChange({"paper": ""}, {"val": 2.0}))
+    done = invoke("cp", "gpt", "--to", there, "--store", folder, "-o", "json")
+    assert done.code == 0, done.stderr
+    assert [body["existed"] for body in done.json] == [False] * 4
+    target = open_store(str(there))
+    copies = list_checkpoints(Run(target, "gpt"))
+    assert [c.step for c in copies] == [40, 30, 20, 10]
+    source = StoreSource(filled)
+    for copy in copies:
+        original = source.find(Reference("gpt", copy.step))
+        same(filled, original, target, StoreSource(target).find(Reference("gpt", copy.step)))
+    assert StoreSource(target).latest("gpt").tags == {"paper": ""}
+    files = {path: path.stat().st_mtime_ns for path in there.rglob("*.ckpt")}
+    again = invoke("cp", "gpt", "--to", there, "--store", folder, "-o", "json").json
+    assert [body["existed"] for body in again] == [True] * 4
+    assert {path: path.stat().st_mtime_ns for path in there.rglob("*.ckpt")} == files
+
+
+def test_chunks_of_earlier_checkpoints_come_along(folder: Path, filled: Store, there: Path) -> None:
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "model/a": np.arange(100_000, dtype=np.int64),
+        "model/b": np.zeros(1000, np.float32),
+    }
+    base = write_checkpoint(filled, "inc", 1, arrays=arrays)
+    original = write_checkpoint(
+        filled, "inc", 2, arrays=arrays | {"model/b": np.ones(1000, np.float32)}, base=base.attempt
+    )
+    assert original.referenced_bytes
+    assert invoke("cp", "inc@2", "--to", there, "--as", "alone", "--store", folder).code == 0
+    target = open_store(str(there))
+    copy = latest(Run(target, "alone"))
+    assert copy.referenced_bytes == 0
+    same(filled, original, target, copy)
+
+
+def test_a_copy_through_a_daemon_joins_the_newest_generation(folder: Path, filled: Store, there: Path) -> None:
+    target = open_store(str(there))
+    begin_generation(Run(target, "wide"), Session(new_ulid(system_clock()), None))
+    with running_daemon(folder.as_uri()) as daemon:
+        done = invoke("cp", "wide@5", "--to", there, "--url", daemon.url, "-o", "id")
+    assert done.code == 0, done.stderr
+    copy = latest(Run(target, "wide"))
+    assert (done.stdout.strip(), copy.attempt.generation) == (copy.id, 1)
+    same(filled, latest(Run(filled, "wide")), target, copy)
+
+
+def test_another_checkpoint_of_the_step_is_never_touched(folder: Path, filled: Store, there: Path) -> None:
+    other = write_checkpoint(open_store(str(there)), "gpt", 20)
+    done = invoke("cp", "gpt", "--to", there, "--store", folder)
+    assert done.code == 3
+    assert f"{other.id} exists" in done.stderr
+    assert [c.step for c in list_checkpoints(Run(open_store(str(there)), "gpt"))] == [40, 30, 20, 10]
+    assert latest(Run(open_store(str(there)), "gpt")).step == 40
+    alone = invoke("cp", "gpt@20", "--to", there, "--store", folder, "-o", "json")
+    assert (alone.code, alone.error["code"]) == (2, "invalid_request")
+    assert "--as" in alone.error["hint"]
+    assert invoke("cp", "gpt@20", "--to", folder, "--store", folder).code == 2
+
+
+def test_damage_is_not_copied(folder: Path, filled: Store, there: Path) -> None:
+    run = Run(filled, "gpt")
+    original = latest(run)
+    path = folder / run.keys.shard(original.attempt, "shard-00000.ckpt")
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+    done = invoke("cp", "gpt@40", "--to", there, "--store", folder)
+    assert done.code == 5
+    assert "chunk" in done.stderr
+    assert list_checkpoints(Run(open_store(str(there)), "gpt")) == []
+
+
+def test_a_copy_that_was_killed_continues(folder: Path, filled: Store, there: Path) -> None:
+    big = {"model/w": np.random.default_rng(0).integers(0, 255, 60_000_000, dtype=np.uint8)}
+    original = write_checkpoint(filled, "big", 1, arrays=big)
+    command = [*PROGRAM, "cp", "big@1", "--to", str(there), "--store", str(folder)]
+    process = subprocess.Popen(command, env=clean_environment())
+    wait_until(lambda: any(there.rglob("*.ckpt")) or process.poll() is not None, "the copy of the shard")
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    done = invoke("cp", "big@1", "--to", there, "--store", folder)
+    assert done.code == 0, done.stderr
+    target = open_store(str(there))
+    same(filled, original, target, latest(Run(target, "big")))
+    assert len(list(there.rglob("*.ckpt"))) == 1
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_a_failure_at_any_call_leaves_all_or_nothing_and_a_repetition_completes_it(
+    filled: Store, there: Path, mode: Literal["before", "after"]
+) -> None:
+    original = latest(Run(filled, "gpt"))
+    for number in range(100):
+        target = open_store(str(there / str(number)))
+        faults = Faults(fail_at=number, mode=mode)
+        try:
+            copy_checkpoint(StoreSource(filled), original, Run(FaultyStore(target, faults), "gpt"), lambda _: None)
+        except StoreUnavailable:
+            pass
+        for found in list_checkpoints(Run(target, "gpt")):
+            assert verify(StoreSource(target), found).ok
+        copy_checkpoint(StoreSource(filled), original, Run(target, "gpt"), lambda _: None)
+        (copy,) = list_checkpoints(Run(target, "gpt"))
+        same(filled, original, target, copy)
+        if len(faults.calls) <= number:
+            break
+    else:
+        raise AssertionError("the copy never ended without a failure")
+    assert number > 8
+
+
+def test_a_deleted_copy_can_be_made_again(folder: Path, there: Path) -> None:
+    assert invoke("cp", "gpt@40", "--to", there, "--store", folder).code == 0
+    assert invoke("rm", "gpt@40", "--yes", "--force", "--store", there).code == 0
+    done = invoke("cp", "gpt@40", "--to", there, "--store", folder, "-o", "json")
+    assert (done.code, done.json[0]["existed"]) == (0, False)
+    assert invoke("latest", "gpt", "--store", there, "-o", "json").json["step"] == 40
