@@ -64,8 +64,9 @@ def copy_checkpoint(source: Source, original: Checkpoint, target: Run, progress:
     receipts = [_copy_receipt(source, original, manifest, rank, target, attempt) for rank in range(manifest.world_size)]
     made = from_outcome(commit_attempt(target, receipts))
     assert made is not None  # an aborted attempt is an error of commit_attempt
-    if original.tags:
-        change_labels(target, attempt, LabelChange(dict(original.tags), {}), f"copied from {source.url}")
+    later = {name: value for name, value in original.metrics.items() if made.metrics.get(name) != value}
+    if original.tags or later:
+        change_labels(target, attempt, LabelChange(dict(original.tags), dict(later)), f"copied from {source.url}")
     return Copied(made, existed=False)
 
 
