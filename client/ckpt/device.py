@@ -17,6 +17,12 @@ from ckpt.lazily import torch
 from ckpt.streams import on_stream, side_stream
 
 _POLL_S = (50e-6, 2e-3)
+_MARGIN = 0.1
+"""The part of a device's memory that is left free."""
+_COLUMNS = 1021
+_DIGEST_BYTES = 2048 * 8 * _COLUMNS
+"""A piece that is digested at once."""
+_WEIGHT = 0x1E3779B97F4A7C15
 
 
 class Mark(Protocol):
@@ -40,6 +46,18 @@ class Device(Protocol):
 
     def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         """Queue copies from tensors of the device into pinned memory, on the side stream or on the current stream."""
+
+    def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
+        """New memory of the device, for the elements of tensors of one type, one after the other. Raises RuntimeError.
+
+        Keep it until the work on it is done: it is reused in the order of the stream that it was made on.
+        """
+
+    def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Queue `digests` of tensors on the side stream, into pinned memory. Raises RuntimeError."""
+
+    def free_bytes(self) -> int:
+        """Memory that may be used beside training, which will need as much again as it ever did."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """New pinned memory. Raises RuntimeError."""
@@ -81,6 +99,27 @@ class CudaDevice:
             # By default torch conjugates and negates in host memory, where the bytes have not arrived yet.
             resolved = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
             torch._foreach_copy_(list(views), resolved, non_blocking=True)
+
+    def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
+        """Memory of torch's allocator, filled by one kernel for about a hundred tensors."""
+        with on_stream(self._stream(side)):
+            if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+                tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+            return torch.cat(list(map(torch.ravel, tensors)))
+
+    def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """A few kernels for each tensor."""
+        with on_stream(self._stream(side=True)):
+            into.copy_(digests(tensors), non_blocking=True)
+
+    def free_bytes(self) -> int:
+        """What CUDA and torch's allocator have free, less what training has used in addition at its peak, and a margin.
+
+        The margin is for fragments, and for a peak that is yet to come.
+        """
+        free, total = torch.cuda.mem_get_info(self._device)
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
+        return int(free + cached - _MARGIN * total)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Pinned memory of torch."""
@@ -138,6 +177,37 @@ def has_device(tensor: torch.Tensor) -> bool:
 def is_capturing() -> bool:
     """Whether the work of this thread is captured into a graph instead of being executed."""
     return any(capturing() for capturing in CAPTURING)
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """64 bits for the bytes of each tensor, equal on every device: integers, so the order of additions is irrelevant.
+
+    The bytes, as words of 64 bits, are the rows of a matrix of 1021 columns. The digest is the sum of the columns, each
+    times an odd number, modulo 2**64. It differs if one word does, and if words change places within a row.
+    """
+    return torch.stack([_digest(tensor) for tensor in tensors])
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=tensor.device)
+    for at in range(0, flat.numel(), _DIGEST_BYTES):
+        words = _words(flat[at : at + _DIGEST_BYTES])
+        whole = words.numel() // _COLUMNS * _COLUMNS
+        if whole:
+            sums += words[:whole].view(-1, _COLUMNS).sum(0)
+        sums[: words.numel() - whole] += words[whole:]
+    weights = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * _WEIGHT | 1
+    return (sums * weights).sum()
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Bytes as words, with zeros at the end."""
+    if data.data_ptr() % 8 or data.storage_offset() % 8 or data.numel() % 8:
+        padded = data.new_zeros(-(-data.numel() // 8) * 8)
+        padded[: data.numel()] = data
+        data = padded
+    return data.view(torch.int64)
 
 
 class Patience:

@@ -48,10 +48,10 @@ def capture_objects(state: TrainState, ownership: Ownership) -> TensorCollector:
 def _stepped(state: TrainState) -> set[int]:
     """Ids of the parameters that only `optim.step()` changes, as far as Python sees it.
 
-    A step that is captured in a CUDA graph is replayed without it.
+    A step that is captured in a CUDA graph is replayed without it: see `ckpt.snapshot.gate`.
     """
     every = (optimizer for found in state.optimizers.values() for optimizer in found)
-    groups = [group for optimizer in every for group in optimizer.param_groups if not group.get("capturable")]
+    groups = [group for optimizer in every for group in optimizer.param_groups]
     live = state.parameters
     return {id(one) for group in groups for p in group["params"] for one in (p, *live.known_as(p, "").values())}
 

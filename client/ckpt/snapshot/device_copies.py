@@ -12,14 +12,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 
 from ckpt.device import Device, Mark, Patience, poll
 from ckpt.lazily import torch
 from ckpt.saver.segment import Segment
+from ckpt.snapshot.device_guard import DeviceGuard, Watch
+from ckpt.snapshot.gathered import GatheredLeaves, Pairs, by_size, num_bytes
+from ckpt.snapshot.progress import Part
 
 logger = logging.getLogger(__name__)
 
@@ -28,50 +32,6 @@ PIN_BYTES = 256 << 20
 _PIN_LEAST_BYTES = 16 << 20
 _PIN_PAUSE_S = 0.005
 _RING_BYTES = 32 << 20
-_SAMPLE_BYTES = 64
-_SAMPLED_LEAVES = 64
-
-
-class _Samples:
-    """Some bytes of each leaf, read before it is copied. If its copy has other bytes, it changed meanwhile.
-
-    No other check reads memory of a device: a replayed graph, or a kernel that bypasses torch, moves no counter.
-    """
-
-    def __init__(
-        self, device: Device, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool
-    ) -> None:
-        self._read: list[tuple[int, torch.Tensor, int]] = []
-        """Index of the leaf, its sample, and the address where its copy has these bytes."""
-        with suppress(RuntimeError):  # no memory can be pinned: the save goes on without samples
-            self._begin(device, views, tensors, side)
-
-    def _begin(
-        self, device: Device, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool
-    ) -> None:
-        memory = device.pinned(_SAMPLE_BYTES * max(1, len(tensors)))
-        sources, read = [], list[tuple[int, torch.Tensor, int]]()
-        # From the call on all leaves; beside training some, because each takes 20 µs with the GIL.
-        for index in range(0, len(tensors), max(1, len(tensors) // _SAMPLED_LEAVES) if side else 1):
-            view, tensor = views[index], tensors[index]
-            if not tensor.numel() or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                continue
-            count, at = min(tensor.numel(), _SAMPLE_BYTES // tensor.element_size()), tensor.numel() // 2
-            source = tensor.detach().view(-1)[min(at, tensor.numel() - count) :][:count]
-            sources.append(source)
-            sample = memory[_SAMPLE_BYTES * index :][: source.nbytes]
-            begin = (source.data_ptr() - tensor.data_ptr()) + view.data_ptr()
-            read.append((index, sample.view(tensor.dtype), begin))
-        device.copy([sample for _, sample, _ in read], sources, side)
-        self._read = read
-
-    def torn(self) -> list[int]:
-        """Indexes of leaves that had changed when they were copied. The device has finished."""
-        return [
-            index
-            for index, sample, begin in self._read
-            if ctypes.string_at(begin, sample.nbytes) != ctypes.string_at(sample.data_ptr(), sample.nbytes)
-        ]
 
 
 class DeviceCopies:
@@ -81,74 +41,162 @@ class DeviceCopies:
         """pinned: whether the slot is page-locked."""
         self._device = device
         self._pinned = pinned
-        self._now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._now: Pairs = ([], [])
+        self._later: dict[Part, Pairs] = {}
+        self._gathered: list[GatheredLeaves] = []
+        self._ahead: GatheredLeaves | None = None
+        """Leaves that cannot wait at the gate, gathered at the call."""
+        self.ahead_bytes = self.in_order_bytes = 0
+        """Their bytes: gathered at the call, or copied to the host in the order of the current stream."""
         self._ready: Mark | None = None
         self._done: Mark | None = None
-        self._waiting: set[Hashable] = set()
-        self._samples: _Samples | None = None
+        self._part_done: dict[Part, Mark] = {}
+        self._waiting: set[tuple[Hashable, Mark]] = set()
+        self._guard: DeviceGuard | None = None
         self._lock = threading.Lock()
 
-    def add(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], later: bool) -> None:
-        """Copy tensors, in the order of the current stream or deferred.
+    @property
+    def parts(self) -> Iterable[Part]:
+        """The parts that are deferred."""
+        return self._later
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """All that are read."""
+        return chain(self._now[1], *(tensors for _, tensors in self._later.values()))
+
+    def add(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors in the order of the current stream.
 
         They are kept until `release`: the allocator must not reuse memory that is still to be read.
         """
-        to, kept = self._later if later else self._now
+        to, kept = self._now
         to += views
         kept += map(torch.Tensor.detach, tensors)
 
-    def begun(self, watch: bool) -> None:
-        """Queue the copies that cannot wait, and mark the point of the current stream where the state is complete.
+    def defer(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], part: Part) -> None:
+        """Copy tensors later. They are kept, too."""
+        self._later[part] = (list(views), list(map(torch.Tensor.detach, tensors)))
 
-        watch: detect changes from here on; otherwise from where `copy` begins, which costs this thread nothing.
+    def begun(self, watch: Watch) -> None:
+        """Queue what cannot wait, and mark the point of the current stream where the state is complete.
+
+        Leaves that were not deferred are copied in the order of this stream: to the host; or to memory of the device,
+        if there is enough, and beside training to the host.
         """
         try:
-            self._queue(*self._now, side=False)
-            if watch and self._later[0]:
-                self._samples = _Samples(self._device, *self._later, side=False)
+            self._begin_now(watch.ahead)
+            if self._later:
+                self._guard = DeviceGuard(self._device, *self._deferred())
+                if watch.from_call:
+                    self._guard.sample(side=False)
         finally:
             self._ready = self._done = self._device.mark(side=False)
 
-    def copy(self, patience: Patience) -> None:
-        """Queue the deferred copies on the side stream, concurrent with later work of other streams.
+    def _begin_now(self, ahead: bool) -> None:
+        if not self._pinned:
+            self._queue(*self._now, side=False)
+            return
+        small, large = by_size(self._now)
+        size = num_bytes(large[0])
+        if ahead and size and self._device.free_bytes() >= size:
+            with suppress(RuntimeError):  # the device has less memory than it says
+                self._ahead, self.ahead_bytes = GatheredLeaves(self._device, large, side=False), size
+        if self._ahead is None:
+            self.in_order_bytes = size
+            self._queue(*large, side=False)
+        self._gather(small, side=False)
 
-        Waits until the state is complete. Copies that were queued behind a long backlog would fill the launch queue of
-        the process, and launches of the training thread would block.
+    def start(self, watch: Watch, patience: Patience) -> None:
+        """Wait until the state is complete.
+
+        Copies that were queued behind a long backlog would fill the launch queue of the process, and launches of the
+        training thread would block.
         """
-        if not self._later[0]:
+        if not self._later and self._ahead is None:
             return
         assert self._ready is not None
         patience.wait_for(self._ready)
         self._device.wait(self._ready, side=True)
+        if self._guard is None:
+            return
         try:
-            if self._samples is None:
-                self._samples = _Samples(self._device, *self._later, side=True)
-            self._queue(*self._later, side=True)
+            if not self._guard.sampled:
+                self._guard.sample(side=True)
+            if watch.digests:
+                self._guard.digest()
         finally:
             self._done = self._device.mark(side=True)
 
-    def make_stream_wait(self) -> None:
-        """Make the current stream wait for the copies, once; the CPU does not wait."""
-        assert self._done is not None
+    def copy(self, part: Part) -> None:
+        """Queue the copies of a part on the side stream, concurrent with later work of other streams."""
+        if part not in self._later:
+            return
+        try:
+            if self._pinned:
+                small, large = by_size(self._later[part])
+                self._queue(*large, side=True)
+                self._gather(small, side=True)
+            else:
+                self._queue(*self._later[part], side=True)
+        finally:
+            self._done = self._part_done[part] = self._device.mark(side=True)
+
+    def copy_gathered(self) -> None:
+        """Queue the copies to the host of what was gathered at the call. Nothing waits for them."""
+        if self._ahead is not None:
+            try:
+                self._ahead.copy(side=True)
+            finally:
+                self._done = self._device.mark(side=True)
+
+    def make_stream_wait(self, parts: Iterable[Part]) -> None:
+        """Make the current stream wait for the copies of these parts, and for those that were not deferred, each once.
+
+        The CPU does not wait.
+        """
+        assert self._ready is not None
         with self._lock:
             stream = self._device.current()
-            if stream not in self._waiting and not self._done.done():
-                self._device.wait(self._done, side=False)
-            self._waiting.add(stream)
+            marks = [self._part_done[part] for part in parts if part in self._part_done]
+            for mark in [self._ready, *marks]:
+                if (stream, mark) not in self._waiting and not mark.done():
+                    self._device.wait(mark, side=False)
+                self._waiting.add((stream, mark))
 
     def done(self) -> bool:
         """Whether the device has finished all copies that were queued."""
         return self._done is None or self._done.done()
 
+    def place(self) -> None:
+        """Move small leaves to their places; the device has finished. For any thread."""
+        for gathered in self._gathered:
+            gathered.place()
+
     def torn(self) -> list[int]:
-        """Numbers of the deferred leaves that had changed when they were copied. Call it when all is done."""
-        return [] if self._samples is None else self._samples.torn()
+        """Numbers of the deferred leaves that had changed when they were copied. Call it after `place`."""
+        return [] if self._guard is None else self._guard.torn()
 
     def release(self) -> None:
         """Release tensor references."""
-        self._samples = None
-        self._now, self._later = ([], []), ([], [])
+        self._guard = self._ahead = None
+        self._gathered = []
+        self._now, self._later = ([], []), {}
+
+    def _deferred(self) -> Pairs:
+        """All deferred copies."""
+        views, tensors = zip(*self._later.values(), strict=True)
+        return list(chain(*views)), list(chain(*tensors))
+
+    def _gather(self, pairs: Pairs, side: bool) -> None:
+        if pairs[0]:
+            try:
+                gathered = GatheredLeaves(self._device, pairs, side)
+            except RuntimeError:  # no memory: a launch for each
+                self._queue(*pairs, side)
+                return
+            self._gathered.append(gathered)
+            gathered.copy(side)
 
     def _queue(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         if self._pinned:

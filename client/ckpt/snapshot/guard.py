@@ -63,8 +63,8 @@ class Guard(ABC):
         """The next bytes of a leaf have been copied to this address. False if the leaf is known to have changed."""
 
     @abstractmethod
-    def changed(self) -> list[str]:
-        """After the copy: the entries that have changed."""
+    def changed(self, indexes: Iterable[int]) -> list[str]:
+        """After the copy of these leaves: the entries that have changed."""
 
 
 class ChangeGuard(Guard):
@@ -100,9 +100,9 @@ class ChangeGuard(Guard):
             self._torn.add(index)
         return index not in self._torn
 
-    def changed(self) -> list[str]:
-        """Check all leaves; the entries that have changed, now or at an earlier check."""
-        return [piece.entry for index, piece in enumerate(self._leaves.slices) if not self.check(index)]
+    def changed(self, indexes: Iterable[int]) -> list[str]:
+        """Check these leaves; the entries that have changed, now or at an earlier check."""
+        return [self._leaves.slices[index].entry for index in indexes if not self.check(index)]
 
 
 def sample(tensor: torch.Tensor) -> Sample:

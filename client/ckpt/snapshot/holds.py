@@ -22,9 +22,9 @@ _REPLACING = ("_share_fd_cpu_", "_share_filename_cpu_", "resize_")
 class StorageHold:
     """The storages that one pending copy reads."""
 
-    def __init__(self, storages: Iterable[torch.UntypedStorage], wait: Callable[[], object]) -> None:
+    def __init__(self, storages: Callable[[], Iterable[torch.UntypedStorage]], wait: Callable[[], object]) -> None:
         """wait: returns when the memory is no longer read. For any thread."""
-        self._storages: Iterable[torch.UntypedStorage] = storages
+        self._storages = storages
         self._addresses: frozenset[int] | None = None
         self._wait = wait
 
@@ -33,7 +33,7 @@ class StorageHold:
         if storage.device.type not in ("cpu", "cuda"):
             return  # a storage without memory, of a meta or fake tensor
         if self._addresses is None:  # computed by the first caller only: most copies see none
-            self._addresses = frozenset(held.data_ptr() for held in self._storages)
+            self._addresses = frozenset(held.data_ptr() for held in self._storages())
         if storage.data_ptr() in self._addresses:
             self._wait()
 

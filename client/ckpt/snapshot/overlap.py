@@ -1,8 +1,9 @@
 """Overlap: training continues while its state is copied. The optimizer waits for the copy before it changes anything.
 
 State that changes only in `optim.step()` (parameters and optimizer state) is copied by another thread, or by the GPU
-itself, during the next forward and backward. A hook before the step of any optimizer waits for the copy: on a GPU the
-stream waits, not the CPU. A guard detects state that was changed in another way while it was copied.
+itself, during the next forward and backward. A hook before the step of any optimizer waits for the copy of what it
+changes (gate.py): on a GPU the stream waits, not the CPU. A guard detects state that was changed in another way while
+it was copied.
 
     unchanged  the job is submitted to the saver
     changed    the save fails with SnapshotTorn on this rank and with RankFailed on the others; overlap ends here
@@ -18,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -30,10 +31,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt.capture.leaves import Captured, Change, Leaves, StateLeaf
 from ckpt.device import Patience, has_device, is_capturing
 from ckpt.snapshot.client import SaveClient
+from ckpt.snapshot.device_guard import Watch
+from ckpt.snapshot.gate import Gate
 from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker, Guard, Sample
 from ckpt.snapshot.holds import StorageHold, hold_storages, release_storages
+from ckpt.snapshot.progress import EVERYONE, CopyProgress, Part
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.stage import is_plain
+from ckpt.snapshot.transfer import Transfer
 from ckpt.snapshot.verify import DigestGuard
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from ckptstore.format.shards import Placed
@@ -53,13 +58,20 @@ _STUCK: list[PendingCopy] = []
 class BackgroundCopy(Protocol):
     """The copy of one snapshot. `copy` and `finish` run on the copier thread, the others on the training thread."""
 
-    @property
-    def storages(self) -> Sequence[torch.UntypedStorage]:
+    def held(self) -> Iterable[torch.UntypedStorage]:
         """The storages that it reads."""
 
     @property
     def on_devices(self) -> bool:
         """Whether a device copies some of it."""
+
+    @property
+    def parts(self) -> Mapping[Part, Sequence[int]]:
+        """The indexes in its guard of the leaves of each part."""
+
+    @property
+    def progress(self) -> CopyProgress:
+        """Which parts are copied: host memory is, and the copies of devices are queued."""
 
     @property
     def frozen(self) -> Sequence[Placed]:
@@ -68,8 +80,11 @@ class BackgroundCopy(Protocol):
     def copy(self, guard: Guard, patience: Patience) -> None:
         """Copy host memory, and start the copies of GPUs. guard: checks the leaves in host memory."""
 
-    def make_streams_wait(self) -> None:
-        """Order later work of the current GPU streams after the copy. Does not wait. Call it after `copy`."""
+    def make_streams_wait(self, parts: Iterable[Part]) -> None:
+        """Order later work of the current GPU streams after the copy of these parts, which `progress` has passed.
+
+        Does not wait.
+        """
 
     def finish(self, expired: Callable[[], bool] | None = None) -> bool:
         """Wait until the slot holds everything. False if a device has not finished when time has expired."""
@@ -87,23 +102,33 @@ class PendingCopy:
 
     transfer: BackgroundCopy
     guard: Guard | None
-    """None once it has been checked."""
+    """None once everything has been checked."""
     snapshot: Snapshot
     copied: threading.Event = field(default_factory=threading.Event)
     """Set once host memory is copied and the GPUs' copies are enqueued, or the copy has failed."""
     patience: Patience = field(default_factory=Patience)
-    step_reached: bool = False
-    """An optimizer is about to step, or has stepped, since the save."""
+    passed: set[Part] = field(default_factory=set)
+    """The parts of optimizers that are about to step, or have stepped, since the save."""
+    held_s: float = 0.0
+    """How long optimizers were held."""
     error: BaseException | None = None
     future: Future[None] | None = None
+    _checked: set[Part] = field(default_factory=set)
     _changed: list[str] = field(default_factory=list)
     _checking: threading.Lock = field(default_factory=threading.Lock)
 
-    def changed_entries(self) -> list[str]:
-        """Entries that have changed since they were captured. Checked once, by the first caller."""
+    def changed_entries(self, parts: Iterable[Part] | None = None) -> list[str]:
+        """Entries that have changed since they were captured, of these parts and those that were asked for before.
+
+        Each part is checked once, by the first caller: then its optimizers may change it. parts: None means all.
+        """
         with self._checking:
             if self.guard is not None:
-                self._changed, self.guard = self.guard.changed(), None
+                new = set(self.transfer.parts if parts is None else parts) - self._checked
+                self._changed += self.guard.changed([i for part in new for i in self.transfer.parts[part]])
+                self._checked |= new
+                if parts is None:
+                    self.guard = None
             return self._changed
 
     def wait_until_read(self) -> None:
@@ -138,71 +163,75 @@ class Overlap:
         self._pending: PendingCopy | None = None
         self._client: SaveClient | None = None
         self._frozen = FrozenTracker()
-        self._came: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimizers that were about to step since the last save."""
-        self._captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimizers whose step is in a CUDA graph: a replay changes state and calls no hook."""
-        self._logged = False
-        """Whether it was logged that some state does not overlap."""
-        self._hooked = False
-        """Whether every step of the optimizers of this save calls the hook."""
+        self._gate = Gate()
         self._layout: object = None
         self._watched = 0
         """How many overlapped saves had this layout."""
+        self._logged = False
+        self._saved = False
+        """Whether there was a save: training has needed all of its memory since."""
         self._step_lock = threading.Lock()  # backward passes of several devices step from several threads
         self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
 
     def expect(self, optimizers: Iterable[Optimizer]) -> None:
-        """These are the optimizers of the next save.
+        """These are the optimizers of the next save."""
+        self._gate.expect(optimizers)
 
-        A step replayed from a CUDA graph calls no hook, and no guard detects it. So the leaves of GPUs overlap only if
-        each of the optimizers has called the hook since the last save, and none was captured. Otherwise they are copied
-        in the order of the current stream, before anything that is replayed there. Leaves of `capturable` optimizers
-        are always copied so.
+    def can_overlap(self, leaf: StateLeaf) -> Part | None:
+        """Whether a leaf can be copied while training continues: the part that it belongs to; None if it cannot.
+
+        A step that calls no hook, such as one in a CUDA graph, cannot wait. What it changes on a GPU is copied in the
+        order of the current stream, before anything that is replayed there.
         """
-        every = list(optimizers)
-        known = [one for one in every if not all(group.get("capturable") for group in one.param_groups)]
-        if len(known) < len(every) and not self._logged:
-            self._logged = True
-            logger.info("state of optimizers with capturable=True, which compiled steps set, is copied without overlap")
-        self._hooked = all(one in self._came and one not in self._captured for one in known)
-
-    def can_overlap(self, leaf: StateLeaf) -> bool:
-        """Whether a leaf can be copied while training continues."""
         on_device = has_device(leaf.tensor)
         if leaf.change is Change.ANY_TIME or not (leaf.tensor.is_cpu or on_device):
-            return False
+            return None
         if self._verify and not is_plain(leaf.tensor):
-            return False  # copied at the call; by a GPU in the order of the current stream, so that no check is needed
+            return None  # copied at the call; by a GPU in the order of the current stream, so that no check is needed
+        part = self._gate.part(leaf.tensor)
         if leaf.change is Change.NEVER:
-            return leaf.slice.bytes >= FROZEN_BYTES and leaf.slice in self._frozen
+            return part if leaf.slice.bytes >= FROZEN_BYTES and leaf.slice in self._frozen else None
         if on_device:
-            return self._hooked
-        return leaf.slice.bytes >= _SMALL_BYTES
+            return part if part != EVERYONE else None
+        return part if leaf.slice.bytes >= _SMALL_BYTES else None
 
     def sameness(self, captured: Captured) -> object | None:
         """Equal for captures with the same leaves and the same answers of can_overlap; None if that is not known."""
-        return captured.sameness and (captured.sameness, self._frozen.changes, self._hooked)
+        return captured.sameness and (captured.sameness, self._frozen.changes, self._gate.hooked)
 
     def guard(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> Guard:
         """The guard of leaves that are copied from now on; see `Guard`."""
         kind = DigestGuard if self._verify else ChangeGuard
         return kind(leaves, samples, storages)
 
-    def watches(self, layout: object) -> bool:
-        """Whether to detect changes on devices from the call on: in the first overlapped saves of a layout."""
-        return layout is not self._layout or self._watched < _WATCHED_SAVES
+    def watch(self, layout: object) -> Watch:
+        """How to watch leaves on devices: closely in the first overlapped saves of a layout."""
+        new = layout is not self._layout or self._watched < _WATCHED_SAVES
+        return Watch(from_call=new, digests=new, ahead=self._saved)
 
-    def watched(self, layout: object) -> None:
-        """A save with this layout overlaps."""
-        self._layout, self._watched = layout, self._watched + 1 if layout is self._layout else 1
+    def began(self, transfer: Transfer, layout: object) -> None:
+        """A transfer with this layout has begun. Logs once what happens to state on devices that cannot overlap."""
+        if transfer.deferred_on_devices:
+            self._layout, self._watched = layout, self._watched + 1 if layout is self._layout else 1
+        ahead, in_order = transfer.ahead_bytes, transfer.in_order_bytes
+        if self._saved and (ahead or in_order) and not self._logged:
+            self._logged = True
+            way = (
+                "saves copy it in GPU memory first, and from there to host memory beside training"
+                if not in_order
+                else "the GPU copies it to host memory before it continues, because GPU memory has no room for a copy"
+            )
+            logger.info(
+                "%.1f MB of state on a GPU may change in steps that call no hook (CUDA graphs), or outside steps: %s",
+                (ahead + in_order) / 1e6,
+                way,
+            )
 
     def begin(self, client: SaveClient, pending: PendingCopy) -> None:
         """Copy in the background, then submit the job. The previous copy has been joined."""
         self._client, self._pending = client, pending
-        stepped = bool(self._came)
-        self._came.clear()
-        hold = StorageHold(pending.transfer.storages, pending.wait_until_read)
+        stepped, self._saved = self._gate.saved(), True
+        hold = StorageHold(pending.transfer.held, pending.wait_until_read)
         hold_storages(hold)
         try:
             pending.future = self._copier.submit(self._copy, pending, stepped, hold)
@@ -229,29 +258,32 @@ class Overlap:
         if os.getpid() != self._pid:  # a forked child has its own memory
             return
         self._stepping(optimizer)
-        self._came.add(optimizer)
-        pending = self._pending
-        if is_capturing():
-            self._captured.add(optimizer)
-            if pending is not None and not pending.ended:
-                raise InvalidRequest(
-                    "a step is captured into a CUDA graph while a snapshot is copied, which would end the capture",
-                    "Call wait() on the Checkpointer before the capture",
-                )
+        pending, capturing = self._pending, is_capturing()
+        self._gate.come(optimizer, capturing)
+        if pending is None or pending.ended:
             return
-        if pending is None or pending.ended or (pending.step_reached and not pending.transfer.on_devices):
-            return
+        if capturing:
+            raise InvalidRequest(
+                "a step is captured into a CUDA graph while a snapshot is copied, which would end the capture",
+                "Call wait() on the Checkpointer before the capture",
+            )
+        parts = self._gate.waits(optimizer, pending.transfer.parts)
+        if pending.transfer.on_devices or not pending.passed.issuperset(parts):
+            self._pass(pending, parts)
+
+    def _pass(self, pending: PendingCopy, parts: Sequence[Part]) -> None:
+        """Wait for the copy of these parts, which are about to change."""
         started = time.perf_counter()
         pending.patience.wanted.set()
-        pending.copied.wait()
+        pending.transfer.progress.wait_for(parts)
         with self._step_lock:
             if pending.error is None:
-                if not pending.step_reached:
-                    pending.changed_entries()
-                pending.transfer.make_streams_wait()  # the next optimizer may step on another stream
-            if not pending.step_reached:
-                pending.snapshot.updates.measure(held_s=time.perf_counter() - started)
-            pending.step_reached = True
+                pending.changed_entries(parts)
+                pending.transfer.make_streams_wait(parts)  # the next optimizer may step on another stream
+            if not pending.passed.issuperset(parts):
+                pending.passed.update(parts)
+                pending.held_s += time.perf_counter() - started
+                pending.snapshot.updates.measure(held_s=pending.held_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Join, and remove the hook from optimizers.
@@ -283,6 +315,7 @@ class Overlap:
         except BaseException as error:
             self._fail(pending, error)
         finally:
+            pending.transfer.progress.end()
             pending.copied.set()
             release_storages(hold)
 

@@ -16,11 +16,13 @@ from ckpt.lazily import torch
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.device_copies import pin_segment
+from ckpt.snapshot.device_guard import Watch
 from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample, unread
+from ckpt.snapshot.progress import Part
 from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
-Later = Callable[[StateLeaf], bool]
+Later = Callable[[StateLeaf], Part | None]
 
 _GATHERED_BYTES = 16 << 10
 _ALL_GATHERED_BYTES = 4 << 20
@@ -60,9 +62,12 @@ class _DeferredLeaves:
     slices: list[Slice] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    parts: dict[Part, list[int]] = field(default_factory=dict)
+    """Places in these lists."""
 
-    def add(self, index: int, leaf: StateLeaf) -> None:
+    def add(self, index: int, leaf: StateLeaf, part: Part) -> None:
         """Append a leaf."""
+        self.parts.setdefault(part, []).append(len(self.indexes))
         self.indexes.append(index)
         self.slices.append(leaf.slice)
         self.changes.append(leaf.change)
@@ -77,13 +82,17 @@ class _DeferredLeaves:
 
 @dataclass(slots=True)
 class _DeviceLeaves:
-    """Places in the slot of leaves of one device, and the indexes of the leaves; twice: copied in order, and deferred.
+    """Places in the slot of leaves of one device, and the indexes of the leaves.
 
     Every save goes through them column by column: an object for each leaf would cost more than the rest of the save.
     """
 
     now: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
-    later: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
+    """Those that are copied in the order of the current stream."""
+    later: dict[Part, tuple[list[torch.Tensor], list[int]]] = field(default_factory=dict)
+    """Those that are deferred."""
+    places: dict[Part, list[int]] = field(default_factory=dict)
+    """The indexes of the deferred leaves among all that are deferred."""
 
 
 @dataclass(slots=True)
@@ -101,8 +110,8 @@ class _CopyPlan:
     devices: dict[torch.device, _DeviceLeaves] = field(default_factory=dict)
     frozen: list[Placed] = field(default_factory=list)
     """The places of large leaves that are expected not to change."""
-    others: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
-    """Leaves that are not plain host memory: their place, their index, and whether they are deferred."""
+    others: list[tuple[torch.Tensor, int, Part | None]] = field(default_factory=list)
+    """Leaves that are not plain host memory: their place, their index, and their part if they are deferred."""
 
     def gather(self) -> None:
         """Move small copies from `now` to `gathered`, up to a total of _ALL_GATHERED_BYTES."""
@@ -150,13 +159,12 @@ class Stager:
         layout: SnapshotLayout,
         later: Later | None,
         sameness: object | None = None,
-        watch: bool = False,
+        watch: Watch | None = None,
     ) -> Transfer:
         """Copy the leaves that cannot be deferred; those on a GPU are enqueued on the current stream instead.
 
-        later: whether a leaf is deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None and equals
-        the last one, the slices, the memory and the answers of `later` are the same as then. watch:
-        detect changes of leaves on devices from the call on, and not only while they are copied.
+        later: the part of a leaf that is deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None and
+        equals the last one, the slices, the memory and the answers of `later` are the same as then.
         """
         plan = self._plan
         if plan is None or sameness is None or plan.sameness != sameness:
@@ -165,11 +173,11 @@ class Stager:
         move_all(plan.now)
         if plan.waiting.indexes:
             transfer.add_gathered(b"".join(plan.gathered), plan.runs)
-            transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.samples)
+            transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.samples, plan.waiting.parts)
         try:
             if plan.others or plan.devices:
                 self._begin_others(transfer, plan, leaves)
-            transfer.begun(watch)
+            transfer.begun(watch or Watch())
         except BaseException:
             transfer.finish()  # what was queued is still written, and the slot will be used again
             raise
@@ -181,43 +189,48 @@ class Stager:
         plan = _CopyPlan(sameness)
         for place, i in zip(layout.placed, layout.order, strict=True):
             leaf = leaves[i]
-            waits = later is not None and later(leaf)
+            part = None if later is None else later(leaf)
             if leaf.change is Change.NEVER and leaf.slice.bytes >= FROZEN_BYTES:
                 plan.frozen.append(place)
             if has_device(leaf.tensor):
                 of_device = plan.devices.setdefault(leaf.tensor.device, _DeviceLeaves())
-                views, indexes = of_device.later if waits else of_device.now
+                views, indexes = of_device.now if part is None else of_device.later.setdefault(part, ([], []))
                 views.append(self._view(place, leaf.tensor))
                 indexes.append(i)
                 continue
             if not is_plain(leaf.tensor):
-                plan.others.append((self._view(place, leaf.tensor), i, waits))
+                plan.others.append((self._view(place, leaf.tensor), i, part))
                 continue
             move = (self._address + place.at, leaf.tensor.data_ptr(), leaf.tensor.nbytes)
-            if waits:
-                plan.later.append(move)
-                plan.waiting.add(i, leaf)
-            else:
+            if part is None:
                 plan.now.append(move)
+            else:
+                plan.later.append(move)
+                plan.waiting.add(i, leaf, part)
         if plan.later:
             plan.gather()
         for of_device in plan.devices.values():
-            for i in of_device.later[1]:
-                plan.waiting.add(i, leaves[i])
+            for part, (_, indexes) in of_device.later.items():
+                first = len(plan.waiting.indexes)
+                of_device.places[part] = list(range(first, first + len(indexes)))
+                for i in indexes:
+                    plan.waiting.add(i, leaves[i], part)
         return plan
 
     def _begin_others(self, transfer: Transfer, plan: _CopyPlan, leaves: Leaves) -> None:
         """Leaves that are not plain host memory."""
         with torch.no_grad():
-            for view, i, waits in plan.others:
-                if waits:
-                    transfer.add_copy(view, leaves[i])
-                else:
+            for view, i, part in plan.others:
+                if part is None:
                     view.copy_(leaves.tensors[i])
+                else:
+                    transfer.add_copy(view, leaves[i], part)
             for device, found in plan.devices.items():
                 self.pin(device)
-                for (views, indexes), waits in ((found.now, False), (found.later, True)):
-                    transfer.add_device_copies(device, self.pinned, views, [leaves.tensors[i] for i in indexes], waits)
+                views, indexes = found.now
+                transfer.add_device_copies(device, self.pinned, views, [leaves.tensors[i] for i in indexes])
+                for part, (views, _) in found.later.items():
+                    transfer.defer_device_copies(device, self.pinned, views, found.places[part], part)
 
     def _view(self, place: Placed, tensor: torch.Tensor) -> torch.Tensor:
         if not place.slice.bytes:

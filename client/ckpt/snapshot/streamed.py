@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import Guard, sample
+from ckpt.snapshot.progress import EVERYONE, CopyProgress, Part
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.stage import SnapshotLayout, is_plain
 from ckptstore.format.shards import ChunkSpan, Placed, plan_chunks
@@ -69,7 +70,7 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
 
 
 def _can_overlap(leaf: StateLeaf, overlap: Overlap | None) -> bool:
-    return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.can_overlap(leaf)
+    return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.can_overlap(leaf) is not None
 
 
 def _clone(tensor: torch.Tensor, reads: SmallReads) -> torch.Tensor:
@@ -102,6 +103,9 @@ class StreamTransfer:
     ) -> None:
         """storages: those that are read after the call."""
         self.storages = storages
+        self.parts: Mapping[Part, Sequence[int]] = {EVERYONE: range(len(storages))}
+        """One part: a stream is copied from front to back."""
+        self.progress = CopyProgress(self.parts)
         self._stream = stream
         self._client = client
         self._snapshot = snapshot
@@ -125,11 +129,15 @@ class StreamTransfer:
         wait_s = updates.handle.timings.wait_s + waited_s
         updates.measure(wait_s=wait_s, stage_s=time.perf_counter() - started - waited_s)
 
+    def held(self) -> Sequence[torch.UntypedStorage]:
+        """The storages that are read after the call."""
+        return self.storages
+
     def torn(self) -> list[str]:
         """Nothing is copied by devices."""
         return []
 
-    def make_streams_wait(self) -> None:
+    def make_streams_wait(self, parts: Iterable[Part]) -> None:
         """Nothing to order: `copy` returns when everything is copied."""
 
     def finish(self, expired: Callable[[], bool] | None = None) -> bool:

@@ -52,10 +52,9 @@ def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | No
     captured, layout, stager = snapshot.request.captured, snapshot.request.layout, snapshot.slot.stager
     started = time.perf_counter()
     if overlap is not None and overlap.on:
-        sameness, watch = overlap.sameness(captured), overlap.watches(layout)
+        sameness, watch = overlap.sameness(captured), overlap.watch(layout)
         transfer = stager.begin(captured.leaves, layout, overlap.can_overlap, sameness, watch)
-        if transfer.deferred_on_devices:
-            overlap.watched(layout)
+        overlap.began(transfer, layout)
         if transfer.under_way:
             from ckpt.snapshot.overlap import PendingCopy  # loads torch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -40,10 +40,11 @@ class DigestGuard(Guard):
             (self._same if self._hash.digest() == self._digests[index] else self._torn).add(index)
         return index not in self._torn
 
-    def changed(self) -> list[str]:
+    def changed(self, indexes: Iterable[int]) -> list[str]:
         """The entries whose copies differ from the call; if there are none, those that were not copied."""
-        torn = self._torn or set(range(len(self._sizes))) - self._same
-        return [piece.entry for index, piece in enumerate(self._leaves.slices) if index in torn]
+        among = set(indexes)
+        torn = self._torn & among if self._torn else among - self._same
+        return [self._leaves.slices[index].entry for index in sorted(torn)]
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:

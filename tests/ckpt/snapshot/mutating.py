@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -147,8 +147,8 @@ class PausingGuard(Guard):
         self._pauses.event()
         return unchanged
 
-    def changed(self) -> list[str]:
-        return self._guard.changed()
+    def changed(self, indexes: Iterable[int]) -> list[str]:
+        return self._guard.changed(indexes)
 
 
 def live(store: str, numbers: Sequence[int]) -> dict[str, int]:

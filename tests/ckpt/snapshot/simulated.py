@@ -27,7 +27,7 @@ from ckpt.saver.segment import Segment
 from ckpt.snapshot.arena import Arena
 
 DEFAULT, SIDE = "default", "side"
-POISON = -777.0
+POISON = -77
 _Operation = Callable[[], object]
 
 
@@ -63,6 +63,11 @@ class SimulatedDevice:
         self._allocated: set[int] = set()
         self._writes: dict[int, int] = {}
         self.violations: list[str] = []
+        self.limit_bytes = 1 << 40
+        """The largest piece of memory that can be gathered."""
+        self.gathered_bytes = 0
+        self.copies = 0
+        """To host memory."""
         self.refuses_pins = False
         self.node: int | None = None
         self.fails_after: int | None = None
@@ -83,6 +88,7 @@ class SimulatedDevice:
     def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         for view, tensor in zip(views, tensors, strict=True):
             own = view.untyped_storage().data_ptr() in self._allocated
+            self.copies += 1
             if self.fails_after is not None and not own:
                 self.fails_after -= 1
                 if self.fails_after < 0:
@@ -93,8 +99,28 @@ class SimulatedDevice:
             self._writes[to] = size
             # As torch does with its own pinned memory, but not with that of others.
             kept = view if own else None
-            strided = None if tensor.is_contiguous() else (view, tensor)
-            self._queue(SIDE if side else self.current(), partial(self._move, to, source, size, kept, strided))
+            spread = _spread(tensor)
+            self._queue(SIDE if side else self.current(), partial(self._move, to, source, size, kept, spread))
+
+    def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if num_bytes > self.free_bytes():
+            raise RuntimeError("out of memory")
+        stream = SIDE if side else self.current()
+        memory = self._allocate(np.zeros(num_bytes, np.uint8), stream).view(tensors[0].dtype)
+        at = memory.data_ptr()
+        self.gathered_bytes += num_bytes
+        for tensor in tensors:
+            self._queue(stream, partial(_gather, at, tensor.data_ptr(), _spread(tensor), tensor.nbytes))
+            at += tensor.nbytes
+        return memory
+
+    def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        assert self._is_pinned(into.data_ptr(), into.nbytes)
+        self._queue(SIDE, lambda: into.copy_(device.digests(tensors)))
+
+    def free_bytes(self) -> int:
+        return self.limit_bytes
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -151,6 +177,17 @@ class SimulatedDevice:
     def is_capturing(self) -> bool:
         return self._graph is not None
 
+    @contextmanager
+    def paused(self, stream: Hashable) -> Iterator[None]:
+        """A stream executes nothing meanwhile."""
+        released = threading.Event()
+        with self._lock:
+            self._streams[stream].appendleft(released)
+        try:
+            yield
+        finally:
+            released.set()
+
     def hang(self) -> threading.Event:
         """The current stream stops here, until the event is set."""
         released = threading.Event()
@@ -160,10 +197,11 @@ class SimulatedDevice:
 
     def tensor(self, value: float, size: int = 512) -> torch.Tensor:
         """A tensor, allocated on the current stream."""
-        memory = np.full(size, value, np.float32)
+        return self._allocate(np.full(size, value, np.float32), self.current())
+
+    def _allocate(self, memory: np.ndarray[Any, Any], stream: Hashable) -> torch.Tensor:
         owner = memory.view()
-        stream = self.current()
-        weakref.finalize(owner, lambda: self._queue(stream, lambda: memory.fill(POISON))).atexit = False
+        weakref.finalize(owner, lambda: self._queue(stream, lambda: memory.view(np.int8).fill(POISON))).atexit = False
         return torch.from_numpy(owner)
 
     def progress(self) -> None:
@@ -199,13 +237,8 @@ class SimulatedDevice:
         if any(begin <= to < begin + segment.num_bytes for to in list(self._writes)):
             self.violations.append("a slot is idle while the device writes to it")
 
-    def _move(
-        self, to: int, source: int, size: int, _: object, strided: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> None:
-        if strided is None:
-            ctypes.memmove(to, source, size)
-        else:
-            strided[0].copy_(strided[1])
+    def _move(self, to: int, source: int, size: int, _: object, spread: torch.Tensor | None) -> None:
+        _gather(to, source, spread, size)
         self._writes.pop(to, None)
 
     def _queue(self, stream: Hashable, operation: _Operation) -> None:
@@ -270,6 +303,17 @@ def plugged_in(seed: int, kind: type[SimulatedDevice] = SimulatedDevice) -> Iter
     assert not simulated.violations
 
 
+def _spread(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor whose elements do not lie one after the other, for the time of the kernel that reads it."""
+    return None if tensor.is_contiguous() else tensor.detach()
+
+
+def _gather(to: int, source: int, spread: torch.Tensor | None, num_bytes: int) -> None:
+    """A kernel. It keeps no memory that is read by its address."""
+    kept = None if spread is None else spread.contiguous()
+    ctypes.memmove(to, source if kept is None else kept.data_ptr(), num_bytes)
+
+
 class SimulatedSGD(Optimizer):
     """Its step adds one to each element of parameters and momenta, in kernels that torch's counters do not see."""
 
@@ -277,7 +321,7 @@ class SimulatedSGD(Optimizer):
         super().__init__(parameters, {})
         self._device = simulated
         for parameter in parameters:
-            self.state[parameter]["momentum"] = simulated.tensor(float(parameter.data_ptr() % 97))
+            self.state[parameter]["momentum"] = simulated.tensor(float(parameter.data_ptr() % 97), parameter.numel())
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from tests.ckpt.ddp import ROOT
 from tests.ckpt.loops import open_run
 from tests.ckpt.snapshot.overlapping import held_copies
+from tests.ckpt.snapshot.simulated import plugged_in
 
 PATIENCE_S = 30
 
@@ -54,6 +55,30 @@ def test_only_storages_that_are_copied_wait_and_the_methods_of_torch_are_restore
         handle.result(PATIENCE_S)
         checkpointer.wait()
     assert {name: vars(torch.UntypedStorage).get(name) for name in names} == before
+
+
+def test_memory_that_a_device_copies_in_order_is_not_replaced_before(tmp_path: Path) -> None:
+    """A first save overlaps with nothing, but the device is late."""
+    with plugged_in(0) as simulated:
+        model = nn.ParameterList(torch.full((1 << 15,), 3.0) for _ in range(2))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        with open_run(tmp_path) as checkpointer:
+            released = simulated.hang()
+            handle = checkpointer.save_async(model, optim, 1)
+            resizing = threading.Thread(target=model[0].untyped_storage().resize_, args=(0,))
+            resizing.start()
+            resizing.join(0.2)
+            assert resizing.is_alive()
+            released.set()
+            resizing.join(PATIENCE_S)
+            assert not resizing.is_alive()
+            handle.result(PATIENCE_S)
+            found = checkpointer.load(1)
+        assert {name: sorted(set(tensor.tolist())) for name, tensor in found.items()} == {
+            "model/0": [3.0],
+            "model/1": [3.0],
+        }
+        simulated.synchronize()
 
 
 @pytest.mark.usefixtures("everywhere")

@@ -1,0 +1,97 @@
+"""What is found on a device: changes of any byte by digests in the first saves of a layout, by samples in all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ckpt.device import _DIGEST_BYTES, digests
+from ckptstore.errors import SnapshotTorn
+from tests.ckpt.snapshot.simulated import SIDE, SimulatedDevice, add_one, plugged_in
+from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, Training, open_run
+
+MEMORY: dict[str, Callable[[], torch.Tensor]] = {
+    "a byte": lambda: torch.zeros(1, dtype=torch.uint8),
+    "a scalar": lambda: torch.zeros(()),
+    "odd": lambda: torch.zeros(100_003, dtype=torch.uint8),
+    "half": lambda: torch.zeros(3001, dtype=torch.bfloat16),
+    "shifted": lambda: torch.zeros(3001, dtype=torch.bfloat16)[1:],
+    "transposed": lambda: torch.zeros(70, 130).t(),
+    "complex": lambda: torch.zeros(300, dtype=torch.complex128),
+    "several pieces": lambda: torch.zeros(_DIGEST_BYTES // 4 + 5),
+}
+
+
+@pytest.mark.parametrize("make", MEMORY.values(), ids=MEMORY.keys())
+def test_a_digest_differs_if_any_element_does(make: Callable[[], torch.Tensor]) -> None:
+    tensor, random = make(), Random(0)
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    assert torch.equal(digests([tensor]), digests([copy]))
+    flat = copy.view(-1)
+    for at in {0, flat.numel() - 1, random.randrange(flat.numel())}:
+        flat[at] = 1
+        assert not torch.equal(digests([tensor]), digests([copy]))
+        flat[at] = 0
+    assert torch.equal(digests([tensor]), digests([copy]))
+
+
+def test_a_digest_differs_if_elements_change_places() -> None:
+    tensor = torch.arange(10_000.0)
+    for other in (tensor.flip(0), tensor.roll(1), torch.cat([tensor[4096:8192], tensor[:4096], tensor[8192:]])):
+        assert not torch.equal(digests([tensor]), digests([other]))
+
+
+def test_digests_are_those_of_each_tensor() -> None:
+    first, second = torch.rand(1000), torch.rand(17)
+    found = digests([first, second, torch.empty(0)])
+    assert found.tolist() == [*digests([first]).tolist(), *digests([second]).tolist(), 0]
+
+
+def test_a_change_of_one_element_fails_the_first_saves_of_a_layout(tmp_path: Path) -> None:
+    """A kernel on a stream of its own changes it after the digest and before the copy, where there is no sample."""
+    digest = SimulatedDevice.digest
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        training = Training(simulated)
+        changed = training.model.get_parameter("w0").detach()[3:4]
+
+        def digest_and_change(device: SimulatedDevice, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+            digest(device, into, tensors)
+            with device.stream(SIDE):
+                device.launch(add_one(changed))
+
+        checkpointer.prepare(training.model, training.optim)
+        training.step()
+        with patch.object(SimulatedDevice, "digest", digest_and_change):
+            handle = training.save(checkpointer, 1)
+            with pytest.raises(SnapshotTorn, match="model/w0"):
+                handle.result(PATIENCE_S)
+        simulated.synchronize()
+
+
+def test_later_saves_of_a_layout_read_no_digests(tmp_path: Path) -> None:
+    counts, digest = [0], SimulatedDevice.digest
+
+    def counted(device: SimulatedDevice, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        counts[-1] += len(tensors)
+        digest(device, into, tensors)
+
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        training = Training(simulated)
+        checkpointer.prepare(training.model, training.optim)
+        with patch.object(SimulatedDevice, "digest", counted):
+            for step in range(6):
+                training.step()
+                if step == 4:
+                    training.model.register_parameter("w4", torch.nn.Parameter(simulated.tensor(1.0)))
+                    checkpointer.prepare(training.model, training.optim)
+                handle = checkpointer.save_async(training.model, training.optim, step)
+                training.step()
+                handle.result(PATIENCE_S)
+                counts.append(0)
+        simulated.synchronize()
+    assert counts == [8, 8, 0, 0, 8, 8, 0]
