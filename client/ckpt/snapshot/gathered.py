@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from ckpt.device import Device
 from ckpt.lazily import torch
@@ -18,7 +19,7 @@ SMALL_BYTES = 64 << 10
 _TOGETHER_BYTES = 64 << 20
 """Leaves of one type are gathered up to this size, larger ones alone."""
 
-Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
+Pairs: TypeAlias = "tuple[list[torch.Tensor], list[torch.Tensor]]"
 """Copy to, and copy from."""
 
 
