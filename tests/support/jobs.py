@@ -32,7 +32,12 @@ class Job:
         fcntl.fcntl(tells, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._told, self._rest = told, b""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the job has ended
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        meeting = {
+            "PYTHONUNBUFFERED": "",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world_size),
+        }
         self.ranks = [
             fork(
                 TRAINER,

@@ -22,6 +22,7 @@ from ckpt.capture.ownership import Ownership, Unit, Units, agree
 from ckpt.config import Group
 from ckpt.lazily import torch, torch_loaded
 from ckpt.ranks import waiting
+from ckpt.ranks.joining import Guest, Host, prefixed
 from ckpt.ranks.waiting import CollectiveWatch, absent, log_wait
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, InvalidRequest, RankLost, SaveFailed, error_from_code
@@ -40,7 +41,11 @@ class _Meetings:
     """The exchanges of one group so far. The counts are equal on all of its ranks, so their keys are equal."""
 
     store: Any
-    """The default store; for a group of some ranks with a prefix."""
+    """The store of the job, with a prefix for the group. It may hold values of an earlier life of the job."""
+    joined: Any = None
+    """The store for this life; None before the first exchange."""
+    joining: threading.Lock = field(default_factory=threading.Lock)
+    host: Host | None = None
     count: int = 0
     answers: list[str] = field(default_factory=list)
     group: Any = None
@@ -53,8 +58,8 @@ class _Meetings:
             _meetings.clear()
             _default_store = store
         if members not in _meetings:
-            prefix = f"ckpt/group-{xxh3_64_hexdigest(repr(members).encode())}"
-            _meetings[members] = cls(store if whole else torch.distributed.distributed_c10d.PrefixStore(prefix, store))
+            name = "all" if whole else xxh3_64_hexdigest(repr(members).encode())
+            _meetings[members] = cls(prefixed(f"ckpt/{name}", store))
         return _meetings[members]
 
 
@@ -103,6 +108,8 @@ class World:
                 found = [self._get(keys[rank], rank, wait)[0] for rank in range(self.size)]
             except RankLost as error:
                 self._set(key, [None, error.message, error.hint])
+                if self._meetings.host is not None:
+                    self._meetings.host.close()
                 # The store may end with this process: first let the other ranks read which rank is lost.
                 time.sleep(2 * _LONGEST_POLL_S)
                 raise
@@ -138,7 +145,7 @@ class World:
                 return
             self._last_beat = now
             self._beats += 1
-        self._ask(self._meetings.store.set, f"ckpt/beat/{self.rank}", str(self._beats))
+        self._ask(self._store.set, f"beat/{self.rank}", str(self._beats))
 
     def private_store(self) -> Any:
         """A key-value store that all ranks share, with a prefix of its own. All ranks must call this in the same order.
@@ -146,7 +153,7 @@ class World:
         Only for threads that may block: the calls of the store have no timeout."""
         meetings = self._meetings
         meetings.count += 1
-        return torch.distributed.distributed_c10d.PrefixStore(f"ckpt/{meetings.count}", meetings.store)
+        return prefixed(f"private/{meetings.count}", self._store)
 
     def exchange_group(self) -> torch.distributed.ProcessGroup:
         """A gloo process group that exchanges bytes in host memory. The first call creates it, and is a collective."""
@@ -166,7 +173,7 @@ class World:
         """For collectives of the exchange group: log which ranks this one waits for. All ranks must call this in the
         same order."""
         self._meetings.count += 1
-        key = f"ckpt/{self._meetings.count}"
+        key = str(self._meetings.count)
 
         def here(number: int) -> None:
             self._set(f"{key}/{number}/{self.rank}", None)
@@ -182,9 +189,40 @@ class World:
         of = f"of {self.size}" if self.whole else f"of a group of {self.size}"
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {named} {of}"
 
+    @property
+    def _store(self) -> Any:
+        """The store for this life of the job. The first use waits until this rank has joined. Raises RankLost."""
+        meetings = self._meetings
+        with meetings.joining:
+            if meetings.joined is None:
+                meetings.joined = self._join(meetings)
+            return meetings.joined
+
+    def _join(self, meetings: _Meetings) -> Any:
+        if self.rank == 0:
+            meetings.host = Host(meetings.store, self.size, self._ask)
+            return meetings.host.joined
+        guest, wait = Guest(meetings.store, self.rank, self._ask), _Wait(["0"])
+        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
+        while (joined := guest.look()) is None:
+            waited = time.monotonic() - wait.since
+            if waited > self._silence_s:
+                raise self._silent(0)
+            if waited > waiting.NOTICE_S and not wait.logged:
+                wait.logged = True
+                log_wait(self.members[self.rank], self.names(0))
+            time.sleep(next(waits))
+        return joined
+
+    def _silent(self, rank: int) -> RankLost:
+        return RankLost(
+            f"{self.names(rank)} sent no heartbeat for {self._silence_s:.0f} s",
+            "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
+        )
+
     def _next_key(self) -> str:
         self._meetings.count += 1
-        key = f"ckpt/{self._meetings.count}"
+        key = str(self._meetings.count)
         if self.rank == 0:
             self._meetings.answers.append(key)
         return key
@@ -194,13 +232,13 @@ class World:
         *read, last = self._meetings.answers
         self._meetings.answers = [last]
         for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
-            self._ask(self._meetings.store.delete_key, name)
+            self._ask(self._store.delete_key, name)
 
     def _set(self, key: str, value: Any) -> None:
-        self._ask(self._meetings.store.set, key, msgspec.msgpack.encode(value))
+        self._ask(self._store.set, key, msgspec.msgpack.encode(value))
 
     def _exist(self, *keys: str) -> bool:
-        return bool(self._ask(self._meetings.store.check, list(keys)))
+        return bool(self._ask(self._store.check, list(keys)))
 
     def _answer(self, key: str, wait: _Wait) -> Any:
         answer = self._get(key, 0, wait)
@@ -219,23 +257,20 @@ class World:
             if beat != last_beat:
                 last_beat, deadline = beat, time.monotonic() + self._silence_s
             if time.monotonic() > deadline:
-                raise RankLost(
-                    f"{self.names(rank)} sent no heartbeat for {self._silence_s:.0f} s",
-                    "Look at that rank's log; restart the job, or raise peer_timeout_s if it was merely slow",
-                )
+                raise self._silent(rank)
             if not wait.logged and time.monotonic() > wait.since + waiting.NOTICE_S:
                 wait.logged = True
                 self._log_wait(wait)
             time.sleep(next(waits))
-        return msgspec.msgpack.decode(bytes(self._ask(self._meetings.store.get, key)))
+        return msgspec.msgpack.decode(bytes(self._ask(self._store.get, key)))
 
     def _log_wait(self, wait: _Wait) -> None:
         if awaited := absent(self._exist, wait.keys):
             log_wait(self.members[self.rank], self.names(*awaited))
 
     def _beat_of(self, rank: int) -> bytes:
-        name = f"ckpt/beat/{rank}"
-        return bytes(self._ask(self._meetings.store.get, name)) if self._exist(name) else b""
+        name = f"beat/{rank}"
+        return bytes(self._ask(self._store.get, name)) if self._exist(name) else b""
 
     def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The store's answer. Raises RankLost if the store is gone or does not answer: its calls have no timeout."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.ranks import waiting
+from ckpt.ranks import world as ranks_world
 from ckpt.ranks.world import World
 from ckptstore.errors import RankLost
 from tests.support.waiting import wait_until
@@ -19,7 +20,7 @@ from tests.support.waiting import wait_until
 
 def meet(rounds: int) -> dict[str, Any]:
     """Several meetings, in two worlds after one another; what was received, and which keys are left."""
-    store = dist.distributed_c10d._get_default_store()
+    store = World(30)._store
     heard: list[Any] = []
     for world in (World(30), World(30)):
         for number in range(rounds):
@@ -27,10 +28,23 @@ def meet(rounds: int) -> dict[str, Any]:
             heard.append(world.broadcast({"from": world.rank, "number": number}))
     World(30).gather("end")
     dist.barrier()  # rank 0 clears up after it has answered
-    keys = [f"ckpt/{number}{of_rank}" for number in range(4 * rounds + 2) for of_rank in ("", "/0", "/1", "/2")]
+    keys = [f"{number}{of_rank}" for number in range(4 * rounds + 2) for of_rank in ("", "/0", "/1", "/2")]
     left = [key for key in keys if store.check([key])]
     dist.barrier()  # the store may live in rank 0
     return {"heard": repr(heard), "left": left}
+
+
+def live_twice() -> list[list[Any]]:
+    """Two lives of a job on one store, as after a restart by torchrun. In the second, rank 0 is the last to come."""
+    store = dist.distributed_c10d._get_default_store()
+    first = World(30).gather(["first", dist.get_rank()])
+    dist.barrier()
+    ranks_world._meetings.clear()  # as in a new process
+    if dist.get_rank() == 0:
+        store.wait(["second life"])
+    else:
+        store.set("second life", "")
+    return [first, World(30).gather(["second", dist.get_rank()])]
 
 
 def lose(lost: int, how: str, meeting: str, timeout_s: float) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
     for store in _STORES:
         tcp = store == "tcp"
         scenarios["meet", store] = Scenario("tests.ckpt.ranks.meetings:meet", 3, {"rounds": _ROUNDS}, tcp=tcp)
+        scenarios["twice", store] = Scenario("tests.ckpt.ranks.meetings:live_twice", 3, tcp=tcp)
         scenarios["slow", store] = Scenario("tests.ckpt.ranks.meetings:be_slow", 3, {"timeout_s": _TIMEOUT_S}, tcp=tcp)
     scenarios["late"] = Scenario("tests.ckpt.ranks.meetings:come_late", 3, {"notice_s": 0.2}, tcp=True)
     for case in _LOST:
@@ -47,8 +48,14 @@ def test_every_rank_receives_all_values_in_one_world_after_another(outcomes: dic
 
 
 @pytest.mark.parametrize("store", _STORES)
+def test_values_of_an_earlier_life_of_the_job_are_not_read(outcomes: dict[object, Outcome], store: str) -> None:
+    lives = [[[name, rank] for rank in range(3)] for name in ("first", "second")]
+    assert outcomes["twice", store].result() == [lives] * 3
+
+
+@pytest.mark.parametrize("store", _STORES)
 def test_meetings_leave_nothing_but_the_last_answer(outcomes: dict[object, Outcome], store: str) -> None:
-    last = f"ckpt/{4 * _ROUNDS + 1}"
+    last = str(4 * _ROUNDS + 1)
     assert [result["left"] for result in outcomes["meet", store].result()] == [[last]] * 3
 
 
