@@ -97,7 +97,10 @@ class EpochOrder:
         self._rebuilt = batches is None or _is_plain(batches)
         self._indices: Iterable[Any] = loader.sampler if batches is None else batches
         self._numbered = loader.num_workers > 0
-        self.generators = _generators(loader.generator, self.sampler, batches)
+        wrapped = getattr(batches, "batch_sampler", None)  # that of another batch sampler, as of Accelerate's
+        self.generators = _generators(
+            loader.generator, self.sampler, batches, wrapped, getattr(wrapped, "sampler", None)
+        )
         self._shuffling: torch.Generator | None = None
         if self._rebuilt and type(self.sampler) is RandomSampler and self.sampler.generator is None:
             # RandomSampler seeds a generator of its own from the global one. Here the seed is known.

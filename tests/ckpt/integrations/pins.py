@@ -41,6 +41,26 @@ def transformers() -> None:
     assert source.index("self._load_optimizer_and_scheduler(") < source.index("self._load_scaler(")
 
 
+def accelerate() -> None:
+    """Attributes of an Accelerator, and of the loaders that it prepares."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+    from torch.utils.data import DataLoader, TensorDataset
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.zeros(3))))
+    assert accelerator._dataloaders == [loader]
+    for name in ("_models", "_optimizers", "_schedulers", "_custom_objects"):
+        assert getattr(accelerator, name) == [], name
+    assert accelerator.step == 0
+    assert accelerator.scaler is None
+    assert type(loader) is DataLoaderShard
+    assert type(loader.base_dataloader) is DataLoader
+    assert loader.iteration == 0
+    assert "dl_state_dict" in DataLoaderShard._update_state_dict.__code__.co_names
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     globals()[sys.argv[1]]()

@@ -1,0 +1,143 @@
+"""Accelerate: the state of an Accelerator, saved asynchronously on all ranks and restored exactly.
+
+    model, optim, loader, sched = accelerator.prepare(model, optim, loader, sched)
+    restored = load_state(accelerator)
+    step = restored.step + 1 if restored else 0
+    for epoch in range(loader.iteration, num_epochs):
+        for batch in loader:
+            ...
+            save_state(accelerator, step)
+            step += 1
+
+The functions use the process's Checkpointer: `ckpt.init`, or CKPT_STORE and CKPT_RUN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ckpt import default
+from ckpt.data import ResumableLoader
+from ckpt.restoring.pipeline import Restored
+from ckpt.snapshot.handle import SaveHandle
+from ckptstore.errors import StateMismatch
+
+
+def save_state(accelerator: Accelerator, step: int, metrics: Mapping[str, float] | None = None) -> SaveHandle:
+    """Save what was prepared and registered for checkpointing: models, optimizers, schedulers, loaders, the scaler and
+    custom objects, in the background; within `accumulate` also the gradients of an unfinished window. Call it on all
+    ranks, from the training thread, after `load_state`. Raises what `ckpt.save_async` raises, and AttributeError if
+    `load_state` was not called.
+    """
+    return default.save_async(
+        _model(accelerator), _optimizers(accelerator), step,
+        grads=not accelerator.sync_gradients, metrics=metrics, shared=_shared(accelerator),
+        **_modules(accelerator), **_positions(accelerator),
+    )  # fmt: skip
+
+
+def load_state(accelerator: Accelerator, checkpoint: str | int | None = None, strict: bool = True) -> Restored | None:
+    """Restore the newest checkpoint of the run, or the named one; None if the run has none. Call it on all ranks, after
+    `prepare` and before the first iteration, also if there is nothing to restore: it makes the loaders resumable.
+
+    The loaders continue at the next batch, without `skip_first_batches`; `loader.iteration` is the number of the epoch.
+    Raises StateMismatch for another number of schedulers or custom objects, and what `ckpt.restore` raises.
+    """
+    for loader in accelerator._dataloaders:
+        if isinstance(loader, DataLoaderShard) and not isinstance(loader.base_dataloader, _Tracked):
+            loader.base_dataloader = _Tracked(loader.base_dataloader)
+            loader.dl_state_dict = loader.base_dataloader.state_dict()
+    restored = default.restore(
+        _model(accelerator), _optimizers(accelerator), checkpoint=checkpoint, strict=strict, shared={"trainer": None},
+        **_modules(accelerator), **_positions(accelerator),
+    )  # fmt: skip
+    if restored is None:
+        return None
+    saved = restored.values["trainer"]
+    _load_each("schedulers", accelerator._schedulers, saved["schedulers"])
+    _load_each("custom objects", accelerator._custom_objects, saved["custom"])
+    if accelerator.scaler is not None and saved["scaler"] is not None:
+        accelerator.scaler.load_state_dict(saved["scaler"])
+    accelerator.step = saved["step"]
+    restored.restore_rng()  # last: a custom object may have drawn random numbers
+    return restored
+
+
+class _Tracked(ResumableLoader[Any]):
+    """A loader that Accelerate takes for the DataLoader that it stands in for."""
+
+    @property
+    def __class__(self) -> type:
+        return DataLoader
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("the class of a loader is fixed")
+
+
+class _Position:
+    """The position of a prepared loader: Accelerate fetches one batch ahead, and notes the state before it does."""
+
+    def __init__(self, loader: DataLoaderShard) -> None:
+        self._loader, self._tracked = loader, loader.base_dataloader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self._loader.dl_state_dict.items() if name != "_iterator_finished"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._tracked.load_state_dict(state)
+        self._loader.set_epoch(self._tracked.epoch)
+        self._loader.dl_state_dict = self._tracked.state_dict()
+
+    def check_state_dicts(self, states: Sequence[Any]) -> None:
+        self._tracked.check_state_dicts(states)
+
+    def restore_rng_at_position(self, restore_rng: Callable[[], None]) -> None:
+        self._tracked.restore_rng_at_position(restore_rng)
+
+
+def _model(accelerator: Accelerator) -> nn.Module | None:
+    return accelerator._models[0] if accelerator._models else None
+
+
+def _modules(accelerator: Accelerator) -> dict[str, Any]:
+    """The other models, under names of their own."""
+    return {f"model{i}": model for i, model in enumerate(accelerator._models) if i}
+
+
+def _optimizers(accelerator: Accelerator) -> list[Optimizer] | None:
+    return [prepared.optimizer for prepared in accelerator._optimizers] or None
+
+
+def _positions(accelerator: Accelerator) -> dict[str, Any]:
+    """Iterable data sets that the first rank fetches for all have no position here."""
+    loaders = [one for one in accelerator._dataloaders if isinstance(one, DataLoaderShard)]
+    return {f"loader{i or ''}": _Position(loader) for i, loader in enumerate(loaders)}
+
+
+def _shared(accelerator: Accelerator) -> dict[str, Any]:
+    scaler = accelerator.scaler
+    state = {
+        "step": accelerator.step,
+        "schedulers": [one.state_dict() for one in accelerator._schedulers],
+        "custom": [one.state_dict() for one in accelerator._custom_objects],
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+    return {"trainer": state}
+
+
+def _load_each(kind: str, objects: Sequence[Any], states: Sequence[Any]) -> None:
+    if len(objects) != len(states):
+        raise StateMismatch(
+            f"the checkpoint has {len(states)} {kind}, and the accelerator {len(objects)}",
+            "Prepare and register the objects that were saved",
+        )
+    for one, state in zip(objects, states, strict=True):
+        one.load_state_dict(state)

@@ -1,0 +1,30 @@
+"""Accelerate: killed runs resume exactly, in mid-epoch and at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ckpt.integrations.proof import Integration, operators_can_use, private_names_exist
+
+ACCELERATE = Integration(
+    "tests.ckpt.integrations.train_accelerate",
+    ("accelerate", "ckpt.integrations.accelerate", "tests.ckpt.integrations.proof", "torch._dynamo"),
+)
+
+
+def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:
+    ACCELERATE.resumes_exactly(tmp_path, "gpt", 18, resumed_at=16)
+    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+
+
+def test_two_ranks_killed_within_an_accumulation_window(tmp_path: Path) -> None:
+    ACCELERATE.resumes_exactly(tmp_path, "gpt", 9, resumed_at=8, ranks=2)
+    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+
+
+def test_a_save_at_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
+    ACCELERATE.resumes_exactly(tmp_path, "gpt", 21, resumed_at=20)
+
+
+def test_names_that_are_not_public() -> None:
+    private_names_exist("accelerate", ACCELERATE)
