@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ STEPS_AFTER = 2
 """The loss of the first step depends on the weights, that of the second on the optimizer."""
 SAVE = f"{__name__}:save"
 RESTORE = f"{__name__}:restore"
+Work = dict[str, Any]
+"""What a group of ranks saves or restores, as JSON: the grid with its folder and setup, and the saved layout."""
 
 
 def save(built: Built, step: int, folder: Path) -> None:
@@ -55,41 +57,49 @@ class Matrix:
     restored: dict[tuple[str, str], Outcome]
 
 
-def run_matrix(
-    pairs: Sequence[tuple[str, str]],
-    folder: Path,
-    setup: Setup | None = None,
-    save: str = SAVE,
-    restore: str = RESTORE,
-) -> Matrix:
-    """Of each pair, save in the first layout and restore in the second.
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Pairs of saved and restored layout, of one kind of model."""
 
-    Each layout saves once, and one group of ranks restores everything that a layout restores: starting a group costs
-    more than a restore.
+    pairs: Sequence[tuple[str, str]]
+    setup: Setup = field(default_factory=Setup)
+
+
+def run_matrix(pairs: Sequence[tuple[str, str]], folder: Path, save: str = SAVE, restore: str = RESTORE) -> Matrix:
+    """The one matrix of one grid."""
+    return run_matrices({"only": Grid(pairs)}, folder, save, restore)["only"]
+
+
+def run_matrices(
+    grids: Mapping[str, Grid], folder: Path, save: str = SAVE, restore: str = RESTORE
+) -> dict[str, Matrix]:
+    """Of each pair of each grid, save in the first layout and restore in the second.
+
+    One group of ranks saves all that a layout saves, and one restores all that it restores: starting a group costs more
+    than a restore.
     """
-    common = {"setup": asdict(setup or Setup()), "folder": str(folder)}
-    saved = list(dict.fromkeys(source for source, _ in pairs))
-    sources = {target: [one for one, other in pairs if other == target] for _, target in pairs}
-    scenarios = [_scenario("save_in", name, {**common, "hook": save}, 1) for name in saved]
-    scenarios += [
-        _scenario("restore_in", target, {**common, "hook": restore, "sources": some}, len(some))
-        for target, some in sources.items()
-    ]
-    for name in saved:
-        (folder / name).mkdir()
+    saves: dict[str, list[Work]] = {}
+    restores: dict[str, list[Work]] = {}
+    for name, grid in grids.items():
+        own = {"grid": name, "folder": str(folder / name), "setup": asdict(grid.setup)}
+        for source in dict.fromkeys(source for source, _ in grid.pairs):
+            (folder / name / source).mkdir(parents=True)
+            saves.setdefault(source, []).append({**own, "source": source})
+        for source, target in grid.pairs:
+            restores.setdefault(target, []).append({**own, "source": source})
+    scenarios = [_scenario("save_in", layout, works, save) for layout, works in saves.items()]
+    scenarios += [_scenario("restore_in", layout, works, restore) for layout, works in restores.items()]
     ranks = folder / "ranks"
     ranks.mkdir()
-    outcomes = run_scenarios(scenarios, ranks)
-    restored = zip(sources.items(), outcomes[len(saved) :], strict=True)
-    return Matrix(
-        folder,
-        dict(zip(saved, outcomes[: len(saved)], strict=True)),
-        {
-            (source, target): Outcome([results[number] for results in outcome.results], outcome.error)
-            for (target, some), outcome in restored
-            for number, source in enumerate(some)
-        },
-    )
+    outcomes = iter(run_scenarios(scenarios, ranks))
+    found = {name: Matrix(folder / name, {}, {}) for name in grids}
+    for layout, works in saves.items():
+        for work, outcome in zip(works, _each(next(outcomes), len(works)), strict=True):
+            found[work["grid"]].saved[layout] = outcome
+    for layout, works in restores.items():
+        for work, outcome in zip(works, _each(next(outcomes), len(works)), strict=True):
+            found[work["grid"]].restored[work["source"], layout] = outcome
+    return found
 
 
 def check_restored(matrix: Matrix, saved: str, restored: str) -> None:
@@ -106,26 +116,31 @@ def check_restored(matrix: Matrix, saved: str, restored: str) -> None:
     assert ranks[0]["losses"] == exactly
 
 
-def save_in(layout: str, setup: dict[str, Any], folder: str, hook: str) -> list[float]:
-    """In a rank: train, save, and go on; returns the losses of the steps after the save."""
-    built = _build(layout, _setup(setup))
-    for step in range(SAVED_AT):
-        built.train_step(step)
-    place = Path(folder, layout)
-    _hook(hook)(built, SAVED_AT, place / "store")
-    state = full_state(built)
-    if _rank() == 0:
-        (place / "expected.pickle").write_bytes(pickle.dumps(state))
-    return _go_on(built)
-
-
-def restore_in(layout: str, setup: dict[str, Any], folder: str, hook: str, sources: list[str]) -> list[dict[str, Any]]:
-    """In a rank: restore each source into another model, compare with what was saved, and go on."""
+def save_in(layout: str, works: list[Work], hook: str) -> list[list[float]]:
+    """In a rank: train, save, and go on; returns, of each work, the losses of the steps after the save."""
     found = []
-    for number, source in enumerate(sources):
-        print(f"{layout} restores {source}", flush=True)
+    for work in works:
+        print(f"{layout} saves {work['grid']}", flush=True)
+        built = _build(layout, _setup(work["setup"]))
+        for step in range(SAVED_AT):
+            built.train_step(step)
+        place = Path(work["folder"], layout)
+        _hook(hook)(built, SAVED_AT, place / "store")
+        state = full_state(built)
+        if _rank() == 0:
+            (place / "expected.pickle").write_bytes(pickle.dumps(state))
+        found.append(_go_on(built))
+    return found
+
+
+def restore_in(layout: str, works: list[Work], hook: str) -> list[dict[str, Any]]:
+    """In a rank: restore each work's source into another model, compare with what was saved, and go on."""
+    found = []
+    for number, work in enumerate(works):
+        print(f"{layout} restores {work['grid']} from {work['source']}", flush=True)
+        setup = work["setup"]
         built = _build(layout, _setup({**setup, "seed": setup["seed"] + 1 + number}))
-        place = Path(folder, source)
+        place = Path(work["folder"], work["source"])
         _hook(hook)(built, place / "store")
         state = full_state(built)
         wrong = []
@@ -135,9 +150,15 @@ def restore_in(layout: str, setup: dict[str, Any], folder: str, hook: str, sourc
     return found
 
 
-def _scenario(function: str, layout: str, arguments: dict[str, Any], times: int) -> Scenario:
+def _scenario(function: str, layout: str, works: list[Work], hook: str) -> Scenario:
+    arguments = {"layout": layout, "works": works, "hook": hook}
     world_size = LAYOUTS[layout].world_size
-    return Scenario(f"{__name__}:{function}", world_size, {"layout": layout, **arguments}, timeout_s=60.0 * times)
+    return Scenario(f"{__name__}:{function}", world_size, arguments, timeout_s=60.0 * len(works))
+
+
+def _each(outcome: Outcome, works: int) -> list[Outcome]:
+    """Of each work that a group of ranks did; all have its error."""
+    return [Outcome([results[number] for results in outcome.results], outcome.error) for number in range(works)]
 
 
 def _setup(values: dict[str, Any]) -> Setup:
