@@ -22,7 +22,7 @@ from ckptstore.format.shards import Slice
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
-from tests.support.command_line import invoke, run
+from tests.support.command_line import invoke, run_program
 from tests.support.entries import tensor_bytes, write_entries
 
 
@@ -193,7 +193,7 @@ def test_whatever_stops_the_writing_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_an_error_of_the_file_system_is_reported_plainly(folder: Path, tmp_path: Path, kind: str) -> None:
     args = ("export", "gpt@40", "--to", tmp_path / "x", "--format", kind, "--store", folder, "-o", "json")
-    done = run(*args, largest_file_blocks=2048)
+    done = run_program(*args, largest_file_blocks=2048)
     assert (done.code, done.error["code"]) == (1, "not_written")
     assert "File too large" in done.error["message"]
     assert left_in(tmp_path) == []

@@ -24,24 +24,24 @@ from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from tests.conftest import S3Location
 from tests.support.checkpoints import write_checkpoint
-from tests.support.command_line import PROGRAM, Terminal, clean_environment, run
+from tests.support.command_line import PROGRAM, Terminal, clean_environment, run, run_program
 
 
 def test_exit_codes(folder: Path, filled: Store, tmp_path: Path) -> None:
     newest = list_checkpoints(Run(filled, "gpt"))[0]
     store = ("--store", folder)
-    assert run("ls", *store).code == 0
+    assert run_program("ls", *store).code == 0
     assert run("export", "gpt@40", "--to", tmp_path / "x.bin", *store).code == 2
     assert run("prune", "--keep", "1", *store).code == 2
     assert run("latest", "typo", *store).code == 4
-    assert run("ls", "--url", "http://127.0.0.1:1").code == 7
+    assert run_program("ls", "--url", "http://127.0.0.1:1").code == 7
     shard = folder / RunKeys("gpt").shard(newest.attempt, "shard-00000.ckpt")
     shard.write_bytes(b"\0" + shard.read_bytes()[1:])
     assert run("verify", "--all", *store).code == 5
 
 
 def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path) -> None:
-    done = run("ls", "typo", "-o", "json", "--store", folder)
+    done = run_program("ls", "typo", "-o", "json", "--store", folder)
     assert (done.stdout, done.error["code"]) == ("", "no_checkpoint")
     assert done.error["hint"]
     done = run("ls", "typo", "--store", folder)
@@ -158,7 +158,7 @@ def test_a_store_on_s3(s3_store: S3Location, tmp_path: Path) -> None:
         (("prune", "--keep", "1", "--yes"), 0),
         (("show", "gpt@1"), 4),
     ):
-        done = run(*args, "--store", s3_store.url, env=s3_store.environment)
+        done = run_program(*args, "--store", s3_store.url, env=s3_store.environment)
         assert done.code == code, done.stderr
     assert to.exists()
     assert [c.step for c in list_checkpoints(Run(store, "gpt"))] == [2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -14,7 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
+
+from tests.support import forking
+from tests.support.forking import COMMAND_LINE
 
 PROGRAM = (sys.executable, "-m", "ckptctl")
 _OWN = ("CKPTD_URL", "CKPT_STORE", "CKPT_TOKEN", "CKPTCTL_PROFILE", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
@@ -40,19 +46,37 @@ class Finished:
         return json.loads(self.stderr)
 
 
-def invoke(*args: object, env: Mapping[str, str] | None = None) -> Finished:
-    """Run ckptctl in this process."""
+@functools.cache
+def _command() -> Any:
     from ckptctl.cli import app
 
-    environment = {**dict.fromkeys(_OWN), **(env or {})}
-    result = CliRunner().invoke(app, [str(arg) for arg in args], env=environment)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return Finished(result.exit_code, result.stdout, result.stderr)
+    return get_command(app)  # once: it costs more than most commands
 
 
-def run(*args: object, env: Mapping[str, str] | None = None, largest_file_blocks: int | None = None) -> Finished:
-    """Run ckptctl as a program without a terminal, if asked with a limit on the files it may write."""
+def invoke(*args: object, env: Mapping[str, str] | None = None) -> Finished:
+    """Run ckptctl in this process."""
+    command = _command()
+    with CliRunner().isolation(env={**dict.fromkeys(_OWN), **(env or {})}) as (stdout, stderr, _):
+        with pytest.raises(SystemExit) as ended:
+            command.main([str(arg) for arg in args], "ckptctl")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return Finished(code, stdout.getvalue().decode(), stderr.getvalue().decode())
+
+
+def run(*args: object, env: Mapping[str, str] | None = None) -> Finished:
+    """Run ckptctl in a process of its own without a terminal, a fork: see tests.support.forking."""
+    return Finished(
+        *forking.run(COMMAND_LINE, "ckptctl", [str(arg) for arg in args], environment=clean_environment(env))
+    )
+
+
+def run_program(
+    *args: object, env: Mapping[str, str] | None = None, largest_file_blocks: int | None = None
+) -> Finished:
+    """The same in a new interpreter, which reads all of `env`; if asked, with a limit on the files it may write."""
     command = [*PROGRAM, *map(str, args)]
     if largest_file_blocks is not None:
         command = ["sh", "-c", f'ulimit -f {largest_file_blocks}; exec "$@"', "sh", *command]

@@ -34,6 +34,7 @@ from ckpt.lazily import ROOMS_OF_TORCH
 
 ROOT = Path(__file__).parents[2]
 DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "typer")
+COMMAND_LINE = ("ckptctl.cli", "ckptapi.client", "ckptstore.stores.local")
 _ROOMS = ("ckpt.checkpointer", "ckpt.restoring", *ROOMS_OF_TORCH)
 TRAINER = (*_ROOMS, "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")
 RANKS = (*_ROOMS, "tests.support.parallel.matrix", "torch._dynamo")
