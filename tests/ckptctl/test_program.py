@@ -158,7 +158,7 @@ def test_a_store_on_s3(s3_store: S3Location, tmp_path: Path) -> None:
         (("prune", "--keep", "1", "--yes"), 0),
         (("show", "gpt@1"), 4),
     ):
-        done = run_program(*args, "--store", s3_store.url, env=s3_store.environment)
+        done = run(*args, "--store", s3_store.url, env=s3_store.environment)
         assert done.code == code, done.stderr
     assert to.exists()
     assert [c.step for c in list_checkpoints(Run(store, "gpt"))] == [2]
