@@ -88,7 +88,7 @@ class World:
         self.rank: int = self.members.index(own)
         self.size: int = len(self.members)
         # A lost rank may stall an exchange and then the meeting after it: both must fit into the timeout.
-        self._silence_s, self._exchange_s = 0.6 * timeout_s, 0.25 * timeout_s
+        self._silence_s, self.exchange_s = 0.6 * timeout_s, 0.25 * timeout_s
         self._beat_s = min(_BEAT_S, self._silence_s / 4)
         self._beating = threading.Lock()
         self._beats = 0
@@ -162,7 +162,7 @@ class World:
             # Without the barrier of all processes, of which some may not be in this group.
             meetings.group = torch.distributed.new_group(
                 list(self.members),
-                timeout=timedelta(seconds=self._exchange_s),
+                timeout=timedelta(seconds=self.exchange_s),
                 backend="gloo",
                 use_local_synchronization=not self.whole,
             )

@@ -17,9 +17,12 @@ from ckptstore.errors import DaemonUnavailable
 from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.planning import ShardRead
 from ckptstore.reading.fetch import Buffers, fetch
-from ckptstore.reading.source import Source, check_manifest_data
+from ckptstore.reading.source import Source, StoreSource, check_manifest_data
 
 logger = logging.getLogger(__name__)
+
+LOCAL_SCHEMES = ("file://", "memory://")
+"""Stores that every rank of a host reads at the speed of memory."""
 
 
 class Fetcher:
@@ -71,7 +74,8 @@ class Fetcher:
         if self._share == "broadcast":
             from ckpt.restoring.sharing import fetch_shared  # loads torch
 
-            fetch_shared(self._world, self._source, self._checkpoint, content, reads, buffers, progress)
+            local = isinstance(self._source, StoreSource) and self._source.store.url.startswith(LOCAL_SCHEMES)
+            fetch_shared(self._world, self._source, self._checkpoint, content, reads, buffers, progress, local)
         elif self._share == "daemon":
             self._fetch_cached(reads, buffers, progress)
         else:

@@ -7,18 +7,21 @@ the next ones are read and the last ones decoded. Ranks send stored bytes, and e
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ckpt.device import poll
 from ckpt.ranks.world import World
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CorruptObject
+from ckptstore.errors import CorruptObject, RankLost
 from ckptstore.format.documents import Content
 from ckptstore.format.places import Places
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
@@ -29,6 +32,9 @@ ROUND_BYTES = 64 << 20
 """Maximum number of stored bytes exchanged per round, unless one stretch is larger."""
 _STRETCH_BYTES = 1 << 20  # smaller reads are not worth their request
 _AHEAD = 4  # stretches that a rank reads before their round
+DEVICE_BACKENDS = {"nccl": "cuda"}
+"""By backend of a process group: the type of device whose memory it exchanges, past the host's network stack. Gloo
+also takes memory of a GPU, but copies it to the host first."""
 
 ChunkId = tuple[int, int]
 """Index of a shard, and index of a chunk in it."""
@@ -123,9 +129,11 @@ def fetch_shared(
     reads: Sequence[ShardRead],
     buffers: Buffers,
     progress: Callable[[int], None],
+    local: bool = False,
 ) -> None:
     """Like `fetch`, but a collective of all ranks: bytes that several ranks need are read from the store once.
 
+    local: the store is a folder or memory. Otherwise the process group of the devices exchanges them, if there is one.
     A rank whose own work failed takes part until the end, and raises its error then.
     Raises RankLost if a rank is gone.
     """
@@ -140,8 +148,25 @@ def fetch_shared(
         if key not in shared
     )
     if rounds:
-        _Exchange(world, source, checkpoint, content, own, buffers, progress).run(rounds)
+        exchange = _Exchange(world, source, checkpoint, content, own, buffers, progress)
+        exchange.device = None if local else _group_device(world)
+        exchange.run(rounds)
     fetch(source, checkpoint, alone, buffers, progress)
+
+
+def _group_device(world: World) -> torch.device | None:
+    """The current device, if the default process group exchanges memory of devices; the same kind on all ranks."""
+    kind = exchanging_kind(dist.get_backend_config()) if world.whole else None
+    return None if kind is None else torch.empty(0, device=kind).device
+
+
+def exchanging_kind(backends: str) -> str | None:
+    """The type of device whose memory a process group exchanges; None: host memory only. Pure.
+
+    backends: kinds and their backends, such as `cpu:gloo,cuda:nccl`.
+    """
+    pairs = [each.partition(":") for each in backends.split(",")]
+    return next((kind for kind, _, backend in pairs if DEVICE_BACKENDS.get(backend) == kind), None)
 
 
 def _pack(chunks: Mapping[ChunkId, ChunkRead]) -> bytes:
@@ -174,6 +199,8 @@ class _Exchange:
         self._progress = progress
         self._error: Exception | None = None
         self._exchanges = 0
+        self.device: torch.device | None = None
+        """Bytes are exchanged from its memory; None: from host memory."""
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Raises the first error of this rank, after the last round."""
@@ -250,17 +277,29 @@ class _Exchange:
         """Send each rank its part, and receive up to `step` bytes from each, stored from offset `at`."""
         sent = bytearray().join(parts)
         sizes = [min(step, max(0, len(data) - at)) for data in received]
-        into = torch.empty(sum(sizes), dtype=torch.uint8)
+        outgoing = torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
         self._exchanges += 1
         with self._watch.under_way(self._exchanges):
-            dist.all_to_all_single(
-                into,
-                torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8),
-                sizes,
-                [len(part) for part in parts],
-                group=self._world.exchange_group(),
-            )
+            into = self._all_to_all(outgoing, [len(part) for part in parts], sizes)
         view, begin = into.numpy().data, 0
         for data, size in zip(received, sizes, strict=True):
             data[at : at + size] = view[begin : begin + size]
             begin += size
+
+    def _all_to_all(self, outgoing: torch.Tensor, parts: list[int], sizes: list[int]) -> torch.Tensor:
+        """What the ranks send this one, in host memory. Raises RankLost if devices do not finish in time."""
+        into = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        if self.device is None:
+            dist.all_to_all_single(into, outgoing, sizes, parts, group=self._world.exchange_group())
+            return into
+        # Without a limit, a lost rank would hang the others until the watchdog of the backend ends their processes.
+        deadline = time.monotonic() + self._world.exchange_s
+        work: Any = dist.all_to_all_single(into, outgoing.to(self.device), sizes, parts, async_op=True)
+        if not poll(work.is_completed, lambda: time.monotonic() > deadline):
+            raise RankLost(
+                f"an exchange between the devices of {self._world.size} ranks is not complete after "
+                f"{self._world.exchange_s:.0f} s",
+                "Look at the logs of the other ranks; raise peer_timeout_s if the network was merely slow",
+            )
+        work.wait()
+        return into.cpu()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpt.config import Config, ReplicaReads
 from ckpt.restoring import sharing
 from ckpt.restoring.fetching import how_to_share
-from ckpt.restoring.sharing import ShardStretch, divide
+from ckpt.restoring.sharing import ShardStretch, divide, exchanging_kind
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore.format.documents import Chunks, Content, Entries, References, Shard, Slices
@@ -44,6 +44,10 @@ class Restores:
     """That the daemon read of the store for replica_reads="daemon"."""
     landed: list[str]
     """Digests of what two replicas restored to other memory than the host's."""
+    exchanged: list[dict[str, Any]]
+    """What two replicas said that exchange bytes by the process group of their devices."""
+    stuck: list[dict[str, Any]]
+    """The same, one of which sends nothing."""
 
     def read_bytes(self, replica_reads: str) -> int:
         return sum(result["read"] for result in self.by_share[replica_reads])
@@ -77,11 +81,13 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
             for replica_reads in ("broadcast", "none", "daemon")
         ]
         landing = Scenario("tests.ckpt.restoring.replicas:land", 2, {"store": str(folder / "store")})
-        *outcomes, landed = run_scenarios([*scenarios, landing], folder / "restore")
+        scenario, far = "tests.ckpt.restoring.replicas:exchange", {"store": str(folder / "store")}
+        exchanging = [Scenario(scenario, 2, far), Scenario(scenario, 2, far | {"stuck_rank": 1})]
+        *outcomes, landed, exchanged, stuck = run_scenarios([*scenarios, landing, *exchanging], folder / "restore")
         read = counting.all_bytes - before
     shares = [scenario.arguments["replica_reads"] for scenario in scenarios]
     by_share = dict(zip(shares, (outcome.result() for outcome in outcomes), strict=True))
-    return Restores(digests[0], stored, by_share, read, landed.result())
+    return Restores(digests[0], stored, by_share, read, landed.result(), exchanged.result(), stuck.result())
 
 
 @pytest.mark.parametrize("replica_reads", ["broadcast", "daemon", "none"])
@@ -107,6 +113,27 @@ def test_the_daemon_reads_each_byte_once(restores: Restores) -> None:
 
 def test_what_is_passed_on_lands_in_other_memory_too(restores: Restores) -> None:
     assert restores.landed == [restores.digest] * 2
+
+
+def test_the_process_group_of_devices_exchanges_what_is_read_far_away(restores: Restores) -> None:
+    """A group of gloo stands for one of GPUs, and host memory for theirs."""
+    assert [found["digest"] for found in restores.exchanged] == [restores.digest] * 2
+    assert [found["own group"] for found in restores.exchanged] == [False] * 2
+    assert all(found["exchanges"] for found in restores.exchanged)
+    assert sum(found["read"] for found in restores.exchanged) <= _MOST * restores.stored_bytes
+
+
+def test_an_exchange_of_devices_that_is_never_complete_loses_a_rank(restores: Restores) -> None:
+    assert [found["error"][0] for found in restores.stuck] == ["rank_lost"] * 2
+    assert "exchange between the devices" in restores.stuck[0]["error"][1]
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [("cpu:gloo,cuda:gloo", None), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo", None)],
+)
+def test_the_kind_of_device_that_a_group_exchanges(backends: str, expected: str | None) -> None:
+    assert exchanging_kind(backends) == expected
 
 
 def test_without_sharing_each_replica_reads_all(restores: Restores) -> None:
