@@ -63,14 +63,22 @@ def served(programs: Path, folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_without_extras_there_is_the_format_and_the_command_line(programs: Path) -> None:
-    run(programs / "python", "-c", "import ckptstore.reading.fetch, ckptapi.client, ckptctl.cli, ckpt")
-    assert run(programs / "ckptctl", "--version").startswith("ckptctl ")
-    absent = ["torch", "fastapi", "sqlalchemy", "s3fs", "safetensors"]
+def test_without_extras_there_is_what_a_trainer_needs(programs: Path) -> None:
+    run(programs / "python", "-c", "import ckptstore.reading.fetch, ckptapi.client, ckpt")
+    run(programs / "ckpt-run", "--help")
+    absent = ["torch", "fastapi", "sqlalchemy", "s3fs", "safetensors", "typer", "rich", "yaml", "pygments"]
     assert missing(programs, "ckptstore", *absent) == absent
-    refused = subprocess.run([programs / "ckptd", "serve"], capture_output=True, text=True)
-    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert "pip install 'ckptd[server]'" in refused.stderr
+    for program, extra in (("ckptd", "server"), ("ckptctl", "cli")):
+        refused = subprocess.run([programs / program, "serve"], capture_output=True, text=True)
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+        assert f"pip install 'ckptd[{extra}]'" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_extra_cli_runs_the_command_line(programs: Path) -> None:
+    install(programs, f"{ROOT}[cli]")
+    assert run(programs / "ckptctl", "--version").startswith("ckptctl ")
+    assert missing(programs, "typer", "fastapi", "torch") == ["fastapi", "torch"]
 
 
 @pytest.mark.slow

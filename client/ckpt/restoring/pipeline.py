@@ -32,6 +32,7 @@ from ckpt.restoring.resolve import (
 )
 from ckpt.restoring.session import RestoreSession
 from ckptapi.bodies import CheckpointBody, Phase
+from ckptstore import human
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import (
@@ -78,6 +79,11 @@ class Restored:
     seconds: float
     lease: str | None = field(repr=False)
     rng: Callable[[], None] | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        size = human.size(self.checkpoint.raw_bytes)
+        skipped = f", {human.count(len(self.skipped), 'newer checkpoint')} skipped" if self.skipped else ""
+        return f"{self.id}, {size} in {self.seconds:.2f} s{skipped}"
 
     @property
     def id(self) -> str:
@@ -163,8 +169,7 @@ class Restorer:
                 raise self._mixture(checkpoint, error) from error
             seconds = time.perf_counter() - started
             note_restored(self._source, self._config)
-            logger.info("restored %s: %.1f MB in %.2f s", checkpoint.id, checkpoint.raw_bytes / 1e6, seconds)
-            return Restored(
+            restored = Restored(
                 checkpoint=checkpoint,
                 values=plan.values,
                 skipped=skipped,
@@ -177,6 +182,9 @@ class Restorer:
                 lease=lease,
                 rng=plan.restore_rng,
             )
+            if self._world.rank == 0:
+                logger.info("restored %s", restored)
+            return restored
         if skipped:
             raise CorruptObject(
                 f"none of the {len(skipped)} checkpoints of run {reference.run!r} can be restored; the newest, "

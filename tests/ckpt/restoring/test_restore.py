@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import pydoc
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -228,6 +231,31 @@ def test_module_functions_on_the_environment(default_run: Path) -> None:
     loaded = ckpt.load(f"{default_run}/from-environment@1", names="model/*")
     assert torch.equal(loaded["model/weight"], model.weight)
     assert ckpt.load(f"file://{default_run}/from-environment@latest").keys() >= {"model/weight", "model/bias"}
+
+
+def test_a_save_and_a_restore_are_one_line_each(default_run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    with caplog.at_level(logging.INFO, "ckpt"):
+        handle = ckpt.save_async(model, None, 1)
+        ckpt.wait()
+        restored = ckpt.restore(model)
+    id = handle.result(0).id
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert [line.split(":")[0] for line in lines if "committed" in line] == [
+        f"run from-environment step 1 is committed as {id}"
+    ]
+    assert [line for line in lines if line.startswith("restored")] == [f"restored {restored}"]
+    assert re.fullmatch(rf"{re.escape(id)}, [0-9.]+ (B|KiB) in [0-9.]+ s", str(restored))
+    assert str(handle) == "<SaveHandle step=1 committed>"
+
+
+def test_the_help_of_the_module_functions_has_signature_and_text() -> None:
+    for name, words in (
+        ("save_async", ("step: 'int'", "Copy the state to host memory")),
+        ("init", ("slots: int", "CKPT_STORE")),
+    ):
+        text = pydoc.plain(pydoc.render_doc(getattr(ckpt, name)))
+        assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
