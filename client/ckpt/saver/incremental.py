@@ -37,6 +37,7 @@ from ckpt.saver.messages import Setup
 from ckptstore import names
 from ckptstore.commits.catalog import latest, quarantined_attempts
 from ckptstore.commits.commit import read_receipt
+from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.commits.references import marks
 from ckptstore.errors import CkptError, NoCheckpoint
@@ -62,20 +63,26 @@ _MOST_AGE_S = 7 * 24 * 3600.0
 
 
 class ChunkIndex:
-    """The chunks of the run's last committed checkpoint, which the next save is compared with.
+    """The chunks of the checkpoint that the next save is compared with.
+
+    It is the last one that this process committed since its last restore; before that, the one that was restored, or
+    the latest of the run.
 
     One thread begins saves, in order; one thread compares chunks; one thread ends saves that are committed, in any
     order.
     """
 
     def __init__(self, run: Run, setup: Setup, run_soon: Callable[..., Future[None]]) -> None:
-        """run_soon: runs a function in another thread. It reads the checkpoint that an earlier process committed."""
+        """run_soon: runs a function in another thread. It reads the checkpoint that the next save is compared with."""
         self._run = run
         self._setup = setup
         self.enabled, self.rank, self.most = setup.incremental, setup.rank, setup.max_references
         self._base: BaseCheckpoint | None = None
         self._base_number = 0
-        """The number of the save that is the base; 0: an earlier process committed it."""
+        """The number of the save that is the base; less than `_first`: it was committed before the session began."""
+        self._session, self._first = "", 1
+        """The session of the last save, and the number of its first save."""
+        self._run_soon = run_soon
         self._last: IncrementalSave | None = None
         self._changed = threading.Condition()
         """Guards `uploaded` and `ended` of all saves."""
@@ -83,7 +90,7 @@ class ChunkIndex:
 
     def begin(
         self,
-        step: int,
+        new: NewAttempt,
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
         encode: Encode,
@@ -93,8 +100,18 @@ class ChunkIndex:
 
         unchanged: called with each chunk that is referenced, while its bytes are in memory.
         """
-        self._last = IncrementalSave(self, step, placed, spans, encode, unchanged, self._last)
+        self._last = IncrementalSave(self, new.step, placed, spans, encode, unchanged, self._last)
+        if new.session.id != self._session:
+            self._enter(new.session, self._last.number)
         return self._last
+
+    def _enter(self, session: Session, number: int) -> None:
+        """Compare the saves of a session with the checkpoint that was restored. number: of its first save."""
+        self._session = session.id
+        if self._loaded is not None and session.parent is not None:
+            with self._changed:
+                self._first, self._base_number = number, number - 1
+            self._loaded = self._run_soon(self._load, session.parent)
 
     def wait_for_base(self, save: IncrementalSave, previous: IncrementalSave | None) -> BaseCheckpoint | None:
         """The checkpoint to compare with; None if there is none.
@@ -104,7 +121,8 @@ class ChunkIndex:
         if self._loaded is None:
             return None
         self._loaded.result()
-        if not self._base_number and previous is not None:
+        if self._base_number < self._first <= (previous.number if previous is not None else 0):
+            assert previous is not None
             with self._changed:
                 # Costs no time: the upload of this save cannot begin before the previous one is done.
                 self._changed.wait_for(lambda: save.ended or previous.uploaded)
@@ -113,8 +131,9 @@ class ChunkIndex:
 
     def set_base(self, base: BaseCheckpoint, number: int) -> None:
         """Compare later saves with this one, which this process has committed, unless a later one is the base."""
-        if number > self._base_number:
-            self._base, self._base_number = base, number
+        with self._changed:
+            if number > self._base_number:
+                self._base, self._base_number = base, number
 
     def mark(self, save: IncrementalSave, ended: bool) -> None:
         """Mark a save as uploaded, or ended, and wake up the save that waits for it."""
@@ -145,11 +164,14 @@ class ChunkIndex:
         except CkptError as error:
             logger.warning("lease %s was not released and will expire: %s", lease, error)
 
-    def _load(self) -> None:
-        """Load the latest checkpoint of the run as base. Never raises: without a base all chunks are stored."""
+    def _load(self, parent: Attempt | None = None) -> None:
+        """Load this checkpoint, or the latest one, as base. Never raises: without a base all chunks are stored."""
         run, rank = self._run, self._setup.rank
+        if parent is not None and self._base is not None and self._base.attempt == parent:
+            return
+        self._base = None
         try:
-            attempt = latest(run).attempt
+            attempt = parent or latest(run).attempt
             content = read_receipt(run, attempt, rank).receipt.content
             counts = Counter(mark.attempt for mark in marks(run))
             for shard in content.shards:

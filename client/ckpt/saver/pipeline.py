@@ -146,7 +146,7 @@ class SavePipeline:
         survey = self._surveyor.begin(raw, placed, spans, derived) if self._surveyor is not None else None
         encode = survey.observing(codings) if survey is not None else codings.encode
         unchanged = survey.unchanged if survey is not None else ignore
-        incremental = self._chunk_index.begin(job.attempt.step, placed, spans, codings.encode, unchanged)
+        incremental = self._chunk_index.begin(job.attempt, placed, spans, codings.encode, unchanged)
         reader = None
         if job.streamed:
             reader = StreamReader(raw, spans, lambda done: self._report(SaveProgress(job.number, done)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,26 @@ def check_all(folder: Path) -> None:
     store = open_store(str(folder))
     for checkpoint in list_checkpoints(Run(store, RUN)):
         assert verify(StoreSource(store), checkpoint).ok
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in place", "new process"])
+def test_the_first_save_after_a_rewind_references_what_was_restored(tmp_path: Path, writer: Any, again: bool) -> None:
+    """The base changed after the checkpoint to which the run is rewound, so the latest one has none of its chunks."""
+    training = Training()
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"run": RUN, "writer": writer, "compress": "fast"}
+        checkpointer = stack.enter_context(Checkpointer(str(tmp_path), **options))
+        first = training.save(checkpointer)
+        nn.init.normal_(training.model.base.weight)
+        assert training.save(checkpointer).referenced_bytes == 0
+        if again:
+            checkpointer.close()
+            checkpointer = stack.enter_context(Checkpointer(str(tmp_path), **options))
+        checkpointer.restore(training.model, training.optim, checkpoint=first.step)
+        training.steps = first.step
+        assert training.save(checkpointer, after=2).referenced_bytes > 0.9 * first.stored_bytes
+    assert {mark.attempt for mark in marks(Run(open_store(str(tmp_path)), RUN))} == {first.attempt}
+    check_all(tmp_path)
 
 
 def test_a_frozen_base_is_stored_once(tmp_path: Path, writer: Any) -> None:
