@@ -37,6 +37,8 @@ Entry = tuple[str, str, tuple[int, ...]]
 _ALIGNMENT = 64
 _RNG = "rng"
 """Random state, which every rank has and no other program expects."""
+_POSITION = {"kind", "epoch", "batches", "set_epoch", "start", "generators"}
+"""Fields of a position in a ckpt.data.resumable loader: it means something only to such a loader."""
 _THREADS = min(4, DEFAULT_THREADS)  # each holds some 40 MB
 
 
@@ -67,6 +69,8 @@ class Selection:
     raw_bytes: int
     left_out: tuple[str, ...] = ()
     """What each rank keeps for itself, by item, if tensors are in it and no names were given."""
+    positions: tuple[str, ...] = ()
+    """The same of positions in data loaders, whose tensors are states of generators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +156,16 @@ def select(
     sizes = entry_bytes(content)
     entries = tuple(name for name in content.entries.name if name in chosen)
     counts = {item: sum(1 for _ in leaves(tree, item)) for item, tree in (local or {}).items() if item != _RNG}
-    left_out = tuple(f"{item} ({human.count(count, 'tensor')})" for item, count in sorted(counts.items()) if count)
-    return Selection(entries, items, sum(sizes[name] for name in entries), () if pattern else left_out)
+    left_out, positions = list[str](), list[str]()
+    for item, count in sorted(counts.items()):
+        if count and pattern is None:
+            kind = positions if _is_position((local or {})[item]) else left_out
+            kind.append(f"{item} ({human.count(count, 'tensor')})")
+    return Selection(entries, items, sum(sizes[name] for name in entries), tuple(left_out), tuple(positions))
+
+
+def _is_position(tree: JSON) -> bool:
+    return isinstance(tree, dict) and tree.keys() >= _POSITION
 
 
 def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path], None]) -> None:

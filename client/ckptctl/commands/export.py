@@ -30,7 +30,9 @@ class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
     raw_bytes: int
     file_bytes: int
     left_out: list[str]
-    """Items that each rank keeps for itself, which are in no export."""
+    """Items that each rank keeps for itself, which are in no export. The exit code is 3 if there are any."""
+    positions: list[str]
+    """Positions in data loaders, which are in no export either."""
 
 
 def register(app: typer.Typer) -> None:
@@ -66,8 +68,9 @@ def export(
     dcp          a folder: the state as it was saved, for torch.distributed.checkpoint.load
 
     Every chunk is verified, and memory use does not grow with the checkpoint. PATH appears only when it is complete
-    and durable. State that each rank keeps for itself is left out; if there are tensors in it and --names is not given,
-    the exit code is 3. torch and dcp need the same amount of disk space again next to PATH while they write.
+    and durable. State that each rank keeps for itself is left out. If there are tensors in it other than those of
+    random state and of data loaders, and --names is not given, the exit code is 3. torch and dcp need the same amount
+    of disk space again next to PATH while they write.
     """
     session: Session = ctx.obj
     kind = choose_format(to, format)
@@ -88,10 +91,15 @@ def export(
         raw_bytes=selection.raw_bytes,
         file_bytes=size_on_disk(to),
         left_out=list(selection.left_out),
+        positions=list(selection.positions),
     )
     entries = human.count(body.num_entries, "entry")
     text = f"Wrote {entries} of {found.id} to {to} ({human.size(body.file_bytes)})"
     session.screen.emit(body, [found.id], [text])
+    if body.positions:
+        session.screen.note(
+            f"without the positions of data loaders, which no other program reads: {', '.join(body.positions)}"
+        )
     if body.left_out:
         raise PartlyDone(
             f"left out, because each rank has its own: {', '.join(body.left_out)}",

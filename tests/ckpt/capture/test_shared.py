@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt import Checkpointer
+from ckpt.data import resumable
 from ckptstore.errors import InvalidRequest, UnsupportedObject
 from tests.support.command_line import invoke
 from tests.support.parallel.runner import Scenario, run_scenarios
@@ -160,6 +163,25 @@ def test_an_export_holds_what_is_shared_and_names_what_is_not(tmp_path: Path) ->
     )
     assert part.code == 0
     assert list(load_file(tmp_path / "p.safetensors")) == ["rank-00000/lightning/w"]
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_an_export_without_the_position_of_a_loader_is_whole(tmp_path: Path, batches: int) -> None:
+    """Its tensors are states of generators, in mid-epoch and between epochs."""
+    generator = torch.Generator()
+    loader = resumable(DataLoader(TensorDataset(torch.arange(12)), batch_size=3, shuffle=True, generator=generator))
+    with open_run(tmp_path / "store") as checkpointer:
+        batch = iter(loader)
+        for _ in range(batches):
+            next(batch)
+        checkpointer.save(nn.Linear(2, 2), None, 1, data=loader)
+        checkpointer.save(nn.Linear(2, 2), None, 2, data=loader, own=torch.ones(3))
+    done = invoke("export", "r@1", "--to", tmp_path / "a.pt", "--store", tmp_path / "store")
+    assert done.code == 0, done.stderr
+    assert re.search(r"without the positions of data loaders, .*: data \(\d+ tensors?\)", done.stderr)
+    mixed = invoke("export", "r@2", "--to", tmp_path / "b.pt", "--store", tmp_path / "store")
+    assert mixed.code == 3
+    assert "left out, because each rank has its own: own (1 tensor)" in mixed.stderr
 
 
 def test_two_ranks_keep_it_once(tmp_path: Path) -> None:
