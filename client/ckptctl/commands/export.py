@@ -96,6 +96,11 @@ def export(
     entries = human.count(body.num_entries, "entry")
     text = f"Wrote {entries} of {found.id} to {to} ({human.size(body.file_bytes)})"
     session.screen.emit(body, [found.id], [text])
+    _report_left_out(session, body)
+
+
+def _report_left_out(session: Session, body: ExportBody) -> None:
+    """Raises PartlyDone unless only positions of data loaders were left out."""
     if body.positions:
         session.screen.note(
             f"without the positions of data loaders, which no other program reads: {', '.join(body.positions)}"
