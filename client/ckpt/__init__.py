@@ -22,7 +22,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt import data
     from ckpt.checkpointer import Checkpointer
-    from ckpt.default import close, every, init, latest, load, prepare, restore, restoring, save, save_async, wait
+    from ckpt.default import (
+        close,
+        every,
+        fits,
+        init,
+        latest,
+        load,
+        on_preemption,
+        prepare,
+        restore,
+        restoring,
+        save,
+        save_async,
+        wait,
+    )
+    from ckpt.preemption import Fit
     from ckpt.restoring.pipeline import Restored
     from ckpt.schedule import Schedule
     from ckpt.snapshot.counters import Counters
@@ -36,6 +51,7 @@ __all__ = [
     "Checkpointer",
     "CkptError",
     "Counters",
+    "Fit",
     "Restored",
     "SaveHandle",
     "Schedule",
@@ -43,9 +59,11 @@ __all__ = [
     "close",
     "data",
     "every",
+    "fits",
     "init",
     "latest",
     "load",
+    "on_preemption",
     "plan",
     "prepare",
     "restore",
@@ -60,6 +78,7 @@ _HOME = {
     "Checkpointer": "ckpt.checkpointer",
     "CkptError": "ckptstore.errors",
     "Counters": "ckpt.snapshot.counters",
+    "Fit": "ckpt.preemption",
     "Restored": "ckpt.restoring.pipeline",
     "SaveHandle": "ckpt.snapshot.handle",
     "Schedule": "ckpt.schedule",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt.capture.train_state import TrainState
 from ckpt.config import Config, OnBusy, takes
 from ckpt.lazily import load_rooms
+from ckpt.preemption import Fit, Preemption, Sources, fit
 from ckpt.ranks.world import World
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import check_present, release_lease
@@ -51,6 +52,7 @@ class Checkpointer:
         self._saves = RunSaves(config, self._source, self._world)
         self._lease: str | None = None
         self._schedules: list[Schedule] = []
+        self._preemption = Preemption(self.fits, self._saves.hurry)
         _close_at_exit(self)
 
     def prepare(
@@ -230,9 +232,23 @@ class Checkpointer:
             self.config.peer_timeout_s,
             steps=self._saves.steps,
             group=self.config.group,
+            preemption=self._preemption,
         )
         self._schedules.append(schedule)
         return schedule
+
+    @takes(Sources)
+    def on_preemption(self, sources: Sources) -> None:
+        """A second call replaces the sources of the first. Raises InvalidRequest, also outside of the main thread."""
+        self._preemption.watch(sources)
+
+    def fits(self, seconds: float) -> Fit:
+        """Whether a save that begins now is durable within this time, by the rates of the newest one.
+
+        True (`choice` "save") if it is, or if no save has been measured. The estimate assumes that nothing is
+        compressed or referenced, and that saves under way are finished first. For the training thread.
+        """
+        return fit(seconds, self._saves.measured, self._saves.pending())
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint of the run, or None."""
@@ -254,6 +270,7 @@ class Checkpointer:
         if self._saves.elsewhere:
             return
         schedules, self._schedules = self._schedules, []
+        self._preemption.close()
         try:
             self._saves.close(timeout)
         finally:

@@ -65,6 +65,8 @@ save = _on_default(Checkpointer.save)
 restore = _on_default(Checkpointer.restore)
 restoring = _on_default(Checkpointer.restoring)
 every = _on_default(Checkpointer.every)
+on_preemption = _on_default(Checkpointer.on_preemption)
+fits = _on_default(Checkpointer.fits)
 latest = _on_default(Checkpointer.latest)
 
 

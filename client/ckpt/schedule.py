@@ -6,13 +6,17 @@ before any rank reaches it, so ranks answer from the decision they have, without
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec.structs import replace
+
 from ckpt.config import Group
+from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, Fit, Preemption
 from ckpt.ranks.broadcast import Cost, SaveBroadcast, SaveDecision
 from ckpt.ranks.world import World
 from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs
@@ -21,6 +25,8 @@ from ckpt.snapshot.step_clock import StepClock
 from ckptplan.failures import best_interval
 from ckptplan.history import SaveCost
 from ckptstore.errors import InvalidRequest, RankLost
+
+logger = logging.getLogger(__name__)
 
 LEAD_S = 2.0
 """How far ahead of its own step rank 0 decides."""
@@ -78,8 +84,14 @@ class Schedule:
         lead_s: float = LEAD_S,
         steps: StepClock | None = None,
         group: Group = "all",
+        preemption: Preemption | None = None,
     ) -> None:
-        """newest: the save that began last. steps: gets the steps of `due`, for heartbeats. group: see Config."""
+        """newest: the save that began last. steps: gets the steps of `due`, for heartbeats. group: see Config.
+
+        preemption: gives notice, and says what to do about it.
+        """
+        self._preemption = preemption
+        self._stopping: Fit | None = None
         self._newest = newest
         self._limits = limits
         self._peer_timeout_s, self._group = peer_timeout_s, group
@@ -113,6 +125,8 @@ class Schedule:
         self._step = step
         if self._steps is not None:
             self._steps.reached(step)
+        if self._preemption is not None:
+            self._preemption.look()
         now = self._clock()
         self._costs.tick(now, self._newest())
         if self._rank == 0:
@@ -133,6 +147,26 @@ class Schedule:
             self._broadcast.request()
 
     @property
+    def noticed(self) -> bool:
+        """Whether this rank, or another one, has notice of a preemption. For any thread; ranks learn of it within a
+        second of each other. A loop without `due`, such as an evaluation, may look at it and end early.
+        """
+        return self._deadline() is not None
+
+    @property
+    def stop(self) -> bool:
+        """Whether the loop should end now, because of a preemption: true on all ranks after the same `due(step)`."""
+        return self._stopping is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """With what to exit after `stop`: 75 if the last step is saved, 76 if the newest checkpoint is older.
+
+        Both request to start the job again. None before.
+        """
+        return None if self._stopping is None else EXIT_SAVED if self._stopping else EXIT_BEHIND
+
+    @property
     def slowdown_s(self) -> float | None:
         """What steps of this rank took longer during the newest save, in seconds; None if it is not known."""
         return self._costs.slowdown_s
@@ -146,7 +180,8 @@ class Schedule:
         world = World(self._peer_timeout_s, self._group)
         if world.size > 1:
             self._rank = world.rank
-            self._broadcast = SaveBroadcast(world.private_store(), world.rank, self._lead_s / _POLLS_PER_LEAD)
+            own = (lambda: preemption.deadline) if (preemption := self._preemption) is not None else (lambda: None)
+            self._broadcast = SaveBroadcast(world.private_store(), world.rank, self._lead_s / _POLLS_PER_LEAD, own)
             if self._requests and self._rank:
                 self._broadcast.request()
 
@@ -163,6 +198,9 @@ class Schedule:
         horizon, saves = decision.horizon, decision.saves
         wanted = self._requested()
         pending = decision.num_saves > self._taken
+        if decision.stop_at < 0 and not pending and (deadline := self._deadline()) is not None:
+            self._publish(self._stop(max(step, horizon + 1), step, deadline))
+            return
         others_s = self._broadcast.cost.seconds if self._broadcast is not None else 0.0
         if not pending and (
             wanted or self._costs.may_save(now, self._limits.seconds, self._limits.interval_s, others_s)
@@ -172,9 +210,30 @@ class Schedule:
         if horizon < step + lead / 2:
             horizon = step + lead
         if (horizon, saves) != (decision.horizon, decision.saves):
-            self._decision = SaveDecision(horizon, decision.num_saves + (saves != decision.saves), saves)
-            if self._broadcast is not None:
-                self._broadcast.publish(self._decision)
+            num_saves = decision.num_saves + (saves != decision.saves)
+            self._publish(replace(decision, horizon=horizon, num_saves=num_saves, saves=saves))
+
+    def _publish(self, decision: SaveDecision) -> None:
+        self._decision = decision
+        if self._broadcast is not None:
+            self._broadcast.publish(decision)
+
+    def _deadline(self) -> float | None:
+        """When the job must be done, in seconds since the epoch, as far as this rank knows."""
+        known = [self._broadcast.notice if self._broadcast is not None else None]
+        known.append(self._preemption.deadline if self._preemption is not None else None)
+        return min((deadline for deadline in known if deadline is not None), default=None)
+
+    def _stop(self, stop_at: int, step: int, deadline: float) -> SaveDecision:
+        """On rank 0: how to end at `stop_at`."""
+        assert self._preemption is not None
+        steps_s = (stop_at - step) / self._stride * (self._costs.step_s or 0.0)
+        fit = self._preemption.fits(deadline - self._preemption.clock() - steps_s)
+        before = self._decision
+        saves = (*before.saves, stop_at)[-_REMEMBERED:] if fit else before.saves
+        return SaveDecision(
+            stop_at, before.num_saves + bool(fit), saves, stop_at, fit.choice, fit.seconds, fit.estimate_s
+        )
 
     def _lead(self) -> int:
         """The number of steps from here to the horizon."""
@@ -203,7 +262,22 @@ class Schedule:
         self._taken = first + sum(save_at <= step for save_at in decision.saves)
         if self._taken > before and self._rank == 0:
             self._costs.asked(self._clock())
+        if 0 <= decision.stop_at <= step and self._stopping is None:
+            self._end(decision)
         return self._taken > before
+
+    def _end(self, decision: SaveDecision) -> None:
+        """All ranks have come to the step after which the loop ends."""
+        self._stopping = Fit("save" if decision.choice == "save" else "finish", decision.left_s, decision.estimate_s)
+        if self._steps is not None:
+            self._steps.requested()
+        if self._preemption is None:
+            return
+        if self._stopping:
+            self._preemption.hurry()
+        if self._rank == 0:
+            source = self._preemption.notice.source if self._preemption.notice is not None else ""
+            logger.warning("preempted at step %d (%s): %s", decision.stop_at, source or "another rank", self._stopping)
 
 
 def cost_of(newest: SaveHandle | None, schedules: Iterable[Schedule]) -> SaveCost | None:

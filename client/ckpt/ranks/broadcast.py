@@ -17,6 +17,7 @@ from ckptstore.errors import RankLost
 _DECISION = "decision"
 _REQUESTS = "requests"
 _COST = "cost"
+_NOTICE = "notice"
 _HURRY_S = 0.02
 _PATIENCE_S = 2.0
 
@@ -28,6 +29,13 @@ class SaveDecision(msgspec.Struct, frozen=True, array_like=True):
     num_saves: int
     saves: tuple[int, ...]
     """The newest ones; the steps of all earlier saves are past."""
+    stop_at: int = -1
+    """The step after which the loop ends, because of a preemption; -1: there is none."""
+    choice: str = "save"
+    """What is done at `stop_at` (ckpt.preemption.Choice)."""
+    left_s: float = 0.0
+    estimate_s: float | None = None
+    """The time that is left at `stop_at`, and the time that a save takes."""
 
 
 class Cost(NamedTuple):
@@ -45,8 +53,17 @@ _WORTH_REPORTING = 1.1
 class SaveBroadcast:
     """One rank's end. All public methods belong to the training thread; `request` is also safe in a signal handler."""
 
-    def __init__(self, store: Any, rank: int, poll_s: float) -> None:
-        """store: a key-value store of torch that all ranks share, used for nothing else."""
+    def __init__(
+        self, store: Any, rank: int, poll_s: float, deadline: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """store: a key-value store of torch that all ranks share, used for nothing else.
+
+        deadline: when this rank must be done, if it has notice of a preemption. Called in the thread.
+        """
+        self._deadline = deadline
+        self._notified = False
+        self.notice: float | None = None
+        """When one of the ranks must be done, in seconds since the epoch. For any thread."""
         self._store = store
         self._rank = rank
         self._poll_s = poll_s
@@ -150,6 +167,7 @@ class SaveBroadcast:
             if decision is not told:
                 self._store.set(_DECISION, msgspec.msgpack.encode(decision))
                 told = decision
+            self._exchange_notice()
             requests, cost = self._store.add(_REQUESTS, 0), _cost(self._store.get(_COST))
             with self._changed:
                 self._requests, self._cost = requests, cost
@@ -166,6 +184,7 @@ class SaveBroadcast:
             if (asked := self._asked) > sent:
                 self._store.add(_REQUESTS, asked - sent)
                 sent = asked
+            self._exchange_notice()
             # A get of a missing key would block every other use of the store.
             there = there or self._store.check([_DECISION])
             decision = msgspec.msgpack.decode(bytes(self._store.get(_DECISION)), type=SaveDecision) if there else None
@@ -178,6 +197,14 @@ class SaveBroadcast:
                     self._changed.wait_for(lambda: self._closing or not self._hurry, _HURRY_S)
                 if self._closing:
                     return
+
+    def _exchange_notice(self) -> None:
+        """Publish the notice of this rank, once, and look for that of another one."""
+        if not self._notified and (deadline := self._deadline()) is not None:
+            self._store.set(_NOTICE, repr(deadline))
+            self._notified = True
+        if self.notice is None and self._store.check([_NOTICE]):
+            self.notice = float(bytes(self._store.get(_NOTICE)))
 
     def _report_cost(self, cost: Cost) -> None:
         """Store a cost unless another rank has reported a higher one. Several ranks may do so at the same time."""

@@ -1,7 +1,7 @@
 """The messages between trainer and saver: length-prefixed JSON over a Unix socket.
 
 Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
-save, Staged, Cut, Withdraw, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned. If the
+save, Staged, Cut, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned. If the
 trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
@@ -124,6 +124,10 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
     """The step of the save that needs the slot."""
 
 
+class Hurry(msgspec.Struct, frozen=True, tag=True):
+    """The trainer will be preempted: the next save is to be durable as soon as possible."""
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Abort an attempt: this rank takes no part in it."""
 
@@ -185,7 +189,7 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Setup | Began | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Abort | Stop
+Command = Setup | Began | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Hurry | Abort | Stop
 Report = SaveProgress | Released | Done | Failed | Warned
 
 

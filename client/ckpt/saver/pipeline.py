@@ -104,7 +104,8 @@ class SavePipeline:
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
-        self._encoder = Encoder(CpuThrottle(cpu_budget), setup.encoded_bytes or BUDGET_BYTES)
+        self._throttle = CpuThrottle(cpu_budget)
+        self._encoder = Encoder(self._throttle, setup.encoded_bytes or BUDGET_BYTES)
         self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
         self._lock = threading.Lock()
         self._leases: set[str] = set()
@@ -174,6 +175,9 @@ class SavePipeline:
 
     def withdraw(self, step: int) -> None:
         """Skip the oldest job with a slot whose upload has not begun, if there is one, for a save of `step`."""
+        self._withdraw(f"the save was superseded by step {step} before its upload began")
+
+    def _withdraw(self, reason: str) -> None:
         with self._lock:
             number = next((number for number, one in self._waiting.items() if one.job.slot is not None), None)
             if number is None:
@@ -182,8 +186,18 @@ class SavePipeline:
         running.incremental.end(None)
         self.cut(number)
         running.encoding.cancel()
-        skipped = SaveSkipped(f"the save was superseded by step {step} before its upload began")
-        self._abort_job(running.job, skipped)
+        self._abort_job(running.job, SaveSkipped(reason))
+
+    def hurry(self) -> None:
+        """Make the next save durable as soon as possible: no compression, no CPU limit, and no uploads before it that
+        have not begun.
+        """
+        self._throttle.lift()
+        self._codings = codings_for("off", self._store.url, THREADS)
+        with self._lock:
+            queued = sum(one.job.slot is not None for one in self._waiting.values())
+        for _ in range(queued):
+            self._withdraw("the save was dropped before its upload began: the trainer is being preempted")
 
     def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""

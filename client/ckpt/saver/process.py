@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
+from typing import Any
 
 from ckpt.saver.messages import (
     Abort,
@@ -20,11 +22,13 @@ from ckpt.saver.messages import (
     Command,
     Cut,
     Forget,
+    Hurry,
     Report,
     SaveJob,
     Setup,
     Slot,
     Staged,
+    Stop,
     Warned,
     Withdraw,
 )
@@ -97,21 +101,32 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
             pipeline.submit(command, raw)
         elif isinstance(command, Staged):
             pipeline.staged(command.number, command.chunks)
-        elif isinstance(command, Cut):
-            pipeline.cut(command.number)
-        elif isinstance(command, Withdraw):
-            pipeline.withdraw(command.step)
-        elif isinstance(command, Abort):
-            pipeline.abort(command.attempt, command.failure)
         elif isinstance(command, Began):
             pipeline.heart.begin(command, Pulse(Segment(NUM_BYTES, channel.take_fd())))
-        else:
+        elif isinstance(command, Stop):
             return True
+        else:
+            _steer(pipeline, command)
     return False
+
+
+def _steer(pipeline: SavePipeline, command: Any) -> None:
+    """Carry out a command about jobs that the pipeline has."""
+    if isinstance(command, Cut):
+        pipeline.cut(command.number)
+    elif isinstance(command, Withdraw):
+        pipeline.withdraw(command.step)
+    elif isinstance(command, Hurry):
+        pipeline.hurry()
+    elif isinstance(command, Abort):
+        pipeline.abort(command.attempt, command.failure)
 
 
 def run(sock: int, lock: int) -> None:
     """Entry point of the process."""
+    # Some schedulers send them to all processes of a job. What ends a saver is the end of its work, or SIGKILL.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     try:
         status = main(sock, lock)
     except CkptError as error:

@@ -7,6 +7,7 @@ priority). With a CPU budget, they sleep while the process has used more than th
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable
 NICENESS = 5
 _BURST_S = 1.0
 """Unused budget accumulates for at most this time."""
-_SHORTEST_S = 0.001
+_SHORTEST_S, _LONGEST_S = 0.001, 1.0
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 _IOPRIO_WHO_PROCESS = 1
@@ -47,12 +48,17 @@ class CpuThrottle:
         if self._budget is None:
             return
         while (behind := self._behind()) > 0:
-            self._sleep(max(behind, _SHORTEST_S))
+            self._sleep(min(max(behind, _SHORTEST_S), _LONGEST_S))  # the limit may be lifted
+
+    def lift(self) -> None:
+        """No limit from now on."""
+        self._budget = None
 
     def _behind(self) -> float:
         """Seconds to sleep until CPU time is within the budget; negative if it is."""
-        assert self._budget is not None
         with self._lock:
+            if self._budget is None:
+                return -math.inf
             now, used = self._clock(), self._cpu()
             self._left_s += self._budget * (now - self._at) - (used - self._used)
             self._left_s = min(self._left_s, self._budget * _BURST_S)

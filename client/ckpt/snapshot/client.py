@@ -155,6 +155,10 @@ class SaveClient:
         """Return a slot for which no job was submitted. For any thread."""
         self._arena.release(slot.number)
 
+    def hurry(self) -> None:
+        """Make the next save durable as soon as possible."""
+        self.start().hurry()
+
     def skip(self, attempt: NewAttempt, updates: HandleUpdates) -> None:
         """Finish a handle as skipped, and abort the attempt for the other ranks."""
         self.start().abort(attempt)

@@ -43,8 +43,9 @@ class Timings(msgspec.Struct, frozen=True):
 class SaveHandle:
     """One save. All methods may be called from any thread."""
 
-    def __init__(self, step: int, raw_bytes: int) -> None:
+    def __init__(self, step: int, raw_bytes: int, started_at: float | None = None) -> None:
         self.step = step
+        self._started_at = time.perf_counter() if started_at is None else started_at
         self._staged = threading.Event()
         self._lost = False
         self._finished = threading.Event()
@@ -101,6 +102,11 @@ class SaveHandle:
         return self._error
 
     @property
+    def committed(self) -> bool:
+        """Whether the checkpoint exists."""
+        return self._checkpoint is not None
+
+    @property
     def skipped(self) -> bool:
         """Whether the save was skipped because of `on_busy`, on this rank or another one. This is not a failure."""
         return isinstance(self._error, SaveSkipped)
@@ -109,6 +115,11 @@ class SaveHandle:
     def timings(self) -> Timings:
         """The timings known so far."""
         return self._timings
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since `save_async` was called."""
+        return time.perf_counter() - self._started_at
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -121,16 +132,15 @@ class HandleUpdates:
 
     def __init__(self, step: int, raw_bytes: int, started_at: float | None = None) -> None:
         """started_at: when save_async was called, by time.perf_counter(); default: now."""
-        self.handle = SaveHandle(step, raw_bytes)
+        self.handle = SaveHandle(step, raw_bytes, started_at)
         self.stream_writer: StreamWriter | None = None
         """Set for a streamed save: it receives the progress of the upload and its failure."""
-        self._started_at = time.perf_counter() if started_at is None else started_at
         self._lock = threading.Lock()
 
     @property
     def age_s(self) -> float:
         """Seconds since save_async was called."""
-        return time.perf_counter() - self._started_at
+        return self.handle.age_s
 
     @property
     def error(self) -> CkptError | None:

@@ -52,6 +52,8 @@ class RunSaves:
         self.steps = StepClock()
         self.newest: SaveHandle | None = None
         """The save that began last."""
+        self._measured: SaveHandle | None = None
+        self._hurrying = False
 
     @property
     def elsewhere(self) -> bool:
@@ -104,6 +106,7 @@ class RunSaves:
             from ckpt.capture.forgotten import warn_of_forgotten
 
             warn_of_forgotten(state)
+        self._measured = self.measured
         self.newest = handle = updates.handle
         updates.measure(blocked_s=time.perf_counter() - started)
         self.steps.saving(handle)
@@ -121,6 +124,22 @@ class RunSaves:
             client.expect(num_bytes, captured.leaves.gpu)
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
+
+    @property
+    def measured(self) -> SaveHandle | None:
+        """The newest save that is committed and uploaded something."""
+        newest = self.newest
+        return newest if newest is not None and newest.committed and newest.timings.upload_s else self._measured
+
+    def pending(self) -> list[SaveHandle]:
+        """The saves that have not ended, oldest first."""
+        return self.client.pending if self.client is not None else []
+
+    def hurry(self) -> None:
+        """Make the next save durable as soon as possible."""
+        self._hurrying = True
+        if self.client is not None:
+            self.client.hurry()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
@@ -159,6 +178,8 @@ class RunSaves:
             world, budget = self._world(), Budget.of(config.staging_bytes, self._source.store.upload_bytes)
             setup = config.setup(world.rank, world.size, budget)
             self.client = SaveClient(setup, config.in_process, config.slots, budget.slot, self.tally, self.steps)
+            if self._hurrying:
+                self.client.hurry()
         return self.client
 
     def _gate(self, state: TrainState) -> Overlap | None:

@@ -24,6 +24,7 @@ from ckpt.saver.messages import (
     Command,
     Cut,
     Forget,
+    Hurry,
     Report,
     SaveJob,
     Setup,
@@ -73,6 +74,9 @@ class SaveWriter(Protocol):
         A saver process does so after return, and reports it.
         """
 
+    def hurry(self) -> None:
+        """Make the next save durable as soon as possible; earlier ones whose upload has not begun are skipped."""
+
     def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         """Abort an attempt, so that other ranks do not wait for this one. It may be done after return.
 
@@ -111,6 +115,9 @@ class ThreadWriter:
 
     def withdraw(self, step: int) -> None:
         self._pipeline.withdraw(step)
+
+    def hurry(self) -> None:
+        self._pipeline.hurry()
 
     def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         self._pipeline.abort(attempt, failure)
@@ -171,6 +178,9 @@ class ProcessWriter:
 
     def withdraw(self, step: int) -> None:
         self._send(Withdraw(step))
+
+    def hurry(self) -> None:
+        self._send(Hurry())
 
     def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         self._send(Abort(attempt, failure))

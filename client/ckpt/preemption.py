@@ -1,0 +1,241 @@
+"""Notice of preemption: when this rank must be done, from signals, a file, a URL, or a function.
+
+A signal handler only stores numbers. The training thread, at `Schedule.due`, does what follows from it, and the ranks
+agree through the schedule's messages: one rank's notice is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Literal
+
+from ckpt.saver.segment import close_after_fork
+from ckpt.snapshot.handle import SaveHandle, Timings
+from ckptstore.clock import Clock, system_clock
+from ckptstore.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+Choice = Literal["save", "finish"]
+"""save: save all state now, as fast as possible. finish: there is no time for it; finish the saves under way."""
+
+EXIT_SAVED = 75
+"""Preempted, and the last step is saved: start the job again. EX_TEMPFAIL of sysexits.h."""
+EXIT_BEHIND = 76
+"""Preempted, and the newest checkpoint is older than the last step: start the job again."""
+
+_EVERY_S = 1.0
+_ANSWER_S = 2.0
+_MAX_REPLY_BYTES = 1 << 16
+_RAW_HASH_SHARE = 0.25
+"""The part of the encoding time of compressed chunks that remains without compression: hashing and copying."""
+_COMPRESSED = 0.98
+"""Stored bytes per raw byte, at most, of a save that was compressed."""
+_LEAST_S = 0.05
+
+_Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a save of all state is durable in time."""
+
+    choice: Choice
+    seconds: float
+    """The time that there is."""
+    estimate_s: float | None
+    """The time that the save takes; None: no save has been measured yet, and it is tried."""
+
+    def __bool__(self) -> bool:
+        return self.choice == "save"
+
+    def __str__(self) -> str:
+        needed = "an unknown time" if self.estimate_s is None else f"{self.estimate_s:.1f} s"
+        does = "saves all state now" if self else "finishes the saves under way, and saves no more"
+        return f"{does}: a save takes {needed}, {max(0.0, self.seconds):.1f} s are left"
+
+
+def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandle]) -> Fit:
+    """Whether a save of all state is durable within this time.
+
+    It is staged, encoded without compression, uploaded and committed like the measured one, after those that are under
+    way. measured: the newest save that is committed. Without one, the progress of the save under way is taken.
+    """
+    durable_s = _durable_s(measured) if measured is not None else _expected_s(pending)
+    if durable_s is None:
+        return Fit("save", seconds, None)
+    waits_s = sum(durable_s * (1 - done / max(total, 1)) for done, total in (one.progress for one in pending))
+    timings = measured.timings if measured is not None else Timings()
+    staged_s = timings.blocked_s - timings.wait_s + timings.held_s
+    estimate_s = max(_LEAST_S, staged_s + waits_s + durable_s + timings.commit_s)
+    return Fit("save" if estimate_s <= seconds else "finish", seconds, estimate_s)
+
+
+def _durable_s(measured: SaveHandle) -> float:
+    """How long a save like this one takes to encode and upload without compression, and without references."""
+    timings = measured.timings
+    growth = max(1.0, timings.raw_bytes / max(timings.stored_bytes, 1))
+    compressed = timings.stored_bytes + timings.referenced_bytes < _COMPRESSED * timings.raw_bytes
+    encode_s = timings.encode_s * (_RAW_HASH_SHARE * growth if compressed else growth)
+    return timings.upload_s * growth + encode_s
+
+
+def _expected_s(pending: Sequence[SaveHandle]) -> float | None:
+    """How long the oldest save under way will take, by its progress. None before there is any, and when this rank is
+    done and waits for others, of whose progress it knows nothing.
+    """
+    for one in pending[:1]:
+        done, total = one.progress
+        if 0 < done < total:
+            return one.age_s * total / done
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Save once more when this job is about to be preempted, and end the loop: see `Schedule.due` and `Schedule.stop`.
+
+    Notice on one rank is enough; all ranks that train with a schedule end at the same step. Call it on each rank,
+    before the loop. At notice, the schedule decides by `fits`: save all state now, uncompressed, without CPU limit and
+    before queued saves; or only finish the saves under way.
+
+    grace_s: seconds from notice until the processes are killed.
+    signals: handled by storing the time; handlers that were installed before are called as well. Slurm's --signal sends
+        one of them.
+    file: a path; the file's existence is the notice. For preStop hooks and scripts.
+    url: asked once a second: a metadata service of a cloud. An answer of status 200 whose text has the pattern
+        `url_matches` is the notice; errors are none. url_headers: headers of the request.
+    ask: called by `due` on every rank, on the training thread: seconds that are left, or None. It may be a collective
+        (Ray's get_preemption_info).
+    """
+
+    grace_s: float
+    signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1)
+    file: str | None = None
+    url: str | None = None
+    url_headers: Mapping[str, str] = field(default_factory=dict)
+    url_matches: str = "."
+    ask: Callable[[], float | None] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest."""
+        if not self.grace_s > 0:
+            raise InvalidRequest(f"grace_s {self.grace_s} is not positive", "Give the seconds from notice to the end")
+        try:
+            re.compile(self.url_matches)
+        except re.error as error:
+            raise InvalidRequest(f"url_matches {self.url_matches!r} is no pattern: {error}", "Give a pattern") from None
+
+
+class Notice:
+    """The notice of this process, once it has come."""
+
+    def __init__(self, sources: Sources, clock: Clock = system_clock, every_s: float = _EVERY_S) -> None:
+        """Watches at once. Raises InvalidRequest outside of the main thread, if there are signals to handle."""
+        self._sources, self._clock, self._every_s = sources, clock, every_s
+        self.deadline: float | None = None
+        """When this process must be done, in seconds since the epoch; None: no notice has come."""
+        self.source = ""
+        """What gave notice."""
+        self._before: dict[int, _Handler] = {}
+        self._stop = threading.Event()
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            for number in sources.signals:
+                self._before[number] = signal.signal(number, self._handle)
+        except (ValueError, OSError) as error:
+            self.close()
+            raise InvalidRequest(f"cannot handle signals: {error}", "Call on_preemption in the main thread") from error
+        if sources.file is not None or sources.url is not None:
+            threading.Thread(target=self._watch, name="ckpt-preemption", daemon=True).start()
+        close_after_fork(self)
+
+    def look(self) -> None:
+        """Ask the function, if there is one. Called by `Schedule.due`, on all ranks at the same steps."""
+        if self._sources.ask is not None and self.deadline is None and (left := self._sources.ask()) is not None:
+            self._note("the function", left)
+
+    def close(self) -> None:
+        """Watch no more, and restore signal handlers that were not replaced."""
+        self._stop.set()
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            with suppress(ValueError):  # not the main thread, which keeps the handlers
+                if signal.getsignal(number) == self._handle and handler is not None:
+                    signal.signal(number, handler)
+
+    def close_in_child(self) -> None:
+        """A forked child, such as a worker of a data loader, ends by signals as if there were no notice."""
+        self.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._note(signal.Signals(number).name, self._sources.grace_s)
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+
+    def _note(self, source: str, left_s: float) -> None:
+        if self.deadline is None:
+            self.source = source
+            self.deadline = self._clock() + left_s
+
+    def _watch(self) -> None:
+        file, url = self._sources.file, self._sources.url
+        while not self._stop.wait(self._every_s) and self.deadline is None:
+            if file is not None and os.path.exists(file):
+                self._note(f"the file {file}", self._sources.grace_s)
+            if url is not None and self._announced(url):
+                self._note(url, self._sources.grace_s)
+
+    def _announced(self, url: str) -> bool:
+        """Whether the answer of the URL is a notice. An error or another status is none: it is asked again."""
+        try:
+            request = urllib.request.Request(url, headers=dict(self._sources.url_headers))
+            with self._opener.open(request, timeout=_ANSWER_S) as reply:
+                body = reply.read(_MAX_REPLY_BYTES).decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
+        except (OSError, ValueError) as error:
+            logger.debug("no answer from %s: %s", url, error)
+            return False
+        return re.search(self._sources.url_matches, body) is not None
+
+
+class Preemption:
+    """What a Checkpointer does about notice, for its schedules."""
+
+    def __init__(self, fits: Callable[[float], Fit], hurry: Callable[[], object], clock: Clock = system_clock) -> None:
+        """hurry: makes the saves from now on as fast as possible."""
+        self.fits, self.hurry, self.clock = fits, hurry, clock
+        self.notice: Notice | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When this process must be done, in seconds since the epoch; None: it has no notice. For any thread."""
+        return self.notice.deadline if self.notice is not None else None
+
+    def look(self) -> None:
+        """See `Notice.look`."""
+        if self.notice is not None:
+            self.notice.look()
+
+    def watch(self, sources: Sources) -> None:
+        """Watch these sources, instead of those before."""
+        self.close()
+        self.notice = Notice(sources, self.clock)
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self.notice is not None:
+            self.notice.close()

@@ -1,0 +1,85 @@
+"""A job that is preempted: `preempted STORE STEPS GRACE LOG`. Ranks train, load data and evaluate; one gets a signal.
+
+Each rank writes "step STEP LOSS", "due STEP TIME", and at the end "end STEP CODE TIME ESTIMATE".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpt import Checkpointer
+from ckpt.schedule import Schedule
+from tests.support.training import seed_all
+
+WIDTH = 512
+pace_s = float(os.environ["PACE_S"])
+"""The time of a step, at least; 0: no other work either."""
+
+
+def pause(schedule: Schedule, seconds: float) -> None:
+    """Load data, or evaluate: work between steps that ends early at notice."""
+    if not pace_s:
+        return
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not schedule.noticed:
+        time.sleep(0.01)
+
+
+def average_gradients(model: nn.Module) -> None:
+    """By one sum of all. DistributedDataParallel groups them differently in its first step: another rounding."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient) / dist.get_world_size())
+
+
+def main(store: str, steps: int, grace_s: float, log: str) -> int:
+    """Train to the end, or until preempted."""
+    rank = int(os.environ["RANK"])
+    said = open(f"{log}.{rank}", "w", buffering=1)  # noqa: SIM115 - ends with the process
+    dist.init_process_group("gloo")
+    seed_all(0)
+    model = nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    seed_all(rank)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Checkpointer(store, run="r", split_replicas=True, compress="fast") as checkpointer:
+        checkpointer.on_preemption(grace_s=grace_s)
+        restored = checkpointer.restore(model, optim)
+        step = restored.step if restored else 0
+        schedule = checkpointer.every(seconds=1.5, overhead=None)
+        print("ready", step, file=said)
+        while step < steps:
+            if step % 7 == 0:
+                pause(schedule, 0.05)
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            average_gradients(model)
+            optim.step()
+            optim.zero_grad()
+            step += 1
+            print("step", step, loss.item().hex(), file=said)
+            if schedule.due(step):
+                print("due", step, time.time(), file=said)
+                checkpointer.save_async(model, optim, step)
+            if schedule.stop:
+                break
+            if step % 20 == 0:
+                pause(schedule, 0.3)
+            time.sleep(pace_s)
+        stopping = schedule._stopping
+        checkpointer.wait()
+        print("end", step, schedule.exit_code, time.time(), stopping.estimate_s if stopping else None, file=said)
+    dist.destroy_process_group()
+    return schedule.exit_code or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]))

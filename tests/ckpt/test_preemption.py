@@ -1,0 +1,206 @@
+"""Notice of preemption: from every source, and what a schedule makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, Fit, Notice, Preemption, Sources, fit
+from ckpt.schedule import Limits, Schedule
+from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckptstore.errors import InvalidRequest
+from tests.support.waiting import wait_until
+
+
+@contextmanager
+def watching(sources: Sources) -> Iterator[Notice]:
+    notice = Notice(sources, lambda: 1000.0, every_s=0.02)
+    try:
+        yield notice
+    finally:
+        notice.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_notice_and_handlers_before_it_are_called(sent: signal.Signals) -> None:
+    called: list[int] = []
+    before = signal.signal(sent, lambda number, frame: called.append(number))
+    try:
+        with watching(Sources(30.0)) as notice:
+            assert notice.deadline is None
+            os.kill(os.getpid(), sent)
+            wait_until(lambda: notice.deadline is not None)
+            assert notice.deadline == 1030.0
+            assert (notice.source, called) == (sent.name, [sent])
+        os.kill(os.getpid(), sent)
+        wait_until(lambda: called == [sent, sent], "the handler before it is back")
+    finally:
+        signal.signal(sent, before)
+
+
+def test_a_handler_that_was_installed_later_is_left_alone() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with watching(Sources(30.0)):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_file_is_notice(tmp_path: Path) -> None:
+    with watching(Sources(30.0, signals=(), file=str(tmp_path / "preempt"))) as notice:
+        assert notice.deadline is None
+        (tmp_path / "preempt").touch()
+        wait_until(lambda: notice.deadline == 1030.0)
+        assert "preempt" in notice.source
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """A metadata service; `answers` are its next replies, the last one for ever."""
+
+    answers: list[tuple[int, str]]
+    headers_seen: list[str | None]
+
+    def do_GET(self) -> None:
+        answers = type(self).answers
+        status, body = answers.pop(0) if len(answers) > 1 else answers[0]
+        type(self).headers_seen.append(self.headers["Metadata-Flavor"])
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("answers", "matches"),
+    [
+        ([(404, "none"), (404, "none"), (200, '{"action": "terminate"}')], "."),  # AWS
+        ([(200, "FALSE"), (500, "TRUE"), (200, "TRUE")], "TRUE"),  # Google
+        ([(200, '{"Events": []}'), (200, '{"Events": [{"EventType": "Preempt"}]}')], "Preempt|Terminate"),  # Azure
+    ],
+)
+def test_the_metadata_service_of_a_cloud_is_asked(answers: list[tuple[int, str]], matches: str) -> None:
+    Metadata.answers, Metadata.headers_seen = list(answers), []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url, headers = f"http://127.0.0.1:{server.server_port}/preempted", {"Metadata-Flavor": "Google"}
+            with watching(Sources(30.0, (), url=url, url_headers=headers, url_matches=matches)) as notice:
+                wait_until(lambda: notice.deadline == 1030.0)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert Metadata.headers_seen == ["Google"] * len(answers)
+
+
+def test_a_service_that_does_not_answer_is_no_notice() -> None:
+    with watching(Sources(30.0, (), url="http://127.0.0.1:9/preempted")) as notice:
+        assert not notice._announced("http://127.0.0.1:9/preempted")
+        assert not notice._announced("http://[nonsense")
+        assert notice.deadline is None
+
+
+def test_a_function_is_asked_by_due() -> None:
+    left: list[float | None] = [None, None, 12.0]
+    preemption = Preemption(lambda seconds: Fit("save", seconds, 1.0), lambda: None, lambda: 1000.0)
+    preemption.watch(Sources(30.0, (), ask=lambda: left.pop(0)))
+    schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
+    assert [schedule.due(step) for step in range(3)] == [False, False, True]
+    assert preemption.deadline == 1012.0
+
+
+@pytest.mark.parametrize(("choice", "code"), [("save", EXIT_SAVED), ("finish", EXIT_BEHIND)])
+def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, code: int) -> None:
+    hurried: list[bool] = []
+    asked: list[float] = []
+
+    def fits(seconds: float) -> Fit:
+        asked.append(seconds)
+        return Fit("save" if choice == "save" else "finish", seconds, 9.0)
+
+    preemption = Preemption(fits, lambda: hurried.append(True), lambda: 1000.0)
+    schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
+    preemption.watch(Sources(30.0, ()))
+    assert preemption.notice is not None
+    assert not schedule.due(1)
+    assert (schedule.stop, schedule.noticed, schedule.exit_code) == (False, False, None)
+    preemption.notice._note("a test", 20.0)
+    assert schedule.noticed
+    assert schedule.due(2) is (choice == "save")
+    assert (schedule.stop, schedule.exit_code, asked) == (True, code, [20.0])
+    assert hurried == [True] * (choice == "save")
+    assert [schedule.due(step) for step in range(3, 6)] == [False] * 3, "a loop that goes on saves as before"
+
+
+def save(**timings: float) -> SaveHandle:
+    updates = HandleUpdates(1, 1000)
+    updates.measure(**timings)
+    return updates.handle
+
+
+def test_the_estimate_follows_from_the_measured_rates() -> None:
+    assert fit(0.0, None, []) == Fit("save", 0.0, None), "nothing is known: try"
+    raw = save(blocked_s=1.0, held_s=0.5, encode_s=1.0, upload_s=4.0, commit_s=0.5, stored_bytes=1000)
+    assert fit(7.0, raw, []) == Fit("save", 7.0, 7.0)
+    assert not fit(6.9, raw, [])
+    half = save(encode_s=4.0, upload_s=2.0, stored_bytes=500)
+    assert fit(9.0, half, []).estimate_s == pytest.approx(2 * 2.0 + 4.0 * 0.25 * 2)
+    waiting = HandleUpdates(2, 1000)
+    waiting.progress(600)
+    assert fit(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 0.4 * 5.0)
+    first = fit(9.0, None, [waiting.handle]).estimate_s
+    assert first is not None, "the first save is under way"
+
+
+@pytest.mark.parametrize("grace_s", [0.0, -1.0, float("nan")])
+def test_wrong_arguments(grace_s: float) -> None:
+    with pytest.raises(InvalidRequest):
+        Sources(grace_s)
+    with pytest.raises(InvalidRequest, match="pattern"):
+        Sources(1.0, url_matches="(")
+
+
+def test_signals_need_the_main_thread() -> None:
+    raised: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            Notice(Sources(1.0))
+        except InvalidRequest as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])
+
+
+def test_a_preempted_checkpointer_saves_all_state_uncompressed_and_drops_what_is_queued(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"w": torch.randn(1 << 20)})
+    optim = torch.optim.AdamW(model.parameters())
+    with Checkpointer(str(tmp_path), run="r", compress="max", cpu_budget=0.05) as checkpointer:
+        checkpointer.on_preemption(grace_s=60.0, signals=(signal.SIGUSR1,))
+        schedule = checkpointer.every(seconds=3600.0)
+        assert not schedule.due(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert schedule.due(2)
+        handle = checkpointer.save_async(model, optim, 2)
+        assert schedule.stop
+        found = handle.result(60)
+    assert found.stored_bytes >= found.raw_bytes
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
