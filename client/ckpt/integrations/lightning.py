@@ -25,20 +25,16 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from ckpt.capture.train_state import TrainState
-from ckpt.capture.values import check_others
 from ckpt.checkpointer import Checkpointer
 from ckpt.data import ResumableLoader, resumable
 from ckpt.integrations.keeping import Keeper, best
+from ckpt.integrations.lightning_io import SCHEME, drop_objects
 from ckpt.restoring.stages import StagedRestore
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
-from ckptstore.errors import UnsupportedObject
 from ckptstore.format.records import Policy
 
 logger = logging.getLogger(__name__)
-
-SCHEME = "ckptd://"
 
 
 class CkptdCheckpoint(ModelCheckpoint):
@@ -273,9 +269,7 @@ def _trainer_state(trainer: Trainer) -> dict[str, Any]:
     if state["state_dict"] is weights:  # a callback that averages weights puts its own here
         del state["state_dict"]
     state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-    for key in (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, "datamodule_hyper_parameters"):
-        if key in state:
-            state[key] = {name: value for name, value in state[key].items() if _is_plain(name, value)}
+    drop_objects(state)
     return state
 
 
@@ -287,12 +281,3 @@ def _answering(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
     finally:
         for name in methods:
             delattr(owner, name)
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    try:
-        check_others(TrainState.of(None, None, {}, {"value": [value]}))
-    except UnsupportedObject:
-        logger.debug("the hyperparameter %s is not saved: it is a %s", name, type(value).__name__)
-        return False
-    return True

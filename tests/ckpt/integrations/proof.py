@@ -117,7 +117,7 @@ def operators_can_use(folder: Path, name: str, own: Path, prefix: str = "model/"
     own: the framework's own state_dict of the newest checkpoint, in a file of torch's.
     """
     store = str(folder)
-    listed = invoke("ls", "--run", name, "--store", store, "-o", "json")
+    listed = invoke("ls", name, "--store", store, "-o", "json")
     assert listed.code == 0, listed.stderr
     newest = listed.json[0]["id"]
     assert invoke("show", newest, "--store", store).code == 0
@@ -133,7 +133,7 @@ def operators_can_use(folder: Path, name: str, own: Path, prefix: str = "model/"
     assert {entry.removeprefix(prefix) for entry in exported} == set(expected)
     for entry, tensor in exported.items():
         assert torch.equal(tensor, expected[entry.removeprefix(prefix)]), entry
-    pruned = invoke("prune", "--run", name, "--keep", "1", "--yes", "--grace", "0s", "--store", store)
+    pruned = invoke("prune", name, "--keep", "1", "--yes", "--grace", "0s", "--store", store)
     assert pruned.code == 0, pruned.stderr
-    left = invoke("ls", "--run", name, "--store", store, "-o", "json").json
+    left = invoke("ls", name, "--store", store, "-o", "json").json
     assert [one["id"] for one in left] == [newest]

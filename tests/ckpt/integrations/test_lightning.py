@@ -35,7 +35,7 @@ def test_a_save_that_is_due_at_the_end_of_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kill_at", "resumed_at"), [(8, 5), (12, 10)])
 def test_saves_after_validations_of_which_the_best_are_kept(tmp_path: Path, kill_at: int, resumed_at: int) -> None:
     LIGHTNING.resumes_exactly(tmp_path, "gpt", kill_at, "val", resumed_at=resumed_at)
-    listed = invoke("ls", "--run", "gpt", "--store", tmp_path, "-o", "json").json
+    listed = invoke("ls", "gpt", "--store", tmp_path, "-o", "json").json
     best = sorted(listed, key=lambda one: one["metrics"]["val"])[:2]
     newest = max(listed, key=lambda one: one["step"])
     assert {one["id"] for one in listed} == {one["id"] for one in (*best, newest)}

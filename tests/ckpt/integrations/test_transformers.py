@@ -32,7 +32,7 @@ def test_saves_at_the_end_of_epochs(tmp_path: Path) -> None:
 
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
     TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 14, "val", "limit=2", resumed_at=12)
-    listed = invoke("ls", "--run", "gpt", "--store", tmp_path, "-o", "json").json
+    listed = invoke("ls", "gpt", "--store", tmp_path, "-o", "json").json
     with_metric = [one for one in listed if "eval_loss" in one["metrics"]]
     best = min(with_metric, key=lambda one: one["metrics"]["eval_loss"])
     assert {one["id"] for one in listed} == {best["id"], listed[0]["id"]}

@@ -1,4 +1,4 @@
-"""Training with Lightning; see proof.py. Options: val (validation twice per epoch), every=N, ddp, fully_shard."""
+"""Training with Lightning; see proof.py. Options: val (validation twice per epoch), every=N, ddp, fully_shard, io."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt.integrations.lightning import CkptdCheckpoint
+from ckpt.integrations.lightning_io import CkptdCheckpointIO
 from tests.ckpt.ddp import join
 from tests.ckpt.integrations.proof import die_after, report, report_weights
 
@@ -74,6 +76,31 @@ def strategy(world: int) -> Any:
     return DDPStrategy(process_group_backend="gloo")
 
 
+def save_by_io(module: Module, world: int) -> None:
+    """Save with Lightning's ModelCheckpoint at every fourth step, to step 12, or again from there to 14."""
+    io = CkptdCheckpointIO(FOLDER, RUN)
+    keeps = ModelCheckpoint(
+        f"{FOLDER}/paths", every_n_train_steps=4, save_top_k=2, monitor="step", mode="max", save_last=True
+    )
+    trainer = Trainer(
+        accelerator="cpu", devices=world, strategy=strategy(world), max_steps=14 if "again" in OPTIONS else 12,
+        logger=False, callbacks=[keeps], plugins=[io], enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=FOLDER,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(SAMPLES, batch_size=2, shuffle=True), ckpt_path="last")
+    path = f"{FOLDER}/paths/end.ckpt"
+    if "again" in OPTIONS:
+        trainer.save_checkpoint(path)
+    report_weights(module.state_dict(), FOLDER, RUN)
+    if "again" in OPTIONS and trainer.is_global_zero:
+        loaded = io.load_checkpoint(path)
+        torch.save(
+            {name: loaded[name] for name in ("global_step", "state_dict", "optimizer_states")}, f"{FOLDER}/loaded.pt"
+        )
+        torch.save({"text": "a file of Lightning's own"}, f"{FOLDER}/foreign.ckpt")
+        (Path(FOLDER) / "foreign").write_text(io.load_checkpoint(f"{FOLDER}/foreign.ckpt")["text"])
+
+
 def main() -> None:
     """Train for three epochs."""
     warnings.simplefilter("ignore")
@@ -86,6 +113,9 @@ def main() -> None:
     if "plain" not in OPTIONS and sys.argv[3] == "0":
         torch.manual_seed(77)
     module = Module()
+    if "io" in OPTIONS:
+        save_by_io(module, world)
+        return
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy=strategy(world), max_epochs=3, logger=False, callbacks=callbacks(),
         enable_checkpointing="plain" not in OPTIONS, enable_progress_bar=False, enable_model_summary=False,
