@@ -16,7 +16,7 @@ from tests.support.jobs import Job, kept, killed_and_resumed
 
 def _check(store: Path, *runs: str) -> None:
     for run in runs:
-        assert invoke("ls", "--run", run, "--store", store).code == 0
+        assert invoke("ls", run, "--store", store).code == 0
         assert invoke("show", f"{run}@latest", "--store", store).code == 0
         assert invoke("verify", f"{run}@latest", "--store", store).code == 0
 

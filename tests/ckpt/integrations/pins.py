@@ -61,6 +61,40 @@ def accelerate() -> None:
     assert "dl_state_dict" in DataLoaderShard._update_state_dict.__code__.co_names
 
 
+def torchtitan() -> None:
+    """The hooks that a manager implements, and that the Trainer calls their public counterparts in this order."""
+    from importlib.metadata import version
+    from importlib.util import find_spec
+    from inspect import signature
+    from pathlib import Path
+
+    from torchtitan.components.checkpointer import BaseCheckpointManager
+
+    assert version("torchtitan").startswith("0.3.")
+    hooks = {
+        "_load": ["self", "step"],
+        "_save": ["self", "curr_step", "last_step"],
+        "_maybe_wait_for_staging": ["self"],
+        "_wait_for_saving": ["self"],
+        "_close": ["self"],
+    }
+    assert BaseCheckpointManager.__abstractmethods__ == set(hooks)
+    for name, arguments in hooks.items():
+        assert list(signature(getattr(BaseCheckpointManager, name)).parameters) == arguments, name
+    assert {"enable", "save_future"} <= BaseCheckpointManager.__annotations__.keys()
+    spec = find_spec("torchtitan")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "trainer.py").read_text()  # not imported: it needs packages for reports
+    build = source[source.index("self.checkpointer = config.checkpoint.build(") :]
+    for name in ("dataloader", "model_parts", "optimizers", "lr_schedulers", "states", "sd_adapter", "base_folder"):
+        assert f"{name}=" in build[:900], name
+    step = source[source.index("self.checkpointer.maybe_wait_for_staging()") :]
+    assert step.index("self.optimizers.step()") < step.index("self.checkpointer.save(")
+    train = source[source.index("def train(self)") :]
+    assert train.index("self.checkpointer.load(") < train.index("self.batch_generator(self.dataloader)")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     globals()[sys.argv[1]]()

@@ -1,0 +1,162 @@
+"""torchtitan: a checkpoint manager, asynchronous and exact, in place of its own.
+
+    checkpoint=CkptdManager.Config(enable=True, store="s3://bucket/ckpts", run="llama3", interval=500)
+
+torchtitan decides when: the trainer calls `load` once, `save` after each step, and `maybe_wait_for_staging` before the
+optimizers step. Its policies (`interval`, `keep_latest_k`, `load_only`, ...) keep their meaning.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, OPTIMIZER, BaseCheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.tools import filesystem
+
+from ckpt.checkpointer import Checkpointer
+from ckpt.integrations.keeping import Keeper
+from ckpt.ranks.world import World
+from ckptstore.errors import InvalidRequest
+from ckptstore.format.records import Policy
+from ckptstore.names import Reference
+
+_RUN = "torchtitan"
+
+
+class CkptdManager(BaseCheckpointManager):
+    """Saves and restores the state of a torchtitan Trainer; for the training thread of each rank.
+
+    A save returns when the state is copied or is being copied; the step of the optimizers waits for the copy. The model
+    is the item `model`, the optimizers are `optim`, under torchtitan's names of parameters. Everything else, random
+    state included, is kept per rank.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """torchtitan's policies, and where checkpoints are."""
+
+        store: str | None = None
+        """A path or URL. Default: CKPT_STORE, or else `folder` in the dump folder."""
+        run: str | None = None
+        """The training lineage. Default: CKPT_RUN, or else "torchtitan"."""
+        daemon: str | None = None
+        """URL of ckptd. Default: CKPTD_URL."""
+
+        def __post_init__(self) -> None:
+            """Raises ValueError, or InvalidRequest for what this manager does not do."""
+            BaseCheckpointManager.Config.__post_init__(self)
+            for name in ("last_save_in_hf", "initial_load_in_hf"):
+                if getattr(self, name):
+                    raise InvalidRequest(
+                        f"checkpoint.{name} is not supported by CkptdManager",
+                        "Convert with `ckptctl export` and `ckptctl import`, or use torchtitan's own manager once",
+                    )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: BaseDataLoader | None,
+        model_parts: list[nn.Module],
+        optimizers: OptimizersContainer[Any],
+        lr_schedulers: LRSchedulersContainer,
+        states: dict[str, Any],
+        sd_adapter: object = None,
+        base_folder: str = "",
+    ) -> None:
+        """Made by `Config.build`, as torchtitan does. Performs no I/O. Raises InvalidRequest or InvalidName.
+
+        sd_adapter: not used; it converts to Hugging Face's names.
+        """
+        self.enable = config.enable
+        self.save_future = None
+        if not self.enable:
+            return
+        self._config = config
+        store = config.store or os.environ.get("CKPT_STORE") or filesystem.join(base_folder, config.folder)
+        run = config.run or os.environ.get("CKPT_RUN") or _RUN
+        self._checkpointer = Checkpointer(store, run=run, daemon=config.daemon)
+        self._model: Any = model_parts[0] if len(model_parts) == 1 else model_parts
+        self._optimizers: list[torch.optim.Optimizer] = list(optimizers)
+        self._dataloader = dataloader
+        self._extras = {**states, LR_SCHEDULER: lr_schedulers}
+        if dataloader is not None:
+            self._extras[DATALOADER] = dataloader
+        unknown = set(config.exclude_from_loading) - {OPTIMIZER, *self._extras}
+        if unknown:
+            raise InvalidRequest(
+                f"checkpoint.exclude_from_loading names {sorted(unknown)}, which is not saved",
+                f"Use {', '.join((OPTIMIZER, *self._extras))}",
+            )
+        keeps = config.keep_latest_k > 0 and not config.load_only
+        self._keeper = (
+            Keeper(self._checkpointer.config, Policy(keep_last=config.keep_latest_k))
+            if keeps and World(self._checkpointer.config.peer_timeout_s).rank == 0
+            else None
+        )
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        config = self._config
+        first = curr_step == 1 and config.enable_first_step_checkpoint
+        if config.load_only or not (first or last_step or curr_step % config.interval == 0):
+            return False
+        if last_step and config.last_save_model_only:
+            handle = self._checkpointer.save_async(self._model, None, curr_step)
+        else:
+            handle = self._checkpointer.save_async(self._model, self._optimizers, curr_step, **self._extras)
+        self.save_future = cast(Any, handle)  # has the methods of a future
+        if self._keeper is not None:
+            self._keeper.saved(handle)
+        if last_step:
+            self._wait_for_saving()
+        return True
+
+    def _load(self, step: int = -1) -> bool:
+        stages = self._checkpointer.restoring(checkpoint=None if step == -1 else step)
+        restored = stages.model(self._model)
+        if restored is None:
+            return self._load_initial()
+        if restored.step == 0:  # a seed checkpoint: training begins with its model
+            return True
+        excluded = self._config.exclude_from_loading
+        if OPTIMIZER not in excluded:
+            stages.optimizers(self._optimizers)
+        stages.extras(**{name: value for name, value in self._extras.items() if name not in excluded})
+        stages.rng()
+        if isinstance(self._dataloader, DataLoader) and self._dataloader.generator is None:
+            # The trainer makes its iterator next, which would draw a seed from the random state just restored.
+            self._dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        return True
+
+    def _load_initial(self) -> bool:
+        """Begin with the state of another run, STORE/RUN@STEP: its model, or everything."""
+        path = self._config.initial_load_path
+        if path is None:
+            return False
+        store, _, name = path.rpartition("/")
+        with Checkpointer(store, run=Reference.parse(name).run) as other:
+            if self._config.initial_load_model_only:
+                other.restore(self._model, checkpoint=name, rng=False)
+            else:
+                other.restore(self._model, self._optimizers, checkpoint=name, **self._extras)
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Nothing: the step of each optimizer waits by itself, on a GPU without making the CPU wait."""
+
+    def _wait_for_saving(self) -> None:
+        assert self.save_future is not None
+        self.save_future.result()
+        self.save_future = None
+
+    def _close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+        self._checkpointer.close()
