@@ -1,30 +1,36 @@
-"""The account of real runs (ckptctl goodput) beside a stopwatch: kills, a preemption, and saves that take long.
+"""The account of real runs (ckptctl goodput) beside a stopwatch: kills, a preemption, and a slow store.
 
 Trainers are processes whose steps take a tenth of a second; they note every step, save and restore in a file. The
 account sees nothing of it: it has the store alone. Steps that run while a save is under way may be slower; the
-stopwatch cannot separate that, so productive time and slowdown are compared together.
+stopwatch cannot separate that, so productive time and slowdown are compared together. The slow store is an S3 service
+behind a proxy with a round trip of 40 ms and 8 MB/s: a save takes longer than the steps until the next one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from bench.report import Goal, Report
+from bench.slow_store import slow_service
 from ckptstore.commits.goodput import Account
 from ckptstore.commits.heartbeats import read_account
 from ckptstore.run import Run
-from ckptstore.stores import open_store
+from ckptstore.stores import Store, open_store
+from tests.support import seaweed
 
 GOAL = 0.02
+ROUND_TRIP_S, BYTES_PER_S = 0.04, 8e6
 _PAUSE_S = 3.0
 KINDS = ("productive", "stall", "restore", "restart", "lost", "waiting")
 
@@ -42,9 +48,9 @@ def measure(quick: bool) -> Report:
     """Three runs of three attempts each."""
     steps = 120 if quick else 400
     runs = {
-        "kills": _run([signal.SIGKILL, signal.SIGKILL], steps, 0.0),
-        "preemption": _run([signal.SIGTERM, signal.SIGKILL], steps, 0.0),
-        "slow saves": _run([signal.SIGKILL, signal.SIGKILL], steps, 0.03),
+        "kills": _run_on_disk([signal.SIGKILL, signal.SIGKILL], steps),
+        "preemption": _run_on_disk([signal.SIGTERM, signal.SIGKILL], steps),
+        "slow store": _run_on_slow_store([signal.SIGKILL, signal.SIGKILL], steps),
     }
     rows, goals = [], []
     facts: dict[str, Any] = {}
@@ -74,24 +80,39 @@ def _seconds(found: Account) -> dict[str, float]:
     return seconds
 
 
-def _run(signals: list[signal.Signals], steps: int, budget: float) -> tuple[Account, dict[str, float]]:
+_Found = tuple[Account, dict[str, float]]
+
+
+def _run_on_disk(signals: list[signal.Signals], steps: int) -> _Found:
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder, "store")
+        return _run(signals, steps, folder, {}, open_store(folder))
+
+
+def _run_on_slow_store(signals: list[signal.Signals], steps: int) -> _Found:
+    url = f"s3://{seaweed.BUCKET}/{uuid4().hex}"  # a trainer remembers what it restored from which URL
+    with slow_service(ROUND_TRIP_S, BYTES_PER_S) as (slow, direct, _):
+        return _run(signals, steps, url, slow.environment, open_store(url, direct.options))
+
+
+def _run(signals: list[signal.Signals], steps: int, url: str, environment: Mapping[str, str], store: Store) -> _Found:
+    with tempfile.TemporaryDirectory() as folder:
         lives = []
         for number, how in enumerate([*signals, None]):
             log = Path(folder, f"log-{number}")
             stop_at = steps * (number + 1) // 3 + 7
-            lives.append(_live(store, log, steps, budget, how, stop_at))
+            lives.append(_live(url, environment, log, steps, how, stop_at))
             if how is not None:
                 time.sleep(_PAUSE_S)
-        return read_account(Run(open_store(str(store)), "run")), _truth(lives)
+        return read_account(Run(store, "run")), _truth(lives)
 
 
-def _live(store: Path, log: Path, steps: int, budget: float, how: signal.Signals | None, stop_at: int) -> _Life:
+def _live(
+    url: str, environment: Mapping[str, str], log: Path, steps: int, how: signal.Signals | None, stop_at: int
+) -> _Life:
     """One attempt, which gets the signal after a step."""
     began_at = time.time()
-    command = [sys.executable, "-m", "bench.goodput_trainer", str(store), str(log), str(steps), str(budget)]
-    with subprocess.Popen(command) as trainer:
+    command = [sys.executable, "-m", "bench.goodput_trainer", url, str(log), str(steps)]
+    with subprocess.Popen(command, env={**os.environ, **environment}) as trainer:
         if how is not None:
             _wait(lambda: any(one.get("step", 0) >= stop_at for one in _read(log)), trainer)
             trainer.send_signal(how)

@@ -19,8 +19,8 @@ SIZE = 4 << 20
 
 
 def main() -> None:
-    """goodput_trainer STORE LOG LAST_STEP CPU_BUDGET: train until the last step, a kill or SIGTERM."""
-    store, path, last, budget = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    """goodput_trainer STORE LOG LAST_STEP: train until the last step, a kill or SIGTERM."""
+    store, path, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     log = path.open("a", buffering=1)
 
     def note(kind: str, **values: float) -> None:
@@ -28,7 +28,7 @@ def main() -> None:
 
     model = nn.ParameterDict({"w": torch.randn(SIZE)})
     optim = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    with Checkpointer(store, run="run", heartbeat_s=1.0, compress="fast", cpu_budget=budget or None) as checkpointer:
+    with Checkpointer(store, run="run", heartbeat_s=1.0, compress="fast") as checkpointer:
         started = time.perf_counter()
         restored = checkpointer.restore(model, optim)
         first = restored.step if restored else 0

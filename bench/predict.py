@@ -1,9 +1,10 @@
 """Predictions of a plan against what happens: size and time until durable of a run's next save.
 
 A run trains and saves. Its history predicts the next save, as `ckptctl plan --from` does, before each of several saves.
-Single saves vary with the load of the machine, so for the time the median of the deviations counts. The same is
-predicted without any history, from a measurement of the store, as `--measure` does; that is a fact without a goal,
-because it knows neither the speed of the encoder nor that of the commit.
+Single saves vary with the load of the machine, which no history knows: so for the time the median of the deviations
+counts, and their 90th percentile and the deviation of the medians are reported. The same is predicted without any
+history, from a measurement of the store, as `--measure` does; that is a fact without a goal, because it knows neither
+the speed of the encoder nor that of the commit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from statistics import median
+
+import numpy as np
 
 from bench.ours import Ours
 from bench.report import Goal, Report
@@ -72,6 +75,8 @@ def report(pairs: list[tuple[Plan, Checkpoint]], write_bytes_per_s: float) -> Re
     actual = [one.save_seconds for _, one in pairs]
     of_size = max(abs(planned.size.stored_bytes / one.needed_bytes - 1) for planned, one in pairs)
     of_time = [abs(before / after - 1) for before, after in zip(predicted, actual, strict=True)]
+    of_medians = abs(median(predicted) / median(actual) - 1)
+    half, most = np.percentile(of_time, (50, 90)).tolist()
     last, saved = pairs[-1]
     from_store_s = last.size.stored_bytes / write_bytes_per_s
     seconds = ", ".join(f"{one:.2f}" for one in actual)
@@ -90,18 +95,20 @@ def report(pairs: list[tuple[Plan, Checkpoint]], write_bytes_per_s: float) -> Re
                 "s until durable",
                 ", ".join(f"{one:.2f}" for one in predicted),
                 seconds,
-                f"{median(of_time):.1%}, median",
+                f"{half:.1%}, median; p90 {most:.1%}; of the medians {of_medians:.1%}",
             ),
             ("s until durable, from the store's speed", f"{from_store_s:.2f}", f"{median(actual):.2f}", ""),
         ],
         goals=[
             Goal("size, worst deviation", "next save", of_size, SIZE_GOAL, "at most"),
-            Goal("time until durable, median deviation", "next save", median(of_time), DURABLE_GOAL, "at most"),
+            Goal("time until durable, median deviation", "next save", half, DURABLE_GOAL, "at most"),
         ],
         state_bytes=saved.raw_bytes,
         facts={
             "predicted_s": median(predicted),
             "actual_s": median(actual),
+            "p90 deviation": most,
+            "deviation of the medians": of_medians,
             "worst deviation": max(of_time),
             "from_store_s": from_store_s,
             "write_bytes_per_s": write_bytes_per_s,

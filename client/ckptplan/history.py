@@ -54,6 +54,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """The number of checkpoints that were looked at."""
     durable_s: float
     """From the capture to the commit."""
+    slowest_durable_s: float
+    """The same of the slowest of them, not a median."""
     interval_s: float | None
     """From save to save."""
     step_s: float | None
@@ -83,6 +85,7 @@ def history(checkpoints: Sequence[Checkpoint], costs: Iterable[SaveCost] = ()) -
     return History(
         num_checkpoints=len(alike),
         durable_s=median(c.save_seconds for c in alike),
+        slowest_durable_s=max(c.save_seconds for c in alike),
         interval_s=median(seconds for seconds, _ in apart) if apart else None,
         step_s=median(seconds / steps for seconds, steps in apart) if apart else None,
         stall_s=median(cost.stall_s for cost in known) if known else None,

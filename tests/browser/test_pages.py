@@ -56,7 +56,7 @@ def test_a_page_is_complete_quiet_and_fits(
     name: str,
 ) -> None:
     path, expected = PAGES[name]
-    for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light")):
+    for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")):
         browser.look(width, scheme)
         browser.open(open_to_all.daemon.url + path.format(**ids))
         assert expected in browser.text()

@@ -74,6 +74,8 @@ class Heart:
         self._pulse: Pulse | None = None
         self._ended: list[tuple[Life, Ended, float | None]] = []
         """Lives that have ended and are not written yet: how, and when; None: at the end of the saver."""
+        self._unnumbered: list[tuple[Life, Ended, float | None]] = []
+        """Lives that have ended and are written without their generation, which may begin later."""
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="ckpt-heart", daemon=True)
 
@@ -94,11 +96,17 @@ class Heart:
             if self._life is not None and self._pulse is not None:
                 self._life.add(replace(self._pulse.read(), at=at, step=step))
 
-    def numbered(self, generation: int) -> None:
-        """The generation of the saves of this life."""
+    def numbered(self, generation: int, captured_at: float) -> None:
+        """The generation of a save that was captured at this moment. The life that saved may have ended by now."""
         with self._changed:
-            if self._life is not None:
-                self._life.generation = generation
+            ended = [*self._unnumbered, *self._ended]
+            lives = [one[0] for one in ended] + ([self._life] if self._life is not None else [])
+            began = [life for life in lives if life.began.trains_at <= captured_at]
+            if began:
+                life = max(began, key=lambda one: one.began.trains_at)
+                life.generation = generation
+                self._ended += [one for one in self._unnumbered if one[0] is life]
+                self._unnumbered = [one for one in self._unnumbered if one[0] is not life]
 
     def stop(self, closed: bool) -> None:
         """The trainer has closed its end, or died: take the last beat. `close` writes it."""
@@ -135,6 +143,7 @@ class Heart:
                 if not closing:  # of the others the end is not known yet
                     self._ended = [one for one in ended if one[2] is None]
                     ended = [one for one in ended if one[2] is not None]
+                    self._unnumbered += [one for one in ended if one[0].generation is None]
                 if life is not None and self._pulse is not None:
                     life.add(self._pulse.read())
                 now = self._run.clock()

@@ -228,7 +228,7 @@ class SavePipeline:
                 return  # withdrawn
         try:
             attempt = self._numbering.attempt(job.attempt)
-            self.heart.numbered(attempt.generation)
+            self.heart.numbered(attempt.generation, job.created_at)
             # The stream ends before the encoding, which may be waiting for its next chunk.
             with running.encoding, running.reader or nullcontext():
                 receipt, released = self._make_durable(running, attempt, again)

@@ -169,6 +169,8 @@ def _from_run(session: Session, run: str) -> dict[str, Any]:
     if missing:
         session.screen.note(f"run {run!r} has no measurement of: {', '.join(missing)}")
     session.screen.note(f"measured over the newest {human.count(found.num_checkpoints, 'checkpoint')} of run {run!r}")
+    times = f"{human.duration(found.durable_s)} (median), {human.duration(found.slowest_durable_s)} (slowest)"
+    session.screen.note(f"time until durable: {times}; the load of the machine and the store changes it")
     return _contents(usable[0], manifests[0]) | known | {"measured": frozenset(known)}
 
 

@@ -39,7 +39,7 @@ def test_a_trainer_that_dies_leaves_its_last_step(store: Store, now: list[float]
     heart.begin(began, pulse)
     pulse.write(_T + 10, 3, 0.5, 0.25)
     heart.captured(3, _T + 10.5)
-    heart.numbered(7)
+    heart.numbered(7, _T + 10.5)
     pulse.write(_T + 20, 6, 1.5, 0.5)
     now[0] = _T + 21
     heart.stop(closed=False)
@@ -132,3 +132,36 @@ def test_beats_are_thinned_out_and_stay_in_order() -> None:
         assert (one.at, one.step, one.stalled_s) <= (other.at, other.step, other.stalled_s)
         assert one.step <= other.step
         assert one.stalled_s <= other.stalled_s
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_generation_that_begins_after_the_trainer_has_ended_is_known(
+    store: Store, now: list[float], closed: bool
+) -> None:
+    """On a slow store, the first upload may begin when the trainer is gone."""
+    run = _run(store, now)
+    heart, pulse = Heart(run, 0.05), Pulse()
+    heart.begin(_began(_T), pulse)
+    pulse.write(_T + 1, 1, 0.0, 0.0)
+    heart.captured(1, _T + 1)
+    now[0] = _T + 2
+    heart.stop(closed)
+    if not closed:
+        wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [Ended.DIED], "the end")
+    heart.numbered(3, _T + 1)
+    heart.close()
+    (found,) = read_heartbeats(run)
+    assert found.generation == 3
+
+
+def test_a_generation_belongs_to_the_life_that_captured_its_save(store: Store, now: list[float]) -> None:
+    """A restore in place begins a life while saves of the life before it are still under way."""
+    run = _run(store, now)
+    heart = Heart(run, 3600.0)
+    heart.begin(_began(_T), Pulse())
+    heart.begin(_began(_T + 10, str(Attempt(1, new_ulid(_T), generation=1))), Pulse())
+    heart.numbered(1, _T + 5)
+    heart.numbered(2, _T + 15)
+    heart.stop(closed=False)
+    heart.close()
+    assert [one.generation for one in read_heartbeats(run)] == [1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def test_a_checkpoint_in_a_store_and_in_a_daemon(folder: Path) -> None:
 
 def test_a_run_is_measured(folder: Path) -> None:
     done = invoke("plan", "--from", "gpt", "--store", folder, "--mtbf", "8h", "-o", "json")
+    assert re.search(r"time until durable: \S+ \(median\), \S+ \(slowest\)", done.stderr)
     assert done.code == 0
     assert "no measurement of: stall, slowdown" in done.stderr
     interval = done.json["interval"]
