@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup browser demo test coverage check fmt bench bench-full bench-gpu clean
+.PHONY: setup arrays browser demo test coverage check fmt bench bench-full bench-gpu clean
 
 setup: .venv/.ready
 
@@ -28,12 +28,21 @@ browser:
 	install promtool /usr/local/bin/promtool && rm -r "$$PWD"; } || \
 	echo "apt installed no Chromium or promtool: tests of the pages in a browser, or of the alerts, will be skipped"
 
+# JAX, in an environment without torch.
+.venv-arrays/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-arrays
+	.venv-arrays/bin/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[cli,jax]' pytest pytest-timeout safetensors
+	touch $@
+
+arrays: .venv-arrays/.ready
+	.venv-arrays/bin/pytest -p no:cacheprovider --confcutdir=tests/arrays tests/arrays
+
 demo: setup
 	$(BIN)/python examples/demo.py
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: check browser
+test: check browser arrays
 	$(PYTEST)
 
 # The same tests; measuring the coverage takes up to half as long again.
@@ -67,4 +76,4 @@ bench-gpu: setup
 	touch $@
 
 clean:
-	rm -rf .venv demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-arrays demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

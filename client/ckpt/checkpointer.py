@@ -196,7 +196,9 @@ class Checkpointer:
         if restored is not None:
             self._lease = restored.lease
             session = self._saves.session
-            if session.restored(restored.checkpoint, restorer.trains):
+            # Arrays of JAX from another run may be a teacher: training does not continue from them.
+            own = bool(state.modules or state.optimizers) or restored.checkpoint.run == self.config.run_name
+            if session.restored(restored.checkpoint, restorer.trains and own):
                 self._saves.steps.restored(session.parent, restored.step, restored.seconds)
         if restorer.trains and not self.config.read_only:
             self._saves.make_ready(state.without_others())

@@ -39,7 +39,7 @@ def _on_default(method: _Method[_P, _T]) -> Callable[_P, _T]:
     """The function that calls a method on the process's Checkpointer."""
 
     def function(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return method(_current(), *args, **kwargs)
+        return method(current(), *args, **kwargs)
 
     return _explained_by(method)(function)
 
@@ -79,7 +79,7 @@ def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any
         url, _, reference = checkpoint.rpartition("/")
         with closing(open_source(url)) as source:
             return load_tensors(source, source.find(Reference.parse(reference)), names)
-    return _current().load(checkpoint, names)
+    return current().load(checkpoint, names)
 
 
 @_explained_by(Checkpointer.wait)
@@ -98,5 +98,6 @@ def close(timeout: float | None = None) -> None:
         checkpointer.close(timeout)
 
 
-def _current() -> Checkpointer:
+def current() -> Checkpointer:
+    """The Checkpointer of this process; makes one from the environment if there is none."""
     return _default if _default is not None else init()

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+_KEY_BYTES = 16
+
 
 class HostArray:
     """Contiguous bytes in host memory, with the part of a tensor's interface that staging uses."""
@@ -136,6 +138,11 @@ def is_jax(value: object) -> TypeIs[Any]:
     return (jax := loaded_jax()) is not None and isinstance(value, jax.Array)
 
 
+def is_template(value: object) -> bool:
+    """Whether a value is an array of JAX, or describes one (`jax.ShapeDtypeStruct`)."""
+    return is_jax(value) or ((jax := loaded_jax()) is not None and isinstance(value, jax.ShapeDtypeStruct))
+
+
 def is_key(value: Any) -> bool:
     """Whether an array of JAX holds typed keys of random numbers (`jax.random.key`)."""
     jax: Any = loaded_jax()
@@ -149,11 +156,11 @@ def array_fields(value: Any) -> dict[str, str]:
 
 
 def array_bytes(path: str, value: Any) -> int:
-    """The size of an array. Raises UnsupportedObject for one that cannot be stored."""
+    """The size of an array; of keys, about. Raises UnsupportedObject for one that cannot be stored."""
     if isinstance(value, np.ndarray):
         return prod(value.shape) * ITEM_BYTES[_numpy_name(path, value)]
-    value = _checked(path, value)
-    return int(value.size) * ITEM_BYTES[value.dtype.name]
+    size: int = prod(value.shape)
+    return size * (_KEY_BYTES if is_key(value) else ITEM_BYTES[_jax_name(path, value)])
 
 
 def is_distributed(value: Any) -> bool:
@@ -198,19 +205,27 @@ def _numpy_name(path: str, array: Array) -> str:
     return name
 
 
-def _checked(path: str, value: Any) -> Any:
-    """An array of JAX whose elements can be stored; of keys, their data."""
+def _jax_name(path: str, value: Any) -> str:
+    """The type of an array of JAX, in documents."""
     jax: Any = loaded_jax()
     if isinstance(value, jax.core.Tracer):
         raise UnsupportedObject(f"array at {path!r} is a {type(value).__name__}", "Save outside of jitted functions")
+    name: str = value.dtype.name
+    if name not in ITEM_BYTES:
+        raise UnsupportedObject(f"array at {path!r} has type {value.dtype}", "Convert it to another type")
+    return name
+
+
+def _checked(path: str, value: Any) -> Any:
+    """An array of JAX whose elements can be stored; of keys, their data."""
+    jax: Any = loaded_jax()
     if value.is_deleted():
         raise UnsupportedObject(
             f"array at {path!r} was deleted or donated", "Save the state that the step returned, not the one it took"
         )
     if is_key(value):
         value = jax.random.key_data(value)
-    if value.dtype.name not in ITEM_BYTES:
-        raise UnsupportedObject(f"array at {path!r} has type {value.dtype}", "Convert it to another type")
+    _jax_name(path, value)
     return value
 
 

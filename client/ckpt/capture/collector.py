@@ -19,6 +19,7 @@ from ckpt.capture.arrays import (
     inline_array,
     is_array,
     is_distributed,
+    is_template,
     loaded_jax,
 )
 from ckpt.capture.leaves import Captured, Change, StateLeaf
@@ -141,9 +142,7 @@ def small_leaf(path: str, value: Any) -> JSON:
 
 def check_leaf(path: str, value: Any) -> JSON:
     """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
-    if is_array(value):
-        return array_bytes(path, value)
-    return small_leaf(path, value)
+    return array_bytes(path, value) if is_array(value) or is_template(value) else small_leaf(path, value)
 
 
 Collector.small = staticmethod(small_leaf)

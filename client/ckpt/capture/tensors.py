@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ckpt.capture import collector
-from ckpt.capture.arrays import is_array
+from ckpt.capture.arrays import is_array, is_template
 from ckpt.capture.collector import Collector
 from ckpt.capture.leaves import Change, StateLeaf
 from ckpt.capture.parts import Flat, TensorPart, part_of
@@ -150,7 +150,8 @@ def check_leaf(path: str, value: Any) -> JSON:
     """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
     if isinstance(value, torch.Tensor):
         return dtype_name(path, whole(path, value))
-    return small_leaf(path, value) if not is_array(value) else collector.check_leaf(path, value)
+    values = is_array(value) or is_template(value)
+    return collector.check_leaf(path, value) if values else small_leaf(path, value)
 
 
 def whole(path: str, tensor: torch.Tensor) -> torch.Tensor:

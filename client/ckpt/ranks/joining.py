@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ckpt.lazily import torch
+from ckpt.ranks.jax_store import JaxStore
 from ckptstore.clock import system_clock
 from ckptstore.errors import RankLost
 from ckptstore.names import new_ulid
@@ -31,6 +32,8 @@ Ask = Callable[..., Any]
 
 def prefixed(prefix: str, store: Any) -> Any:
     """A store whose keys are those of another one with this prefix."""
+    if isinstance(store, JaxStore):
+        return store.below(prefix)
     return torch.distributed.distributed_c10d.PrefixStore(prefix, store)
 
 

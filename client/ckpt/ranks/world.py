@@ -22,6 +22,7 @@ from ckpt.capture.ownership import Ownership, Unit, Units, agree
 from ckpt.config import Group
 from ckpt.lazily import torch, torch_loaded
 from ckpt.ranks import waiting
+from ckpt.ranks.jax_store import JaxStore, jax_job
 from ckpt.ranks.joining import Guest, Host, prefixed
 from ckpt.ranks.waiting import CollectiveWatch, absent, log_wait
 from ckptstore.clock import system_clock
@@ -54,7 +55,8 @@ class _Meetings:
     def of(cls, members: tuple[int, ...], whole: bool) -> _Meetings:
         """Those of these global ranks. whole: they are all."""
         global _default_store
-        if (store := torch.distributed.distributed_c10d._get_default_store()) is not _default_store:
+        store = torch.distributed.distributed_c10d._get_default_store() if is_grouped() else _jax_store()
+        if store is not _default_store:
             _meetings.clear()
             _default_store = store
         if members not in _meetings:
@@ -79,8 +81,7 @@ class World:
 
         Raises InvalidRequest for a group that is gone, or that this process is not in.
         """
-        grouped = torch_loaded() and torch.distributed.is_available() and torch.distributed.is_initialized()
-        own, everyone = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if grouped else (0, 1)
+        own, everyone = _place()
         self.members = _members(group, own, everyone)
         """The global ranks of the group, by rank."""
         self.whole = len(self.members) == everyone
@@ -278,11 +279,37 @@ class World:
         threading.Thread(target=_call, args=(answer, call, *arguments), name="ckpt-meeting", daemon=True).start()
         try:
             return answer.result(self._silence_s)
-        except (TimeoutError, torch.distributed.DistNetworkError) as error:
+        except _network_errors() as error:
             raise RankLost(
                 f"{self.names(self.rank)} lost the store of its process group: {str(error) or 'no answer'}",
                 "The process that hosts it (rank 0, or torchrun's agent) is gone or hangs; restart the job",
             ) from error
+
+
+def is_grouped() -> bool:
+    """Whether this process belongs to a process group of torch."""
+    return torch_loaded() and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _place() -> tuple[int, int]:
+    """This process's global rank, and the number of ranks: of torch's process group, or of JAX's processes."""
+    if is_grouped():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    job = jax_job()
+    return (0, 1) if job is None else job[:2]
+
+
+def _jax_store() -> JaxStore:
+    job = jax_job()
+    assert job is not None
+    if isinstance(_default_store, JaxStore) and _default_store.client is job[2]:
+        return _default_store
+    return JaxStore(job[2])
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    known: tuple[type[Exception], ...] = (TimeoutError, ConnectionError)
+    return (*known, torch.distributed.DistNetworkError) if torch_loaded() else known
 
 
 @dataclass(slots=True)

@@ -92,11 +92,15 @@ class Destinations(HostDestinations):
         """A new tensor on the CPU."""
         return self.new(name)
 
+    def small(self, at: str, leaf: dict[str, Any]) -> Any:
+        """The value of a small leaf."""
+        return small_value(at, leaf)
+
     def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
         """Tensors saved from a GPU go to `device`; by default to the current GPU of their kind, or the CPU if there is
         none. Arrays of types that numpy does not know come back as tensors."""
         if leaf[TAG] not in ("tensor", "array"):
-            return small_value(at, leaf)
+            return self.small(at, leaf)
         if leaf[TAG] == "array":
             with suppress(UnsupportedFormat):
                 return super()._unleaf(at, leaf, device)

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from typing import Literal
 
 from ckpt.config import Config
-from ckpt.ranks.world import World
+from ckpt.ranks.world import World, is_grouped
 from ckptapi.client import DaemonClient
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import DaemonUnavailable
@@ -33,7 +33,7 @@ class Fetcher:
         self._config = config
         self._world = world
         self._checkpoint = checkpoint
-        self._share = how_to_share(config, world.size)
+        self._share = how_to_share(config, world.size, is_grouped())
         self._past_caches = False
         self._manifest: Future[bytes] | None = None
 
@@ -95,11 +95,12 @@ class Fetcher:
             fetch(self._source, self._checkpoint, reads, buffers, progress)
 
 
-def how_to_share(config: Config, world_size: int) -> Literal["broadcast", "daemon", "none"]:
-    """The meaning of replica_reads="auto" here; a single rank shares with no other."""
-    if world_size > 1 and config.replica_reads in ("auto", "broadcast"):
+def how_to_share(config: Config, world_size: int, grouped: bool = True) -> Literal["broadcast", "daemon", "none"]:
+    """The meaning of replica_reads="auto" here; a single rank shares with no other. grouped: in a group of torch, which
+    can broadcast."""
+    if grouped and world_size > 1 and config.replica_reads in ("auto", "broadcast"):
         return "broadcast"
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if config.daemon is not None and (config.replica_reads == "daemon" or (config.replica_reads == "auto" and several)):
         return "daemon"
     return "none"

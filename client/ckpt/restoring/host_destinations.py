@@ -55,9 +55,15 @@ class HostDestinations:
         return decode_tree(tree, path, lambda at, leaf: self._unleaf(at, leaf, device))
 
     def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
-        if leaf[TAG] not in ("tensor", "array"):
-            return small_value(at, leaf)
+        return self.array_of(at, leaf) if leaf[TAG] in ("tensor", "array") else self.small(at, leaf)
+
+    def array_of(self, at: str, leaf: Mapping[str, Any]) -> Array:
+        """The array of a leaf: a new one, or what lies in the tree itself."""
         return self.new_array(leaf["name"]) if "name" in leaf else inline_array(at, leaf)
+
+    def small(self, at: str, leaf: dict[str, Any]) -> Any:
+        """The value of a small leaf; what stands for an object of torch comes back as plain data."""
+        return small_value(at, leaf)
 
     def wants(self) -> list[Want]:
         """The ranges to read; each want has its own buffer."""

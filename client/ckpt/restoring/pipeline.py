@@ -19,6 +19,7 @@ from ckpt.capture.values import check_others
 from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
+from ckpt.restoring.jax_arrays import has_templates
 from ckpt.restoring.plan import RestorePlan, require_fit, require_refilled
 from ckpt.restoring.planning import plan_restore
 from ckpt.restoring.ranks import RankState, share_out
@@ -135,7 +136,7 @@ class Restorer:
         self._config = config
         self._world = world
         self.trains = False
-        """Whether any rank restores an optimizer, and so will save. Equal on every rank; set by `restore`."""
+        """Whether any rank restores an optimizer or arrays of JAX, and so will save. Equal on all; set by `restore`."""
         self._rng = True
         self._begun: list[str] = []
         """Ids of the checkpoints whose bytes may have been placed."""
@@ -202,7 +203,7 @@ class Restorer:
         )
 
     def _begin(self, state: TrainState) -> bool:
-        """Wait for orphaned savers on all hosts. Returns whether any rank has an optimizer.
+        """Wait for orphaned savers on all hosts. Returns whether any rank restores training state.
 
         Raises UnsupportedObject for an extra that a later save would refuse.
         """
@@ -211,10 +212,10 @@ class Restorer:
             if not self._config.read_only:
                 check_others(state)
             wait_for_orphan_saver(self._config)
-            return bool(state.optimizers)
+            return bool(state.optimizers) or (not state.modules and any(map(has_templates, state.others.values())))
 
-        _, with_optimizer = self._together(work, report=_itself)
-        return any(with_optimizer)
+        _, trains = self._together(work, report=_itself)
+        return any(trains)
 
     def _next(self, found: Iterator[Checkpoint]) -> Checkpoint | None:
         """Rank 0's next candidate, or its error, on all ranks."""

@@ -10,6 +10,7 @@ from ckpt.capture.rng import load_rng_state
 from ckpt.capture.train_state import GRADIENTS, RNG, Resumable, Stateful, TrainState
 from ckpt.lazily import prefers_torch
 from ckpt.restoring.host_destinations import HostDestinations
+from ckpt.restoring.jax_arrays import has_templates, plan_arrays
 from ckpt.restoring.plan import RestorePlan
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.trees import in_types_of, merge_trees
@@ -47,6 +48,9 @@ def make_destinations(content: Content) -> HostDestinations:
 
 
 def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
+    if not isinstance(value, Stateful) and has_templates(value):
+        plan_arrays(plan, item, value, tree)
+        return
     decoded = plan.destinations.decode(tree, item)
     if isinstance(value, Resumable):
         value.check_state_dicts([decoded])

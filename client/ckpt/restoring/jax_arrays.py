@@ -1,0 +1,160 @@
+"""Restoring arrays of JAX: each process reads the boxes that its devices hold, under the sharding of a template.
+
+Loaded only in processes that have loaded JAX. Its arrays cannot be filled in place: new ones are made at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ckpt.capture.arrays import Array, box_of, is_array, is_key, is_template, loaded_jax, numpy_type
+from ckpt.restoring.host_destinations import inline_array
+from ckpt.restoring.plan import RestorePlan
+from ckptstore.format import boxes
+from ckptstore.format.boxes import Box
+from ckptstore.format.documents import JSON
+from ckptstore.format.trees import TAG, decode_tree, in_types_of
+
+
+@dataclass(eq=False, slots=True)
+class _Coming:
+    """Stands for an array in a value until its elements are here."""
+
+    path: str
+    leaf: dict[str, Any]
+    made: Any = None
+
+
+def has_templates(value: Any) -> bool:
+    """Whether a value holds arrays of JAX, or descriptions of them."""
+    return loaded_jax() is not None and any(is_template(leaf) for _, leaf in _leaves(value, ""))
+
+
+def plan_arrays(plan: RestorePlan, item: str, template: Any, tree: JSON) -> None:
+    """Add an item to the plan whose template holds arrays of JAX. Its value is made at the end of the restore.
+
+    Arrays without a template come back as arrays of numpy.
+    """
+    coming: list[_Coming] = []
+
+    def unleaf(at: str, leaf: dict[str, Any]) -> Any:
+        if leaf[TAG] not in ("tensor", "array"):
+            return plan.destinations.small(at, leaf)
+        coming.append(_Coming(at, leaf))
+        return coming[-1]
+
+    decoded = in_types_of(template, decode_tree(tree, item, unleaf))
+    found = {path: leaf for path, leaf in _leaves(decoded, item) if isinstance(leaf, _Coming)}
+    wanted = {path: leaf for path, leaf in _leaves(template, item) if is_template(leaf) or is_array(leaf)}
+    plan.missing += [path for path in wanted if path not in found]
+    for path, one in found.items():
+        if path not in wanted:
+            plan.unexpected.append(path)
+        elif is_template(wanted[path]):
+            _plan_array(plan, path, one, wanted[path])
+    for one in coming:
+        if one.made is None:
+            one.made = plan.destinations.array_of(one.path, one.leaf)
+    plan.finish.append(lambda: plan.values.update({item: _finished(decoded)}))
+
+
+def _plan_array(plan: RestorePlan, path: str, one: _Coming, template: Any) -> None:
+    destinations, leaf = plan.destinations, one.leaf
+    small = None if "name" in leaf else inline_array(one.path, leaf)
+    dtype, saved = destinations.entry(leaf["name"]) if small is None else (leaf["dtype"], small.shape)
+    keys, shape = is_key(template), tuple(template.shape)
+    shape += saved[len(shape) :] if keys else ()
+    if keys != ("key" in leaf):
+        plan.mismatched.append(f"{path}: typed keys of random numbers on one side only")
+        return
+    if shape != saved:
+        plan.mismatched.append(f"{path}: {list(saved)} in the checkpoint, {list(shape)} here")
+        return
+    if not keys and template.dtype.name != dtype:
+        plan.mismatched.append(f"{path}: {dtype} in the checkpoint, {template.dtype.name} here")
+    placed = _index_map(template, shape)
+    parts: dict[Box, Array] = {}
+    for _, box in placed:
+        if box not in parts:
+            parts[box] = _cut(small, box) if small is not None else destinations.new_array(leaf["name"], box)
+    one.made = partial(_assemble, template, shape, placed, parts, leaf.get("key"))
+
+
+def _index_map(template: Any, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
+    """The devices of this process that hold parts of an array, each with its box; None: where JAX puts new arrays."""
+    sharding = getattr(template, "sharding", None)
+    if sharding is None or not getattr(template, "committed", True):
+        return [(None, box_of([slice(None)] * len(shape), shape))]
+    indices = sharding.addressable_devices_indices_map(shape)
+    return [(device, box_of(index, shape)) for device, index in indices.items()]
+
+
+def _cut(array: Array, box: Box) -> Array:
+    at = zip(boxes.offsets(box), boxes.sizes(box), strict=True)
+    return np.array(array[tuple(slice(start, start + size) for start, size in at)], order="C")
+
+
+def _assemble(
+    template: Any, shape: tuple[int, ...], placed: list[tuple[Any, Box]], parts: dict[Box, Array], key: str | None
+) -> Any:
+    """The array of JAX, once its elements are here. Its memory is JAX's own, so that it can be donated."""
+    jax: Any = loaded_jax()
+    if key is None and (wanted := numpy_type(template.dtype.name)) != next(iter(parts.values())).dtype:
+        parts = {box: part.astype(wanted) for box, part in parts.items()}
+    if placed[0][0] is None:
+        array = jax.device_put(parts[placed[0][1]], may_alias=False)
+    else:
+        kind, sharding = template.sharding.memory_kind, template.sharding
+        places = [(jax.sharding.SingleDeviceSharding(device, memory_kind=kind), box) for device, box in placed]
+        here = [jax.device_put(parts[box], place, may_alias=False) for place, box in places]
+        array = jax.make_array_from_single_device_arrays(shape, sharding, here)
+    return array if key is None else jax.random.wrap_key_data(array, impl=key)
+
+
+def _children(value: Any) -> list[tuple[object, Any]] | None:
+    """What a container holds, by key; None for a leaf."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value).items())
+    if is_dataclass(value) and not isinstance(value, (type, _Coming)):
+        return [(one.name, getattr(value, one.name)) for one in fields(value)]
+    return None
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    children = _children(value)
+    if children is None:
+        yield path, value
+    for key, child in children or ():
+        yield from _leaves(child, f"{path}/{key}")
+
+
+def _finished(value: Any) -> Any:
+    """The value with its arrays in place of what stands for them."""
+    if isinstance(value, _Coming):
+        return value.made() if isinstance(value.made, partial) else value.made
+    children = _children(value)
+    if children is None:
+        return value
+    made = [(key, _finished(child)) for key, child in children]
+    if isinstance(value, dict):
+        value.update(made)
+        return value
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), [child for _, child in made])
+    if isinstance(value, list):
+        return [child for _, child in made]
+    for name, child in made:
+        object.__setattr__(value, str(name), child)
+    return value
