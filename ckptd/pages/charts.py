@@ -55,6 +55,8 @@ class Plot:
     """The last four: edges of the plot area."""
     line: str
     """The points of the polyline."""
+    more: tuple[str, ...]
+    """Further polylines."""
     marks: tuple[ChartMark, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
@@ -122,17 +124,25 @@ def sparkline(values: Iterable[float], width: int = 120, height: int = 24) -> st
     )
 
 
-def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width: int = 860, height: int = 260) -> Plot:
+def plot(
+    points: Sequence[Point],
+    write: Callable[[float], str] = compact,
+    width: int = 860,
+    height: int = 260,
+    more: Sequence[Sequence[Point]] = (),
+    log: bool = False,
+) -> Plot:
     """A plot of the finite points, by ascending x. Very many points are thinned out evenly; the first and last stay.
 
-    write: formats a y value for its axis.
+    write: formats a y value for its axis. more: further lines, without marks. log: a logarithmic y axis; values that
+    are not positive are left out.
     """
-    finite = (p for p in points if isfinite(p.x) and isfinite(p.y))
-    known = sorted((replace(p, x=_drawable(p.x), y=_drawable(p.y)) for p in finite), key=lambda p: p.x)
-    known = _thinned(known, _MAX_MARKS)
+    known, *others = [_known(line, log) for line in (points, *more)]
+    together = [point for line in (known, *others) for point in line]
     left, right, top, bottom = 74, width - 16, 12, height - 30
-    x_low, x_high = _limits([p.x for p in known])
-    y_low, y_high = _limits([p.y for p in known])
+    x_low, x_high = _limits([p.x for p in together])
+    y_low, y_high = _limits([p.y for p in together])
+    written = (lambda value: write(10.0**value)) if log else write
 
     def across(value: float) -> float:
         return round(left + _EDGE + (right - left - 2 * _EDGE) * _share(value, x_low, x_high), 1)
@@ -140,7 +150,9 @@ def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width
     def up(value: float) -> float:
         return round(bottom - _EDGE - (bottom - top - 2 * _EDGE) * _share(value, y_low, y_high), 1)
 
-    marks = tuple(ChartMark(across(p.x), up(p.y), p.title, p.kind) for p in known)
+    def line(found: Sequence[Point]) -> str:
+        return " ".join(f"{across(p.x)},{up(p.y)}" for p in found)
+
     return Plot(
         width=width,
         height=height,
@@ -148,11 +160,21 @@ def plot(points: Sequence[Point], write: Callable[[float], str] = compact, width
         right=right,
         top=top,
         bottom=bottom,
-        line=" ".join(f"{mark.x},{mark.y}" for mark in marks),
-        marks=marks,
-        x_ticks=tuple(Tick(across(value), compact(value)) for value in _ticks([p.x for p in known], 6)),
-        y_ticks=tuple(Tick(up(value), write(value)) for value in _ticks([p.y for p in known], 4)),
+        line=line(known),
+        more=tuple(line(found) for found in others),
+        marks=tuple(ChartMark(across(p.x), up(p.y), p.title, p.kind) for p in known),
+        x_ticks=tuple(Tick(across(value), compact(value)) for value in _ticks([p.x for p in together], 6)),
+        y_ticks=tuple(
+            Tick(up(value), written(value)) for value in (_log_ticks if log else _ticks)([p.y for p in together], 4)
+        ),
     )
+
+
+def _known(points: Iterable[Point], log: bool) -> list[Point]:
+    """The points that can be drawn, by ascending x."""
+    finite = (p for p in points if isfinite(p.x) and isfinite(p.y) and (p.y > 0 or not log))
+    drawable = (replace(p, x=_drawable(p.x), y=log10(p.y) if log else _drawable(p.y)) for p in finite)
+    return _thinned(sorted(drawable, key=lambda p: p.x), _MAX_MARKS)
 
 
 def _drawable(value: float) -> float:
@@ -213,6 +235,19 @@ def _ticks(values: Sequence[float], count: int) -> list[float]:
     found = _round_numbers(min(values), max(values), count)
     whole = all(value.is_integer() for value in map(float, values))
     return [value for value in found if not whole or value.is_integer()]
+
+
+def _log_ticks(exponents: Sequence[float], count: int) -> list[float]:
+    """The ticks for a logarithmic axis: 1, 2 and 5 times powers of ten, or the powers alone. All as exponents."""
+    if not exponents or min(exponents) == max(exponents):
+        return list(exponents[:1])
+    low, high = min(exponents), max(exponents)
+    powers = range(floor(low), floor(high) + 1)
+    for factors in ((1, 2, 5), (1,)):
+        found = [at for power in powers for factor in factors if low <= (at := power + log10(factor)) <= high]
+        if 2 <= len(found) <= 2 * count:
+            return found
+    return found[:: -(-len(found) // (2 * count))] if len(found) > 1 else [low, high]
 
 
 def _round_numbers(low: float, high: float, count: int) -> list[float]:

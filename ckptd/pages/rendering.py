@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -37,6 +38,7 @@ def _environment() -> Environment:
         "moment": _moment,
         "size": lambda count: human.size(int(count)),
     }
+    found.globals["version"] = version("ckptd")
     return found
 
 

@@ -16,10 +16,11 @@ from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
 from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.forms import VISIT, Visit, read_form
+from ckptd.pages.queries import RunOrder, number, page_query, search
 from ckptd.pages.reference import endpoints, error_codes, schemas
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
-from ckptd.pages.runs import RunPageQuery, RunRow, run_row, run_view
+from ckptd.pages.runs import RunRow, chosen_runs, run_row, run_view
 from ckptd.pages.state import checkpoint_state_view, difference_view, run_state_view
 from ckptd.pages.timeline import goodput_view
 from ckptd.services.callers import Caller
@@ -27,8 +28,8 @@ from ckptd.services.retention_view import RetentionView
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.store_check import StoreReport
-from ckptstore.errors import CkptError, Damaged, InvalidRequest, NoCheckpoint, Unavailable
-from ckptstore.names import MAX_STEP, Reference, check_run
+from ckptstore.errors import CkptError, Damaged, NoCheckpoint, Unavailable
+from ckptstore.names import Reference, check_run
 from ckptstore.reading.statistics import CheckpointStatistics
 
 MOST_CHECKPOINTS = 5_000
@@ -80,13 +81,16 @@ Visiting = Annotated[Visitor, Depends(_visitor)]
 @router.get("/")
 async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """All runs that the visitor may see."""
-    summaries = [s for s in await ctx.threads.index(ctx.services.catalog.runs) if visitor.caller.sees(s.run)]
-    number = _number(request, "page", 1) or 1
+    seen = [s for s in await ctx.threads.index(ctx.services.catalog.runs) if visitor.caller.sees(s.run)]
+    wanted, order = search(request)
+    summaries = chosen_runs(seen, wanted, order)
+    at = number(request, "page", 1) or 1
     num_pages = -(-len(summaries) // _RUNS_A_PAGE) or 1
-    number = min(max(1, number), num_pages)
-    shown = summaries[(number - 1) * _RUNS_A_PAGE : number * _RUNS_A_PAGE]
+    at = min(max(1, at), num_pages)
+    shown = summaries[(at - 1) * _RUNS_A_PAGE : at * _RUNS_A_PAGE]
     restoring = await _restoring(ctx, visitor.caller)
     uploads = await _uploads(ctx) if len(summaries) <= _RUNS_A_PAGE else None
+    accounts = ctx.services.accounts.known()
 
     def look() -> list[RunRow]:
         return [
@@ -96,6 +100,7 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
                 uploads.count(summary.run) if uploads is not None else None,
                 restoring.count(summary.run),
                 visitor.now,
+                accounts.get(summary.run),
             )
             for summary in shown
         ]
@@ -104,11 +109,14 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
         "overview.html",
         **_frame(request, visitor, live_s=5),
         rows=await ctx.threads.index(look),
-        page=number,
+        page=at,
         num_pages=num_pages,
-        num_runs=len(summaries),
-        num_checkpoints=sum(s.num_checkpoints for s in summaries),
-        stored_bytes=sum(s.stored_bytes for s in summaries),
+        wanted=wanted,
+        order=order,
+        orders=tuple(RunOrder),
+        num_runs=len(seen),
+        num_checkpoints=sum(s.num_checkpoints for s in seen),
+        stored_bytes=sum(s.stored_bytes for s in seen),
         num_restores=len(restoring),
         **_health(ctx),
     )
@@ -131,7 +139,7 @@ async def docs(request: Request, visitor: Visiting) -> Response:
 @router.get("/runs/{run}")
 async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """One run with its checkpoints."""
-    query = _page_query(request)
+    query = page_query(request)
     checkpoints = await ctx.threads.index(_newest, ctx, run, MOST_CHECKPOINTS)
     if not checkpoints:
         raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
@@ -144,6 +152,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         kept.evaluate(checkpoints, previewed) if kept and previewed else None,
         query,
         visitor.now,
+        await _overlaid(ctx, visitor, query.other),
     )
     states = ", ".join(f"{count:,} {state}" for state, count in view.states)
     return page(
@@ -154,6 +163,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         all_states=tuple(State),
         most=MOST_CHECKPOINTS,
         policy=kept.policy if kept else None,
+        blocked=kept.blocked(run, checkpoints) if kept else "",
         not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),
         drill=kept.drill if kept else None,
         known=kept is not None,
@@ -175,11 +185,15 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
     kept: RetentionView | None = await _soon(ctx, ctx.services.retention_views.of_run, found.run)
     contents, unread = await _contents(ctx, found)
     restores = await ctx.threads.index(ctx.services.restores.newest, found.run, _RESTORES)
+    older, newer = await ctx.threads.index(_neighbours, ctx, found)
     verified_at = kept.verified.get(found.attempt) if kept else None
     return page(
         "checkpoint.html",
         **_frame(request, visitor),
         checkpoint=found,
+        older=older,
+        newer=newer,
+        base=str(request.base_url).rstrip("/"),
         age_s=max(0.0, visitor.now - found.committed_at),
         share=human.ratio(found.stored_bytes, found.raw_bytes),
         verified=f"{human.age(visitor.now - verified_at)} ago" if verified_at else "never" if kept else "not known",
@@ -360,33 +374,23 @@ async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | Non
         return None, f"The contents cannot be shown: {error.message}"
 
 
+async def _overlaid(ctx: Context, visitor: Visitor, other: str) -> list[Checkpoint]:
+    """The checkpoints of the run that is drawn beside another one."""
+    if not other:
+        return []
+    if not visitor.caller.sees(check_run(other)):
+        raise NoCheckpoint(f"run {other!r} has no checkpoint", "Choose a run that the token may see")
+    return await ctx.threads.index(_newest, ctx, other, MOST_CHECKPOINTS)
+
+
+def _neighbours(ctx: Context, found: Checkpoint) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """The checkpoints before and after one in its run."""
+    listed = _newest(ctx, found.run, MOST_CHECKPOINTS)
+    older = max((c for c in listed if c.attempt < found.attempt), key=lambda c: c.attempt, default=None)
+    newer = min((c for c in listed if c.attempt > found.attempt), key=lambda c: c.attempt, default=None)
+    return older, newer
+
+
 def _newest(ctx: Context, run: str, limit: int) -> list[Checkpoint]:
     """The checkpoints of a run, newest step first. Raises InvalidName or NoCheckpoint."""
     return ctx.services.catalog.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
-
-
-def _page_query(request: Request) -> RunPageQuery:
-    state = request.query_params.get("state", "")
-    if state and state not in tuple(State):
-        raise InvalidRequest(f"{state[:40]!r} is not a state of a checkpoint", f"Use one of {', '.join(State)}")
-    return RunPageQuery(
-        metric=request.query_params.get("metric", "")[:400],
-        state=State(state) if state else None,
-        min_step=_number(request, "min_step"),
-        max_step=_number(request, "max_step"),
-        page=_number(request, "page") or 1,
-        keep=_number(request, "keep"),
-        every=_number(request, "every"),
-        best=request.query_params.get("best", "")[:400],
-        abandoned=_number(request, "abandoned"),
-        healthy=bool(_number(request, "healthy")),
-    )
-
-
-def _number(request: Request, name: str, default: int | None = None) -> int | None:
-    text = request.query_params.get(name, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_STEP))):
-        raise InvalidRequest(f"{name} is {text[:40]!r}", "Use a whole number")
-    return int(text)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
-from urllib.parse import urlencode
-
-import msgspec
+from itertools import pairwise
+from math import inf, isfinite
+from statistics import median
 
 from ckptd.index import RunSummary
 from ckptd.pages.charts import Plot, Point, compact, plot, sparkline
+from ckptd.pages.queries import RunOrder, RunPageQuery
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
-from ckptstore.format.records import Policy
+from ckptstore.commits.goodput import Account, EndOf
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import KeepDecision
 
@@ -27,6 +27,10 @@ _WRITERS: Mapping[str, Callable[[float], str]] = {
 }
 _METRICS_SHOWN = 40
 _METRICS_IN_A_ROW = 2
+_GAPS = 12
+_SLACK_S = 60.0
+_LONGEST_S = 24 * 3600.0
+"""If it is not known whether the trainer has ended, a run is not called stalled after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,57 +46,31 @@ class RunRow:
     num_uploads: int | None
     """None if unknown."""
     num_restores: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPageQuery:
-    """The query of a run's page."""
-
-    metric: str = ""
-    state: State | None = None
-    min_step: int | None = None
-    max_step: int | None = None
-    page: int = 1
-    keep: int | None = None
-    """Preview of a prune: number of newest checkpoints to keep."""
-    every: int | None = None
-    """Step interval of checkpoints to keep."""
-    best: str = ""
-    """The best by a metric: METRIC:min:N or METRIC:max:N."""
-    abandoned: int | None = None
-    """Days for which abandoned checkpoints are kept; None: the default of a policy."""
-    healthy: bool = False
-    """Keep the newest checkpoint without NaN and Inf, too."""
+    stalled: str
+    """Why it is called stalled: its trainer has not ended, and the next commit is overdue. Empty if it is not."""
+    ended: str
+    """How its trainer ended, if that is known."""
 
     @property
-    def policy(self) -> Policy | None:
-        """The policy to preview; None without a preview. Raises InvalidPolicy."""
-        if not (self.keep or self.every or self.best or self.healthy):
-            return None
-        best = (self.best,) if self.best else ()
-        policy = Policy(
-            keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best, keep_healthy=int(self.healthy)
-        )
-        if self.abandoned is None:
-            return policy
-        return msgspec.structs.replace(policy, keep_abandoned_s=self.abandoned * 24 * 3600.0)
+    def tags(self) -> list[tuple[str, str]]:
+        """The tags of its newest checkpoint."""
+        return sorted(self.summary.latest.tags.items()) if self.summary.latest else []
 
-    def link(self, **changed: object) -> str:
-        """A query string like this one, with some values changed."""
-        query = replace(self, **changed)  # type: ignore[arg-type]
-        chosen = {
-            "metric": query.metric,
-            "state": query.state,
-            "min_step": query.min_step,
-            "max_step": query.max_step,
-            "page": query.page if query.page > 1 else None,
-            "keep": query.keep,
-            "every": query.every,
-            "best": query.best,
-            "abandoned": query.abandoned,
-            "healthy": 1 if query.healthy else None,
-        }
-        return "?" + urlencode({name: value for name, value in chosen.items() if value not in (None, "")})
+
+def chosen_runs(summaries: Sequence[RunSummary], text: str, order: RunOrder) -> list[RunSummary]:
+    """The runs with `text` in their name, or in a tag of their newest checkpoint, in an order."""
+    found = [summary for summary in summaries if text.lower() in _searched(summary)]
+    keys: dict[RunOrder, Callable[[RunSummary], float]] = {
+        RunOrder.NEWEST: lambda summary: -summary.latest.committed_at if summary.latest else inf,
+        RunOrder.LARGEST: lambda summary: -summary.stored_bytes,
+        RunOrder.MOST: lambda summary: -summary.num_checkpoints,
+    }
+    return sorted(found, key=keys[order]) if order in keys else found
+
+
+def _searched(summary: RunSummary) -> str:
+    tags = summary.latest.tags.items() if summary.latest else ()
+    return "\n".join([summary.run, *(f"{name}={value}" for name, value in tags)]).lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +119,45 @@ class RunView:
     branched: bool
     """Whether it has more than one generation."""
     chart: Plot | None
+    legend: tuple[tuple[str, str], ...]
+    """Class and name of each line, if the plot has several."""
     rows: tuple[CheckpointRow, ...]
     preview: Preview | None
 
 
 def run_row(
-    summary: RunSummary, recent: Sequence[Checkpoint], num_uploads: int | None, num_restores: int, now: float
+    summary: RunSummary,
+    recent: Sequence[Checkpoint],
+    num_uploads: int | None,
+    num_restores: int,
+    now: float,
+    account: Account | None = None,
 ) -> RunRow:
-    """A run with data of its newest checkpoints. recent: newest step first."""
+    """A run with data of its newest checkpoints. recent: newest step first. account: None if it is not known."""
     known = [c for c in reversed(recent) if c.state is State.COMMITTED]
     metric = _main_metric(known)
     values = [_value(c, metric) for c in known]
     age_s = max(0.0, now - summary.latest.committed_at) if summary.latest else None
-    return RunRow(summary, age_s, sparkline(values), metric, num_uploads, num_restores)
+    ended = account.attempts[-1].ended if account is not None else EndOf.RUNNING
+    alive = ended in (EndOf.RUNNING, EndOf.VANISHED) and not num_uploads
+    stalled = _overdue(known, now, _LONGEST_S if account is None else inf) if alive else ""
+    how = "" if ended is EndOf.RUNNING else str(ended)
+    return RunRow(summary, age_s, sparkline(values), metric, num_uploads, num_restores, stalled, how)
+
+
+def _overdue(commits: Sequence[Checkpoint], now: float, most_s: float) -> str:
+    """Why the next commit is overdue: three times the usual gap has passed, but not `most_s`. Empty if it is not.
+
+    commits: oldest first; three at least.
+    """
+    times = sorted(c.committed_at for c in commits[-_GAPS:])
+    if len(times) < 3:
+        return ""
+    usual = median(after - before for before, after in pairwise(times))
+    waited = now - times[-1]
+    if not 3 * usual + _SLACK_S < waited < most_s:
+        return ""
+    return f"no commit for {human.age(waited)}; the usual gap is {human.duration(usual)}"
 
 
 def run_view(
@@ -163,8 +167,11 @@ def run_view(
     pruned: Sequence[KeepDecision] | None,
     query: RunPageQuery,
     now: float,
+    other: Sequence[Checkpoint] = (),
 ) -> RunView:
-    """One run. checkpoints: newest step first. pruned: the decisions of the previewed prune."""
+    """One run. checkpoints: newest step first. pruned: the decisions of the previewed prune. other: of the run
+    query.other.
+    """
     metrics = _metrics(checkpoints)
     if query.metric not in metrics:
         query = replace(query, metric=_main_metric(checkpoints))
@@ -175,6 +182,7 @@ def run_view(
     removed = {v.checkpoint.attempt for v in pruned or () if not v.reasons}
     newest = next((c for c in checkpoints if c.state is State.COMMITTED), None)
     states = Counter(c.state for c in checkpoints)
+    lines = _lines(query, matching, [c for c in other if c.state is State.COMMITTED])
     return RunView(
         run=run,
         query=query,
@@ -188,7 +196,8 @@ def run_view(
         metrics=metrics,
         plots_metric=query.metric not in _WRITERS,
         branched=has_branches(checkpoints),
-        chart=_chart(matching, query.metric),
+        chart=_chart(matching, query, [found for _, found in lines]),
+        legend=_legend(run, query, lines),
         rows=tuple(_row(c, reasons, c.attempt in removed, query.metric, now) for c in shown),
         preview=_preview(pruned, query),
     )
@@ -247,13 +256,37 @@ def _value(checkpoint: Checkpoint, metric: str) -> float:
     return figures.get(metric, checkpoint.metrics.get(metric, float("nan")))
 
 
-def _chart(checkpoints: Sequence[Checkpoint], metric: str) -> Plot | None:
-    points = [
+def _points(checkpoints: Sequence[Checkpoint], metric: str) -> list[Point]:
+    return [
         Point(c.step, value, f"step {c.step:,}: {_written(value, metric)} ({c.state})", c.state)
         for c in checkpoints
         if isfinite(value := _value(c, metric))
     ]
-    return plot(points, _WRITERS.get(metric, compact)) if points else None
+
+
+def _lines(
+    query: RunPageQuery, matching: Sequence[Checkpoint], other: Sequence[Checkpoint]
+) -> list[tuple[str, list[Point]]]:
+    """The lines beside that of the metric: names and points."""
+    found = []
+    if query.also:
+        found.append((query.also, _points([c for c in matching if c.state is State.COMMITTED], query.also)))
+    if query.other:
+        found.append((f"{query.metric} of {query.other}", _points(other, query.metric)))
+    return found
+
+
+def _chart(checkpoints: Sequence[Checkpoint], query: RunPageQuery, more: Sequence[Sequence[Point]]) -> Plot | None:
+    points = _points(checkpoints, query.metric)
+    write = _WRITERS.get(query.metric, compact)
+    return plot(points, write, more=more, log=query.log) if points else None
+
+
+def _legend(run: str, query: RunPageQuery, lines: Sequence[tuple[str, list[Point]]]) -> tuple[tuple[str, str], ...]:
+    if not lines:
+        return ()
+    names = [f"{query.metric} of {run}", *(name if points else f"{name}: no values" for name, points in lines)]
+    return tuple(zip(("line-a", "line-b", "line-c"), names, strict=False))
 
 
 def _written(value: float, metric: str) -> str:

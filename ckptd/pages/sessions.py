@@ -231,7 +231,12 @@ class Sessions:
 
 
 PREFIX = "/static/"
-_MEDIA = {"ckptd.css": "text/css", "live.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_MEDIA = {
+    "ckptd.css": "text/css",
+    "live.js": "text/javascript",
+    "page.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
 _FILES = {name: (files("ckptd.pages") / "static" / name).read_bytes() for name in _MEDIA}
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import NoCheckpoint
+from ckptstore.errors import NoCheckpoint, TooMuchToDelete
 from ckptstore.format.records import Drill, Policy
 from ckptstore.names import Attempt, check_run
 from ckptstore.retention.drilling import last_drill
 from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
+from ckptstore.retention.pruning import PrunePlan
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -30,6 +31,18 @@ class RetentionView:
     drill: Drill | None
     """The last restore drill of the run."""
     now: float
+    max_delete_fraction: float
+
+    def blocked(self, run: str, checkpoints: Sequence[Checkpoint]) -> str:
+        """Why the policy is not applied: it would delete too many checkpoints of the run. Empty if it is."""
+        if self.policy is None:
+            return ""
+        decisions = tuple(self.evaluate(checkpoints, self.policy))
+        try:
+            PrunePlan(decisions, (run,), max_delete_fraction=self.max_delete_fraction).check_fractions()
+        except TooMuchToDelete as error:
+            return error.message
+        return ""
 
     def evaluate(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[KeepDecision]:
         """The decisions that a prune would make about these checkpoints of the run."""
@@ -60,6 +73,7 @@ class RetentionViews:
             verified=verified_at(named),
             drill=last_drill(named),
             now=self._clock(),
+            max_delete_fraction=in_force.policies.max_delete_fraction if in_force is not None else 1.0,
         )
 
     def last_drill(self, run: str) -> Drill:

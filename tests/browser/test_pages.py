@@ -19,6 +19,9 @@ _TAB, _ENTER = "\ue004", "\ue007"
 PAGES = {
     "overview": ("/", "60"),
     "run": ("/runs/gpt", "last-1"),
+    "found": ("/?q=uns&sort=last+commit", "unstable"),
+    "overlay": ("/runs/gpt?metric=loss&also=val_loss&other=fsdp&log=1", "loss of fsdp"),
+    "docs": ("/docs", "no_checkpoint"),
     "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
     "goodput": ("/runs/sim/goodput", "lost"),
     "empty": ("/runs/gpt?min_step=999999", "No checkpoint of this run matches the filter"),
@@ -79,7 +82,7 @@ def test_no_colour_of_text_is_too_close_to_what_lies_behind_it(browser: Browser,
 def test_names_are_text_and_never_markup(browser: Browser, open_to_all: Dashboard) -> None:
     browser.open(f"{open_to_all.daemon.url}/runs/gpt")
     assert SCRIPT in browser.text("select")
-    assert browser.count("script") == 0
+    assert browser.count("script:not([src])") == 0
     browser.open(f"{open_to_all.daemon.url}/checkpoints/fsdp@9000")
     assert "<img src=x" in browser.run("return document.querySelector('svg.treemap').textContent")
     assert browser.count("img") == 0
@@ -112,15 +115,52 @@ def test_charts_have_titles_and_follow_the_choice_of_a_metric(browser: Browser, 
 
 def test_pages_work_by_keyboard(browser: Browser, open_to_all: Dashboard) -> None:
     browser.open(open_to_all.daemon.url)
-    seen = []
-    for _ in range(9):
+    seen: list[str] = []
+    while "fsdp" not in seen:
+        assert len(seen) < 20
         browser.press(_TAB)
         seen.append(browser.focused().strip())
         assert browser.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
-    assert seen[:7] == ["Skip to content", "ckptd", "Runs", "Uploads", "Restores", "Jobs", "Store"]
-    assert seen[8] == "fsdp"
+    assert seen[:8] == ["Skip to content", "ckptd", "Runs", "Uploads", "Restores", "Jobs", "Store", "Dark"]
     browser.press(_ENTER)
     wait_until(lambda: browser.path == "/runs/fsdp", "the page of the run")
+
+
+def test_light_or_dark_is_a_choice_that_lasts(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(open_to_all.daemon.url)
+    for wanted, offered in ((True, "Light"), (False, "Dark"), (True, "Light")):
+        browser.run("document.getElementById('theme').click()")
+        assert (_is_dark(browser), browser.text("#theme")) == (wanted, offered)
+    browser.open(f"{open_to_all.daemon.url}/runs/gpt")
+    assert _is_dark(browser)
+    browser.run("localStorage.clear()")
+    browser.open(open_to_all.daemon.url)
+    assert not _is_dark(browser)
+    assert browser.complaints() == []
+
+
+def test_snippets_are_copied(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(f"{open_to_all.daemon.url}/checkpoints/gpt@500")
+    browser.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    id = browser.text("#id")
+    for name, expected in (("id", id), ("use-python", f'checkpoint="{id}"'), ("use-curl", f"/v1/checkpoints/{id}")):
+        browser.run(f"document.querySelector('[data-copy={name}]').click()")
+        assert expected in browser.run("return window.copied")
+    assert open_to_all.daemon.get(browser.text("#use-curl").partition(open_to_all.daemon.url)[2]).json()["id"] == id
+    browser.follow("a[rel=next]")
+    assert "Step 1,000" in browser.text("h1")
+    browser.follow("a[rel=prev]")
+    assert "Step 500" in browser.text("h1")
+
+
+def test_runs_are_found_and_a_blocked_policy_is_shown(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(open_to_all.daemon.url)
+    browser.type("input[name=q]", "uns")
+    browser.follow("form[role=search] button")
+    assert browser.count("tbody tr") == 1
+    browser.open(f"{open_to_all.daemon.url}/runs/gpt")
+    assert "The policy is blocked, and deletes nothing: the prune would delete" in browser.text()
+    assert "nothing: it goes" not in browser.text()
 
 
 def test_a_restore_is_shown_live(browser: Browser, open_to_all: Dashboard) -> None:

@@ -13,7 +13,7 @@ from ckptstore.format.records import Policy, PolicySet
 from ckptstore.retention.deletion import Deleted
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import KeepDecision, PoliciesInForce
-from ckptstore.retention.pruning import Prune, PrunePlan
+from ckptstore.retention.pruning import MAX_DELETE_FRACTION, Prune, PrunePlan
 
 PRUNE = "/v1/prune"
 POLICIES = "/v1/policies"
@@ -75,6 +75,8 @@ class PruneBody(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of checkpoints that the policy does not keep, but something held."""
     grace_s: float = 0.0
     """Time during which it can be undeleted."""
+    max_delete_fraction: float = MAX_DELETE_FRACTION
+    """The largest fraction of a run that is removed without confirmation."""
 
     @staticmethod
     def of(plan: PrunePlan, dry_run: bool) -> PruneBody:
@@ -88,6 +90,7 @@ class PruneBody(msgspec.Struct, frozen=True, kw_only=True):
             freed_bytes=plan.freed_bytes,
             held=[checkpoint.id for checkpoint in plan.held],
             grace_s=plan.grace_s,
+            max_delete_fraction=plan.max_delete_fraction,
         )
 
     def plan(self) -> PrunePlan:
@@ -95,7 +98,7 @@ class PruneBody(msgspec.Struct, frozen=True, kw_only=True):
         decisions = tuple(KeepDecision(item.checkpoint.checkpoint(), tuple(item.reasons)) for item in self.items)
         held = tuple(d.checkpoint for d in decisions if d.checkpoint.id in self.held)
         runs = dict.fromkeys(decision.checkpoint.run for decision in decisions)
-        return PrunePlan(decisions, tuple(runs), self.grace_s, held=held)
+        return PrunePlan(decisions, tuple(runs), self.grace_s, self.max_delete_fraction, held=held)
 
 
 class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):

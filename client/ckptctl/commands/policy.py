@@ -27,9 +27,10 @@ from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptctl.render import Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import CkptError, InvalidRequest, TooMuchToDelete
 from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.retention.policy import policy_for
+from ckptstore.retention.pruning import Prune
 
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
 ExpectOption = Annotated[
@@ -171,6 +172,25 @@ def _change(session: Session, policies: PolicySet, expect: int | None, reason: s
     expected = expect if expect is not None else session.operator.policies().version
     done = session.operator.change_policies(policies, expected, reason)
     session.screen.emit(done, [str(done.version)], [f"policies, version {done.version}, are in force"])
+    if policies != PolicySet():
+        _explain_effect(session)
+
+
+def _explain_effect(session: Session) -> None:
+    """Note what the policies in force delete, and for which runs they are blocked."""
+    try:
+        plan = session.operator.plan_prune(Prune())
+    except CkptError as error:
+        session.screen.note(f"what they delete is not known: {error}")
+        return
+    for run, of_run in plan.by_run():
+        try:
+            of_run.check_fractions()
+        except TooMuchToDelete as error:
+            session.screen.note(f"blocked: {error.message}. ckptctl prune {run} shows and confirms the plan")
+        else:
+            if of_run.remove:
+                session.screen.note(f"run {run}: {human.count(len(of_run.remove), 'checkpoint')} will be deleted")
 
 
 def _words(rules: Policy | None) -> str:

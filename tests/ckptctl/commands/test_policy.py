@@ -11,6 +11,7 @@ from ckptstore.retention.policy import read_policies
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
+from tests.support.daemons import running_daemon
 
 
 def test_a_file_comes_back_as_it_was() -> None:
@@ -90,3 +91,15 @@ def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
     shown = invoke("policy", "show", "--store", folder).stdout
     assert parse_policies(shown) == found.policies
     assert shown.count("keep_abandoned") == 1, "where it is not the default"
+
+
+def test_what_policies_delete_and_where_they_are_blocked_is_noted(folder: Path) -> None:
+    with running_daemon(folder.as_uri()) as daemon:
+        for target in (("--store", folder), ("--url", daemon.url)):
+            blocked = invoke("policy", "set", "--keep", 1, *target)
+            assert blocked.code == 0
+            assert "blocked: the prune would delete 4 of 5 checkpoints of run 'gpt': 80%" in blocked.stderr
+            assert "ckptctl prune gpt" in blocked.stderr
+            assert invoke("policy", "clear", *target).stderr == ""
+    allowed = invoke("policy", "set", "--keep", 4, "--store", folder)
+    assert "run gpt: 1 checkpoint will be deleted" in allowed.stderr

@@ -111,12 +111,12 @@ def test_pages_are_well_formed_and_bring_nothing_inline(served: Served, path: st
 def test_every_page_has_a_rule() -> None:
     pages = {(method, route.path) for route in router.routes for method in route.methods}  # type: ignore[attr-defined]
     assert pages - RULES.keys() == set()
-    assert len(pages) == 13
+    assert len(pages) == 14
 
 
 def test_pages_are_no_part_of_the_api(served: Served) -> None:
     assert not any(path in served.daemon.get("/openapi.json").json()["paths"] for path in ("/", "/jobs", "/runs/{run}"))
-    assert served.daemon.get("/checkpoints/latest").headers["content-type"] == "application/json"
+    assert served.daemon.get("/checkpoints/latest?run=gpt").headers["content-type"] == "application/json"
 
 
 def test_metrics_and_entries_are_shown_as_text(served: Served) -> None:

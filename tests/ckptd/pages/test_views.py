@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptapi.bodies import EntryBody, Phase, ShardBody
-from ckptd.index import RankProgress, Restore
+from ckptd.index import RankProgress, Restore, RunSummary
 from ckptd.pages.charts import Point, bars, compact, plot, sparkline
 from ckptd.pages.contents import contents_view
+from ckptd.pages.queries import RunOrder, RunPageQuery
 from ckptd.pages.restores import session_view
-from ckptd.pages.runs import PAGE_ROWS, SIZE, RunPageQuery, run_view
+from ckptd.pages.runs import PAGE_ROWS, SIZE, chosen_runs, run_row, run_view
 from ckptd.pages.sessions import LIFETIME_S, Sessions
 from ckptd.pages.treemap import Area, squarified, treemap
 from ckptd.services.restores import RestoreView
@@ -42,6 +45,23 @@ def test_whatever_is_plotted_stays_on_the_plane(values: list[tuple[float, float]
         assert drawn.top <= tick.at <= drawn.bottom
     assert "nan" not in drawn.line
     assert "inf" not in drawn.line
+
+
+@given(st.lists(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=20), min_size=1, max_size=3), st.booleans())
+def test_all_lines_share_one_plane(lines: list[list[tuple[float, float]]], log: bool) -> None:
+    first, *more = [[Point(x, y, "") for x, y in line] for line in lines]
+    drawn = plot(first, more=more, log=log)
+    for line, points in zip((drawn.line, *drawn.more), lines, strict=True):
+        places = [tuple(map(float, place.split(","))) for place in line.split()]
+        assert len(places) == sum(math.isfinite(x) and math.isfinite(y) and (y > 0 or not log) for x, y in points)
+        assert all(drawn.left <= x <= drawn.right and drawn.top <= y <= drawn.bottom for x, y in places)
+
+
+def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios() -> None:
+    drawn = plot([Point(step, 10.0**-step, "") for step in range(5)], log=True)
+    heights = [mark.y for mark in drawn.marks]
+    assert len({round(after - before, 0) for before, after in itertools.pairwise(heights)}) == 1
+    assert [tick.label for tick in drawn.y_ticks] == ["0.0001", "0.001", "0.01", "0.1", "1"]
 
 
 def test_a_long_line_is_thinned_but_keeps_its_ends() -> None:
@@ -221,3 +241,56 @@ def test_logins_end_by_themselves() -> None:
     other = sessions.begin("token")
     sessions.end(other)
     assert sessions.secret_of(other) is None
+
+
+def _commits(*times: float) -> list[Checkpoint]:
+    """Newest first."""
+    return [_checkpoint(int(at)) for at in reversed(times)]
+
+
+@pytest.mark.parametrize(
+    ("now", "uploads", "stalled"),
+    [(1300.0, 0, True), (520.0, 0, False), (1300.0, 1, False), (100_000.0, 0, False)],
+    ids=["overdue", "in time", "saving", "long ago"],
+)
+def test_a_run_whose_next_commit_is_overdue_is_stalled(now: float, uploads: int, stalled: bool) -> None:
+    recent = _commits(100, 200, 300, 400, 500)
+    row = run_row(RunSummary("gpt", 5, 50, recent[0]), recent, uploads, 0, now)
+    assert bool(row.stalled) == stalled
+    if stalled:
+        assert row.stalled == "no commit for 13m; the usual gap is 1m 40s"
+
+
+def test_two_commits_have_no_usual_gap() -> None:
+    recent = _commits(100, 200)
+    assert run_row(RunSummary("gpt", 2, 20, recent[0]), recent, 0, 0, 9000.0).stalled == ""
+
+
+def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
+    def summary(name: str, number: int, at: int, **tags: str) -> RunSummary:
+        latest = replace(_checkpoint(at), tags=tags)
+        return RunSummary(name, number, number * 10, latest)
+
+    runs = [summary("bert", 3, 100, owner="Ann"), summary("gpt-a", 1, 300, paper=""), summary("gpt-b", 2, 200)]
+
+    def names(text: str = "", order: RunOrder = RunOrder.NAME) -> list[str]:
+        return [found.run for found in chosen_runs(runs, text, order)]
+
+    assert names("GPT") == ["gpt-a", "gpt-b"]
+    assert names("owner=ann") == ["bert"]
+    assert names("paper") == ["gpt-a"]
+    assert names("none") == []
+    assert names(order=RunOrder.NEWEST) == ["gpt-a", "gpt-b", "bert"]
+    assert names(order=RunOrder.LARGEST) == names(order=RunOrder.MOST) == ["bert", "gpt-b", "gpt-a"]
+
+
+def test_a_plot_has_another_metric_and_another_run() -> None:
+    own = [_checkpoint(step, loss=1.0 / step, val=2.0 / step) for step in (3, 2, 1)]
+    other = [_checkpoint(step, loss=3.0 / step) for step in (2, 1)]
+    query = RunPageQuery(metric="loss", also="val", other="gpt-b", log=True)
+    view = run_view("gpt", own, None, None, query, 10.0, other)
+    assert view.chart is not None
+    assert [len(line.split()) for line in (view.chart.line, *view.chart.more)] == [3, 3, 2]
+    assert view.legend == (("line-a", "loss of gpt"), ("line-b", "val"), ("line-c", "loss of gpt-b"))
+    assert "also=val&other=gpt-b&log=1" in view.query.link(page=2)
+    assert run_view("gpt", own, None, None, RunPageQuery(metric="loss"), 10.0).legend == ()

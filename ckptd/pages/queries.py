@@ -1,0 +1,124 @@
+"""The queries of pages that have forms, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from urllib.parse import urlencode
+
+import msgspec
+from fastapi import Request
+
+from ckptstore.commits.catalog import State
+from ckptstore.errors import InvalidRequest
+from ckptstore.format.records import Policy
+from ckptstore.names import MAX_STEP
+
+
+class RunOrder(StrEnum):
+    """Orders of the list of runs."""
+
+    NAME = "name"
+    NEWEST = "last commit"
+    LARGEST = "stored"
+    MOST = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPageQuery:
+    """The query of a run's page."""
+
+    metric: str = ""
+    also: str = ""
+    """A second metric in the plot."""
+    other: str = ""
+    """Another run whose metric is in the plot."""
+    log: bool = False
+    """Whether the plot has a logarithmic scale."""
+    state: State | None = None
+    min_step: int | None = None
+    max_step: int | None = None
+    page: int = 1
+    keep: int | None = None
+    """Preview of a prune: number of newest checkpoints to keep."""
+    every: int | None = None
+    """Step interval of checkpoints to keep."""
+    best: str = ""
+    """The best by a metric: METRIC:min:N or METRIC:max:N."""
+    abandoned: int | None = None
+    """Days for which abandoned checkpoints are kept; None: the default of a policy."""
+    healthy: bool = False
+    """Keep the newest checkpoint without NaN and Inf, too."""
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy to preview; None without a preview. Raises InvalidPolicy."""
+        if not (self.keep or self.every or self.best or self.healthy):
+            return None
+        best = (self.best,) if self.best else ()
+        policy = Policy(
+            keep_last=self.keep or 0, keep_every=self.every or 0, keep_best=best, keep_healthy=int(self.healthy)
+        )
+        if self.abandoned is None:
+            return policy
+        return msgspec.structs.replace(policy, keep_abandoned_s=self.abandoned * 24 * 3600.0)
+
+    def link(self, **changed: object) -> str:
+        """A query string like this one, with some values changed."""
+        query = replace(self, **changed)  # type: ignore[arg-type]
+        chosen = {
+            "metric": query.metric,
+            "also": query.also,
+            "other": query.other,
+            "log": 1 if query.log else None,
+            "state": query.state,
+            "min_step": query.min_step,
+            "max_step": query.max_step,
+            "page": query.page if query.page > 1 else None,
+            "keep": query.keep,
+            "every": query.every,
+            "best": query.best,
+            "abandoned": query.abandoned,
+            "healthy": 1 if query.healthy else None,
+        }
+        return "?" + urlencode({name: value for name, value in chosen.items() if value not in (None, "")})
+
+
+def page_query(request: Request) -> RunPageQuery:
+    """The query of the page of a run. Raises InvalidRequest."""
+    state = request.query_params.get("state", "")
+    if state and state not in tuple(State):
+        raise InvalidRequest(f"{state[:40]!r} is not a state of a checkpoint", f"Use one of {', '.join(State)}")
+    return RunPageQuery(
+        metric=request.query_params.get("metric", "")[:400],
+        also=request.query_params.get("also", "")[:400],
+        other=request.query_params.get("other", "")[:128],
+        log=bool(number(request, "log")),
+        state=State(state) if state else None,
+        min_step=number(request, "min_step"),
+        max_step=number(request, "max_step"),
+        page=number(request, "page") or 1,
+        keep=number(request, "keep"),
+        every=number(request, "every"),
+        best=request.query_params.get("best", "")[:400],
+        abandoned=number(request, "abandoned"),
+        healthy=bool(number(request, "healthy")),
+    )
+
+
+def search(request: Request) -> tuple[str, RunOrder]:
+    """The text and the order of the list of runs. Raises InvalidRequest."""
+    order = request.query_params.get("sort", "") or RunOrder.NAME
+    if order not in tuple(RunOrder):
+        raise InvalidRequest(f"{order[:40]!r} is not an order of runs", f"Use one of {', '.join(RunOrder)}")
+    return request.query_params.get("q", "")[:200].strip(), RunOrder(order)
+
+
+def number(request: Request, name: str, default: int | None = None) -> int | None:
+    """A whole number in the query; `default` if it is absent. Raises InvalidRequest."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_STEP))):
+        raise InvalidRequest(f"{name} is {text[:40]!r}", "Use a whole number")
+    return int(text)

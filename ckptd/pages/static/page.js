@@ -1,0 +1,71 @@
+// The choice of light or dark, and buttons that copy. Pages are complete without it.
+"use strict";
+
+const THEME = "ckptd-theme";
+
+function stored() {
+  try {
+    return localStorage.getItem(THEME);
+  } catch {
+    return null; // storage is blocked
+  }
+}
+
+function isDark() {
+  return (document.documentElement.dataset.theme ?? systemTheme()) === "dark";
+}
+
+function systemTheme() {
+  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+// Before the first paint.
+if (["light", "dark"].includes(stored())) {
+  document.documentElement.dataset.theme = stored();
+}
+
+function offerThemes() {
+  const button = document.getElementById("theme");
+  const label = () => { button.textContent = isDark() ? "Light" : "Dark"; };
+  button.addEventListener("click", () => {
+    const wanted = isDark() ? "light" : "dark";
+    document.documentElement.dataset.theme = wanted;
+    try {
+      localStorage.setItem(THEME, wanted);
+    } catch {
+      // the choice lasts for this page
+    }
+    label();
+  });
+  label();
+  button.hidden = false;
+}
+
+async function copy(text) {
+  if (navigator.clipboard) {
+    await navigator.clipboard.writeText(text);
+    return;
+  }
+  const area = document.createElement("textarea"); // http:// pages have no clipboard object
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+}
+
+function offerCopies() {
+  for (const button of document.querySelectorAll("button[data-copy]")) {
+    button.hidden = false;
+    button.addEventListener("click", async () => {
+      await copy(document.getElementById(button.dataset.copy).textContent);
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    });
+  }
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  offerThemes();
+  offerCopies();
+});
