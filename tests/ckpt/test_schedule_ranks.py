@@ -5,7 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
+from ckpt.ranks import waiting
+from ckpt.ranks.broadcast import SaveBroadcast
+from ckptstore.errors import RankLost
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 
 _STORES = ("file", "tcp")
@@ -71,3 +75,18 @@ def test_a_rank_without_news_fails_after_the_time_out(outcomes: dict[object, Out
     assert "rank 0" in result["said"]
     assert result["seconds"] > _TIMEOUT_S / 2
     assert 100 <= result["step"] < 10_000
+
+
+def test_a_rank_that_waits_for_a_decision_logs_for_whom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
+    broadcast = SaveBroadcast(HashStore(), 1, poll_s=0.01)
+    try:
+        with pytest.raises(RankLost, match="rank 0 did not publish"):
+            broadcast.wait_for(lambda _: True, timeout_s=0.2)
+    finally:
+        broadcast.close()
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "rank 1 has waited 0 s for rank 0, which decides when to save"
+    ]

@@ -61,16 +61,16 @@ def lose(lost: int, how: str, meeting: str, timeout_s: float) -> dict[str, Any]:
 
 
 def come_late(notice_s: float) -> list[str]:
-    """Rank 1 comes after the notice of rank 0 is logged; what rank 0 logged."""
+    """Ranks 1 and 2 come after the notice of rank 0 is logged; what rank 0 logged."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckpt.ranks.waiting").addHandler(handler)
     world, store = World(30), dist.distributed_c10d._get_default_store()
     waiting.NOTICE_S = notice_s
-    if world.rank == 1:
+    if world.rank:
         store.wait(["logged"])
-    elif world.rank == 0:
+    else:
         Thread(target=_set_when, args=(store, logged), daemon=True).start()
     world.gather(None)
     return logged

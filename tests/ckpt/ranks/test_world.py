@@ -5,7 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ckpt.ranks.waiting import absent
 from ckpt.ranks.world import World
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 
@@ -74,9 +77,21 @@ def test_a_slow_rank_that_gives_signs_of_life_is_waited_for(outcomes: dict[objec
     assert outcomes["slow", store].result() == [[0, 1, 2]] * 3
 
 
-def test_a_rank_that_waits_long_logs_for_which(outcomes: dict[object, Outcome]) -> None:
+def test_a_rank_that_waits_long_logs_once_for_which(outcomes: dict[object, Outcome]) -> None:
     logged = outcomes["late"].result()[0]
-    assert logged == ["rank 0 has waited 0 s for rank 1 of 3; all ranks must make the same calls of ckpt"]
+    assert logged == ["rank 0 has waited 0 s for ranks 1, 2 of 3; all ranks must make the same calls of ckpt"]
+
+
+@given(st.sets(st.integers(0, 299), max_size=40))
+def test_ranks_that_have_not_come_are_found_in_few_requests(missing: set[int]) -> None:
+    requests = []
+
+    def exist(*keys: str) -> bool:
+        requests.append(keys)
+        return missing.isdisjoint(map(int, keys))
+
+    assert absent(exist, [str(rank) for rank in range(300)]) == sorted(missing)[:8]
+    assert len(requests) <= 1 + 2 * 9 * min(8, len(missing))
 
 
 def test_one_process_is_a_world_of_its_own() -> None:
