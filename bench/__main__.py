@@ -37,6 +37,7 @@ BENCHES = (
     "goodput",
     "daemon-read",
     "index",
+    "integrations",
 )
 """Each is a module with `measure(quick) -> Report`, imported only when it is run."""
 

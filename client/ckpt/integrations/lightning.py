@@ -163,7 +163,7 @@ class CkptdCheckpoint(ModelCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save if the process is to be terminated; all ranks learn of it between two steps."""
-        if isinstance(exception, SIGTERMException) and not self._saved(trainer.global_step):
+        if isinstance(exception, SIGTERMException) and trainer.training and not self._saved(trainer.global_step):
             self._save(trainer)
             self._checkpointer.wait()
 

@@ -46,5 +46,11 @@ def test_saves_after_validations_of_which_the_best_are_kept(tmp_path: Path, kill
     assert all(torch.equal(saved[f"model/{name}"], tensor) for name, tensor in validated.items())
 
 
+def test_a_run_that_is_terminated_saves_and_continues_there(tmp_path: Path) -> None:
+    plain = LIGHTNING.outputs(tmp_path, "none", 0, "plain")[0]
+    assert LIGHTNING.outputs(tmp_path, "gpt", 0, "term")[0][-1].startswith("7 ")
+    assert LIGHTNING.outputs(tmp_path, "gpt", 0)[0] == plain[8:]
+
+
 def test_names_that_are_not_public(tmp_path: Path) -> None:
     private_names_exist("lightning", LIGHTNING)

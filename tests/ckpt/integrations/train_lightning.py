@@ -1,9 +1,13 @@
-"""Training with Lightning; see proof.py. Options: val (validation twice per epoch), every=N, ddp, fully_shard, io."""
+"""Training with Lightning; see proof.py.
+
+Options: val (validation twice per epoch), every=N, ddp, fully_shard, io, term (SIGTERM in step 8).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -46,6 +50,8 @@ class Module(LightningModule):
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
+        if "term" in OPTIONS and self.global_step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
         die_after(self.global_step)
 
     def validation_step(self, batch: list[torch.Tensor], number: int) -> None:
@@ -110,7 +116,7 @@ def main() -> None:
     if world > 1:
         join()
     seed_everything(1, verbose=False)  # also the seed of Lightning's DistributedSampler
-    if "plain" not in OPTIONS and sys.argv[3] == "0":
+    if not {"plain", "term"} & set(OPTIONS) and sys.argv[3] == "0":
         torch.manual_seed(77)
     module = Module()
     if "io" in OPTIONS:
