@@ -108,9 +108,10 @@ class Checkpointer:
         later saves of this rank are copied before they return. Detection compares version counters, and samples at 16
         places of each tensor. It misses a change that bypasses the counters (`.data`, a numpy view) and lies between
         samples, or is undone before the copy. On a GPU the first two overlapped saves of a layout compare every leaf
-        with its copy by 64 bytes, later ones about 64 leaves. They miss a change that runs before the sample: the first
-        two, by a kernel on a stream not ordered with the training stream; later ones, by any. overlap="verify" misses
-        none. Calls that replace the memory of a storage (`share_memory_()`, `resize_()`) wait for the copy.
+        with its copy by 64 bytes and a digest, later ones 64 leaves by 64 bytes. They miss a change that runs before
+        the sample: the first two, by a kernel on a stream not ordered with the training stream; later ones, by any.
+        overlap="verify" misses none. Calls that replace the memory of a storage (`share_memory_()`, `resize_()`) wait
+        for the copy.
 
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of

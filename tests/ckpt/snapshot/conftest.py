@@ -32,12 +32,21 @@ def everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy on the side stream of a GPU begins 0.05 s late, so that work that does not wait for it tears it."""
-    copy = CudaDevice.copy
+    copy, gather = CudaDevice.copy, CudaDevice.gather
+
+    def occupy(device: CudaDevice) -> None:
+        with on_stream(device._stream(side=True)):
+            torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+
+    def late_gather(device: CudaDevice, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
+        if side:
+            occupy(device)
+        return gather(device, tensors, side)
 
     def late(device: CudaDevice, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         if side:
-            with on_stream(device._stream(side)):
-                torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+            occupy(device)
         copy(device, views, tensors, side)
 
     monkeypatch.setattr(CudaDevice, "copy", late)
+    monkeypatch.setattr(CudaDevice, "gather", late_gather)

@@ -73,6 +73,9 @@ def test_neither_the_save_nor_the_gate_waits_for_the_gpu(tmp_path: Path, monkeyp
     step(model, optim)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.save(model, optim, 0)
+        for number in range(1, 4):  # the first saves allocate memory, which may wait for the GPU
+            step(model, optim)
+            checkpointer.save(model, optim, number)
         step(model, optim)
         state = copy.deepcopy((model.state_dict(), optim.state_dict()))
         torch.cuda.synchronize()
@@ -80,14 +83,14 @@ def test_neither_the_save_nor_the_gate_waits_for_the_gpu(tmp_path: Path, monkeyp
         _occupy(2_000_000_000)
         occupied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         occupied.record()
-        handle = checkpointer.save_async(model, optim, 1)
+        handle = checkpointer.save_async(model, optim, 9)
         step(model, optim)
         free = occupied.query()  # type: ignore[no-untyped-call]
         assert not free, "the save or the gate waited for the GPU"
         assert not handle.staged()
         handle.result(60)
         other = make(OPTIMIZERS["adamw-fused"], width=4096)
-        checkpointer.restore(*other, checkpoint=1)
+        checkpointer.restore(*other, checkpoint=9)
         assert same_state((other[0].state_dict(), other[1].state_dict()), state)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from ckpt import Checkpointer
-from ckpt.device import CudaDevice
+from ckpt.device import CudaDevice, digests
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.training import same_state
 
@@ -98,6 +99,67 @@ def test_a_graph_that_is_captured_after_prepare(tmp_path: Path) -> None:
             checkpointer.save_async(model, optim, step)
             graph.replay()
         check_weights(checkpointer, weights)
+
+
+def test_what_a_graph_changes_is_copied_in_memory_of_the_gpu_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_linear(2048)
+    optim = SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    graph, weights = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        optim.step()
+    with caplog.at_level(logging.INFO, "ckpt"), Checkpointer(str(tmp_path), run="r") as checkpointer:
+        for step in range(4):
+            weights.append(model.weight.detach().clone())
+            checkpointer.save_async(model, optim, step)
+            graph.replay()
+        check_weights(checkpointer, weights)
+    assert len([record for record in caplog.records if "in GPU memory first" in record.message]) == 1
+
+
+def test_optimizers_that_step_by_turns(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(make_linear(), make_linear())
+    turns = [AdamW(model[0].parameters(), lr=0.01, fused=True), SGD(model[1].parameters(), lr=0.1)]
+    states = []
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.prepare(model, turns)
+        for step in range(8):
+            backward(model)
+            turns[step % 2].step()
+            model.zero_grad()
+            states.append(copy.deepcopy(model.state_dict()))
+            checkpointer.save_async(model, turns, step)
+        checkpointer.wait()
+        for step, state in enumerate(states):
+            found = checkpointer.load(step, "model/*")
+            assert same_state(found, {f"model/{name}": value.cpu() for name, value in state.items()}), step
+
+
+def test_many_small_leaves(tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.bfloat16)
+    model = nn.ParameterList(torch.randn(1 + i % 7, 3, device="cuda").to(dtypes[i % 2]) for i in range(2000))
+    optim = SGD(model.parameters(), lr=0.1)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.prepare(model, optim)
+        for step in range(4):
+            for parameter in model:
+                parameter.grad = torch.ones_like(parameter)
+            optim.step()
+            state = {f"model/{name}": tensor.cpu() for name, tensor in model.state_dict().items()}
+            checkpointer.save_async(model, optim, step)
+        checkpointer.wait()
+        assert same_state(checkpointer.load(3, "model/*"), state)
+
+
+def test_digests_of_the_gpu_are_those_of_the_cpu() -> None:
+    tensors = [torch.randn(size).to(dtype) for size in (0, 1, 3001, 5_000_000) for dtype in (torch.half, torch.double)]
+    tensors += [torch.randn(70, 130).t(), torch.randn(3001).bfloat16()[1:]]
+    found = digests([tensor.cuda() for tensor in tensors])
+    assert torch.equal(found.cpu(), digests(tensors))
 
 
 def test_a_step_that_is_compiled(tmp_path: Path) -> None:
