@@ -24,7 +24,6 @@ from tests.support.forking import COMMAND_LINE
 
 PROGRAM = (sys.executable, "-m", "ckptctl")
 _OWN = ("CKPTD_URL", "CKPT_STORE", "CKPT_TOKEN", "CKPTCTL_PROFILE", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
-_READ_AT_IMPORT = ("AWS_", "FSSPEC_")
 _DEADLINE_S = 60.0
 
 
@@ -68,9 +67,7 @@ def invoke(*args: object, env: Mapping[str, str] | None = None) -> Finished:
 
 
 def run(*args: object, env: Mapping[str, str] | None = None) -> Finished:
-    """Run ckptctl in a process of its own without a terminal, if possible in a fork (tests.support.forking)."""
-    if any(name.startswith(_READ_AT_IMPORT) for name in env or ()):
-        return run_program(*args, env=env)
+    """Run ckptctl in a process of its own without a terminal, a fork: see tests.support.forking."""
     return Finished(
         *forking.run(COMMAND_LINE, "ckptctl", [str(arg) for arg in args], environment=clean_environment(env))
     )

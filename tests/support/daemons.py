@@ -116,11 +116,16 @@ def _start(
     program: Sequence[str], arguments: Sequence[str], log: int, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes] | Fork:
     """A fork, unless the environment has more for it than settings: modules read theirs when they are imported."""
-    if _others(environment) != _others(os.environ):
+    if _read_early(environment) != _read_early(os.environ):
         return subprocess.Popen([sys.executable, *program, *arguments], stderr=log, env=environment)
     flag, module, *first = program
     assert flag == "-m"
     return fork(DAEMON, module, [*first, *arguments], stdout=1, stderr=log, environment=environment)
+
+
+def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
+    """What modules may read when they are imported."""
+    return {name: value for name, value in environment.items() if not name.startswith(("CKPTD_", "AWS_", "FSSPEC_"))}
 
 
 def _settings(environment: Mapping[str, str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from typing import Any
 from ckpt.lazily import ROOMS_OF_TORCH
 
 ROOT = Path(__file__).parents[2]
-DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "typer")
+DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "s3fs", "typer")
 COMMAND_LINE = ("ckptctl.cli", "ckptapi.client", "ckptstore.stores.local")
 _ROOMS = ("ckpt.checkpointer", "ckpt.restoring", *ROOMS_OF_TORCH)
 TRAINER = (*_ROOMS, "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")
@@ -190,6 +190,9 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
         os.close(number)
     os.environ.clear()
     os.environ.update(request["environment"])
+    if "fsspec.config" in sys.modules:  # which has read FSSPEC_... when the host imported it
+        config = sys.modules["fsspec.config"]
+        config.set_conf_env(config.conf)
     if request["strict"]:
         warnings.simplefilter("error")
 
