@@ -29,7 +29,8 @@ DATABASE_KINDS = ("sqlite", "postgresql")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The same examples in every run, and no limit on the time of one: other tests share the cores.
-settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=200)
+EXAMPLES = int(os.environ.get("CKPTD_EXAMPLES", "60"))
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=EXAMPLES)
 settings.load_profile("repeatable")
 
 # For the same reason no request ends after httpx's five seconds, unless a test says so.

@@ -1,4 +1,7 @@
-"""SIGKILL of trainer, saver, daemon and everything at random moments: what is listed is always whole."""
+"""SIGKILL of trainer, saver, daemon and everything at random moments: what is listed is always whole.
+
+CKPTD_KILLS says how many there are.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from tests.support.kill_train import weights
 from tests.support.trainers import Trainer, is_alive
 from tests.support.waiting import wait_until
 
-ROUNDS = 50
+ROUNDS = int(os.environ.get("CKPTD_KILLS", "20"))
 VICTIMS = {"trainer": 3, "saver": 5, "daemon": 2, "everything": 3}
 
 
