@@ -6,7 +6,8 @@ without an outcome) is first aborted, then deleted. Deletions are idempotent, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -30,6 +31,7 @@ from ckptstore.errors import (
     Superseded,
     SweepBegun,
 )
+from ckptstore.format.documents import Outcome
 from ckptstore.format.records import Action
 from ckptstore.names import Attempt, Reference
 from ckptstore.retention.pins import write_pin
@@ -52,6 +54,7 @@ from ckptstore.run import Run
 
 ORPHAN_GRACE_S = 24 * 3600.0
 """An attempt without an outcome is not aborted before its newest object is this old."""
+_READERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> Collected:
     hidden = hidden_attempts(run)
     rolled, aborted = [], []
     decided = set(decided_attempts(run))
+    outcomes = _outcomes(run, [attempt for attempt in decided if attempt not in hidden])
     present = _attempts_with_data(run)
     dead = {attempt for attempt in decided if attempt in hidden.dead}
     dead |= {attempt for attempt in present if attempt in hidden.dead and has_data(run, attempt)}
@@ -127,12 +131,14 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> Collected:
             continue
         if attempt not in decided and advance(run, attempt):
             rolled.append(attempt)
+        elif attempt in outcomes and outcomes[attempt].committed is not None:
+            continue
         elif _abort_if_old(run, attempt, grace_s):
             audit.record(run, Action.ABORT, [attempt], "an orphan")
             freed += delete_data(run, attempt)
             aborted.append(attempt)
     run.store.abort_uploads(run.keys.attempts, run.clock() - max(grace_s, ORPHAN_GRACE_S))
-    _forget(run)
+    _forget(run, outcomes)
     return Collected(swept.attempts, tuple(rolled), tuple(aborted), freed)
 
 
@@ -176,14 +182,14 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
     return outcome.committed is None
 
 
-def _forget(run: Run) -> None:
+def _forget(run: Run, outcomes: Mapping[Attempt, Outcome]) -> None:
     """Remove expired leases and old records. Old deletions and aborts are replaced by the list of the dead."""
     run.store.delete_many(expired_leases(run))
     forget_tombstones(run)
     audit.forget_old(run)
     run.store.delete_many(old_heartbeats(run))
     _forget_marks(run)
-    _forget_aborted(run)
+    _forget_aborted(run, outcomes)
 
 
 def _forget_marks(run: Run) -> None:
@@ -197,21 +203,29 @@ def _forget_marks(run: Run) -> None:
         unmark(run, [found for found in listed if found.by in gone or found.by not in present])
 
 
-def _forget_aborted(run: Run) -> None:
+def _forget_aborted(run: Run, outcomes: Mapping[Attempt, Outcome]) -> None:
     """Remove aborted outcomes a week after the data is deleted. The list of the dead names the attempts by then."""
     listed = list(run.store.list(run.keys.commits))
     old = listed_attempts(info.key for info in listed if run.age_s(info.modified_at) > TOMBSTONE_KEPT_S)
-    aborted = {attempt for attempt in old if _is_aborted(run, attempt)}
+    known = {**outcomes, **_outcomes(run, [attempt for attempt in old if attempt not in outcomes])}
+    aborted = {attempt for attempt in old if attempt in known and known[attempt].committed is None}
     gone = {attempt for attempt in aborted if not has_data(run, attempt)}
     run.store.delete_many(run.keys.outcome(attempt) for attempt in sorted(bury(run, gone)))
 
 
-def _is_aborted(run: Run, attempt: Attempt) -> bool:
-    try:
-        outcome = read_outcome(run, attempt)
-    except Damaged:
-        return False
-    return outcome is not None and outcome.committed is None
+def _outcomes(run: Run, attempts: Iterable[Attempt]) -> dict[Attempt, Outcome]:
+    """The outcomes of these attempts, without damaged ones. They never change, so each is read once per collection."""
+
+    def read(attempt: Attempt) -> Outcome | None:
+        try:
+            return read_outcome(run, attempt)
+        except Damaged:
+            return None
+
+    listed = list(attempts)
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = zip(listed, pool.map(read, listed), strict=True)
+        return {attempt: outcome for attempt, outcome in found if outcome is not None}
 
 
 UNDELETED = "undeleted"
