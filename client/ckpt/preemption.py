@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Literal
 
 from ckpt.saver.segment import close_after_fork
-from ckpt.snapshot.handle import SaveHandle, Timings
+from ckpt.snapshot.handle import SaveHandle
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import InvalidRequest
 
@@ -69,13 +69,14 @@ def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandl
     """Whether a save of all state is durable within this time.
 
     It is staged, encoded without compression, uploaded and committed like the measured one, after those that are under
-    way. measured: the newest save that is committed. Without one, the progress of the save under way is taken.
+    way. measured: the newest save that is committed; None: nothing is known, and a save is tried. The progress of a
+    first save is no measure: stores buffer, and other ranks may have more to write.
     """
-    durable_s = _durable_s(measured) if measured is not None else _expected_s(pending)
-    if durable_s is None:
+    if measured is None:
         return Fit("save", seconds, None)
+    durable_s = _durable_s(measured)
     waits_s = sum(durable_s * (1 - done / max(total, 1)) for done, total in (one.progress for one in pending))
-    timings = measured.timings if measured is not None else Timings()
+    timings = measured.timings
     staged_s = timings.blocked_s - timings.wait_s + timings.held_s
     estimate_s = max(_LEAST_S, staged_s + waits_s + durable_s + timings.commit_s)
     return Fit("save" if estimate_s <= seconds else "finish", seconds, estimate_s)
@@ -88,17 +89,6 @@ def _durable_s(measured: SaveHandle) -> float:
     compressed = timings.stored_bytes + timings.referenced_bytes < _COMPRESSED * timings.raw_bytes
     encode_s = timings.encode_s * (_RAW_HASH_SHARE * growth if compressed else growth)
     return timings.upload_s * growth + encode_s
-
-
-def _expected_s(pending: Sequence[SaveHandle]) -> float | None:
-    """How long the oldest save under way will take, by its progress. None before there is any, and when this rank is
-    done and waits for others, of whose progress it knows nothing.
-    """
-    for one in pending[:1]:
-        done, total = one.progress
-        if 0 < done < total:
-            return one.age_s * total / done
-    return None
 
 
 @dataclass(frozen=True, slots=True)

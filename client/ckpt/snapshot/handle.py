@@ -43,9 +43,8 @@ class Timings(msgspec.Struct, frozen=True):
 class SaveHandle:
     """One save. All methods may be called from any thread."""
 
-    def __init__(self, step: int, raw_bytes: int, started_at: float | None = None) -> None:
+    def __init__(self, step: int, raw_bytes: int) -> None:
         self.step = step
-        self._started_at = time.perf_counter() if started_at is None else started_at
         self._staged = threading.Event()
         self._lost = False
         self._finished = threading.Event()
@@ -117,11 +116,6 @@ class SaveHandle:
         return self._timings
 
     @property
-    def age_s(self) -> float:
-        """Seconds since `save_async` was called."""
-        return time.perf_counter() - self._started_at
-
-    @property
     def progress(self) -> tuple[int, int]:
         """Raw bytes uploaded by this rank, and their total."""
         return self._done_bytes, self._timings.raw_bytes
@@ -132,15 +126,16 @@ class HandleUpdates:
 
     def __init__(self, step: int, raw_bytes: int, started_at: float | None = None) -> None:
         """started_at: when save_async was called, by time.perf_counter(); default: now."""
-        self.handle = SaveHandle(step, raw_bytes, started_at)
+        self.handle = SaveHandle(step, raw_bytes)
         self.stream_writer: StreamWriter | None = None
         """Set for a streamed save: it receives the progress of the upload and its failure."""
+        self._started_at = time.perf_counter() if started_at is None else started_at
         self._lock = threading.Lock()
 
     @property
     def age_s(self) -> float:
         """Seconds since save_async was called."""
-        return self.handle.age_s
+        return time.perf_counter() - self._started_at
 
     @property
     def error(self) -> CkptError | None:
