@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ckptapi import bodies
 from ckptd.api.checkpoints import CheckpointId, RunQuery
-from ckptd.http.access import validity_of
-from ckptd.http.bodies import json_response
+from ckptd.http.access import CallerDep, validity_of
+from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Context, Ctx
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of
@@ -58,6 +58,16 @@ async def events(
     page = await ctx.threads.index(ctx.services.events.page, after or 0, run, limit)
     items = [event_body(event) for event in page.events]
     return json_response(bodies.EventsBody(items=items, last_id=page.last_id, gap=page.gap))
+
+
+@router.post(bodies.RUNS + "/{run}/preempt", **documented(bodies.EventBody, status=201, body=bodies.PreemptRequest))
+async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: Annotated[str, Path(max_length=128)]) -> Response:
+    """Give notice to the trainers of a run that they will be killed: a node-termination handler does so."""
+    body = await read_body(request, bodies.PreemptRequest)
+    event = await ctx.threads.index(
+        ctx.services.events.preempted, check_run(run), body.grace_s, body.reason, caller.name
+    )
+    return json_response(event_body(event), 201)
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/events", **documented(bodies.EventsBody))

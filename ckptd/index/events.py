@@ -49,11 +49,12 @@ class EventLog:
         self._listeners.append(listener)
 
     @retried
-    def add(self, content: EventContent) -> None:
+    def add(self, content: EventContent) -> Event:
         """Record one event; durable on return."""
         with self._database.write() as connection:
             recorded = self.record(connection, [content])
         self.announce(recorded)
+        return recorded[0]
 
     def record(self, connection: Connection, contents: Sequence[EventContent]) -> list[Event]:
         """Record events within a write transaction. Call `announce` after it is committed."""

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from ckptapi.bodies import MAX_EVENTS, EventKind
 from ckptd.index import Event, EventContent, EventLog, Job, RestoreIndex
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.names import check_run
 
 _LOG = logging.getLogger(__name__)
 KEPT = 10_000
+MOST_GRACE_S = 7 * 24 * 3600.0
+MOST_REASON = 1000
 ANY = "events"
 """The topic of all events."""
 CHECKPOINTS = "checkpoints"
@@ -72,6 +74,16 @@ class Events:
             self._record_end(id)
         except CkptError as error:
             _LOG.warning("cannot record the end of restore %s: %s", id, error)
+
+    def preempted(self, run: str, grace_s: float, reason: str, by: str) -> Event:
+        """Record that the job of a run will be killed in `grace_s` seconds. Raises InvalidRequest."""
+        if not 0 < grace_s <= MOST_GRACE_S or len(reason) > MOST_REASON:
+            raise InvalidRequest(
+                f"grace_s must be above 0 and at most {MOST_GRACE_S:.0f}, reason at most {MOST_REASON} characters",
+                "Give the seconds until the processes are killed",
+            )
+        detail = {"grace_s": grace_s, "reason": reason, "by": by}
+        return self._log.add(EventContent(kind=EventKind.PREEMPTED, run=run, detail=detail))
 
     def job_ended(self, job: Job) -> None:
         """Record the end of a job."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt.capture.train_state import TrainState
 from ckpt.config import Config, OnBusy, takes
 from ckpt.lazily import load_rooms
-from ckpt.preemption import Fit, Preemption, Sources, fit
+from ckpt.preemption import DaemonNotice, Fit, Preemption, Sources, fit
 from ckpt.ranks.world import World
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import check_present, release_lease
@@ -243,12 +244,14 @@ class Checkpointer:
     @takes(Sources)
     def on_preemption(self, sources: Sources) -> None:
         """A second call replaces the sources of the first. Raises InvalidRequest, also outside of the main thread."""
-        self._preemption.watch(sources)
+        config = self.config
+        daemon = DaemonNotice(config.daemon, config.token, config.run_name) if config.daemon is not None else None
+        self._preemption.watch(sources, daemon if os.environ.get("RANK", "0") == "0" else None)
 
     def fits(self, seconds: float) -> Fit:
         """Whether a save that begins now is durable within this time, by the rates of the newest one.
 
-        True (`choice` "save") if it is, or if no save has been measured. The estimate assumes that nothing is
+        True (`choice` "save") if it is, with a quarter of the estimate to spare, or if no save has been measured. The estimate assumes that nothing is
         compressed or referenced, and that saves under way are finished first. For the training thread.
         """
         return fit(seconds, self._saves.measured, self._saves.pending())

@@ -14,7 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Literal
@@ -22,7 +22,7 @@ from typing import Literal
 from ckpt.saver.segment import close_after_fork
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.clock import Clock, system_clock
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import CkptError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ _RAW_HASH_SHARE = 0.25
 _COMPRESSED = 0.98
 """Stored bytes per raw byte, at most, of a save that was compressed."""
 _LEAST_S = 0.05
+_MARGIN = 1.25
+"""The time that a save needs, per second of the estimate: steps until then, and the end of the processes, take time."""
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -79,7 +81,7 @@ def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandl
     timings = measured.timings
     staged_s = timings.blocked_s - timings.wait_s + timings.held_s
     estimate_s = max(_LEAST_S, staged_s + waits_s + durable_s + timings.commit_s)
-    return Fit("save" if estimate_s <= seconds else "finish", seconds, estimate_s)
+    return Fit("save" if _MARGIN * estimate_s <= seconds else "finish", seconds, estimate_s)
 
 
 def _durable_s(measured: SaveHandle) -> float:
@@ -94,6 +96,8 @@ def _durable_s(measured: SaveHandle) -> float:
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Save once more when this job is about to be preempted, and end the loop: see `Schedule.due` and `Schedule.stop`.
+
+    With a daemon, `POST /v1/runs/{run}/preempt` there is notice as well; rank 0 looks for it.
 
     Notice on one rank is enough; all ranks that train with a schedule end at the same step. Call it on each rank,
     before the loop. At notice, the schedule decides by `fits`: save all state now, uncompressed, without CPU limit and
@@ -127,12 +131,47 @@ class Sources:
             raise InvalidRequest(f"url_matches {self.url_matches!r} is no pattern: {error}", "Give a pattern") from None
 
 
+class DaemonNotice:
+    """Looks at the daemon's events for the notice of a run (POST /v1/runs/{run}/preempt). For one thread."""
+
+    def __init__(self, url: str, token: str | None, run: str, clock: Clock = system_clock) -> None:
+        """Notices from before this call are ignored: they were for the job before."""
+        self._url, self._token, self._run, self._clock = url, token, run, clock
+        self._since, self._after = clock(), 0
+
+    def __call__(self) -> float | None:
+        """The seconds that are left; None without a notice, or without an answer."""
+        import httpx
+
+        from ckptapi.client import DaemonClient
+
+        timeout = httpx.Timeout(_ANSWER_S)
+        try:
+            with closing(DaemonClient(self._url, self._token, timeout=timeout, retries=0)) as client:
+                page = client.events(self._after, self._run)
+        except CkptError as error:
+            logger.debug("no answer from %s: %s", self._url, error)
+            return None
+        self._after = page.last_id
+        for event in page.items:
+            if event.kind == "preempted" and event.at >= self._since:
+                return float(event.detail["grace_s"]) - (self._clock() - event.at)
+        return None
+
+
 class Notice:
     """The notice of this process, once it has come."""
 
-    def __init__(self, sources: Sources, clock: Clock = system_clock, every_s: float = _EVERY_S) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        clock: Clock = system_clock,
+        every_s: float = _EVERY_S,
+        daemon: DaemonNotice | None = None,
+    ) -> None:
         """Watches at once. Raises InvalidRequest outside of the main thread, if there are signals to handle."""
         self._sources, self._clock, self._every_s = sources, clock, every_s
+        self._daemon = daemon
         self.deadline: float | None = None
         """When this process must be done, in seconds since the epoch; None: no notice has come."""
         self.source = ""
@@ -146,7 +185,7 @@ class Notice:
         except (ValueError, OSError) as error:
             self.close()
             raise InvalidRequest(f"cannot handle signals: {error}", "Call on_preemption in the main thread") from error
-        if sources.file is not None or sources.url is not None:
+        if sources.file is not None or sources.url is not None or daemon is not None:
             threading.Thread(target=self._watch, name="ckpt-preemption", daemon=True).start()
         close_after_fork(self)
 
@@ -186,6 +225,8 @@ class Notice:
                 self._note(f"the file {file}", self._sources.grace_s)
             if url is not None and self._announced(url):
                 self._note(url, self._sources.grace_s)
+            if self._daemon is not None and (left := self._daemon()) is not None:
+                self._note("the daemon", left)
 
     def _announced(self, url: str) -> bool:
         """Whether the answer of the URL is a notice. An error or another status is none: it is asked again."""
@@ -220,10 +261,10 @@ class Preemption:
         if self.notice is not None:
             self.notice.look()
 
-    def watch(self, sources: Sources) -> None:
+    def watch(self, sources: Sources, daemon: DaemonNotice | None = None) -> None:
         """Watch these sources, instead of those before."""
         self.close()
-        self.notice = Notice(sources, self.clock)
+        self.notice = Notice(sources, self.clock, daemon=daemon)
 
     def close(self) -> None:
         """Watch no more."""

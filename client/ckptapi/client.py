@@ -114,6 +114,11 @@ class DaemonClient(Operations):
         """Notify the daemon of a committed attempt; it reads the outcome from the store."""
         self._request("POST", bodies.NOTIFY, body=bodies.NotifyRequest(run, str(attempt)))
 
+    def preempt(self, run: str, grace_s: float, reason: str = "") -> bodies.EventBody:
+        """Give notice to the trainers of a run that they will be killed in `grace_s` seconds; returns the event."""
+        request = bodies.PreemptRequest(grace_s=grace_s, reason=reason)
+        return self._json("POST", f"{bodies.RUNS}/{quote(run, safe='')}/preempt", bodies.EventBody, body=request)
+
     def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
         """Propose an outcome of an attempt, or the fate of a tombstone; returns the first proposal of any client.
 

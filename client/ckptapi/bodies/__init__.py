@@ -7,6 +7,7 @@ from ckptapi.bodies.changes import (
     LeaseBody,
     LeaseRequest,
     NotifyRequest,
+    PreemptRequest,
     ReindexBody,
 )
 from ckptapi.bodies.checkpoints import (
@@ -151,6 +152,7 @@ __all__ = [
     "PinsBody",
     "PoliciesListBody",
     "PoliciesRequest",
+    "PreemptRequest",
     "Problem",
     "PruneBody",
     "PruneItem",

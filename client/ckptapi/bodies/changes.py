@@ -16,6 +16,14 @@ class NotifyRequest(msgspec.Struct, frozen=True):
     attempt: str
 
 
+class PreemptRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The job of a run will be killed; its trainers, which ask for events of the run, save and end."""
+
+    grace_s: float
+    """Seconds from now until the kill."""
+    reason: str = ""
+
+
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Protect a checkpoint from deletion."""
 

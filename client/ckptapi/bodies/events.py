@@ -29,6 +29,8 @@ class EventKind(StrEnum):
     """A checkpoint, or a whole run, is no longer listed."""
     PRUNED = "pruned"
     """A prune ended. There is also a `deleted` event per checkpoint."""
+    PREEMPTED = "preempted"
+    """The job of a run will be killed, as POST /v1/runs/{run}/preempt reported."""
     RESTORE_ENDED = "restore_ended"
     JOB_ENDED = "job_ended"
 

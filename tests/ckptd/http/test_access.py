@@ -155,6 +155,7 @@ def test_a_bound_token_does_its_work_on_its_own_run(guarded: Guarded) -> None:
     for part in ("", "/manifest", "/shards/shard-00000.ckpt", "/shards", "/entries"):
         works("GET", f"{bodies.CHECKPOINTS}/{id}{part}")
     works("POST", bodies.NOTIFY, json={"run": run, "attempt": str(guarded.mine.attempt)})
+    works("POST", f"{bodies.RUNS}/{run}/preempt", json={"grace_s": 30})
     lease = works("POST", bodies.LEASES, json={"id": id, "holder": "h", "ttl_s": 60})["lease"]
     works("DELETE", f"{bodies.LEASES}/{run}/{lease}")
     restore = works("POST", bodies.RESTORES, json={"run": run, "key": "k", "world_size": 1, "rank": 0, "ttl_s": 60})
