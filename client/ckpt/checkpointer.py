@@ -251,8 +251,9 @@ class Checkpointer:
     def fits(self, seconds: float) -> Fit:
         """Whether a save that begins now is durable within this time, by the rates of the newest one.
 
-        True (`choice` "save") if it is, with a quarter of the estimate to spare, or if no save has been measured. The estimate assumes that nothing is
-        compressed or referenced, and that saves under way are finished first. For the training thread.
+        True (`choice` "save") if it is, with a quarter of the estimate to spare, or if no save has been measured. The
+        estimate assumes that nothing is compressed or referenced, and that saves under way are finished first. For the
+        training thread.
         """
         return fit(seconds, self._saves.measured, self._saves.pending())
 

@@ -64,7 +64,7 @@ class SaverNote:
     def __init__(self, setup: Setup) -> None:
         self._state = SaverState(
             pid=os.getpid(),
-            trainer=setup.trainer or os.getppid(),
+            trainer=setup.trainer,
             store=setup.store,
             run=setup.run,
             rank=setup.rank,

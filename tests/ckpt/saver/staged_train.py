@@ -6,6 +6,7 @@ It prints "saver PID", and "accepted STEP" as soon as a save would survive its d
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 
@@ -26,7 +27,7 @@ def main() -> None:
     count = megabytes << 18
     setup = Setup(
         store=store, options={}, run="r", rank=0, world_size=1, compress="off", commit_timeout_s=60.0, daemon=None,
-        token=None, incremental=False, statistics=False,
+        token=None, incremental=False, statistics=False, trainer=os.getpid(),
     )  # fmt: skip
     writer = ProcessWriter(setup, lambda report: None, lambda error: None)
     print("saver", writer.pid, flush=True)
