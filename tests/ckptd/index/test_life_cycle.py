@@ -21,7 +21,7 @@ from ckptd.services.catalog import Catalog
 from ckptd.services.freshness import Freshness
 from ckptd.services.store_sync import IDLE_AFTER_S, IDLE_ROUNDS, StoreSync
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
-from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
+from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint, StoreUnavailable
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, Reference
 from ckptstore.run import Run
@@ -212,7 +212,11 @@ class IndexLifeCycle(LifeCycle):
         assert daemon.listed(OTHER) == [self.other]
         newest = next((c for c in stored if c.state is State.COMMITTED), None)
         assert _or_none(lambda: daemon.catalog.latest(RUN)) == newest
-        assert daemon.catalog.latest(None) == (newest or self.other)
+        if newest is None:
+            assert daemon.catalog.latest(None) == self.other
+        else:
+            with pytest.raises(InvalidRequest, match=f"has several: {RUN}, {OTHER}"):
+                daemon.catalog.latest(None)
         for attempt, life in self.lives.items():
             reference = Reference(RUN, attempt.step, attempt.ulid)
             found = _or_none(partial(daemon.catalog.find, reference))
