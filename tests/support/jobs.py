@@ -64,12 +64,14 @@ class Job:
                 return
             self._rest += data
 
-    def until(self, step: int) -> list[list[str]]:
-        """The lines of the form "step RANK STEP ..." and others, to the first of this step."""
-        found = []
+    def until(self, step: int, ranks: int = 1) -> list[list[str]]:
+        """The lines of the form "step RANK STEP ..." and others, until so many ranks have come to this step."""
+        found, came = [], set()
         for words in self.lines():
             found.append(words)
             if words[0] == "step" and int(words[2]) >= step:
+                came.add(words[1])
+            if len(came) == ranks:
                 return found
         raise AssertionError(f"the job ended before step {step}\n{self.errors()}")
 
@@ -104,14 +106,19 @@ class Job:
 
 
 def killed_and_resumed(
-    module: str, arguments: Sequence[str], world_size: int, at: int, environment: Mapping[str, str] | None = None
+    module: str,
+    arguments: Sequence[str],
+    world_size: int,
+    at: int,
+    environment: Mapping[str, str] | None = None,
+    ranks: int = 1,
 ) -> tuple[int, list[list[str]]]:
-    """Kill a job at a step with SIGKILL and start it again: the step it resumed from, and all lines that count.
+    """Kill a job when `ranks` have come to a step, start it again: where it resumed, and all lines that count.
 
     The job prints "resumed STEP" when it resumes, and "step RANK STEP ..." after each step.
     """
     with Job(module, arguments, world_size, environment) as job:
-        first = job.until(at)
+        first = job.until(at, ranks)
     with Job(module, arguments, world_size, environment) as job:
         second = job.finish()
     resumed = next(int(words[1]) for words in second if words[0] == "resumed")

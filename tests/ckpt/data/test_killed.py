@@ -23,7 +23,7 @@ def test_every_later_loss_and_the_weights_are_equal(
     with Job(_JOB, [str(tmp_path / "whole"), str(num_workers)], world_size) as job:
         whole = job.finish()
     store = tmp_path / "killed"
-    resumed, lines = killed_and_resumed(_JOB, [str(store), str(num_workers)], world_size, at)
+    resumed, lines = killed_and_resumed(_JOB, [str(store), str(num_workers)], world_size, at, ranks=world_size)
     assert resumed == resumes
     assert sorted(lines) == sorted(whole)
     assert invoke("verify", "killed@latest", "--store", store).code == 0
@@ -35,7 +35,7 @@ def test_each_sample_once_when_the_number_of_killed_ranks_changes(tmp_path: Path
     lines: list[list[str]] = []
     for world_size, at, resumes in ((2, 4, 0), (3, 7, 3), (1, 23, 6)):
         with Job(_JOB, arguments, world_size, environment) as job:
-            found = job.until(at)
+            found = job.until(at, world_size)
         resumed = next((int(words[1]) for words in found if words[0] == "resumed"), 0)
         assert resumed == resumes
         lines = [*kept(lines, resumed), *found]
