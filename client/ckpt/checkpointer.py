@@ -101,7 +101,8 @@ class Checkpointer:
         Training may continue on return. With an optimizer and overlap=True, its parameters and state are copied during
         the next forward and backward, and `optim.step()` waits for the copy; everything else is copied on return. From
         the end of the copy the snapshot survives SIGKILL of this process (writer="process"): when `SaveHandle.staged()`
-        returns True, at the latest when `optim.step()` runs; without overlap, on return.
+        returns True, which is soon after the last `optim.step()` begins at the latest; `wait_staged()` waits for it.
+        Without overlap it does so on return.
 
         A committed checkpoint is the state at the moment of the call, on every rank; otherwise nothing is committed,
         and SnapshotTorn names the tensor that changed. If anything but `optim.step()` changes a parameter or optimizer

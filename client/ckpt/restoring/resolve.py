@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain, islice
 
 from ckpt.config import Config
 from ckpt.saver.lock import note_checkpoint, noted_checkpoint, wait_for_orphans
@@ -40,36 +38,29 @@ def wait_for_orphan_saver(config: Config) -> None:
         )
 
 
-def _roll_forward(source: Source, config: Config) -> bool:
-    """Commit attempts that are complete except for their commit. Returns whether there were any."""
-    any_committed = False
+def _roll_forward(source: Source, config: Config) -> None:
+    """Commit attempts that are complete except for their commit."""
     if isinstance(source, StoreSource):
         run = Run(with_remote_create(source.store, config.daemon, config.token), config.run_name)
         for attempt in undecided_attempts(run):
             try:
                 if advance(run, attempt):
-                    any_committed = True
                     logger.warning("committed %s, which was complete except for its commit", attempt)
             except StoreReadOnly as error:
                 logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)
-    return any_committed
 
 
 def candidates(source: Source, config: Config, reference: Reference) -> Iterator[Checkpoint]:
     """The checkpoints to try, best first: all of the run if none is named, otherwise the named one.
 
-    Lazy: the store is not read before the first item is requested.
+    Lazy: the store is not read before the first item is requested. Checkpoints are listed after the roll-forward, not
+    beside it: a saver that commits between the two would be in neither, and training would resume from an older step.
     """
+    _roll_forward(source, config)
     if reference.step is not None:
-        _roll_forward(source, config)
         yield source.find(reference)
         return
-    # In parallel: each takes several sequential requests, and there is rarely anything to commit.
-    with ThreadPoolExecutor(1, thread_name_prefix="ckpt-roll-forward") as pool:
-        rolled = pool.submit(_roll_forward, source, config)
-        found = source.candidates(reference.run)
-        first = list(islice(found, 1))
-    found = source.candidates(reference.run) if rolled.result() else chain(first, found)
+    found = source.candidates(reference.run)
     newest = next(found, None)
     if newest is None:
         check_present(source, config)

@@ -205,11 +205,16 @@ class SavePipeline:
             self._background.submit(abort_attempts, self._numbering, self._setup.rank, [attempt], failure)
 
     def finish_uploads(self) -> None:
-        """Return when every shard and receipt of this rank is durable or failed: the slots are no longer read."""
+        """Return when every shard and receipt of this rank is durable or failed: the slots are no longer read.
+
+        Without other ranks to wait for, every job is committed or has failed.
+        """
         for reader in list(self._readers.values()):
             reader.cut()
         self._derivations.shutdown(wait=True)
         self._uploads.shutdown(wait=True)
+        if self._setup.world_size == 1:
+            self._committer.close()
 
     def close(self) -> None:
         """Return when every submitted job is committed or has failed."""

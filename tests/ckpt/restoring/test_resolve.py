@@ -1,0 +1,32 @@
+"""The choice of a checkpoint while the saver of a killed trainer commits."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from ckpt.config import Config
+from ckpt.restoring.resolve import candidates
+from ckptstore.clock import system_clock
+from ckptstore.commits.commit import roll_forward
+from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.reading.source import StoreSource
+from ckptstore.run import Run
+from ckptstore.stores import open_store
+from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.stores import FaultyStore, Interleaving
+
+
+def test_a_commit_at_any_moment_is_not_missed(tmp_path: Path) -> None:
+    for at in count():
+        url = str(tmp_path / str(at))
+        store = open_store(url)
+        write_checkpoint(store, "r", 3, sample_arrays())
+        attempt = Attempt(6, new_ulid(system_clock()))
+        write_rank(store, "r", attempt, sample_arrays())
+        other = Interleaving(at, partial(roll_forward, Run(store, "r"), attempt))
+        newest = next(candidates(StoreSource(FaultyStore(store, other)), Config(url, run="r"), Reference("r", None)))
+        assert newest.attempt == attempt, f"the saver committed before call {at} of {other.calls}"
+        if len(other.calls) <= at:
+            return
