@@ -50,17 +50,26 @@ class GatheredLeaves:
     def copy(self, side: bool) -> None:
         """Queue the copies to the host."""
         for views, gathered in self._groups:
-            if len(views) == 1 or views[0].nbytes > SMALL_BYTES:
+            memory = self._landing(views, gathered)
+            if memory is None:
                 flat = [view.view(-1) for view in views]
                 self._device.copy(flat, torch.split(gathered, [view.numel() for view in views]), side)
                 continue
-            memory = self._device.pinned(gathered.nbytes)
             self._device.copy([memory.view(gathered.dtype)], [gathered], side)
             self._kept.append(memory)
             at = memory.data_ptr()
             for view in views:
                 self._moves.append((view.data_ptr(), at, view.nbytes))
                 at += view.nbytes
+
+    def _landing(self, views: list[torch.Tensor], gathered: torch.Tensor) -> torch.Tensor | None:
+        """Host memory for one copy of small leaves; None: each is copied to its place."""
+        if len(views) == 1 or views[0].nbytes > SMALL_BYTES:
+            return None
+        try:
+            return self._device.pinned(gathered.nbytes)
+        except RuntimeError:  # no memory can be pinned
+            return None
 
     def place(self) -> None:
         """Move what lies together to its places. For any thread."""
