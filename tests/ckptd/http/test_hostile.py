@@ -113,7 +113,7 @@ def test_a_web_page_cannot_prune(served: Served) -> None:
 
 
 def test_unknown_routes_and_methods(served: Served) -> None:
-    for path in ("/nope", "/v1", "/v1/checkpoints/", "/v1/../etc/passwd", "/docs"):
+    for path in ("/nope", "/v1", "/v1/checkpoints/", "/v1/../etc/passwd", "/redoc", "/docs/oauth2-redirect"):
         _refused(served.daemon.get(path), "unknown_route")
     answer = httpx.put(served.daemon.url + bodies.RUNS)
     _refused(answer, "method_not_allowed")
