@@ -173,7 +173,7 @@ def plot(
 def _known(points: Iterable[Point], log: bool) -> list[Point]:
     """The points that can be drawn, by ascending x."""
     finite = (p for p in points if isfinite(p.x) and isfinite(p.y) and (p.y > 0 or not log))
-    drawable = (replace(p, x=_drawable(p.x), y=log10(p.y) if log else _drawable(p.y)) for p in finite)
+    drawable = (replace(p, x=_drawable(p.x), y=log10(y) if log else y) for p in finite for y in [_drawable(p.y)])
     return _thinned(sorted(drawable, key=lambda p: p.x), _MAX_MARKS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,13 @@ def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios() -> None:
     heights = [mark.y for mark in drawn.marks]
     assert len({round(after - before, 0) for before, after in itertools.pairwise(heights)}) == 1
     assert [tick.label for tick in drawn.y_ticks] == ["0.0001", "0.001", "0.01", "0.1", "1"]
+
+
+@pytest.mark.parametrize("values", [[sys.float_info.max], [1e308, sys.float_info.max], [5e-324, sys.float_info.max]])
+def test_a_logarithmic_axis_has_labels_up_to_the_largest_number(values: list[float]) -> None:
+    drawn = plot([Point(step, value, "") for step, value in enumerate(values)], log=True)
+    assert drawn.y_ticks
+    assert len(drawn.marks) == len(values)
 
 
 def test_a_long_line_is_thinned_but_keeps_its_ends() -> None:
