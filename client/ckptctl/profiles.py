@@ -80,17 +80,22 @@ def configuration_path() -> Path:
 def load_profiles() -> Profiles:
     """Read the file. Raises InvalidRequest if it is invalid, or if other users could read a token in it."""
     path = configuration_path()
+    parsed = _read(path)
+    profiles = tuple(_profile(path, name, entry) for name, entry in parsed.profiles.items())
+    return Profiles(path, parsed.profile, profiles)
+
+
+def _read(path: Path) -> _File:
     try:
         found: Any = tomllib.loads(path.read_text())
         parsed = msgspec.convert(found, _File)
     except FileNotFoundError:
-        return Profiles(path)
+        return _File()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise InvalidRequest(f"cannot use {path}: {error}", "docs/operations.md has an example") from error
     if any(entry.token for entry in parsed.profiles.values()):
         _check_private(path)
-    profiles = tuple(_profile(path, name, entry) for name, entry in parsed.profiles.items())
-    return Profiles(path, parsed.profile, profiles)
+    return parsed
 
 
 def _profile(path: Path, name: str, entry: _Entry) -> Profile:
@@ -121,23 +126,31 @@ def _check_private(path: Path) -> None:
 def save_profile(name: str, url: str, token: str, cacert: str | None = None) -> Path:
     """Store the daemon at `url` as a profile, and its token in a file that only the user can read. Returns the path.
 
-    The first profile becomes the default. Raises InvalidRequest if the profile has another target, or the file cannot
-    be written.
+    The first profile becomes the default. An existing profile keeps its token_file, which gets the token. Raises
+    InvalidRequest if the profile has another target or no token_file, or if a file cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise InvalidRequest(f"{name!r} is not the name of a profile", "Use letters, digits, '_' and '-'")
-    known = load_profiles()
-    path = known.path
+    path = configuration_path()
+    known = _read(path)
     secret = path.with_name(f"ckptctl-{name}.token")
-    existing = next((profile for profile in known.profiles if profile.name == name), None)
-    if existing is not None and existing.url != url:
-        target = existing.url or existing.store
-        raise InvalidRequest(f"profile {name!r} in {path} is for {target}", "Choose another --name, or edit the file")
+    existing = known.profiles.get(name)
+    if existing is not None:
+        if (existing.url or "").rstrip("/") != url.rstrip("/"):
+            target = existing.url or existing.store
+            raise InvalidRequest(
+                f"profile {name!r} in {path} is for {target}", "Choose another --name, or edit the file"
+            )
+        if not existing.token_file:
+            hint = f"Give it token_file = {_quoted(str(secret))} instead of a token, or choose another --name"
+            raise InvalidRequest(f"profile {name!r} in {path} has no token_file", hint)
+        secret = Path(existing.token_file).expanduser()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (path.parent, secret.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         _write_private(secret, token + "\n")
         if existing is None:
-            default = "" if known.profiles or known.default else f"profile = {_quoted(name)}\n"
+            default = "" if known.profiles or known.profile else f"profile = {_quoted(name)}\n"
             before = path.read_text() if path.exists() else ""
             authority = f"cacert = {_quoted(str(Path(cacert).absolute()))}\n" if cacert else ""
             section = f"\n[profiles.{name}]\nurl = {_quoted(url)}\ntoken_file = {_quoted(str(secret))}\n{authority}"

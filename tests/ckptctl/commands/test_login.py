@@ -65,6 +65,21 @@ def test_a_second_profile_leaves_the_first_alone(guarded: Daemon, home: Path, fo
         assert invoke("login", guarded.url, *args, "--token", SECRET if args[0] == "--name" else "").code == 2
 
 
+def test_a_new_token_goes_where_the_profile_reads_it(guarded: Daemon, home: Path) -> None:
+    home.mkdir()
+    file, secret = home / "ckptctl.toml", home / "secrets" / "lab"
+    file.write_text(f'profile = "lab"\n[profiles.lab]\nurl = "{guarded.url}/"\ntoken_file = "{secret}"\n')
+    before = file.read_text()
+    assert invoke("login", guarded.url, "--name", "lab", "--token", SECRET).code == 0
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert file.read_text() == before
+    assert invoke("runs", "-o", "id").stdout == "gpt\nwide\n"
+    file.write_text(before.replace(f'token_file = "{secret}"', 'token = "old"'))
+    file.chmod(0o600)
+    done = invoke("login", guarded.url, "--name", "lab", "--token", SECRET)
+    assert (done.code, "token_file" in done.stderr) == (2, True), done.stderr
+
+
 def test_a_page_is_opened_in_the_browser(folder: Path, tmp_path: Path) -> None:
     browser, seen = tmp_path / "browser", tmp_path / "seen"
     browser.write_text(f'#!/bin/sh\necho "$1" >> {seen}\n')
