@@ -26,6 +26,12 @@ def recipe() -> str:
     return str(found)
 
 
+def use() -> str:
+    """The line that docs/api.md recommends."""
+    [found] = re.findall(r"`(\S*\$\(latest_checkpoint gpt\)[^`]*)` sets", (ROOT / "docs/api.md").read_text())
+    return str(found)
+
+
 def shell(line: str, url: str, shell: str = "sh", **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], "CKPTD_URL": url, "TRIES": "3", "PAUSE": "0.05", **variables}
     return subprocess.run(
@@ -35,8 +41,8 @@ def shell(line: str, url: str, shell: str = "sh", **variables: str) -> subproces
 
 
 @contextmanager
-def answering(*statuses: int) -> Iterator[str]:
-    """A server that gives these statuses, then the last one for ever."""
+def answering(*statuses: int, body: bool = True) -> Iterator[str]:
+    """A server that gives these statuses, then the last one for ever. body: errors have the daemon's body."""
     left = list(statuses)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -44,7 +50,7 @@ def answering(*statuses: int) -> Iterator[str]:
             status = left.pop(0) if len(left) > 1 else left[0]
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(b"CKPT_STEP=7\n" if status == 200 else b"{}")
+            self.wfile.write(b"CKPT_STEP=7\n" if status == 200 else b'{"code":"no_checkpoint"}' if body else b"{}")
 
         def log_message(self, *_: object) -> None:
             pass
@@ -61,9 +67,20 @@ def answering(*statuses: int) -> Iterator[str]:
 
 @pytest.mark.parametrize("program", ["sh", "bash"])
 def test_the_newest_checkpoint_becomes_variables(served: Served, program: str) -> None:
-    line = 'eval "$(latest_checkpoint gpt)"; echo "$CKPT_STEP of $CKPT_RUN: $CKPT_ID"'
+    line = f'{use()}; echo "$CKPT_STEP of $CKPT_RUN: $CKPT_ID"'
     done = shell(line, served.daemon.url, program)
     assert (done.returncode, done.stdout) == (0, f"30 of gpt: {served.newest.id}\n"), done.stderr
+
+
+@pytest.mark.parametrize("program", ["sh", "bash"])
+def test_a_script_ends_if_there_is_no_answer(program: str) -> None:
+    done = shell(f"{use()}; echo goes on", "http://127.0.0.1:1", program, TRIES="1")
+    assert (done.returncode, done.stdout) == (7, "")
+
+
+def test_another_server_that_has_no_such_path_does_not_mean_no_checkpoint() -> None:
+    with answering(404, body=False) as url:
+        assert shell("latest_checkpoint gpt", url).returncode == 2
 
 
 def test_no_checkpoint_is_success_without_output(served: Served) -> None:
