@@ -16,11 +16,11 @@ from itertools import groupby
 
 import msgspec
 
-from ckptstore.commits.catalog import Checkpoint, find, from_outcome
+from ckptstore.commits.catalog import Checkpoint, State, find, from_outcome, newest_first
 from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome
 from ckptstore.commits.generations import newest_generation
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.commits.labels import LabelChange, change_labels
+from ckptstore.commits.labels import LabelChange, change_labels, label_versions, labelled, with_labels
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import JSON, Manifest, Receipt, Shard, digest
 from ckptstore.format.parsing import parse_sealed, seal
@@ -49,13 +49,13 @@ def copy_checkpoint(source: Source, original: Checkpoint, target: Run, progress:
     """Copy a checkpoint into a run of another store; it exists there on return.
 
     progress is called with the stored bytes that were copied, or found in the target and verified. Raises
-    InvalidRequest if the step has another checkpoint in the target, CorruptObject if the original is damaged; then
-    nothing is committed. Raises Unavailable if a store fails.
+    InvalidRequest if the step has another checkpoint in the target, or if the copy would replace a later step as the
+    newest; CorruptObject if the original is damaged; then nothing is committed. Raises Unavailable if a store fails.
     """
     there = _existing(target, original)
     if there is not None:
         progress(original.needed_bytes)
-        return Copied(there, existed=True)
+        return Copied(_copy_labels(source, original, target, there), existed=True)
     attempt = _new_attempt(target, original)
     manifest = read_manifest(source, original)
     chunks = sorted(plan_all(manifest.content), key=lambda read: (read.shard, read.index))
@@ -64,21 +64,31 @@ def copy_checkpoint(source: Source, original: Checkpoint, target: Run, progress:
     receipts = [_copy_receipt(source, original, manifest, rank, target, attempt) for rank in range(manifest.world_size)]
     made = from_outcome(commit_attempt(target, receipts))
     assert made is not None  # an aborted attempt is an error of commit_attempt
-    later = {name: value for name, value in original.metrics.items() if made.metrics.get(name) != value}
-    if original.tags or later:
-        change_labels(target, attempt, LabelChange(dict(original.tags), dict(later)), f"copied from {source.url}")
-    return Copied(made, existed=False)
+    return Copied(_copy_labels(source, original, target, made), existed=False)
+
+
+def _copy_labels(source: Source, original: Checkpoint, target: Run, copy: Checkpoint) -> Checkpoint:
+    """The copy with the original's tags and later metrics, unless it has labels of its own.
+
+    A command that was interrupted after the commit may have left it without them.
+    """
+    [found] = with_labels(target, [copy])
+    later = {name: value for name, value in original.metrics.items() if copy.metrics.get(name) != value}
+    if (original.tags or later) and copy.attempt not in label_versions(target):
+        change = LabelChange(dict(original.tags), later)
+        return labelled(copy, change_labels(target, copy.attempt, change, f"copied from {source.url}"))
+    return found
 
 
 def _existing(target: Run, original: Checkpoint) -> Checkpoint | None:
-    """The copy of the original, if it exists. Raises InvalidRequest for another checkpoint of the step."""
+    """The copy of the original, if it exists undamaged. Raises InvalidRequest for another checkpoint of the step."""
     try:
         found = find(target.store, Reference(target.name, original.step))
     except NoCheckpoint:
         return None
     own = {original.attempt.ulid, *_ulids(target, original)}
     if found.attempt.ulid in own:
-        return found
+        return None if found.state is State.CORRUPT else found
     raise InvalidRequest(
         f"{found.id} exists in {target.store.url}, and is not a copy of {original.id}",
         "Copy to another run with --as NAME; committed checkpoints are never overwritten",
@@ -92,6 +102,7 @@ def _ulids(target: Run, original: Checkpoint) -> list[str]:
 
 def _new_attempt(target: Run, original: Checkpoint) -> Attempt:
     generation = newest_generation(target)
+    _check_newest(target, original, generation)
     hidden = hidden_attempts(target)
     for ulid in _ulids(target, original):
         attempt = Attempt(original.step, ulid, generation=generation)
@@ -100,6 +111,17 @@ def _new_attempt(target: Run, original: Checkpoint) -> Attempt:
     raise InvalidRequest(
         f"copies of {original.id} were deleted too often in {target.store.url}", "Copy to another run with --as NAME"
     )
+
+
+def _check_newest(target: Run, original: Checkpoint, generation: int) -> None:
+    """Raises InvalidRequest if the copy would be the newest of its run although a later step is there."""
+    newest = next(newest_first(target), None)
+    if newest is not None and newest.attempt.generation < generation and newest.step > original.step:
+        raise InvalidRequest(
+            f"a copy of {original.id} would be the newest checkpoint of run {target.name!r} in {target.store.url}, "
+            f"before step {newest.step}: generation {generation} has no checkpoint yet",
+            "Copy after the next save of that run, or to another run with --as NAME",
+        )
 
 
 def _copy_shard(

@@ -16,7 +16,7 @@ from ckptctl.copying import Copied, copy_checkpoint
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CkptError, InvalidRequest, PartlyDone
+from ckptstore.errors import CkptError, Damaged, InvalidRequest, NotFound, PartlyDone
 from ckptstore.names import check_run
 from ckptstore.reading.fetch import Progress
 from ckptstore.run import Run
@@ -49,7 +49,8 @@ def copy_checkpoints(
 
     Every chunk is verified, and a copy exists only when all of it is durable, as after a save. A command that was
     interrupted continues if it is repeated: copies and shards that are complete there are not written again. Tags and
-    metrics are copied, pins are not. Chunks in earlier checkpoints are stored with each copy that needs them.
+    metrics are copied, pins are not. Chunks in earlier checkpoints are stored with each copy that needs them. If some
+    checkpoints cannot be copied, because they are damaged for example, the others are, and the exit code is 3.
     """
     session: Session = ctx.obj
     if not which or not to:
@@ -92,7 +93,7 @@ def _copy_each(
         try:
             with leased(session.source, original):
                 done.append((original, copy_checkpoint(session.source, original, run, progress)))
-        except InvalidRequest as error:
+        except (InvalidRequest, Damaged, NotFound) as error:
             failed.append(error)
     return done, failed
 

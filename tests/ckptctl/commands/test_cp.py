@@ -128,6 +128,47 @@ def test_damage_is_not_copied(folder: Path, filled: Store, there: Path) -> None:
     assert list_checkpoints(Run(open_store(str(there)), "gpt")) == []
 
 
+def test_damage_of_one_does_not_keep_the_others_from_being_copied(folder: Path, filled: Store, there: Path) -> None:
+    run = Run(filled, "gpt")
+    damaged = next(c for c in list_checkpoints(run) if c.step == 20)
+    (folder / run.keys.manifest(damaged.attempt)).write_bytes(b"?")
+    done = invoke("cp", "gpt", "--to", there, "--store", folder)
+    assert (done.code, damaged.id in done.stderr) == (3, True), done.stderr
+    assert [c.step for c in list_checkpoints(Run(open_store(str(there)), "gpt"))] == [40, 30, 10]
+
+
+def test_a_damaged_copy_is_made_again(folder: Path, filled: Store, there: Path) -> None:
+    copy = ("cp", "gpt@40", "--to", there, "--store", folder, "-o", "json")
+    assert invoke(*copy).code == 0
+    (shard,) = there.rglob("*.ckpt")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert invoke("scrub", "--store", there).code == 5
+    done = invoke(*copy)
+    assert (done.code, done.json[0]["existed"]) == (0, False), done.stderr
+    target = open_store(str(there))
+    same(filled, latest(Run(filled, "gpt")), target, latest(Run(target, "gpt")))
+    assert invoke(*copy).json[0]["existed"]
+
+
+def test_labels_of_a_copy_stay_as_they_are(folder: Path, filled: Store, there: Path) -> None:
+    run = Run(filled, "gpt")
+    change_labels(run, latest(run).attempt, LabelChange({"paper": "", "owner": "ann"}))
+    copy = ("cp", "gpt@40", "--to", there, "--store", folder, "-o", "json")
+    assert invoke(*copy).json[0]["copy"]["tags"] == {"owner": "ann", "paper": ""}
+    assert invoke("tag", "gpt@40", "owner=bob", "paper-", "--store", there).code == 0
+    assert invoke(*copy).json[0]["copy"]["tags"] == {"owner": "bob"}
+
+
+def test_no_copy_moves_a_run_back_to_an_earlier_step(folder: Path, filled: Store, there: Path) -> None:
+    target = open_store(str(there))
+    newest = write_checkpoint(target, "gpt", 35)
+    begin_generation(Run(target, "gpt"), Session(new_ulid(system_clock()), newest.attempt))
+    done = invoke("cp", "gpt", "--to", there, "--store", folder, "-o", "json")
+    assert (done.code, "before step 35" in done.stderr) == (3, True), done.stderr
+    assert [c.step for c in list_checkpoints(Run(target, "gpt"))] == [40, 35]
+    assert latest(Run(target, "gpt")).step == 40
+
+
 def test_a_copy_that_was_killed_continues(folder: Path, filled: Store, there: Path) -> None:
     big = {"model/w": np.random.default_rng(0).integers(0, 255, 60_000_000, dtype=np.uint8)}
     original = write_checkpoint(filled, "big", 1, arrays=big)
@@ -147,7 +188,8 @@ def test_a_copy_that_was_killed_continues(folder: Path, filled: Store, there: Pa
 def test_a_failure_at_any_call_leaves_all_or_nothing_and_a_repetition_completes_it(
     filled: Store, there: Path, mode: Literal["before", "after"]
 ) -> None:
-    original = latest(Run(filled, "gpt"))
+    change_labels(Run(filled, "gpt"), latest(Run(filled, "gpt")).attempt, LabelChange({"paper": ""}, {"val": 2.0}))
+    original = StoreSource(filled).latest("gpt")
     for number in range(100):
         target = open_store(str(there / str(number)))
         faults = Faults(fail_at=number, mode=mode)
@@ -157,9 +199,10 @@ def test_a_failure_at_any_call_leaves_all_or_nothing_and_a_repetition_completes_
             pass
         for found in list_checkpoints(Run(target, "gpt")):
             assert verify(StoreSource(target), found).ok
-        copy_checkpoint(StoreSource(filled), original, Run(target, "gpt"), lambda _: None)
-        (copy,) = list_checkpoints(Run(target, "gpt"))
+        made = copy_checkpoint(StoreSource(filled), original, Run(target, "gpt"), lambda _: None).checkpoint
+        (copy,) = StoreSource(target).checkpoints("gpt")
         same(filled, original, target, copy)
+        assert copy.tags == made.tags == {"paper": ""}
         if len(faults.calls) <= number:
             break
     else:
