@@ -146,7 +146,7 @@ class Screen:
         if self.output is not Output.TABLE or not sys.stdin.isatty():
             raise ConfirmationMissing(
                 "nothing was deleted: there is no terminal to confirm at",
-                "Add --yes to delete, or --dry-run to preview",
+                "Add --yes to delete",
             )
         self._err.print(Text(f"{printable(question)} [y/N] "), end="", soft_wrap=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
