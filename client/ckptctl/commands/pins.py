@@ -8,10 +8,16 @@ import typer
 
 from ckptctl.commands.arguments import CheckpointArgument, RunArgument
 from ckptctl.commands.deletion import ReasonOption
+from ckptctl.completion import checkpoint_names
 from ckptctl.render import Row, Table, TableColumn
 from ckptctl.session import Session
+from ckptstore.errors import InvalidRequest
 from ckptstore.retention.pins import NamedPin
 
+PinnedArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN@STEP", help="RUN@STEP or RUN@STEP.ULID.", autocompletion=checkpoint_names),
+]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.")]
 
 
@@ -33,9 +39,14 @@ def pin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument, 
     session.screen.emit(NamedPin(id=found.id, name=name), [found.id], [f"pinned {found.id} as {name}"])
 
 
-def unpin(ctx: typer.Context, checkpoint: CheckpointArgument, name: NameArgument) -> None:
+def unpin(ctx: typer.Context, checkpoint: PinnedArgument, name: NameArgument) -> None:
     """Remove a pin; a missing pin is ignored."""
     session: Session = ctx.obj
+    if "@" not in checkpoint:
+        raise InvalidRequest(
+            f"{checkpoint!r} names a run, whose newest checkpoint may not be the pinned one",
+            f"Use ckptctl unpin {checkpoint}@STEP {name}; ckptctl pins {checkpoint} lists the pins",
+        )
     found = session.find(checkpoint)
     session.operator.unpin(found, name)
     session.screen.emit(NamedPin(id=found.id, name=name), [found.id], [f"unpinned {found.id} from {name}"])

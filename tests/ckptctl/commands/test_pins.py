@@ -40,3 +40,12 @@ def test_pins_that_make_no_sense(folder: Path) -> None:
         done = invoke("pin", "gpt@10", name, "--store", folder, "-o", "json")
         assert (done.code, done.error["code"]) == (2, "invalid_name")
     assert invoke("pin", "gpt@11", "paper", "--store", folder).code == 4
+
+
+def test_a_run_does_not_name_the_pinned_checkpoint(folder: Path, filled: Store) -> None:
+    """Its newest checkpoint is another one as soon as training goes on, and a missing pin is ignored."""
+    assert invoke("pin", "gpt", "paper", "--store", folder).code == 0
+    pins = invoke("pins", "gpt", "--store", folder, "-o", "json").json
+    done = invoke("unpin", "gpt", "paper", "--store", folder)
+    assert (done.code, "ckptctl unpin gpt@STEP paper" in done.stderr) == (2, True)
+    assert invoke("pins", "gpt", "--store", folder, "-o", "json").json == pins
