@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -235,11 +236,24 @@ def _read(path: Path) -> SaverState | None:
 
 
 def _processes() -> Iterator[int]:
-    """Savers by their command line, where the system shows it."""
+    """Savers by their command line, where the system shows it. Those with another temporary folder are left out: their
+    notes are there, and they would look as if they never began."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if entry.stat().st_uid == os.getuid() and _PROGRAM in (entry / "cmdline").read_bytes():
+            if (
+                entry.stat().st_uid == os.getuid()
+                and _PROGRAM in (entry / "cmdline").read_bytes()
+                and _has_temporary_folder((entry / "environ").read_bytes())
+            ):
                 yield int(entry.name)
+
+
+def _has_temporary_folder(environment: bytes) -> bool:
+    """Whether a process with this environment writes its note to the folder that is read here."""
+    variables = dict(one.partition(b"=")[::2] for one in environment.split(b"\0"))
+    folders = (os.fsdecode(variables.get(name, b"")) for name in (b"TMPDIR", b"TEMP", b"TMP"))
+    found = next((folder for folder in folders if os.path.isdir(folder)), "/tmp")
+    return os.path.realpath(found) == os.path.realpath(tempfile.gettempdir())
 
 
 def _runs(pid: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.saver.presence import savers
+from ckpt.saver.presence import parent_of, savers
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.ckpt.saver.test_launcher import ROOT, TRAINER, environment, wait_for_line
@@ -76,6 +76,20 @@ def test_too_little_time_is_an_error_and_another_run_is_not_waited_for(
     os.kill(saver.pid, signal.SIGKILL)
     wait_until(lambda: not [state for state in savers() if state.pid == saver.pid])
     assert not list((tmp_path / "tmp").rglob("*.note"))
+
+
+@pytest.mark.parametrize("trainer", [1e5], indirect=True)
+def test_savers_with_another_temporary_folder_are_left_out(
+    trainer: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (saver,) = [found.name for found in Path("/proc").glob("[0-9]*") if _is_child_saver(found, trainer.pid)]
+    assert saver not in {str(state.pid) for state in savers()}
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    assert saver in {str(state.pid) for state in savers()}
+
+
+def _is_child_saver(process: Path, parent: int) -> bool:
+    return parent_of(int(process.name)) == parent and b"ckpt.saver.process" in (process / "cmdline").read_bytes()
 
 
 def test_no_saver_is_no_error(tmp_path: Path) -> None:
