@@ -150,7 +150,7 @@ def test_a_path_that_tells_no_format_is_refused(empty: Path, tmp_path: Path) -> 
 
 
 def test_a_daemon_cannot_import(tmp_path: Path) -> None:
-    done = invoke("import", tmp_path, "r@1", "--url", "http://127.0.0.1:9")
+    done = invoke("import", tmp_path, "r@1", "--format", "safetensors", "--url", "http://127.0.0.1:9")
     assert (done.code, "--store" in done.stderr) == (2, True)
 
 

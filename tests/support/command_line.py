@@ -58,7 +58,7 @@ def invoke(*args: object, env: Mapping[str, str] | None = None) -> Finished:
     command = _command()
     with CliRunner().isolation(env={**dict.fromkeys(_OWN), **(env or {})}) as (stdout, stderr, _):
         with pytest.raises(SystemExit) as ended:
-            command.main([str(arg) for arg in args], "ckptctl")
+            command.main([str(arg) for arg in args], prog_name="ckptctl")
         sys.stdout.flush()
         sys.stderr.flush()
         code = ended.value.code
