@@ -14,6 +14,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,6 +115,7 @@ class _CkptdTrainer(Trainer):
         if checkpoint is None or checkpoint != self._folder:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        self._name_best()  # the trainer has dropped the name: it looks for a folder
         self._opened().optimizers(self._raw_optimizer())
         self.lr_scheduler.load_state_dict(self._saved["scheduler"])
 
@@ -134,8 +136,7 @@ class _CkptdTrainer(Trainer):
         if step == self._last_saved:  # the end of an epoch, after a save by steps
             return
         self.store_flos()
-        if self.args.load_best_model_at_end and self.state.best_global_step:
-            self.state.best_model_checkpoint = f"{SCHEME}{self._config.run_name}@{self.state.best_global_step}"
+        self._name_best()
         handle = self._checkpointer.save_async(
             model,
             None if self.args.save_only_model else self._raw_optimizer(),
@@ -146,6 +147,11 @@ class _CkptdTrainer(Trainer):
         self._last_saved = step
         if self._keeper is not None:
             self._keeper.saved(handle)
+
+    def _name_best(self) -> None:
+        """Name the best checkpoint, if there is one: without a name the trainer does not load it at the end."""
+        if self.args.load_best_model_at_end and self.state.best_global_step:
+            self.state.best_model_checkpoint = f"{SCHEME}{self._config.run_name}@{self.state.best_global_step}"
 
     def _load_best_model(self) -> None:
         if not str(self.state.best_model_checkpoint).startswith(SCHEME):
@@ -200,7 +206,7 @@ class _CkptdTrainer(Trainer):
 def _metrics(history: list[dict[str, Any]], step: int) -> dict[str, float]:
     """What was logged at this step."""
     logged: dict[str, float] = {}
-    for entry in history[-4:]:
-        if entry.get("step") == step:
-            logged |= {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
+    for entry in takewhile(lambda entry: entry.get("step") == step, reversed(history)):
+        numbers = {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
+        logged = numbers | logged
     return {name: value for name, value in logged.items() if name not in ("step", "epoch")}

@@ -1,4 +1,5 @@
-"""Training with the Trainer of transformers; see proof.py. Options: val (evaluation), limit=N, epoch (saves)."""
+"""Training with the Trainer of transformers; see proof.py. Options: val (evaluation), greater (is
+better), sets (five of them for evaluation), limit=N, epoch (saves)."""
 
 from __future__ import annotations
 
@@ -76,11 +77,13 @@ def main() -> None:
         save_steps=4, label_names=["x"],
         save_strategy="no" if "plain" in OPTIONS else "epoch" if "epoch" in OPTIONS else "steps",
         eval_strategy="steps" if val else "no", eval_steps=4, save_total_limit=limit,
-        load_best_model_at_end=val and "plain" not in OPTIONS, metric_for_best_model="loss" if val else None,
+        load_best_model_at_end=val and "plain" not in OPTIONS, greater_is_better="greater" in OPTIONS,
+        metric_for_best_model=("0_loss" if "sets" in OPTIONS else "loss") if val else None,
     )  # fmt: skip
     model = Model(Config())
     torch.manual_seed(1 if "plain" in OPTIONS or sys.argv[3] != "0" else 78)
-    trainer = Reporting(model, arguments, train_dataset=SAMPLES, eval_dataset=SAMPLES[:8], callbacks=[Reports()])
+    samples: Any = {str(i): SAMPLES[:8] for i in range(5)} if "sets" in OPTIONS else SAMPLES[:8]
+    trainer = Reporting(model, arguments, train_dataset=SAMPLES, eval_dataset=samples, callbacks=[Reports()])
     if "plain" in OPTIONS:
         trainer.train()
     else:
