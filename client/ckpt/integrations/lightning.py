@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import fsspec
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -73,9 +74,18 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._policy = Policy(keep_last=max(1, keep_last), keep_best=keep_best) if keep_best or keep_last else None
         self._keeper: Keeper | None = None
         self._schedule: Schedule | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._stages: StagedRestore | None = None
+        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
         self._newest: SaveHandle | None = None
         self._due = False
+        self._step = 0
+        self._validated: tuple[int, dict[str, float]] = (-1, {})
+        """The step of the last validation, and what was logged in it or shortly before."""
+        self._seen: dict[str, torch.Tensor] = {}
+        """What had been logged by its end: Lightning lists it for as long as no other value comes."""
 
     @property
     def state_key(self) -> str:
@@ -119,17 +129,22 @@ class CkptdCheckpoint(ModelCheckpoint):
             self._schedule = self._checkpointer.every()
         if self._policy is not None and trainer.is_global_zero:
             self._keeper = Keeper(self._checkpointer.config, self._policy)
+        self._step = trainer.global_step
         stages, self._stages = self._stages, None
         if stages is None or stages.restored is None:
             return
         stages.extras(**_loaders(trainer))
         stages.rng()
+        for parameter, gradient in self._gradients:  # Lightning has cleared them since
+            parameter.grad = gradient
+        self._gradients = []
         iter(trainer.fit_loop._data_fetcher)  # Lightning had begun the iteration before it called a hook
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save if it is time."""
-        step = trainer.global_step
-        if self._saved(step):
+        """Save if it is time, between two accumulation windows."""
+        step, before = trainer.global_step, self._step
+        self._step = step
+        if step == before or self._saved(step):
             return
         if self._schedule is not None:
             self._due |= self._schedule.due(step)
@@ -153,7 +168,11 @@ class CkptdCheckpoint(ModelCheckpoint):
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Save with the metrics of the validation."""
-        if self.monitor in trainer.callback_metrics and trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        logged = self._metrics(trainer)
+        self._validated, self._seen = (trainer.global_step, logged), dict(trainer.callback_metrics)
+        if self.monitor in logged:
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
@@ -171,6 +190,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         """Return when every save is durable and pruned."""
         self._checkpointer.close()
         self._checkpointer = self._open()
+        self._begin()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.close()
@@ -186,12 +206,21 @@ class CkptdCheckpoint(ModelCheckpoint):
             trainer.strategy.model,
             trainer.strategy.optimizers,
             trainer.global_step,
-            metrics={name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
+            grads=trainer.fit_loop.epoch_loop._should_accumulate(),
+            metrics=self._metrics(trainer),
             shared={"trainer": _trainer_state(trainer)},
             **_loaders(trainer),
         )
         if self._keeper is not None:
             self._keeper.saved(self._newest)
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Those of the weights as they are now, without values that an earlier validation left behind."""
+        step, validated = self._validated
+        logged = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        old = {name: value.data_ptr() for name, value in self._seen.items()}
+        found = {name: float(value) for name, value in logged.items() if value.data_ptr() != old.get(name)}
+        return {**validated, **found} if step == trainer.global_step else found
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         # The ranks agree on the checkpoint when it is loaded.
@@ -226,6 +255,7 @@ class CkptdCheckpoint(ModelCheckpoint):
             load(checkpoint)
         else:
             self._stages.optimizers(trainer.strategy.optimizers)
+            self._gradients = [(one, one.grad) for one in trainer.lightning_module.parameters()]
 
     def _process_loader(self, trainer: Trainer, process: Callable[[Any], Any], loader: Any) -> Any:
         loader = process(loader)

@@ -18,6 +18,7 @@ def lightning() -> None:
     assert callable(trainer._checkpoint_connector.dump_checkpoint)
     assert callable(ModelCheckpoint._find_last_checkpoints)
     assert trainer.fit_loop._data_fetcher is None
+    assert callable(trainer.fit_loop.epoch_loop._should_accumulate)
     assert trainer.fit_loop.state_dict()["state_dict"] == {}  # holds `combined_loader` with the positions of loaders
     assert callback_connector._CallbackConnector._reorder_callbacks([first := ModelCheckpoint()]) == [first]
 
@@ -37,6 +38,8 @@ def transformers() -> None:
         ("_load_best_model", []),
     ):
         assert list(signature(getattr(Trainer, name)).parameters)[1:] == arguments, name
+    source = getsource(Trainer._inner_training_loop)  # the first drops the name of the best checkpoint
+    assert source.index("self._init_training_state(") < source.index("self._prepare_for_training(")
     source = getsource(Trainer._prepare_for_training)
     assert source.index("self._load_optimizer_and_scheduler(") < source.index("self._load_scaler(")
 

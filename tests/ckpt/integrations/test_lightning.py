@@ -46,6 +46,26 @@ def test_saves_after_validations_of_which_the_best_are_kept(tmp_path: Path, kill
     assert all(torch.equal(saved[f"model/{name}"], tensor) for name, tensor in validated.items())
 
 
+def test_a_run_killed_within_an_accumulation_window(tmp_path: Path) -> None:
+    """Ten batches per epoch in windows of three; validations are after batches 5 and 10."""
+    LIGHTNING.resumes_exactly(tmp_path, "gpt", 7, "val", "windows", resumed_at=5)
+
+
+@pytest.mark.parametrize(("when", "steps"), [("every=2", [12, 10, 8, 6, 4, 2]), ("auto", [12])])
+def test_saves_fall_between_accumulation_windows(tmp_path: Path, when: str, steps: list[int]) -> None:
+    LIGHTNING.outputs(tmp_path, "gpt", 0, when, "windows")
+    listed = invoke("ls", "gpt", "--store", tmp_path, "-o", "json").json
+    assert [one["step"] for one in listed][: len(steps)] == steps
+    assert listed[-1]["step"] > 0
+
+
+def test_saves_between_validations_do_not_have_their_metrics(tmp_path: Path) -> None:
+    LIGHTNING.outputs(tmp_path, "gpt", 0, "val", "every=2", "top=-1")
+    listed = invoke("ls", "gpt", "--store", tmp_path, "-o", "json").json
+    assert {one["step"] for one in listed if "val" in one["metrics"]} == {5, 10, 15, 20, 25, 30}
+    assert listed[0]["step"] == 30
+
+
 def test_a_run_that_is_terminated_saves_and_continues_there(tmp_path: Path) -> None:
     plain = LIGHTNING.outputs(tmp_path, "none", 0, "plain")[0]
     assert LIGHTNING.outputs(tmp_path, "gpt", 0, "term")[0][-1].startswith("7 ")

@@ -1,6 +1,7 @@
 """Training with Lightning; see proof.py.
 
-Options: val (validation twice per epoch), every=N, ddp, fully_shard, io, term (SIGTERM in step 8).
+Options: val (validation twice per epoch), top=N (of these), every=N, auto (saves by their cost), windows (of three
+batches), ddp, fully_shard, io, term (SIGTERM in step 8).
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class Module(LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         loss: torch.Tensor = self.net(batch[0]).square().mean()
-        report(self.global_step, loss.detach())
+        report(self.trainer.fit_loop.total_batch_idx, loss.detach())
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
         if "term" in OPTIONS and self.global_step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
-        die_after(self.global_step)
+        die_after(self.trainer.fit_loop.total_batch_idx + 1)
 
     def validation_step(self, batch: list[torch.Tensor], number: int) -> None:
         self.log("val", self.net(batch[0]).square().mean() + torch.rand(()), sync_dist=True)
@@ -69,8 +70,9 @@ def callbacks() -> list[CkptdCheckpoint]:
         return []
     every = next((int(one[6:]) for one in OPTIONS if one.startswith("every=")), None)
     monitor = "val" if "val" in OPTIONS else None
-    top = 2 if monitor else -1
-    return [CkptdCheckpoint(FOLDER, RUN, every_n_train_steps=every or 1000, monitor=monitor, save_top_k=top)]
+    top = next((int(one[4:]) for one in OPTIONS if one.startswith("top=")), 2 if monitor else -1)
+    steps = None if "auto" in OPTIONS else every or 1000
+    return [CkptdCheckpoint(FOLDER, RUN, every_n_train_steps=steps, monitor=monitor, save_top_k=top)]
 
 
 def strategy(world: int) -> Any:
@@ -126,7 +128,7 @@ def main() -> None:
         accelerator="cpu", devices=world, strategy=strategy(world), max_epochs=3, logger=False, callbacks=callbacks(),
         enable_checkpointing="plain" not in OPTIONS, enable_progress_bar=False, enable_model_summary=False,
         limit_val_batches=None if "val" in OPTIONS else 0, val_check_interval=0.5 if "val" in OPTIONS else None,
-        default_root_dir=FOLDER,
+        default_root_dir=FOLDER, accumulate_grad_batches=3 if "windows" in OPTIONS else 1,
     )  # fmt: skip
     trainer.fit(
         module,
