@@ -31,6 +31,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = frozenset((
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 ))  # fmt: skip
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _SI_KERNEL = 0x80
 """The terminal has sent the signal, to the trainer as well."""
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -93,6 +94,7 @@ def _ends_with_trainer() -> bool:
 
 def _become_reaper() -> None:
     """Orphans of the trainer become children of this process. PID 1 has them anyway."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may ignore it: then children leave no exit code
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -101,7 +103,7 @@ def _start(command: Sequence[str], mask: Collection[int]) -> int:
     """Process id of the trainer; the negative exit code if it cannot be started."""
     environment = {**os.environ, VARIABLE: str(os.getpid())}
     try:
-        return os.posix_spawnp(command[0], [*command], environment, setsigmask=mask)
+        return os.posix_spawnp(command[0], [*command], environment, setsigmask=mask, setsigdef=_IGNORED_BY_PYTHON)
     except FileNotFoundError:
         logger.error("%s: command not found", command[0])
         return -_NOT_FOUND

@@ -125,10 +125,18 @@ def launch(*command: str, grace: str = "30") -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [("exit 0", 0), ("exit 42", 42), ("kill -TERM $$", 143), ("kill -KILL $$", 137)]
+    ("script", "code"),
+    [("exit 0", 0), ("exit 42", 42), ("kill -TERM $$", 143), ("kill -KILL $$", 137), ("kill -PIPE $$", 141)],
 )
 def test_the_exit_code_is_that_of_the_trainer(script: str, code: int) -> None:
+    """SIGPIPE too, which Python ignores: the trainer's shell scripts and tools do not expect that."""
     assert launch("sh", "-c", script).returncode == code
+
+
+def test_a_parent_that_ignores_the_end_of_children_does_not_hang_it() -> None:
+    script = "from signal import *; import os, sys; signal(SIGCHLD, SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", script, *LAUNCHER, "--", "sh", "-c", "exit 42"]
+    assert subprocess.run(command, cwd=ROOT, timeout=100, check=False).returncode == 42
 
 
 def test_a_trainer_that_cannot_be_started(tmp_path: Path) -> None:
