@@ -278,10 +278,10 @@ class Checkpointer:
         if self._saves.elsewhere:
             return
         schedules, self._schedules = self._schedules, []
-        self._preemption.close()
         try:
             self._saves.close(timeout)
         finally:
+            self._preemption.close()  # not before: a second signal must not kill this process while it saves
             for schedule in schedules:
                 schedule.close()
             self._release_lease()

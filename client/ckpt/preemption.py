@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from types import FrameType
 from typing import Literal
 
@@ -148,14 +149,15 @@ class DaemonNotice:
         timeout = httpx.Timeout(_ANSWER_S)
         try:
             with closing(DaemonClient(self._url, self._token, timeout=timeout, retries=0)) as client:
-                page = client.events(self._after, self._run)
+                # All pages: the events of a long run fill many, and the notice is on the last one.
+                while (page := client.events(self._after, self._run)).items:
+                    self._after = page.last_id
+                    for event in page.items:
+                        if event.kind == "preempted" and event.at >= self._since:
+                            return float(event.detail["grace_s"]) - (self._clock() - event.at)
+                self._after = page.last_id
         except CkptError as error:
             logger.debug("no answer from %s: %s", self._url, error)
-            return None
-        self._after = page.last_id
-        for event in page.items:
-            if event.kind == "preempted" and event.at >= self._since:
-                return float(event.detail["grace_s"]) - (self._clock() - event.at)
         return None
 
 
@@ -197,15 +199,21 @@ class Notice:
     def close(self) -> None:
         """Watch no more, and restore signal handlers that were not replaced."""
         self._stop.set()
-        before, self._before = self._before, {}
-        for number, handler in before.items():
+        self._restore_handlers()
+
+    def close_in_child(self) -> None:
+        """A forked child, such as a worker of a data loader, ends by signals as if there were no notice.
+
+        It has no watching thread, but a lock that this thread may have held.
+        """
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        # They are kept as well: a handler that was installed later may go on calling ours, which calls them.
+        for number, handler in self._before.items():
             with suppress(ValueError):  # not the main thread, which keeps the handlers
                 if signal.getsignal(number) == self._handle and handler is not None:
                     signal.signal(number, handler)
-
-    def close_in_child(self) -> None:
-        """A forked child, such as a worker of a data loader, ends by signals as if there were no notice."""
-        self.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._note(signal.Signals(number).name, self._sources.grace_s)
@@ -237,7 +245,7 @@ class Notice:
         except urllib.error.HTTPError as error:
             error.close()
             return False
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             logger.debug("no answer from %s: %s", url, error)
             return False
         return re.search(self._sources.url_matches, body) is not None

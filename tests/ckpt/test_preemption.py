@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, DaemonNotice, Fit, Notice, Preemption, Sources, fit
 from ckpt.schedule import Limits, Schedule
+from ckpt.snapshot import writers
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckptstore.errors import InvalidRequest
+from tests.ckpt.snapshot.gates import Gate, gated
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
 
@@ -57,6 +61,33 @@ def test_a_handler_that_was_installed_later_is_left_alone() -> None:
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_calls_ours_also_calls_the_one_before_after_the_end() -> None:
+    called: list[str] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: called.append("first"))
+    try:
+        with watching(Sources(30.0)):
+            ours = signal.getsignal(signal.SIGUSR1)
+            assert callable(ours)
+
+            def last(number: int, frame: FrameType | None) -> None:
+                called.append("last")
+                ours(number, frame)
+
+            signal.signal(signal.SIGUSR1, last)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: called == ["last", "first"])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_forked_child_does_not_wait_for_a_lock_of_the_watching_thread() -> None:
+    with watching(Sources(30.0)) as notice, notice._stop._cond:  # type: ignore[attr-defined]
+        child = threading.Thread(target=notice.close_in_child, daemon=True)
+        child.start()
+        child.join(30)
+        assert not child.is_alive()
 
 
 def test_a_file_is_notice(tmp_path: Path) -> None:
@@ -114,6 +145,22 @@ def test_a_service_that_does_not_answer_is_no_notice() -> None:
         assert not notice._announced("http://127.0.0.1:9/preempted")
         assert not notice._announced("http://[nonsense")
         assert notice.deadline is None
+
+
+class Nonsense(socketserver.BaseRequestHandler):
+    """Answers with what is not HTTP."""
+
+    def handle(self) -> None:
+        self.request.recv(4096)
+        self.request.sendall(b"nonsense\r\n\r\n")
+
+
+def test_an_answer_that_is_not_http_is_no_notice() -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), Nonsense) as server, watching(Sources(30.0, ())) as notice:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert not notice._announced(f"http://127.0.0.1:{server.server_address[1]}/preempted")
+        thread.join()
 
 
 def test_a_function_is_asked_by_due() -> None:
@@ -204,6 +251,63 @@ def test_a_preempted_checkpointer_saves_all_state_uncompressed_and_drops_what_is
         found = handle.result(60)
     assert found.stored_bytes >= found.raw_bytes
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """No upload of writer="thread" begins while it is closed."""
+    gate = Gate()
+    monkeypatch.setattr(writers, "open_store", gated(gate))
+    yield gate
+    gate.open()
+
+
+def test_the_last_save_waits_for_a_slot_whatever_on_busy_is(tmp_path: Path, gate: Gate) -> None:
+    model = nn.Linear(4, 4)
+    with Checkpointer(str(tmp_path), run="r", writer="thread", slots=1, on_busy="skip") as checkpointer:
+        checkpointer.on_preemption(grace_s=60.0, signals=(), ask=lambda: 60.0)
+        schedule = checkpointer.every(seconds=3600.0)
+        gate.close()
+        first = checkpointer.save_async(model, None, 1)
+        wait_until(lambda: gate.waiting == 1)
+        assert schedule.due(2)
+        opening = threading.Timer(0.2, gate.open)
+        opening.start()
+        last = checkpointer.save_async(model, None, 2)
+        assert (first.result(30).step, last.result(30).step, schedule.exit_code) == (1, 2, EXIT_SAVED)
+        opening.join()
+
+
+def test_signals_are_handled_until_the_last_save_is_durable(tmp_path: Path, gate: Gate) -> None:
+    """Otherwise a second one, such as SIGTERM after SIGUSR1, kills the trainer, and its exit code is lost."""
+    model = nn.Linear(4, 4)
+    handlers: list[object] = []
+
+    def open_gate() -> None:
+        handlers.append(signal.getsignal(signal.SIGUSR1))
+        gate.open()
+
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.on_preemption(grace_s=60.0, signals=(signal.SIGUSR1,))
+        gate.close()
+        checkpointer.save_async(model, None, 1)
+        wait_until(lambda: gate.waiting == 1)
+        opening = threading.Timer(0.5, open_gate)
+        opening.start()
+    opening.join()
+    assert callable(handlers[0])
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_the_notice_of_the_daemon_is_found_behind_many_events(tmp_path: Path) -> None:
+    with running_daemon(str(tmp_path)) as daemon, daemon.client() as client:
+        for _ in range(101):
+            client.preempt("gpt", 1.0)
+        notice = DaemonNotice(daemon.url, None, "gpt")
+        client.preempt("gpt", 60.0)
+        left = notice()
+        assert left is not None
+        assert left > 30.0
 
 
 def test_the_daemon_gives_notice_and_not_to_the_next_job(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ class RunSaves:
             captured = self.agreed.capture(state, grads)
             updates = HandleUpdates(step, self.agreed.layout.num_bytes, started)
             save = SaveRequest(attempt, captured, self.agreed.layout, finite(metrics), lease, cost_before())
+            if self._hurrying:
+                on_busy = "wait"  # the last save: the slots of those that were dropped are released shortly
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
         self.session.saved(updates)
         if self.newest is None and torch_loaded():
