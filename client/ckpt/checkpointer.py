@@ -15,7 +15,7 @@ from ckpt.capture.train_state import TrainState
 from ckpt.config import Config, OnBusy, takes
 from ckpt.lazily import load_rooms
 from ckpt.preemption import DaemonNotice, Fit, Preemption, Sources, fit
-from ckpt.ranks.world import World
+from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.resolve import check_present, release_lease
 from ckpt.restoring.stages import StagedRestore
@@ -247,7 +247,7 @@ class Checkpointer:
         """A second call replaces the sources of the first. Raises InvalidRequest, also outside of the main thread."""
         config = self.config
         daemon = DaemonNotice(config.daemon, config.token, config.run_name) if config.daemon is not None else None
-        self._preemption.watch(sources, daemon if os.environ.get("RANK", "0") == "0" else None)
+        self._preemption.watch(sources, daemon if self._is_first() else None)
 
     def fits(self, seconds: float) -> Fit:
         """Whether a save that begins now is durable within this time, by the rates of the newest one.
@@ -307,6 +307,12 @@ class Checkpointer:
 
     def _world(self) -> World:
         return World(self.config.peer_timeout_s, self.config.group)
+
+    def _is_first(self) -> bool:
+        """Whether this is rank 0 of its group; if the job has no process group yet, by its environment."""
+        if self.config.group == "solo" or is_grouped():
+            return self._world().rank == 0
+        return os.environ.get("RANK", "0") == "0"
 
     def _release_lease(self) -> None:
         lease, self._lease = self._lease, None

@@ -98,7 +98,7 @@ def _durable_s(measured: SaveHandle) -> float:
 class Sources:
     """Save once more when this job is about to be preempted, and end the loop: see `Schedule.due` and `Schedule.stop`.
 
-    With a daemon, `POST /v1/runs/{run}/preempt` there is notice as well; rank 0 looks for it.
+    With a daemon, `POST /v1/runs/{run}/preempt` there is notice as well; rank 0 of the group looks for it.
 
     Notice on one rank is enough; all ranks that train with a schedule end at the same step. Call it on each rank,
     before the loop. At notice, the schedule decides by `fits`: save all state now, uncompressed, without CPU limit and

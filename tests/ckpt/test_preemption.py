@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -310,10 +311,15 @@ def test_the_notice_of_the_daemon_is_found_behind_many_events(tmp_path: Path) ->
         assert left > 30.0
 
 
-def test_the_daemon_gives_notice_and_not_to_the_next_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "group"), [("0", "all"), ("3", "solo")])
+def test_the_daemon_gives_notice_and_not_to_the_next_job(
+    rank: str, group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
     model = nn.Linear(4, 4)
     with running_daemon(str(tmp_path)) as daemon, daemon.client() as client:
-        with Checkpointer(str(tmp_path), run="gpt", daemon=daemon.url, writer="thread") as checkpointer:
+        options: dict[str, Any] = {"daemon": daemon.url, "writer": "thread", "group": group}
+        with Checkpointer(str(tmp_path), run="gpt", **options) as checkpointer:
             checkpointer.on_preemption(grace_s=9.0, signals=())
             schedule = checkpointer.every(seconds=3600.0)
             assert not schedule.due(1)
