@@ -99,7 +99,7 @@ class Schedule:
         self._lead_s = lead_s
         self._steps = steps
         self._costs = Costs()
-        self._rank = 0
+        self._rank = self._global_rank = 0
         self._broadcast: SaveBroadcast | None = None
         self._step: int | None = None
         self._stride = 1
@@ -179,9 +179,10 @@ class Schedule:
     def _begin(self) -> None:
         world = World(self._peer_timeout_s, self._group)
         if world.size > 1:
-            self._rank = world.rank
+            self._rank, self._global_rank = world.rank, world.global_rank
             own = (lambda: preemption.deadline) if (preemption := self._preemption) is not None else (lambda: None)
-            self._broadcast = SaveBroadcast(world.private_store(), world.rank, self._lead_s / _POLLS_PER_LEAD, own)
+            poll_s = self._lead_s / _POLLS_PER_LEAD
+            self._broadcast = SaveBroadcast(world.private_store(), world.rank, poll_s, own, world.members)
             if self._requests and self._rank:
                 self._broadcast.request()
 
@@ -255,7 +256,7 @@ class Schedule:
         first = decision.num_saves - len(decision.saves)
         if self._taken < first:
             raise RankLost(
-                f"rank {self._rank} is more than {_REMEMBERED} saves behind rank 0",
+                f"rank {self._global_rank} is more than {_REMEMBERED} saves behind the rank that decides",
                 "Every rank calls due() with the same steps",
             )
         before = self._taken

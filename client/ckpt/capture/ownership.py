@@ -99,7 +99,7 @@ class Ownership:
 
     def _changed(self, name: str, change: str) -> LayoutChanged:
         return LayoutChanged(
-            f"on rank {self.rank} {name!r} {change} since the ranks agreed on who writes what",
+            f"on rank {self._global(self.rank)} {name!r} {change} since the ranks agreed on who writes what",
             "Call prepare() on all ranks with the objects as they are now, then save again",
         )
 
@@ -116,7 +116,8 @@ def agree(
     for holder, units in enumerate(said):
         for name in units:
             holders[name].append(holder)
-    different = [name for name, ranks in holders.items() if _differs(name, [(r, said[r][name]) for r in ranks])]
+    named = range(len(said)) if members is None else members
+    different = [n for n, ranks in holders.items() if _differs(n, [(named[r], said[r][n]) for r in ranks])]
     ordered = {name: tuple(ranks) for name, ranks in holders.items()}
     owner = {name: ranks[0] for name, ranks in ordered.items()}
     turn = _turns({name: said[owner[name]][name].bytes for name in ordered}, ordered) if split_replicas else {}
@@ -125,7 +126,10 @@ def agree(
 
 
 def _differs(name: str, found: Sequence[tuple[int, Unit]]) -> bool:
-    """Whether a buffer differs between ranks. Raises UnsupportedObject for a parameter that does."""
+    """Whether a buffer differs between ranks. Raises UnsupportedObject for a parameter that does.
+
+    found: what each global rank holds.
+    """
     first_rank, first = found[0]
     for rank, unit in found[1:]:
         same_tensor = (unit.dtype, unit.shape, unit.distributed) == (first.dtype, first.shape, first.distributed)

@@ -6,7 +6,7 @@ A thread of each rank does so through the key-value store of the process group.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,11 +54,17 @@ class SaveBroadcast:
     """One rank's end. All public methods belong to the training thread; `request` is also safe in a signal handler."""
 
     def __init__(
-        self, store: Any, rank: int, poll_s: float, deadline: Callable[[], float | None] = lambda: None
+        self,
+        store: Any,
+        rank: int,
+        poll_s: float,
+        deadline: Callable[[], float | None] = lambda: None,
+        members: Sequence[int] | None = None,
     ) -> None:
         """store: a key-value store of torch that all ranks share, used for nothing else.
 
-        deadline: when this rank must be done, if it has notice of a preemption. Called in the thread.
+        deadline: when this rank must be done, if it has notice of a preemption. Called in the thread. members: global
+        ranks by rank, for messages; None: those are equal.
         """
         self._deadline = deadline
         self._notified = False
@@ -66,6 +72,8 @@ class SaveBroadcast:
         """When one of the ranks must be done, in seconds since the epoch. For any thread."""
         self._store = store
         self._rank = rank
+        self._named, self._first = (rank, 0) if members is None else (members[rank], members[0])
+        """This rank and rank 0 in messages."""
         self._poll_s = poll_s
         self._changed = threading.Condition()
         self._decision: SaveDecision | None = None
@@ -108,14 +116,15 @@ class SaveBroadcast:
 
             found = self._changed.wait_for(decided, min(timeout_s, waiting.NOTICE_S))
             if not found and timeout_s > waiting.NOTICE_S:
-                waiting.log_wait(self._rank, "rank 0, which decides when to save")
+                waiting.log_wait(self._named, f"rank {self._first}, which decides when to save")
                 found = self._changed.wait_for(decided, timeout_s - waiting.NOTICE_S)
             self._hurry = False
             self._check()
             if not found:
                 raise RankLost(
-                    f"rank 0 did not publish within {timeout_s:.0f} s whether to save",
-                    "Every rank calls due() with the same steps; look at rank 0's log, or raise peer_timeout_s",
+                    f"rank {self._first} did not publish within {timeout_s:.0f} s whether to save",
+                    f"Every rank calls due() with the same steps; look at the log of rank {self._first}, or raise "
+                    "peer_timeout_s",
                 )
             assert self._decision is not None
             return self._decision
@@ -141,8 +150,8 @@ class SaveBroadcast:
     def _check(self) -> None:
         if self._error is not None:
             raise RankLost(
-                f"rank {self._rank} lost the store of its process group: {self._error}",
-                "The process that hosts it (rank 0, or torchrun's agent) is gone; restart the job",
+                f"rank {self._named} lost the store of its process group: {self._error}",
+                "The process that hosts it (rank 0 of the job, or torchrun's agent) is gone; restart the job",
             ) from self._error
 
     def _run(self) -> None:

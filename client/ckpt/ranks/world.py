@@ -87,6 +87,8 @@ class World:
         self.whole = len(self.members) == everyone
         """Whether the group has all processes of the job."""
         self.rank: int = self.members.index(own)
+        self.global_rank = own
+        """The number of this process in the job, which messages name."""
         self.size: int = len(self.members)
         # A lost rank may stall an exchange and then the meeting after it: both must fit into the timeout.
         self._silence_s, self.exchange_s = 0.6 * timeout_s, 0.25 * timeout_s
@@ -211,7 +213,7 @@ class World:
                 raise self._silent(0)
             if waited > waiting.NOTICE_S and not wait.logged:
                 wait.logged = True
-                log_wait(self.members[self.rank], self.names(0))
+                log_wait(self.global_rank, self.names(0))
             time.sleep(next(waits))
         return joined
 
@@ -267,7 +269,7 @@ class World:
 
     def _log_wait(self, wait: _Wait) -> None:
         if awaited := absent(self._exist, wait.keys):
-            log_wait(self.members[self.rank], self.names(*awaited))
+            log_wait(self.global_rank, self.names(*awaited))
 
     def _beat_of(self, rank: int) -> bytes:
         name = f"beat/{rank}"
@@ -282,7 +284,7 @@ class World:
         except _network_errors() as error:
             raise RankLost(
                 f"{self.names(self.rank)} lost the store of its process group: {str(error) or 'no answer'}",
-                "The process that hosts it (rank 0, or torchrun's agent) is gone or hangs; restart the job",
+                "The process that hosts it (rank 0 of the job, or torchrun's agent) is gone or hangs; restart the job",
             ) from error
 
 
@@ -378,7 +380,7 @@ def meet(world: World, describe: Callable[[], dict[str, Unit]], split_replicas: 
     for rank, answer in enumerate(said):
         if len(answer) == 3:
             code, message, hint = answer
-            raise error_from_code(code, f"rank {rank}: {message}", hint)
+            raise error_from_code(code, f"rank {world.members[rank]}: {message}", hint)
     held: list[Units] = [units] * world.size
     for data, ranks in world.gather_alike(packed).items():
         theirs = msgspec.msgpack.decode(data, type=dict[str, Unit])

@@ -364,7 +364,7 @@ class Restorer:
             error = caught
         except Exception as caught:
             # The other ranks must not wait for a rank that will never answer.
-            error = RestoreFailed(f"rank {self._world.rank} cannot restore: {caught!r}")
+            error = RestoreFailed(f"rank {self._world.global_rank} cannot restore: {caught!r}")
             error.__cause__ = caught
         answers = self._world.gather(
             [reported] if error is None else [error.code, error.message, error.hint, error.chunks]

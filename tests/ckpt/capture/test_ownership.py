@@ -204,6 +204,15 @@ def test_a_tensor_that_differs_between_ranks_is_refused_and_both_are_named() -> 
     other_values = {"model/w": unit_of(whole((3,)), sample="other")}
     with pytest.raises(UnsupportedObject, match="ranks 0 and 1"):
         agree(0, [first, other_values], split_replicas=False)
+    with pytest.raises(UnsupportedObject, match="ranks 3 and 5"):
+        agree(0, [first, other_values], split_replicas=False, members=(3, 5))
+
+
+def test_a_changed_layout_names_the_global_rank() -> None:
+    said = [{"model/w": unit_of(whole((3,)))}] * 2
+    ownership, _ = agree(1, said, split_replicas=False, members=(3, 5))
+    with pytest.raises(LayoutChanged, match="on rank 5 'model/w' is gone"):
+        ownership.check({})
 
 
 def test_a_buffer_that_differs_is_the_lowest_ranks() -> None:

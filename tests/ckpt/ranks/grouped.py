@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,6 +38,12 @@ def _values(model: nn.Module) -> dict[str, Any]:
     return {name: value.full_tensor().tolist() for name, value in model.state_dict().items()}
 
 
+def _problem(checkpointer: Checkpointer, model: nn.Module, position: object = 0) -> str:
+    with pytest.raises(UnsupportedObject) as caught:
+        checkpointer.prepare(model, None, position=position)
+    return caught.value.message
+
+
 def at_once(store: str) -> dict[str, Any]:
     """Ranks 0 and 2, and ranks 3 and 1, train, save and restore a run each; neither group waits for the other."""
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
@@ -51,8 +58,12 @@ def at_once(store: str) -> dict[str, Any]:
         other, other_optim = _trained(7, own, steps=2)
         restored = checkpointer.restore(other, other_optim, position=None)
         assert restored is not None
+        problems = [_problem(checkpointer, nn.Linear(2 + dist.get_rank(), 2))]
+        problems.append(_problem(checkpointer, model, object() if dist.get_rank() >= 2 else 0))
     dist.barrier()
     return {
+        "problems": problems,
+        "asks": checkpointer._is_first(),
         "step": restored.step,
         "equal": _values(model) == _values(other),
         "position": restored.values["position"],

@@ -37,6 +37,10 @@ def test_two_groups_save_and_restore_a_run_each_at_once(outcomes: dict[object, O
     assert [result["step"] for result in found] == [3, 5, 3, 5]
     assert all(result["equal"] and result["world_size"] == 2 for result in found)
     assert [result["position"] for result in found] == [0, 1, 2, 3]
+    assert [result["asks"] for result in found] == [True, True, False, False], "rank 0 of the job is in one group"
+    for rank, result in enumerate(found):
+        assert f"ranks {rank % 2} and {rank % 2 + 2} hold different tensors" in result["problems"][0]
+    assert [result["problems"][1].partition(":")[0] for result in found[:2]] == ["rank 2", "rank 3"]
     for run in ("run-0@3", "run-1@5"):
         assert invoke("--store", store, "verify", run).code == 0
 
