@@ -67,10 +67,6 @@ class Gate:
         owners = self._owners_of(tensor)
         return owners if owners <= self.hooked else EVERYONE
 
-    def is_hooked(self, tensor: torch.Tensor) -> bool:
-        """Whether every step that changes a leaf calls the hook."""
-        return bool(self.part(tensor))
-
     def waits(self, optimizer: Optimizer, parts: Iterable[Part]) -> list[Part]:
         """The parts that an optimizer waits for."""
         number = self._numbers.get(optimizer)

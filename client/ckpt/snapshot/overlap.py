@@ -369,9 +369,9 @@ def _stuck_error() -> SaveFailed:
 
 def _torn_error(entries: Sequence[str]) -> SnapshotTorn:
     return SnapshotTorn(
-        f"{_names(entries)} changed after save_async and before the copy was complete, outside optim.step()",
-        "Pass overlap=False to the Checkpointer if anything but optim.step() changes parameters between save_async and "
-        "the next step. This process now behaves as with overlap=False",
+        f"{_names(entries)} changed between save_async and the end of the copy, outside the step of its optimizer",
+        "Change parameters before save_async or after the step of their own optimizer, or pass overlap=False to the "
+        "Checkpointer. This process now behaves as with overlap=False",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Part = frozenset[int]
@@ -18,11 +18,6 @@ class CopyProgress:
     def __init__(self, parts: Iterable[Part]) -> None:
         self._copied = {part: threading.Event() for part in parts}
         self._wanted: set[Part] = set()
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """All parts."""
-        return list(self._copied)
 
     def wait_for(self, parts: Iterable[Part]) -> None:
         """Return when these parts are copied, or the copy has failed. They are copied before others."""
