@@ -145,6 +145,7 @@ class DeviceCopies:
     def copy_gathered(self) -> None:
         """Queue the copies to the host of what was gathered at the call. Nothing waits for them."""
         if self._ahead is not None:
+            self._gathered.append(self._ahead)
             try:
                 self._ahead.copy(side=True)
             finally:

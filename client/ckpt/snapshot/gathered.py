@@ -64,7 +64,7 @@ class GatheredLeaves:
 
     def _landing(self, views: list[torch.Tensor], gathered: torch.Tensor) -> torch.Tensor | None:
         """Host memory for one copy of small leaves; None: each is copied to its place."""
-        if len(views) == 1 or views[0].nbytes > SMALL_BYTES:
+        if len(views) == 1 or any(view.nbytes > SMALL_BYTES for view in views):
             return None
         try:
             return self._device.pinned(gathered.nbytes)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt.snapshot.gathered import SMALL_BYTES, by_size
-from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, plugged_in
+from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, add_one, plugged_in
 from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, SCHEDULES, Training, open_run
 from tests.support.waiting import wait_until
 
@@ -97,6 +97,26 @@ def test_without_memory_on_the_device_it_is_copied_in_order(
     said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
     assert len(said) == 1
     assert "has no room" in said[0]
+
+
+def test_a_single_small_leaf_beside_large_ones_is_copied_with_them(tmp_path: Path) -> None:
+    """It is the first one: its group is not one of small leaves that lie together."""
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        model = nn.Module()
+        for name, size in (("bias", 8), ("weight", SMALL_BYTES), ("wider", 2 * SMALL_BYTES)):
+            model.register_buffer(name, torch.zeros(size))
+        optim = torch.optim.SGD(nn.Linear(1, 1).parameters())
+        for step in range(4):
+            for tensor in model.buffers():
+                simulated.launch(add_one(tensor))
+            checkpointer.save_async(model, optim, step)
+        checkpointer.wait()
+        for step in range(4):
+            found = checkpointer.load(step)
+            assert {name: set(tensor.tolist()) for name, tensor in found.items() if name.startswith("model/")} == {
+                f"model/{name}": {step + 1.0} for name in ("bias", "weight", "wider")
+            }, step
+        simulated.synchronize()
 
 
 def test_the_first_save_does_not_guess_how_much_memory_training_needs(tmp_path: Path) -> None:
