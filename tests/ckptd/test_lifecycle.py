@@ -28,7 +28,8 @@ from tests.support.forking import DAEMON, run
 from tests.support.waiting import wait_until
 
 _QUESTIONS = (
-    "/checkpoints/latest", "/v1/checkpoints/latest?run=gpt", "/v1/checkpoints", "/v1/checkpoints?run=gpt&limit=2",
+    "/checkpoints/latest?run=gpt", "/v1/checkpoints/latest?run=gpt", "/v1/checkpoints",
+    "/v1/checkpoints?run=gpt&limit=2",
     "/v1/runs", "/v1/checkpoints/gpt@2", "/v1/checkpoints/gpt@latest", "/v1/checkpoints/gpt@3",
 )  # fmt: skip
 

@@ -195,7 +195,7 @@ def test_from_the_first_admin_to_the_end_of_a_trainers_token(store: Store, tmp_p
         made = run("token", "create", "trainer", "--scope", "read", "--run", "gpt-*", "--expires", "1d", env=as_admin)
         secret = made.stdout.strip()
         as_trainer = {"CKPTD_URL": daemon.url, "CKPT_TOKEN": secret}
-        assert invoke("latest", "-r", "gpt-a", "-o", "id", env=as_trainer).stdout.startswith("gpt-a@1")
+        assert invoke("latest", "gpt-a", "-o", "id", env=as_trainer).stdout.startswith("gpt-a@1")
         refused = invoke("token", "ls", "-o", "json", env=as_trainer)
         assert (refused.code, refused.error["code"]) == (8, "forbidden")
         listed = invoke("token", "ls", env=as_admin).stdout

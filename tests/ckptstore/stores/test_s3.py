@@ -71,13 +71,13 @@ class WatchedTransfers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transfers, name)
 
-    def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event) -> dict[str, Any]:
+    def put_part(self, path: str, upload: str, part: UploadPart, *others: Any) -> dict[str, Any]:
         with self._lock:
             self._in_flight += len(part)
             self.most_bytes = max(self.most_bytes, self._in_flight)
         try:
             self._before_part(part)
-            return self._transfers.put_part(path, upload, part, stop)
+            return self._transfers.put_part(path, upload, part, *others)
         finally:
             with self._lock:
                 self._in_flight -= len(part)
