@@ -51,7 +51,7 @@ def test_its_program_trains_and_resumes_and_its_commands_answer(tmp_path: Path) 
         for command in commands:
             words = command.split()[1:]
             if command.startswith("curl"):
-                assert daemon.get(words[0].removeprefix("$CKPTD_URL")).json()["step"] == 150
+                assert daemon.get(words[0].strip('"').removeprefix("$CKPTD_URL")).json()["step"] == 150
             else:
                 extra = ("--no-browser",) if words[0] == "open" else ()
                 assert run(*words, *extra, "--url", daemon.url).code == 0
