@@ -28,9 +28,9 @@ class Job:
     def __init__(
         self, module: str, arguments: Sequence[str], world_size: int = 1, environment: Mapping[str, str] | None = None
     ) -> None:
-        told, tells = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
-        fcntl.fcntl(tells, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._told, self._rest = told, b""
+        reader, writer = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._reader, self._rest = reader, b""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the job has ended
         meeting = {
             "PYTHONUNBUFFERED": "",
@@ -43,23 +43,23 @@ class Job:
                 TRAINER,
                 module,
                 arguments,
-                stdout=tells,
+                stdout=writer,
                 stderr=self._errors.fileno(),
                 environment={**os.environ, **(environment or {}), **meeting, "RANK": str(rank)},
                 strict=True,
             )
             for rank in range(world_size)
         ]
-        os.close(tells)
+        os.close(writer)
 
     def lines(self) -> Iterator[list[str]]:
         """The words of each line, as they come; the end when all ranks have ended. AssertionError if nothing comes."""
         while True:
             *lines, self._rest = self._rest.split(b"\n")
             yield from (line.decode().split() for line in lines)
-            if not select.select([self._told], [], [], DEADLINE_S)[0]:
+            if not select.select([self._reader], [], [], DEADLINE_S)[0]:
                 raise AssertionError(f"nothing was printed for {DEADLINE_S} s\n{self.errors()}")
-            data = os.read(self._told, _PIPE_BYTES)
+            data = os.read(self._reader, _PIPE_BYTES)
             if not data:
                 return
             self._rest += data
@@ -101,7 +101,7 @@ class Job:
         self.kill()
         for rank in self.ranks:
             rank.wait(DEADLINE_S)
-        os.close(self._told)
+        os.close(self._reader)
         self._errors.close()
 
 
