@@ -32,7 +32,7 @@ async def read_body(request: Request, kind: type[_B], max_bytes: int = MAX_BODY_
         body = decode_json(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", "request")
-        raise InvalidRequest(f"the body is not a {name}: {error}", "See docs/api.md") from error
+        raise InvalidRequest(f"the body is not a {name}: {error}", "See docs/how-to/http-api.md") from error
     check_body(request, body)
     return body
 

@@ -22,7 +22,7 @@ from ckptstore.errors import InvalidRequest
 
 _REF = "#/components/schemas/{name}"
 _ALWAYS = (401, 403, 414, 422, 429, 431, 500, 503)
-_ABOUT = "Checkpoint storage and restore. docs/api.md explains what is not in the schemas."
+_ABOUT = "Checkpoint storage and restore. docs/how-to/http-api.md explains what is not in the schemas."
 _kinds: dict[str, Any] = {}
 
 

@@ -55,7 +55,9 @@ def install(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return error_response(InvalidRequest(f"{where}: {first['msg']}", "See docs/operations.md or /openapi.json"))
+        return error_response(
+            InvalidRequest(f"{where}: {first['msg']}", "See docs/how-to/http-api.md or /openapi.json")
+        )
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:

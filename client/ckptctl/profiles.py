@@ -92,7 +92,7 @@ def _read(path: Path) -> _File:
     except FileNotFoundError:
         return _File()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise InvalidRequest(f"cannot use {path}: {error}", "docs/operations.md has an example") from error
+        raise InvalidRequest(f"cannot use {path}: {error}", "docs/how-to/command-line.md has an example") from error
     if any(entry.token for entry in parsed.profiles.values()):
         _check_private(path)
     return parsed

@@ -1,4 +1,4 @@
-"""The plan of a run's checkpoints, from its inputs. Pure; docs/planning.md explains every key."""
+"""The plan of a run's checkpoints, from its inputs. Pure; docs/how-to/planning.md explains every key."""
 
 from __future__ import annotations
 
@@ -195,7 +195,8 @@ def plan(inputs: PlanInputs) -> Plan:
     """Plan a run's checkpoints: `ckpt.plan(parameters=70e9, dp=8, tp=8, sharding="fsdp", failures="llama3")`.
 
     Takes the fields of PlanInputs by keyword; seconds, bytes and bytes per second. Nothing is read or written, and any
-    thread may call it. Raises InvalidRequest. docs/planning.md lists inputs, results and the sources of the formulas.
+    thread may call it. Raises InvalidRequest. docs/how-to/planning.md lists inputs, results and the sources of
+    the formulas.
     """
     return make_plan(inputs)
 

@@ -9,7 +9,7 @@
     ├── Unavailable         a store, a daemon or another rank failed; retrying may help
     └── SaveFailed          a background save did not become durable
 
-An exception handler chooses by group; docs/errors.md lists remedies. Programs use `http_status` and `exit_code`.
+Exception handlers choose by group, programs by `http_status` and `exit_code`. docs/reference/errors.md lists remedies.
 """
 
 from __future__ import annotations

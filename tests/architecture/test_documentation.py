@@ -29,14 +29,14 @@ def table_row(page: str, first: str) -> list[str] | None:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.code)
 def test_every_error_is_explained(error: type[CkptError]) -> None:
-    row = table_row((ROOT / "docs" / "errors.md").read_text(), f"`{error.code}`")
-    assert row is not None, f"docs/errors.md has no row for {error.code}"
+    row = table_row((ROOT / "docs" / "reference" / "errors.md").read_text(), f"`{error.code}`")
+    assert row is not None, f"docs/reference/errors.md has no row for {error.code}"
     assert row[1:3] == [str(error.http_status), str(error.exit_code)]
     assert all(row[3:])
 
 
 def test_no_explained_error_is_gone() -> None:
-    page = (ROOT / "docs" / "errors.md").read_text()
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     explained = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert sorted(explained) == [error.code for error in ERRORS]
 

@@ -1,4 +1,4 @@
-"""What users may rely on is complete, explained, and mentioned in the README or in docs/python.md."""
+"""What users may rely on is complete, explained, and mentioned in the README or in docs/reference/python.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt import Checkpointer, default
 from ckpt.config import Config
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md").read_text() + (ROOT / "docs" / "python.md").read_text()
+PAGES = (ROOT / "README.md").read_text() + (ROOT / "docs" / "reference" / "python.md").read_text()
 FUNCTIONS = [name for name in ckpt.__all__ if inspect.isfunction(getattr(ckpt, name))]
 
 
@@ -26,7 +26,9 @@ def test_every_public_name_exists_and_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("knob", [knob.name for knob in fields(Config)])
 def test_every_knob_is_documented(knob: str) -> None:
-    rows = [line for line in (ROOT / "docs" / "python.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line for line in (ROOT / "docs" / "reference" / "python.md").read_text().splitlines() if line.startswith("| `")
+    ]
     assert [row for row in rows if f"`{knob}`" in row.split("|")[1]]
 
 

@@ -14,7 +14,7 @@ from ckptd.settings import KNOBS, Settings, default_cache, default_db, load
 from ckptstore.errors import InvalidRequest
 
 _STORE = {"store": "s3://bucket"}
-_OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+_PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "settings.md").read_text()
 
 
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_every_setting_can_be_set_everywhere_and_is_explained(knob: object, tmp_
     assert getattr(load(flags, {f"CKPTD_{name.upper()}": text}).settings, name) == expected
     if not secret:
         assert getattr(load({**flags, name: text}, {}).settings, name) == expected
-        assert f"`--{name.replace('_', '-')}`" in _OPERATIONS
-    assert f"`CKPTD_{name.upper()}`" in _OPERATIONS
+        assert f"`--{name.replace('_', '-')}`" in _PAGE
+    assert f"`CKPTD_{name.upper()}`" in _PAGE
 
 
 @pytest.mark.parametrize(

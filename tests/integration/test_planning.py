@@ -1,4 +1,4 @@
-"""Plans of real runs: docs/planning.md as it is printed, and what a run's history predicts about its next save."""
+"""Plans of real runs: docs/how-to/planning.md as printed, and what a run's history predicts about its next save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.train_gpt import CONTEXT, GPT
 from tests.support.command_line import invoke
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/planning.md").read_text()
+PAGE = (ROOT / "docs/how-to/planning.md").read_text()
 PRINTED = re.findall(r"^```console\n\$ ckptctl ([^\n]*)\n(.*?)^```$", PAGE, re.M | re.S)
 _ULID = re.compile(r"\.[0-9A-Z]{26}\b")
 

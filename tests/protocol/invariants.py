@@ -1,4 +1,4 @@
-"""The invariants of docs/architecture.md, over the objects in the store and what the actors claim."""
+"""The invariants of docs/explanation/architecture.md, over the objects in the store and what the actors claim."""
 
 from __future__ import annotations
 

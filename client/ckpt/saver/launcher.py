@@ -75,7 +75,7 @@ def warn_without_launcher() -> None:
     if VARIABLE not in os.environ and _ends_with_trainer():
         logger.warning(
             "when this trainer ends, the kernel kills its saver with it, and accepted saves are lost: the process with "
-            "PID 1 is the trainer, or ends with it. Start it with: ckpt-run -- torchrun ... (docs/preemption.md)"
+            "PID 1 is the trainer, or ends with it. Start it with: ckpt-run -- torchrun ... (docs/how-to/preemption.md)"
         )
 
 

@@ -47,7 +47,7 @@ class EventBody(msgspec.Struct, frozen=True, kw_only=True):
     run: str | None = None
     checkpoint: str | None = None
     detail: dict[str, Any] = {}
-    """By kind: docs/api.md."""
+    """By kind: docs/how-to/http-api.md."""
 
 
 class EventsBody(msgspec.Struct, frozen=True, kw_only=True):

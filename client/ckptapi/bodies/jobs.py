@@ -126,7 +126,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     """Code of the error that ended it."""
     problem: str = ""
     result: dict[str, Any] | None = None
-    """By kind: docs/api.md. None if it was cancelled or failed."""
+    """By kind: docs/how-to/http-api.md. None if it was cancelled or failed."""
     log: str | None = None
     """Its last lines; None in listings."""
 

@@ -96,7 +96,7 @@ def _look_at_daemon(session: Session) -> Iterator[HealthFinding]:
     ready = session.daemon("doctor").readiness()
     for part, state in (("daemon's database", ready.database), ("daemon's view of the store", ready.store)):
         good = state == "ok"
-        advice = "" if good else "The daemon recovers when the cause is fixed; docs/operations.md lists causes"
+        advice = "" if good else "The daemon recovers when the cause is fixed; docs/how-to/daemon.md lists causes"
         yield HealthFinding(check=part, verdict="ok" if good else "wrong", found=state, advice=advice)
     if ready.leaving:
         yield HealthFinding(check="daemon", verdict="warning", found="it is shutting down")

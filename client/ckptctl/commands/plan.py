@@ -113,7 +113,8 @@ def plan(
     """Plan a run's checkpoints before it starts: sizes, bandwidth, memory, the best interval, time and price.
 
     The model is given by --parameters, --model, the --layers of a transformer, a file, or a checkpoint. Everything
-    else is optional; parts without their inputs are left out. docs/planning.md has the formulas and their sources.
+    else is optional; parts without their inputs are left out. docs/how-to/planning.md has the
+    formulas and their sources.
     """
     session: Session = ctx.obj
     rules = RuleOptions(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, None, None)

@@ -2,7 +2,7 @@
 
 float-split (float_split.py) entropy-codes the exponents of floating-point numbers, which are far from uniform. It
 stores sign and mantissa unchanged, because they are close to noise. The idea is ZipNN's (arXiv 2411.05239); the layout
-is ours and is specified in docs/format.md.
+is ours and is specified in docs/explanation/format.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The documents of a checkpoint, as types: receipt, manifest, outcome, generation, lease, tombstone. No I/O.
 
-docs/format.md specifies them. parsing.py reads and writes them.
+docs/explanation/format.md specifies them. parsing.py reads and writes them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The float-split codecs: exponents are entropy-coded, signs and mantissas are not. docs/format.md has the layout.
+"""The float-split codecs: exponents are entropy-coded, signs and mantissas are not.
 
-All work is numpy passes over planes that stay in the L2 cache, and calls of zstd; both release the GIL. The layout
-needs few passes: a lane of a plane holds parts of two words, one from each half of a block, so masks and shifts of
-whole lanes split and join words.
+The layout is in docs/explanation/format.md. All work is numpy passes over planes that stay in the L2 cache, and calls
+of zstd; both release the GIL. The layout needs few passes: a lane of a plane holds parts of two words, one from each
+half of a block, so masks and shifts of whole lanes split and join words.
 """
 
 from __future__ import annotations

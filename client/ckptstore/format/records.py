@@ -1,6 +1,6 @@
 """Small documents next to the checkpoints: pins, fates of tombstones, the dead, scrub findings, audit log, policies.
 
-They are sealed and checked like all other documents (documents.py); docs/format.md specifies them. No I/O.
+They are sealed and checked like all other documents (documents.py); docs/explanation/format.md specifies them. No I/O.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shell function in docs/api.md, with a real shell and a real curl."""
+"""The shell function in docs/how-to/orchestrators.md, with a real shell and a real curl."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 
 
 def recipe() -> str:
-    (found,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.S)
+    (found,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/how-to/orchestrators.md").read_text(), re.S)
     return str(found)
 
 
 def use() -> str:
-    """The line that docs/api.md recommends."""
-    [found] = re.findall(r"`(\S*\$\(latest_checkpoint gpt\)[^`]*)` sets", (ROOT / "docs/api.md").read_text())
+    """The line that docs/how-to/orchestrators.md recommends."""
+    [found] = re.findall(
+        r"`(\S*\$\(latest_checkpoint gpt\)[^`]*)` sets", (ROOT / "docs/how-to/orchestrators.md").read_text()
+    )
     return str(found)
 
 

@@ -1,4 +1,4 @@
-"""A second reader, written from docs/format.md alone: it imports nothing of ours, and trusts nothing it reads."""
+"""A second reader, written from docs/explanation/format.md alone. It imports nothing of ours, and trusts no input."""
 
 # ruff: noqa: B905
 

@@ -1,4 +1,4 @@
-"""docs/format.md is exact, and what was written in format 1 stays readable for ever."""
+"""docs/explanation/format.md is exact, and what was written in format 1 stays readable for ever."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_independent_reader_is_independent() -> None:
 
 
 def test_the_page_names_every_type_and_codec() -> None:
-    page = (ROOT / "docs/format.md").read_text()
+    page = (ROOT / "docs/explanation/format.md").read_text()
     listed = re.search(r"bytes per element:(.*?)\n- `slices`", page, re.DOTALL)
     assert listed
     sizes: dict[str, int] = {}
