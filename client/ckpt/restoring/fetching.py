@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -18,6 +19,7 @@ from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.planning import ShardRead
 from ckptstore.reading.fetch import Buffers, fetch
 from ckptstore.reading.source import Source, StoreSource, check_manifest_data
+from ckptstore.reading.sources import ChunkSource, fetch_from
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,10 @@ class Fetcher:
         self._share = how_to_share(config, world.size, is_grouped())
         self._past_caches = False
         self._manifest: Future[bytes] | None = None
+        self.nearer: Sequence[ChunkSource] = ()
+        """Asked first, in this order, by each rank for itself."""
+        self.read: Counter[str] = Counter()
+        """Raw bytes that this rank placed, by the name of the source; `store` is the last one."""
 
     @contextmanager
     def reading_ahead(self) -> Iterator[None]:
@@ -71,6 +77,9 @@ class Fetcher:
         self, content: Content, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]
     ) -> None:
         """Fill the buffers. Raises Damaged, ObjectMissing, Unavailable or RankLost; buffers then hold a mixture."""
+        reads, found = fetch_from(self.nearer, reads, buffers, progress)
+        self.read.update(found)
+        self.read["store"] += sum(chunk.raw for read in reads for chunk in read.chunks)
         if self._share == "broadcast":
             from ckpt.restoring.sharing import fetch_shared  # loads torch
 

@@ -79,6 +79,9 @@ class Restored:
     """How per-rank state was redistributed, if the number of ranks has changed."""
     seconds: float
     lease: str | None = field(repr=False)
+    read: dict[str, int] = field(default_factory=dict)
+    """Raw bytes that this rank placed, by where they were read: `store`, and what is nearer. Replicas that another rank
+    read count as read from the store."""
     rng: Callable[[], None] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -171,18 +174,10 @@ class Restorer:
             seconds = time.perf_counter() - started
             note_restored(self._source, self._config)
             restored = Restored(
-                checkpoint=checkpoint,
-                values=plan.values,
-                skipped=skipped,
-                missing=plan.missing,
-                unexpected=plan.unexpected,
-                mismatched=plan.mismatched,
-                unused=plan.unused,
-                notes=list(rank_state.notes),
-                seconds=seconds,
-                lease=lease,
-                rng=plan.restore_rng,
-            )
+                checkpoint=checkpoint, values=plan.values, skipped=skipped, missing=plan.missing,
+                unexpected=plan.unexpected, mismatched=plan.mismatched, unused=plan.unused,
+                notes=list(rank_state.notes), seconds=seconds, lease=lease, read=plan.read, rng=plan.restore_rng,
+            )  # fmt: skip
             if self._world.rank == 0:
                 logger.info("restored %s", restored)
             return restored
@@ -340,6 +335,7 @@ class Restorer:
             logger.warning("reading again, bypassing the daemon's cache: %s", error)
             session.enter(Phase.FETCHING, total)
             self._together(fetch)
+        plan.read = dict(fetcher.read)
 
     def _place(self, plan: RestorePlan, session: RestoreSession) -> None:
         session.enter(Phase.PLACING)

@@ -35,6 +35,8 @@ class RestorePlan:
     """Items of the checkpoint that the caller did not request."""
     items: list[str] = field(default_factory=list)
     """All items of the checkpoint."""
+    read: dict[str, int] = field(default_factory=dict)
+    """Raw bytes that this rank has placed, by the name of the source."""
     overwritten: set[str] = field(default_factory=set)
     """Live state that is overwritten: tensors of modules, and items of optimizers that have state."""
     refused: StateMismatch | None = None

@@ -19,11 +19,11 @@ import numpy as np
 import xxhash
 
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CkptError, CorruptObject, Damaged, ObjectMissing
+from ckptstore.errors import CkptError, CorruptObject, Damaged, ObjectMissing, Unavailable
 from ckptstore.format.casting import cast_into
 from ckptstore.format.codecs import RAW, decode
 from ckptstore.format.documents import digest
-from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, join
+from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, coalesce, join
 from ckptstore.reading.source import Source
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 
@@ -78,32 +78,90 @@ def fetch(
     Returns when all bytes are checked and placed. The first error stops the fetch; the contents of the buffers are then
     undefined and may be damaged.
     """
-    threads = threads or source.parallel_reads
-    if isinstance(buffers, Receiver):
-        reads = [part for read in reads for part in buffers.divide(read)]
-    elif source.longest_read:
-        # At least about two per thread, so that a thread that finishes early can take over from others.
-        share = min(source.longest_read, sum(read.bytes for read in reads) // (2 * threads))
-        reads = join(reads, share + READ_BYTES // 2)
-    threads = max(1, min(threads, len(reads)))
-    stretches = Stretches(reads, threads)
-    stop = threading.Event()
+    _Fetching(source, checkpoint, buffers, progress).run(reads, threads)
 
-    def work(thread: int) -> None:
+
+def fetch_readable(
+    source: Source, checkpoint: Checkpoint, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress
+) -> tuple[list[ShardRead], CkptError | None]:
+    """Like `fetch`, but returns the reads of chunks that cannot be read there, and the first error, if there is one.
+
+    These are damaged or missing, chunk by chunk; once the source is unavailable, all that are left. Their buffers may
+    hold anything. Other errors are raised.
+    """
+    fetching = _FetchingReadable(source, checkpoint, buffers, progress)
+    fetching.run(reads, None)
+    chunks = sorted(fetching.left, key=lambda chunk: (chunk.shard, chunk.attempt or "", chunk.offset))
+    return coalesce(chunks), fetching.error
+
+
+class _Fetching:
+    """One fetch, in several threads."""
+
+    def __init__(self, source: Source, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
+        self._source = source
+        self._checkpoint = checkpoint
+        self._buffers = buffers
+        self._progress = progress
+        self._stop = threading.Event()
+
+    def run(self, reads: Sequence[ShardRead], threads: int | None) -> None:
+        threads = threads or self._source.parallel_reads
+        if isinstance(self._buffers, Receiver):
+            reads = [part for read in reads for part in self._buffers.divide(read)]
+        elif self._source.longest_read:
+            # At least about two per thread, so that a thread that finishes early can take over from others.
+            share = min(self._source.longest_read, sum(read.bytes for read in reads) // (2 * threads))
+            reads = join(reads, share + READ_BYTES // 2)
+        threads = max(1, min(threads, len(reads)))
+        stretches = Stretches(reads, threads)
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-fetch") as pool:
+            others = [pool.submit(self._work, stretches, thread) for thread in range(1, threads)]
+            self._work(stretches, 0)
+            for other in others:
+                other.result()
+
+    def _work(self, stretches: Stretches[ShardRead], thread: int) -> None:
         try:
-            with _Fetch(source, checkpoint, progress) as one:
-                while not stop.is_set() and (read := stretches.take(thread)) is not None:
-                    with received(read, buffers) as (part, one.buffers), _naming(part.chunks[-1]):
-                        one.fetch(part)
+            with _Fetch(self._source, self._checkpoint, self._progress) as one:
+                while not self._stop.is_set() and (read := stretches.take(thread)) is not None:
+                    self._fetch(one, read)
         except BaseException:  # also KeyboardInterrupt: the pool waits for running work
-            stop.set()
+            self._stop.set()
             raise
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-fetch") as pool:
-        others = [pool.submit(work, thread) for thread in range(1, threads)]
-        work(0)
-        for other in others:
-            other.result()
+    def _fetch(self, one: _Fetch, read: ShardRead) -> None:
+        with received(read, self._buffers) as (part, one.buffers), _naming(part.chunks[-1]):
+            one.fetch(part)
+
+
+class _FetchingReadable(_Fetching):
+    """A fetch that leaves out what cannot be read."""
+
+    def __init__(self, source: Source, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
+        super().__init__(source, checkpoint, buffers, lambda _: None)
+        self._read = progress
+        self._away = False
+        self.left: list[ChunkRead] = []
+        self.error: CkptError | None = None
+
+    def _fetch(self, one: _Fetch, read: ShardRead) -> None:
+        if self._away:
+            self.left += read.chunks
+            return
+        try:
+            super()._fetch(one, read)
+        except (Damaged, ObjectMissing, Unavailable) as error:
+            one.close()
+            self.error = self.error or error
+            self._away = self._away or isinstance(error, Unavailable)
+            if len(read.chunks) == 1:
+                self.left += read.chunks
+            else:
+                for chunk in read.chunks:
+                    self._fetch(one, ShardRead((chunk,)))
+        else:
+            self._read(sum(chunk.raw for chunk in read.chunks))
 
 
 def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[ShardRead, Buffers]]:
@@ -127,7 +185,7 @@ class _Fetch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self.close()
 
     def fetch(self, read: ShardRead) -> None:
         """Fetch all chunks of a read and place them."""
@@ -151,12 +209,13 @@ class _Fetch:
 
     def _open(self, read: ShardRead) -> ObjectReader:
         if self._shard is None or self._opened != (read.shard, read.attempt):
-            self._close()
+            self.close()
             self._shard = self._source.open_shard(self._checkpoint.holder(read.attempt), read.shard)
             self._opened = read.shard, read.attempt
         return self._shard
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the shard; another read opens it again."""
         shard, self._shard = self._shard, None
         if shard is not None:
             shard.close()
