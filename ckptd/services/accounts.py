@@ -34,21 +34,23 @@ class Accounts:
         If the run has more than 5,000 checkpoints, the newest ones count.
         """
         found = self._catalog.page(Filter(run=check_run(run)), Sort.RUN, None, _MOST_CHECKPOINTS)
-        return read_account(Run(self._store, run, self._clock), found.checkpoints)
+        account = self._known[run] = read_account(Run(self._store, run, self._clock), found.checkpoints)
+        return account
 
     def known(self) -> dict[str, Account]:
-        """The accounts of all runs, as of the last refresh; for metrics."""
+        """The newest account of each run, at most as old as the last refresh; for metrics."""
         return dict(self._known)
 
     def refresh(self) -> None:
         """Compute the accounts of runs that go on, or that are not known. Raises IndexUnavailable."""
         summaries = {summary.run: summary for summary in self._catalog.runs()}
-        self._known = {name: found for name, found in self._known.items() if name in summaries}
+        for name in self.known().keys() - summaries.keys():
+            self._known.pop(name, None)
         for name, summary in summaries.items():
             if self._ended(name, summary.latest):
                 continue
             try:
-                self._known = {**self._known, name: self.of_run(name)}
+                self.of_run(name)
             except CkptError as error:
                 _LOG.warning("cannot account for the time of run %s: %s", name, error)
 
