@@ -47,8 +47,8 @@ from ckptstore.format.trees import leaves, merge_trees
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retry import pauses, retry
 from ckptstore.run import Run
+from ckptstore.stores.retrying import pauses_without
 
-_TRIES = 3
 _LOOK_AGAIN_S = 0.1
 
 
@@ -149,31 +149,26 @@ def decide(
 ) -> Outcome:
     """Create the outcome of an attempt, or return the existing one. Durable on return.
 
-    The nonce distinguishes a lost reply from a lost race: after a refusal or an error the object is read back.
+    The nonce distinguishes a lost reply from a lost race: after a refusal the object is read back.
     """
     now = run.clock()
     proposal = Outcome(
         format=FORMAT, kind="outcome", run=run.name, step=attempt.step, attempt=str(attempt),
         committed=committed, nonce=new_ulid(now), by=run.by, at=now, extensions=dict(extensions or {}),
     )  # fmt: skip
-    failure: StoreUnavailable | None = None
-    for _ in range(_TRIES):
-        try:
-            if run.store.put_if_absent(run.keys.outcome(attempt), seal(proposal)):
-                return proposal
-        except StoreUnavailable as error:
-            failure = error
-        try:
-            outcome = read_outcome(run, attempt)
-        except StoreUnavailable as error:
-            failure = error
-            continue
-        if outcome is not None:
-            return outcome
-    raise failure or StoreUnavailable(
-        f"cannot read the outcome of attempt {attempt} of run {run.name!r} in {run.store.url}",
-        "Nothing is lost: the attempt is committed or collected when the store is available again",
-    )
+
+    def once() -> Outcome:
+        if run.store.put_if_absent(run.keys.outcome(attempt), seal(proposal)):
+            return proposal
+        outcome = read_outcome(run, attempt)
+        if outcome is None:
+            raise StoreUnavailable(
+                f"cannot read the outcome of attempt {attempt} of run {run.name!r} in {run.store.url}",
+                "Nothing is lost: the attempt is committed or collected when the store is available again",
+            )
+        return outcome
+
+    return retry(once, StoreUnavailable, pauses_without(run.store))
 
 
 def roll_forward(run: Run, attempt: Attempt) -> Outcome | None:

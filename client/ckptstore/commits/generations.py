@@ -20,11 +20,12 @@ from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUna
 from ckptstore.format.documents import FORMAT, Generation, Outcome
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.names import Attempt
+from ckptstore.retry import retry
 from ckptstore.run import Run
 from ckptstore.stores import ObjectInfo
+from ckptstore.stores.retrying import pauses_without
 
 _READERS = 16
-_TRIES = 3
 _DAY_S = 24 * 3600.0
 
 
@@ -278,14 +279,11 @@ def _refuse_old_readers(run: Run) -> None:
 
 def _create(run: Run, proposal: Generation) -> bool | None:
     """Create a generation. False if its session had created it already; None if the number is taken."""
-    failure: StoreUnavailable | None = None
-    for _ in range(_TRIES):
-        try:
-            if run.store.put_if_absent(run.keys.generation(proposal.number), seal(proposal)):
-                return True
-            found = read_generation(run, proposal.number)
-        except StoreUnavailable as error:
-            failure = error
-            continue
+
+    def once() -> bool | None:
+        if run.store.put_if_absent(run.keys.generation(proposal.number), seal(proposal)):
+            return True
+        found = read_generation(run, proposal.number)
         return False if found is not None and found.session == proposal.session else None
-    raise failure or StoreUnavailable(f"cannot begin a generation of run {run.name!r}", "Save again")
+
+    return retry(once, StoreUnavailable, pauses_without(run.store))

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import TypeVar
 
 from ckptstore.errors import StoreUnavailable
@@ -26,6 +27,12 @@ RETRY_S = 120.0
 """How long training retries by default."""
 
 _T = TypeVar("_T")
+_TRIES = 3
+
+
+def pauses_without(store: Store) -> Iterator[float]:
+    """Pauses of a call that is tried three times at once, or only once if the store itself repeats its requests."""
+    return repeat(0.0, 0 if store.retry_s else _TRIES - 1)
 
 
 class RetryingStore(WrappedStore):

@@ -32,6 +32,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import advance, collect, delete_checkpoint, undecided_attempts
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.retrying import RetryingStore
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
@@ -174,7 +175,9 @@ def test_a_lost_reply_on_the_outcome_is_a_success(store: Store, committed: bool)
     assert (outcome.committed is not None) is committed
 
 
-def test_an_outcome_that_cannot_be_learned_is_not_guessed(store: Store) -> None:
+@pytest.mark.parametrize(("retry_s", "requests"), [(0.0, 3), (1e-9, 1)], ids=["store", "store that retries"])
+def test_an_outcome_that_cannot_be_learned_is_not_guessed(store: Store, retry_s: float, requests: int) -> None:
+    """Tried three times; but not on a store that has tried for two minutes before each of its errors."""
     attempt = new_attempt()
 
     class Dead(Faults):
@@ -184,8 +187,8 @@ def test_an_outcome_that_cannot_be_learned_is_not_guessed(store: Store) -> None:
 
     faults = Dead()
     with pytest.raises(StoreUnavailable):
-        decide(Run(FaultyStore(store, faults), RUN), attempt, None)
-    assert len(faults.calls) == 6, "tries three times"
+        decide(Run(RetryingStore(FaultyStore(store, faults), retry_s), RUN), attempt, None)
+    assert len(faults.calls) == requests
     assert read_outcome(Run(store, RUN), attempt) is None
 
 
