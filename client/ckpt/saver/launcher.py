@@ -135,23 +135,25 @@ def _reap(trainer: int) -> int | None:
 def _wait_for_savers(grace_s: float) -> None:
     """Return when the savers are done, `grace_s` are over, or SIGINT arrives."""
     started = time.monotonic()
-    announced = False
+    seen: Collection[SaverState] = ()
 
     def announce(states: Collection[SaverState]) -> None:
-        nonlocal announced
-        if states and not announced:
+        nonlocal seen
+        if states and not seen:
             logger.info("the trainer has ended; waits at most %.0f s for savers: %s", grace_s, describe(states))
-            announced = True
+        seen = states or seen
 
     try:
-        left = drain(_own_savers, grace_s, announce, _pause)
+        left = drain(_own_savers, grace_s, announce, _pause, trainers_too=True)
     except CkptError as error:
         logger.error("cannot look for savers: %s", error)
         return
     if left:
         logger.error("savers are not done after %.1f s: %s", time.monotonic() - started, describe(left))
-    elif announced:
-        logger.info("all saves are durable, %.1f s after the trainer has ended", time.monotonic() - started)
+    elif seen:
+        waiting = [state for state in seen if state.waiting]
+        done = "all shards are durable; a commit waits for other ranks" if waiting else "all saves are durable"
+        logger.info("%s, %.1f s after the trainer has ended", done, time.monotonic() - started)
 
 
 def _own_savers() -> list[SaverState]:

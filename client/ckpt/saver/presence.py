@@ -158,14 +158,17 @@ def savers() -> list[SaverState]:
     return noted + [SaverState(pid=pid, trainer=parent_of(pid)) for pid in _processes() if pid not in known]
 
 
-def unfinished(states: Collection[SaverState], waited_s: float) -> list[SaverState]:
-    """The savers that are not done. waited_s: for how long nothing has been uploaded any more. Pure but for /proc."""
+def unfinished(states: Collection[SaverState], waited_s: float, trainers_too: bool = False) -> list[SaverState]:
+    """The savers that are not done. Pure but for /proc.
+
+    waited_s: for how long nothing has been uploaded any more. trainers_too: one whose trainer still runs is not done.
+    """
     return [
         state
         for state in states
         if state.uploading
         or (state.waiting and state.rank == 0 and waited_s < _OTHERS_S)
-        or not (state.orphaned or _runs(state.trainer))  # it may not have read the last save yet
+        or not (state.orphaned or (_runs(state.trainer) and not trainers_too))  # it may not have read the last save
     ]
 
 
@@ -174,10 +177,13 @@ def drain(
     timeout_s: float,
     progress: Callable[[Collection[SaverState]], object],
     sleep: Callable[[float], object] = time.sleep,
+    *,
+    trainers_too: bool = False,
 ) -> list[SaverState]:
     """Wait until the savers that `find` returns are done; the ones that are not after `timeout_s`.
 
-    progress: called with the savers at each look. sleep: returns something true to end the wait.
+    progress: called with the savers at each look. sleep: returns something true to end the wait. trainers_too: a saver
+    is not done while its trainer runs, which may save once more.
     """
     deadline = time.monotonic() + timeout_s
     idle_since = time.monotonic()
@@ -186,7 +192,7 @@ def drain(
         now = time.monotonic()
         if any(state.uploading for state in states):
             idle_since = now
-        left = unfinished(states, now - idle_since)
+        left = unfinished(states, now - idle_since, trainers_too)
         progress(states)
         if not left or now >= deadline or sleep(min(_POLL_S, deadline - now)):
             return left
@@ -196,11 +202,15 @@ def describe(states: Collection[SaverState]) -> str:
     """The savers in one line."""
     return "; ".join(
         f"run {state.run} rank {state.rank}: "
-        + (f"{state.done_bytes:,} of {state.all_bytes:,} bytes" if state.uploading else "waits for other ranks")
+        + (f"{state.done_bytes:,} of {state.all_bytes:,} bytes" if state.uploading else _idle(state))
         if state.run
         else f"process {state.pid} begins"
         for state in states
     )
+
+
+def _idle(state: SaverState) -> str:
+    return "waits for other ranks" if state.waiting else "its trainer still runs"
 
 
 def parent_of(pid: int) -> int:

@@ -117,6 +117,36 @@ def test_too_short_a_grace_tears_nothing(tmp_path: Path) -> None:
         StoreSource(open_store(str(tmp_path / "store"))).latest("r")
 
 
+def test_ranks_that_outlive_the_command_may_go_on_saving(tmp_path: Path) -> None:
+    """torchrun may be killed before its ranks: they and their savers would end with PID 1."""
+    command = [
+        *LAUNCHER,
+        "--grace",
+        "60",
+        "--",
+        "sh",
+        "-c",
+        '"$0" "$@" & wait',
+        *TRAINER,
+        str(tmp_path / "store"),
+        "1",
+        "1",
+    ]
+    with container(command, tmp_path) as process:
+        wait_for_line(process, "accepted 1")
+        os.kill(trainer_in(process, launched=True), signal.SIGKILL)
+        said = tmp_path / "stderr"
+        wait_until(lambda: "the trainer has ended" in said.read_text(), "the launcher waits")
+        wait_until(lambda: bool(StoreSource(open_store(str(tmp_path / "store"))).checkpoints("r")), "the commit")
+        (note,) = (tmp_path / "tmp").glob("*/*.note")
+        wait_until(lambda: '"uploading":0,"waiting":0' in note.read_text(), "the saver is idle")
+        time.sleep(2)  # it looks ten times a second
+        assert process.poll() is None
+        os.kill(trainer_in(process, launched=True), signal.SIGKILL)
+        assert process.wait(100) == 128 + signal.SIGKILL
+    assert "all saves are durable" in said.read_text()
+
+
 def launch(*command: str, grace: str = "30") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*LAUNCHER, "--grace", grace, "--", *command],
