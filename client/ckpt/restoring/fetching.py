@@ -12,13 +12,15 @@ from typing import Literal
 
 from ckpt.config import Config
 from ckpt.ranks.world import World, is_grouped
+from ckpt.restoring.prefetching import Prefetch
+from ckpt.restoring.resolve import take_lease
 from ckptapi.client import DaemonClient
-from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import DaemonUnavailable
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.planning import ShardRead
 from ckptstore.reading.fetch import Buffers, fetch
-from ckptstore.reading.source import Source, StoreSource, check_manifest_data
+from ckptstore.reading.source import ShardSource, Source, StoreSource, check_manifest_data
 from ckptstore.reading.sources import ChunkSource, fetch_from
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,12 @@ LOCAL_SCHEMES = ("file://", "memory://")
 class Fetcher:
     """Reads one checkpoint. All ranks call the same methods in the same order."""
 
-    def __init__(self, source: Source, config: Config, world: World, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, source: Source, config: Config, world: World, checkpoint: Checkpoint, prefetch: Prefetch | None = None
+    ) -> None:
+        """prefetch: what this rank has begun to read; closed if it is of another checkpoint."""
         self._source = source
+        self._prefetch = prefetch.of(checkpoint) if prefetch is not None else None
         self._config = config
         self._world = world
         self._checkpoint = checkpoint
@@ -48,8 +54,18 @@ class Fetcher:
         """The manifest is on its way while something else is waited for in the block."""
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-manifest") as pool:
             if self._world.rank == 0 or self._share != "broadcast":
-                self._manifest = pool.submit(self._source.manifest_data, self._checkpoint)
+                self._manifest = pool.submit(self._read_manifest)
             yield
+
+    def protect(self, leases: list[str]) -> None:
+        """Rank 0 takes a lease, and appends it to `leases` so that the caller can release it after an error."""
+        if self._checkpoint.state is State.CORRUPT:
+            raise CorruptObject(self._checkpoint.problem)
+        lease = self._prefetch.hand_over_lease() if self._prefetch is not None else None
+        if lease is None and self._world.rank == 0:
+            lease = take_lease(self._source, self._checkpoint)
+        if lease is not None:
+            leases.append(lease)
 
     def manifest(self) -> Manifest:
         """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
@@ -59,10 +75,19 @@ class Fetcher:
 
         return check_manifest_data(self._checkpoint, share_bytes(self._world, self._manifest_data))
 
+    def _shards(self, source: ShardSource) -> ShardSource:
+        """The source, behind what was read ahead."""
+        ahead = self._prefetch.shards() if self._prefetch is not None else None
+        return source if ahead is None else ahead.over(source)
+
+    def _read_manifest(self) -> bytes:
+        held = self._prefetch.manifest_data() if self._prefetch is not None else b""
+        return held or self._source.manifest_data(self._checkpoint)
+
     def _manifest_data(self) -> bytes:
         if self._manifest is not None:
             return self._manifest.result()
-        return self._source.manifest_data(self._checkpoint)
+        return self._read_manifest()
 
     def read_past_caches(self) -> bool:
         """From now on read from the store itself; False if that is what was done already. The same on all ranks."""
@@ -84,11 +109,13 @@ class Fetcher:
             from ckpt.restoring.sharing import fetch_shared  # loads torch
 
             local = isinstance(self._source, StoreSource) and self._source.store.url.startswith(LOCAL_SCHEMES)
-            fetch_shared(self._world, self._source, self._checkpoint, content, reads, buffers, progress, local)
+            fetch_shared(
+                self._world, self._shards(self._source), self._checkpoint, content, reads, buffers, progress, local
+            )
         elif self._share == "daemon":
             self._fetch_cached(reads, buffers, progress)
         else:
-            fetch(self._source, self._checkpoint, reads, buffers, progress)
+            fetch(self._shards(self._source), self._checkpoint, reads, buffers, progress)
 
     def _fetch_cached(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]) -> None:
         assert self._config.daemon is not None
@@ -96,12 +123,12 @@ class Fetcher:
             with closing(DaemonClient(self._config.daemon, self._config.token)) as daemon:
                 if self._past_caches:
                     daemon.read_past_caches()
-                fetch(daemon, self._checkpoint, reads, buffers, progress)
+                fetch(self._shards(daemon), self._checkpoint, reads, buffers, progress)
         except DaemonUnavailable as error:
             if self._config.read_only:
                 raise
             logger.warning("reading straight from the store: %s", error)
-            fetch(self._source, self._checkpoint, reads, buffers, progress)
+            fetch(self._shards(self._source), self._checkpoint, reads, buffers, progress)
 
 
 def how_to_share(config: Config, world_size: int, grouped: bool = True) -> Literal["broadcast", "daemon", "none"]:

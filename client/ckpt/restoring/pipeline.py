@@ -22,20 +22,20 @@ from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.jax_arrays import has_templates
 from ckpt.restoring.plan import RestorePlan, require_fit, require_refilled
 from ckpt.restoring.planning import plan_restore
+from ckpt.restoring.prefetching import Prefetch
 from ckpt.restoring.ranks import RankState, share_out
 from ckpt.restoring.resolve import (
     candidates,
     note_damage,
     note_restored,
     release_lease,
-    take_lease,
     wait_for_orphan_saver,
 )
 from ckpt.restoring.session import RestoreSession
 from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore import human
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import (
     CkptError,
     CorruptObject,
@@ -134,8 +134,10 @@ def gc_paused() -> Iterator[None]:
 class Restorer:
     """One restore, the same on every rank of the world."""
 
-    def __init__(self, source: Source, config: Config, world: World) -> None:
+    def __init__(self, source: Source, config: Config, world: World, prefetch: Prefetch | None = None) -> None:
+        """prefetch: what this rank has begun to read, perhaps of another checkpoint."""
         self._source = source
+        self._prefetch = prefetch
         self._config = config
         self._world = world
         self.trains = False
@@ -230,9 +232,9 @@ class Restorer:
         leases: list[str] = []
         try:
             self._join(session, checkpoint)
-            fetcher = Fetcher(self._source, self._config, self._world, checkpoint)
+            fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._prefetch)
             with fetcher.reading_ahead():
-                self._together(partial(self._protect, checkpoint, leases))
+                self._together(partial(fetcher.protect, leases))
             manifest, _ = self._together(fetcher.manifest)
             rank_state = self._rank_state(state, checkpoint, manifest, strict)
             plan = self._plan(state, manifest, rank_state, strict)
@@ -256,14 +258,6 @@ class Restorer:
         _, joined = self._together(partial(session.join, checkpoint, key), report=_itself)
         if not all(joined):
             session.fail(RuntimeError("not all ranks could join"))
-
-    def _protect(self, checkpoint: Checkpoint, leases: list[str]) -> None:
-        """Rank 0 takes a lease, and appends it to `leases` so that the caller can release it after an error."""
-        if checkpoint.state is State.CORRUPT:
-            raise CorruptObject(checkpoint.problem)
-        lease = take_lease(self._source, checkpoint) if self._world.rank == 0 else None
-        if lease is not None:
-            leases.append(lease)
 
     def _rank_state(self, state: TrainState, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> RankState:
         """The items of this rank. Under another world size rank 0 reads all items, for every rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,9 @@ from ckptstore.errors import CorruptObject, RankLost
 from ckptstore.format.documents import Content
 from ckptstore.format.places import Places
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
+from ckptstore.reading.ahead import ReadAhead
 from ckptstore.reading.fetch import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk, received
-from ckptstore.reading.source import Source
+from ckptstore.reading.source import ShardSource
 
 ROUND_BYTES = 64 << 20
 """Maximum number of stored bytes exchanged per round, unless one stretch is larger."""
@@ -74,10 +75,16 @@ def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_size: int) -> list[list[ShardStretch]]:
+def divide(
+    content: Content,
+    needs: Mapping[Ranks, Sequence[ChunkId]],
+    world_size: int,
+    held: Mapping[ChunkId, Ranks] | None = None,
+) -> list[list[ShardStretch]]:
     """The rounds of stretches that more than one rank needs. Pure; equal on every rank.
 
-    needs: chunks, by the ranks that have the same needs.
+    needs: chunks, by the ranks that have the same needs. held: the ranks that need a chunk and have read it ahead, if
+    there are any: one of these is its reader.
     """
     groups: dict[ChunkId, tuple[Ranks, ...]] = defaultdict(tuple)
     for ranks, need in needs.items():
@@ -88,9 +95,10 @@ def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_siz
     load = [0] * world_size
     rounds: list[list[ShardStretch]] = []
     size = ROUND_BYTES
-    for shard, chunks, ranks in _neighbours(ranks_of, content):
+    readers_of = {chunk: (held or {}).get(chunk, ranks) for chunk, ranks in ranks_of.items()}
+    for shard, chunks, ranks in _neighbours(ranks_of, readers_of, content):
         stored = int(content.shards[shard].chunks.stored[list(chunks)].sum())
-        reader = min(ranks, key=lambda rank: load[rank])
+        reader = min(readers_of[shard, chunks[0]], key=lambda rank: load[rank])
         load[reader] += stored
         if size + stored > ROUND_BYTES:
             rounds.append([])
@@ -100,8 +108,10 @@ def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_siz
     return rounds
 
 
-def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tuple[int, tuple[int, ...], Ranks]]:
-    """Runs of adjacent chunks that the same ranks need, small enough to divide evenly among these ranks."""
+def _neighbours(
+    ranks_of: Mapping[ChunkId, Ranks], readers_of: Mapping[ChunkId, Ranks], content: Content
+) -> list[tuple[int, tuple[int, ...], Ranks]]:
+    """Runs of adjacent chunks that the same ranks need and may read, small enough to divide evenly among them."""
     most = max((len(ranks) for ranks in ranks_of.values()), default=1)
     total = sum(int(content.shards[shard].chunks.stored[chunk]) for shard, chunk in ranks_of)
     limit = min(READ_BYTES, max(_STRETCH_BYTES, min(ROUND_BYTES, total) // most))
@@ -112,6 +122,7 @@ def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tup
         stored = int(content.shards[shard].chunks.stored[chunk])
         last = found[-1] if found else None
         follows = last is not None and (last[0], last[1][-1] + 1, last[2]) == (shard, chunk, ranks)
+        follows = follows and readers_of[shard, chunk] == readers_of[shard, chunk - 1]
         if last and follows and places[shard].adjoins(chunk) and size + stored <= limit:
             last[1].append(chunk)
             size += stored
@@ -123,7 +134,7 @@ def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tup
 
 def fetch_shared(
     world: World,
-    source: Source,
+    source: ShardSource,
     checkpoint: Checkpoint,
     content: Content,
     reads: Sequence[ShardRead],
@@ -139,8 +150,9 @@ def fetch_shared(
     """
     number = {shard.name: i for i, shard in enumerate(content.shards)}
     own = {(number[chunk.shard], chunk.index): chunk for read in reads for chunk in read.chunks}
-    needs = {ranks: _unpack(data) for data, ranks in world.gather_alike(_pack(own)).items()}
-    rounds = divide(content, needs, world.size)
+    ahead = source.chunks if isinstance(source, ReadAhead) else ()
+    needs, held = _unpack(world.gather_alike(_pack(own, ahead)))
+    rounds = divide(content, needs, world.size, held)
     shared = {(stretch.shard, chunk) for one in rounds for stretch in one for chunk in stretch.chunks}
     alone = coalesce(
         chunk
@@ -169,12 +181,23 @@ def exchanging_kind(backends: str) -> str | None:
     return next((kind for kind, _, backend in pairs if DEVICE_BACKENDS.get(backend) == kind), None)
 
 
-def _pack(chunks: Mapping[ChunkId, ChunkRead]) -> bytes:
-    return np.array(sorted(chunks), np.int64).tobytes()
+def _pack(chunks: Mapping[ChunkId, ChunkRead], ahead: Collection[tuple[str, int]]) -> bytes:
+    """What a rank needs: shard and chunk; the complement of the shard if it has read the chunk ahead."""
+    pairs = [(~key[0] if (read.shard, read.index) in ahead else key[0], key[1]) for key, read in sorted(chunks.items())]
+    return np.array(pairs, np.int64).tobytes()
 
 
-def _unpack(data: bytes) -> list[ChunkId]:
-    return [(shard, chunk) for shard, chunk in np.frombuffer(data, np.int64).reshape(-1, 2).tolist()]
+def _unpack(packed: Mapping[bytes, Ranks]) -> tuple[dict[Ranks, list[ChunkId]], dict[ChunkId, Ranks]]:
+    """What the ranks need, and of that, what they have read ahead."""
+    needs: dict[Ranks, list[ChunkId]] = {}
+    held: dict[ChunkId, Ranks] = defaultdict(tuple)
+    for data, ranks in packed.items():
+        pairs = np.frombuffer(data, np.int64).reshape(-1, 2).tolist()
+        needs[ranks] = [(max(shard, ~shard), chunk) for shard, chunk in pairs]
+        for shard, chunk in pairs:
+            if shard < 0:
+                held[~shard, chunk] += ranks
+    return needs, held
 
 
 class _Exchange:
@@ -183,7 +206,7 @@ class _Exchange:
     def __init__(
         self,
         world: World,
-        source: Source,
+        source: ShardSource,
         checkpoint: Checkpoint,
         content: Content,
         own: Mapping[ChunkId, ChunkRead],

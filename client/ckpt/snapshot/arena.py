@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ckpt.device import DEVICES
 from ckpt.lazily import torch
+from ckpt.saver.host_memory import available_bytes, on_node
 from ckpt.saver.segment import Segment, populate
-from ckpt.snapshot.host_memory import available_bytes, on_node
 from ckpt.snapshot.stage import Stager
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from ckptstore.format.casting import cast_into
 from ckptstore.format.codecs import RAW, decode
 from ckptstore.format.documents import digest
 from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, coalesce, join
-from ckptstore.reading.source import Source
+from ckptstore.reading.source import ShardSource
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 
 Progress = Callable[[int], None]
@@ -66,7 +66,7 @@ class Scratch:
 
 
 def fetch(
-    source: Source,
+    source: ShardSource,
     checkpoint: Checkpoint,
     reads: Sequence[ShardRead],
     buffers: Buffers,
@@ -82,7 +82,7 @@ def fetch(
 
 
 def fetch_readable(
-    source: Source, checkpoint: Checkpoint, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress
+    source: ShardSource, checkpoint: Checkpoint, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress
 ) -> tuple[list[ShardRead], CkptError | None]:
     """Like `fetch`, but returns the reads of chunks that cannot be read there, and the first error, if there is one.
 
@@ -98,7 +98,7 @@ def fetch_readable(
 class _Fetching:
     """One fetch, in several threads."""
 
-    def __init__(self, source: Source, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
+    def __init__(self, source: ShardSource, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
         self._source = source
         self._checkpoint = checkpoint
         self._buffers = buffers
@@ -138,7 +138,7 @@ class _Fetching:
 class _FetchingReadable(_Fetching):
     """A fetch that leaves out what cannot be read."""
 
-    def __init__(self, source: Source, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
+    def __init__(self, source: ShardSource, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
         super().__init__(source, checkpoint, buffers, lambda _: None)
         self._read = progress
         self._away = False
@@ -172,7 +172,7 @@ def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[
 class _Fetch:
     """The open shard and the scratch memory of one thread."""
 
-    def __init__(self, source: Source, checkpoint: Checkpoint, progress: Progress) -> None:
+    def __init__(self, source: ShardSource, checkpoint: Checkpoint, progress: Progress) -> None:
         self.buffers: Buffers = {}
         self._source = source
         self._checkpoint = checkpoint
@@ -265,7 +265,7 @@ def _adjacent(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
     yield run
 
 
-def fetch_stored(source: Source, checkpoint: Checkpoint, read: ShardRead) -> memoryview:
+def fetch_stored(source: ShardSource, checkpoint: Checkpoint, read: ShardRead) -> memoryview:
     """The stored bytes of a range, unchecked. Raises CorruptObject, ObjectMissing or Unavailable."""
     stored = np.empty(read.bytes, np.uint8).data
     with (

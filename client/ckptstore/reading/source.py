@@ -25,14 +25,22 @@ MOST_NAMED = 20
 """Maximum number of runs that an error lists."""
 
 
-class Source(Protocol):
-    """What a reader needs. Every method may be called from any thread."""
+class ShardSource(Protocol):
+    """What reads chunks. Every method may be called from any thread."""
 
-    url: str
     parallel_reads: int
     """Number of concurrent range reads that is fastest."""
     longest_read: int
     """Largest useful size of one range read, in bytes; 0: no preference."""
+
+    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
+        """Open a reader of the stored bytes of a shard, which are not checked."""
+
+
+class Source(ShardSource, Protocol):
+    """What a reader needs. Every method may be called from any thread."""
+
+    url: str
 
     def runs(self) -> list[str]:
         """Names of the runs."""
@@ -60,9 +68,6 @@ class Source(Protocol):
 
     def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
         """The stored statistics of the shard of a rank, unchecked. Raises ObjectMissing."""
-
-    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
-        """Open a reader of the stored bytes of a shard, which are not checked."""
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Protect a checkpoint from deletion for `ttl_s` seconds; returns the id of the lease. Raises NoCheckpoint."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt.saver.host_memory import available_bytes, on_node
 from ckpt.saver.segment import Segment
 from ckpt.snapshot import arena
-from ckpt.snapshot.host_memory import available_bytes, on_node
 from tests.ckpt.snapshot.simulated import plugged_in
 
 GB = 1 << 30
