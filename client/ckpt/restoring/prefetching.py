@@ -1,7 +1,7 @@
 """Prefetch: the first half of a restore, while there is no object yet to restore into.
 
 It resolves, takes the lease and reads stored bytes into host memory, in threads. It decides nothing: the restore
-chooses the checkpoint as ever, and takes from the prefetch what fits. It needs neither torch nor a process group.
+chooses the checkpoint by itself, and takes from the prefetch what fits. It needs neither torch nor a process group.
 """
 
 from __future__ import annotations
