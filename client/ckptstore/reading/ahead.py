@@ -1,7 +1,7 @@
 """Reading ahead: stored bytes of a checkpoint, read into host memory before it is known where they go.
 
-Each chunk is checked when it arrives; what is damaged or could not be read is read again, from the source, by whoever
-needs it. Readers check again.
+Each chunk is checked when it arrives. What is damaged or could not be read is read again from the source, by the thread
+that needs it. Readers check again.
 """
 
 from __future__ import annotations
