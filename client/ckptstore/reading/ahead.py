@@ -71,7 +71,7 @@ class _Block:
         self.read = read
         self.data = data
         self.left = read.bytes
-        """Bytes that nobody has taken yet."""
+        """Bytes that no reader has taken yet."""
 
 
 class ReadAhead:
