@@ -26,13 +26,14 @@ class Keeper:
     """Deletes what a policy does not keep of one run, in a thread of its own; for the training thread of rank 0.
 
     A prune that fails is logged, and the next one does its work. It never deletes the newest checkpoint or a held one,
-    and refuses to delete more than nine tenths of a run at once.
+    and at most nine tenths of a run at once: a limit that is set on a long run takes effect within a few saves.
     """
 
     def __init__(self, config: Config, policy: Policy) -> None:
         self._prune = Prune(policy, config.run_name, grace_s=0.0)
         self._operator = StoreOperator(open_store(config.source, config.options))
         self._thread = ThreadPoolExecutor(1, "ckpt-keeper")
+        self._warned = False
 
     def saved(self, handle: SaveHandle) -> None:
         """Prune when this save is durable. Returns at once."""
@@ -49,9 +50,22 @@ class Keeper:
         except CkptError:
             return  # the next save of the trainer raises it
         try:
-            self._operator.prune(self._prune)
+            self._delete()
         except CkptError as error:
             logger.warning("run %s is not pruned: %s", self._prune.runs, error)
+        except Exception:
+            logger.exception("run %s is not pruned", self._prune.runs)
+
+    def _delete(self) -> None:
+        wanted = self._operator.plan_prune(self._prune)
+        plan = wanted.within_fractions()
+        if len(plan.remove) < len(wanted.remove) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "run %s has %d checkpoints, of which %d are to be kept: %d are deleted now, and more with the next saves",
+                self._prune.runs, len(wanted.decisions), len(wanted.keep), len(plan.remove),
+            )  # fmt: skip
+        self._operator.prune(self._prune, plan)
 
 
 def best(checkpoints: list[Checkpoint], metric: str, mode: str) -> Checkpoint | None:

@@ -15,6 +15,7 @@ from ckptstore.commits.labels import with_labels
 from ckptstore.commits.store_check import check_store
 from ckptstore.errors import InvalidPolicy, NoCheckpoint, TooMuchToDelete
 from ckptstore.format.records import Policy, PolicySet
+from ckptstore.names import Attempt
 from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
 from ckptstore.retention.scrubbing import last_verified
@@ -76,6 +77,15 @@ class PrunePlan:
         for decision in self.decisions:
             found[decision.checkpoint.run].append(decision)
         return [(run, replace(self, decisions=tuple(decisions), runs=(run,))) for run, decisions in found.items()]
+
+    def within_fractions(self) -> PrunePlan:
+        """The same, but of each run at most `max_delete_fraction` is removed: the newest of the others stay for now."""
+        spared: set[Attempt] = set()
+        for _, plan in self.by_run():
+            oldest_first = sorted(checkpoint.attempt for checkpoint in plan.remove)
+            spared.update(oldest_first[int(self.max_delete_fraction * len(plan.decisions)) :])
+        decisions = (replace(d, reasons=("for-now",)) if d.checkpoint.attempt in spared else d for d in self.decisions)
+        return replace(self, decisions=tuple(decisions))
 
     def check_fractions(self) -> None:
         """Raises TooMuchToDelete if a run would lose more than `max_delete_fraction` of its checkpoints."""
