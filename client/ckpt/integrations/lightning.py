@@ -33,6 +33,7 @@ from ckpt.integrations.lightning_io import SCHEME, drop_objects
 from ckpt.restoring.stages import StagedRestore
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
+from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy
 
 logger = logging.getLogger(__name__)
@@ -74,12 +75,13 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._policy = Policy(keep_last=max(1, keep_last), keep_best=keep_best) if keep_best or keep_last else None
         self._keeper: Keeper | None = None
         self._schedule: Schedule | None = None
+        self._newest: SaveHandle | None = None
+        """Of all fits, as long as each continues the one before."""
         self._begin()
 
     def _begin(self) -> None:
         self._stages: StagedRestore | None = None
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
-        self._newest: SaveHandle | None = None
         self._due = False
         self._step = 0
         self._validated: tuple[int, dict[str, float]] = (-1, {})
@@ -115,6 +117,11 @@ class CkptdCheckpoint(ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Load checkpoints and wrap loaders in the strategy's place."""
         strategy = trainer.strategy
+        if any(isinstance(one, CkptdCheckpoint) and one is not self for one in trainer.checkpoint_callbacks):
+            raise InvalidRequest(
+                "the Trainer has several CkptdCheckpoint callbacks, and it can resume from one run only",
+                "Use one: it takes every_n_train_steps, monitor, save_top_k and keep_last together",
+            )
         for name, answer in (
             ("load_checkpoint", self._load_checkpoint),
             ("load_model_state_dict", self._load_model),
@@ -130,6 +137,8 @@ class CkptdCheckpoint(ModelCheckpoint):
         if self._policy is not None and trainer.is_global_zero:
             self._keeper = Keeper(self._checkpointer.config, self._policy)
         self._step = trainer.global_step
+        if self._newest is not None and self._step < self._newest.step:
+            self._begin_anew()
         stages, self._stages = self._stages, None
         if stages is None or stages.restored is None:
             return
@@ -189,11 +198,17 @@ class CkptdCheckpoint(ModelCheckpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Return when every save is durable and pruned."""
         self._checkpointer.close()
-        self._checkpointer = self._open()
+        if self._newest is None:
+            self._begin_anew()  # closed, it could still save, but not read from a daemon
         self._begin()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.close()
+
+    def _begin_anew(self) -> None:
+        """What is saved next does not continue from what was saved."""
+        self._checkpointer.close()
+        self._checkpointer, self._newest = self._open(), None
 
     def _saved(self, step: int) -> bool:
         return self._newest is not None and self._newest.step == step
@@ -229,6 +244,8 @@ class CkptdCheckpoint(ModelCheckpoint):
     def _load_checkpoint(self, trainer: Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         if not str(path).startswith(SCHEME):
             return load(path, *args, **kwargs)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._begin_anew()
         named = trainer.strategy.broadcast(str(path).removeprefix(SCHEME))
         checkpoint = None if named.endswith("@latest") else named
         self._stages = self._checkpointer.restoring(

@@ -12,10 +12,12 @@ import json
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt.capture.train_state import TrainState
 from ckpt.capture.values import check_others
@@ -36,36 +38,52 @@ class CkptdCheckpointIO(TorchCheckpointIO):
     """Saves what Lightning hands over; for strategies that use a CheckpointIO (one process, DDP). For one thread.
 
     store, run, options: as for `ckpt.Checkpointer`, with group="solo". A save returns when the checkpoint is durable.
-    Several saves of one step share a checkpoint. Random state and positions of loaders are not in what Lightning hands
+    Several saves of the same weights at one step share a checkpoint. Random state and positions of loaders are not in what Lightning hands
     over: use `ckpt.integrations.lightning.CkptdCheckpoint` for exact resumes.
     """
 
     def __init__(self, store: str | None = None, run: str | None = None, **options: Any) -> None:
         super().__init__()
-        self._open = partial(Checkpointer, store, run=run, **{**options, "group": "solo"})
+        self._open = partial(Checkpointer, store, run=run, **{"repeat_steps": True, **options, "group": "solo"})
         self._checkpointer = self._open()
+        self._resumed: Checkpointer | None = None
+        """Restored what was loaded last: the next save continues from there. None after a teardown: then it was a test."""
         self._ids: dict[str, str] = {}
         """The checkpoints at the paths that were written here."""
-        self._newest: tuple[int, str] | None = None
+        self._newest: _Saved | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save, and write the file that names the checkpoint; both are durable on return.
+        """Save, and write the file that names the checkpoint; both are durable on return. What the path named before is
+        deleted, unless another path names it or it is held.
 
         Raises what `ckpt.save` raises, and TypeError for storage_options.
         """
         if storage_options is not None:
             raise TypeError("options of the store are an argument of CkptdCheckpointIO")
-        step = int(checkpoint["global_step"])
-        if self._newest is None or self._newest[0] != step:
-            others = drop_objects(dict(checkpoint))
-            tensors: dict[str, Any] = {
-                name: others.pop(name) for name in ("state_dict", "optimizer_states") if name in others
-            }
-            saved = self._checkpointer.save(None, None, step, shared={**tensors, "trainer": others})
-            self._newest = (step, saved.id)
-        self._ids[str(path)] = self._newest[1]
-        with fsspec.open(str(path), "w", auto_mkdir=True) as file:  # type: ignore[no-untyped-call]
-            json.dump({"ckptd": self._newest[1]}, file)
+        path = str(path)
+        before = self._ids.get(path) or _noted(path)
+        self._ids[path] = named = self._saved(checkpoint)
+        with fsspec.open(path, "w", auto_mkdir=True) as file:  # type: ignore[no-untyped-call]
+            json.dump({"ckptd": named}, file)
+        if before is not None:
+            self._delete(before, path)
+
+    def _saved(self, checkpoint: dict[str, Any]) -> str:
+        """The checkpoint that holds this: the newest one if it was saved from the same, or else a new one."""
+        step, marks = int(checkpoint["global_step"]), _marks(checkpoint)
+        newest, resumed = self._newest, self._resumed
+        if newest is not None and (newest.step, newest.marks) == (step, marks):
+            return newest.id
+        if resumed is not None or (newest is not None and step < newest.step):  # another training than that of the newest
+            self._checkpointer.close()
+            self._checkpointer, self._resumed = resumed or self._open(), None
+        others = drop_objects(dict(checkpoint))
+        tensors: dict[str, Any] = {
+            name: others.pop(name) for name in ("state_dict", "optimizer_states") if name in others
+        }
+        saved = self._checkpointer.save(None, None, step, shared={**tensors, "trainer": others})
+        self._newest = _Saved(step, marks, saved.id)
+        return saved.id
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """The dictionary, with its tensors on the CPU; that of a file of Lightning's own as before.
@@ -77,7 +95,9 @@ class CkptdCheckpointIO(TorchCheckpointIO):
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return loaded
         checkpoint = None if named.endswith("@latest") else named
-        restored = self._checkpointer.restore(checkpoint=checkpoint, rng=False)
+        self._end_resumed()
+        self._resumed = self._open()
+        restored = self._resumed.restore(checkpoint=checkpoint, rng=False)
         if restored is None:
             raise NoCheckpoint(f"{named} does not exist", "ckptctl ls lists the checkpoints")
         tensors = {name: value for name, value in restored.values.items() if name != "trainer"}
@@ -85,9 +105,15 @@ class CkptdCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the file, and the checkpoint unless another path names it or it is held or the newest of its run."""
-        named = self._ids.pop(str(path), None) or _noted(str(path))
+        path = str(path)
+        named = self._ids.pop(path, None) or _noted(path)
         super().remove_checkpoint(path)
-        if named is None or named in self._ids.values():
+        if named is not None:
+            self._delete(named, path)
+
+    def _delete(self, named: str, path: str) -> None:
+        """Delete a checkpoint that this path names no more."""
+        if named in (*self._ids.values(), *_noted_beside(path)):
             return
         config = self._checkpointer.config
         operator = StoreOperator(open_store(config.source, config.options))
@@ -99,9 +125,31 @@ class CkptdCheckpointIO(TorchCheckpointIO):
                 logger.info("%s stays: %s", named, error)
 
     def teardown(self) -> None:
-        """Return when the saver has ended; a later save starts another one."""
+        """Return when the saver has ended; a later save starts another one, and continues the run if its step is not
+        lower than that of the newest save."""
+        self._end_resumed()
         self._checkpointer.close()
-        self._checkpointer = self._open()
+
+    def _end_resumed(self) -> None:
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            resumed.close()
+
+
+class _Saved(NamedTuple):
+    """The newest save."""
+
+    step: int
+    marks: object
+    """Equal for what has the same content; holds no tensor."""
+    id: str
+
+
+def _marks(checkpoint: Mapping[str, Any]) -> object:
+    weights = checkpoint.get("state_dict", {})
+    tensors = [(name, one) for name, one in weights.items() if isinstance(one, torch.Tensor)]
+    versions = [(name, StorageWeakRef(one.untyped_storage()), one._version) for name, one in tensors]
+    return frozenset(checkpoint), versions  # a save of the weights alone has fewer items
 
 
 def _noted(path: str) -> str | None:
@@ -112,6 +160,15 @@ def _noted(path: str) -> str | None:
         return str(json.loads(head)["ckptd"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _noted_beside(path: str) -> set[str]:
+    """The checkpoints that files in the same folder name; an earlier process may have written them."""
+    files, own = fsspec.core.url_to_fs(path)  # type: ignore[no-untyped-call]
+    folder = files._parent(own)
+    small = [one["name"] for one in files.ls(folder, detail=True) if (one["size"] or 0) <= _NOTE_BYTES]
+    found = (_noted(files.unstrip_protocol(name)) for name in small if name != own)
+    return {name for name in found if name is not None}
 
 
 def drop_objects(state: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.ckpt.integrations.proof import operators_can_use
 from tests.ckpt.integrations.test_lightning import LIGHTNING
 from tests.support.command_line import invoke
+from tests.support.forking import run
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -28,3 +30,24 @@ def test_what_lightning_saves_is_loaded_and_removed_by_its_paths(tmp_path: Path,
     assert all(torch.equal(loaded["state_dict"][name], tensor) for name, tensor in last.items())
     assert set(loaded["optimizer_states"][0]["state"]) == set(range(4))
     assert (tmp_path / "foreign").read_text() == "a file of Lightning's own"
+
+
+def test_fits_of_one_process_continue_each_other_or_begin_anew(tmp_path: Path) -> None:
+    """With the callback and with the CheckpointIO; and paths that are written again. Entries: step, generation, state."""
+    code, output, errors = run(LIGHTNING.imports, "tests.ckpt.integrations.fits_lightning", [str(tmp_path)])
+    assert code == 0, errors
+    found = json.loads(output)
+    assert found["continued"] == [[step, 1, "committed"] for step in (2, 4, 6, 8)]
+    assert [one for one in found["resumed"] if one[2] == "committed"] == [
+        [2, 1, "committed"], [4, 1, "committed"], [6, 2, "committed"]
+    ]  # fmt: skip
+    assert [one for one in found["other"] if one[2] == "committed"] == [[2, 3, "committed"]]
+    assert found["two callbacks"].startswith("the Trainer has several CkptdCheckpoint callbacks")
+    assert found["right"] == dict.fromkeys(("one", "one, last", "two", "two, last", "whole"), True)
+    assert found["one"] == [[2, 1, "committed"], [4, 1, "committed"]]
+    assert [one for one in found["two"] if one[2] == "committed"] == [[2, 2, "committed"], [4, 2, "committed"]]
+    assert [one for one in found["went on"] if one[1] == 2 and one[2] == "committed"] == [
+        [step, 2, "committed"] for step in (2, 4, 6)
+    ]
+    assert found["paths"] == [2, 4]
+    assert found["removed"] == [4]
