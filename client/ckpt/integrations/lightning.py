@@ -148,6 +148,7 @@ class CkptdCheckpoint(ModelCheckpoint):
             parameter.grad = gradient
         self._gradients = []
         iter(trainer.fit_loop._data_fetcher)  # Lightning had begun the iteration before it called a hook
+        stages.restored.restore_rng()  # a loader of another kind may have drawn random numbers
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if it is time, between two accumulation windows."""
@@ -165,7 +166,8 @@ class CkptdCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if it is time, as of the beginning of the next epoch."""
         for loader in _loaders(trainer).values():
-            loader.end_epoch()
+            if isinstance(loader, ResumableLoader):
+                loader.end_epoch()
         self._due |= self._every_epochs is not None and (trainer.current_epoch + 1) % self._every_epochs == 0
         if self._due:
             self._save(trainer)
@@ -304,7 +306,8 @@ fsspec.register_implementation("ckptd", _Paths, clobber=True)  # type: ignore[no
 def _loaders(trainer: Trainer) -> dict[str, Any]:
     """The loaders of training whose position is saved, by the names it is saved under."""
     found = CombinedLoader(trainer.train_dataloader).flattened
-    return {f"loader{i or ''}": one for i, one in enumerate(found) if isinstance(one, ResumableLoader)}
+    stateful = {i: one for i, one in enumerate(found) if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")}
+    return {f"loader{i or ''}": one for i, one in stateful.items()}
 
 
 def _trainer_state(trainer: Trainer) -> dict[str, Any]:
@@ -315,7 +318,7 @@ def _trainer_state(trainer: Trainer) -> dict[str, Any]:
     del state["optimizer_states"]
     if state["state_dict"] is weights:  # a callback that averages weights puts its own here
         del state["state_dict"]
-    state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+    state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # kept per rank
     drop_objects(state)
     return state
 

@@ -28,6 +28,13 @@ def test_two_ranks(tmp_path: Path, strategy: str) -> None:
     operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
 
 
+def test_several_loaders_one_of_which_has_a_state_of_its_own(tmp_path: Path) -> None:
+    """Resumable loaders draw the seeds of an epoch earlier, so several of them have an order of their own."""
+    whole = LIGHTNING.outputs(tmp_path, "whole", 30, "every=4", "several")[0]
+    assert LIGHTNING.outputs(tmp_path, "gpt", 17, "every=4", "several")[0] == whole[:17]
+    assert LIGHTNING.outputs(tmp_path, "gpt", 0, "every=4", "several")[0][:-1] == whole[16:]
+
+
 def test_a_save_that_is_due_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     LIGHTNING.resumes_exactly(tmp_path, "gpt", 12, "every=10", resumed_at=10)
 

@@ -1,7 +1,7 @@
 """Training with Lightning; see proof.py.
 
 Options: val (validation twice per epoch), top=N (of these), every=N, auto (saves by their cost), windows (of three
-batches), ddp, fully_shard, io, term (SIGTERM in step 8).
+batches), ddp, fully_shard, io, term (SIGTERM in step 8), several (loaders: one that is shorter, one of another kind).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,40 @@ FOLDER, RUN, OPTIONS = sys.argv[1], sys.argv[2], sys.argv[4:]
 SAMPLES = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(5)))
 
 
+class Own:
+    """Ten batches per epoch, with random numbers, and a position."""
+
+    def __init__(self) -> None:
+        self.epoch = self.at = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        torch.rand(3)  # as a DataLoader, which draws a seed
+        return self._batches()
+
+    def _batches(self) -> Iterator[torch.Tensor]:
+        while self.at < 10:
+            self.at += 1
+            yield torch.full((1, 4), self.epoch + self.at / 10) + torch.rand(())
+        self.epoch, self.at = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+def training_data() -> Any:
+    """A loader, or several."""
+    loader = DataLoader(SAMPLES, batch_size=4, shuffle=True)
+    if "several" not in OPTIONS:
+        return loader
+    return {"long": loader, "short": DataLoader(SAMPLES, batch_size=10, shuffle=True), "own": Own()}
+
+
 class Module(LightningModule):
     """Two layers with dropout."""
 
@@ -46,6 +81,8 @@ class Module(LightningModule):
                 fully_shard(layer, mesh=mesh)
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        if isinstance(batch, dict):
+            batch = [torch.cat([batch["long"][0], batch["short"][0], batch["own"]])]
         loss: torch.Tensor = self.net(batch[0]).square().mean()
         report(self.trainer.fit_loop.total_batch_idx, loss.detach())
         return loss
@@ -132,7 +169,7 @@ def main() -> None:
     )  # fmt: skip
     trainer.fit(
         module,
-        DataLoader(SAMPLES, batch_size=4, shuffle=True),
+        training_data(),
         DataLoader(SAMPLES, batch_size=8),
         ckpt_path=None if "plain" in OPTIONS else "last",
     )
