@@ -77,6 +77,7 @@ class _CkptdTrainer(Trainer):
                     resume_from_checkpoint = self._open(named, Path(folder))
                 done = super().train(resume_from_checkpoint, *args, **kwargs)
             self._checkpointer.wait()
+            self._name_best()
             return done
         finally:
             self._stages = self._folder = None
@@ -157,16 +158,21 @@ class _CkptdTrainer(Trainer):
         if not str(self.state.best_model_checkpoint).startswith(SCHEME):
             super()._load_best_model()
             return
+        self.state.best_model_checkpoint = None  # with a limit of 1 the trainer compares the path with those of folders
         self._checkpointer.wait()
         found = best(self._checkpointer._source.checkpoints(self._config.run_name), *self._metric())
-        name = None if found is None else found.id
-        self._checkpointer.restore(self.model, checkpoint=self._agreed(name), rng=False)
+        name = self._agreed(None if found is None else found.id)
+        if name is None:
+            logger.warning("run %s has no checkpoint with %s: the newest weights stay", self._config.run_name, self._metric()[0])
+        else:
+            self._checkpointer.restore(self.model, checkpoint=name, rng=False)
 
     def _agreed(self, value: str | None) -> str | None:
         """What the first rank found."""
         from accelerate.utils import broadcast_object_list
 
-        return str(broadcast_object_list([value])[0])
+        agreed: str | None = broadcast_object_list([value])[0]
+        return agreed
 
     def _trainer_state(self) -> dict[str, Any]:
         callbacks = [

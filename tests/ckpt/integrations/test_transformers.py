@@ -42,14 +42,20 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
 
 
 def test_the_best_model_is_loaded_by_a_run_that_was_at_its_end(tmp_path: Path) -> None:
-    """With five sets for evaluation, of which the first one decides."""
-    TRANSFORMERS.outputs(tmp_path, "gpt", 0, "val", "greater", "sets", "limit=2")
+    """With five sets for evaluation, of which the first one decides, and beside a checkpoint that is none of ours."""
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    TRANSFORMERS.outputs(tmp_path, "gpt", 0, "val", "greater", "sets", "limit=1")
     (tmp_path / "best.pt").rename(tmp_path / "before.pt")
-    assert TRANSFORMERS.outputs(tmp_path, "gpt", 0, "val", "greater", "sets", "limit=2") == [[]]
+    assert TRANSFORMERS.outputs(tmp_path, "gpt", 0, "val", "greater", "sets", "limit=1") == [[]]
     before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("before.pt", "best.pt"))
     newest = Checkpointer(str(tmp_path), run="gpt").load(None, "model/*")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not all(torch.equal(newest[f"model/{name}"], tensor) for name, tensor in before.items())
+    assert [one.name for one in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    # By a metric that no checkpoint has, the newest weights stay.
+    assert TRANSFORMERS.outputs(tmp_path, "gpt", 0, "val", "greater", "limit=1") == [[]]
+    after = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert all(torch.equal(newest[f"model/{name}"], tensor) for name, tensor in after.items())
 
 
 def test_names_that_are_not_public() -> None:

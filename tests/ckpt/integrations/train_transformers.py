@@ -91,6 +91,7 @@ def main() -> None:
     if not val:
         report_weights(model.state_dict(), FOLDER, RUN)
     elif "plain" not in OPTIONS:
+        assert str(trainer.state.best_model_checkpoint).startswith("ckptd://")
         torch.save(dict(model.state_dict()), Path(FOLDER) / "best.pt")
 
 
