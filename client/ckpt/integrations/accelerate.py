@@ -29,6 +29,8 @@ from ckpt.restoring.pipeline import Restored
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import StateMismatch
 
+_ITERATION = "iteration"
+
 
 def save_state(accelerator: Accelerator, step: int, metrics: Mapping[str, float] | None = None) -> SaveHandle:
     """Save what was prepared and registered for checkpointing: models, optimizers, schedulers, loaders, the scaler and
@@ -81,26 +83,44 @@ class _Tracked(ResumableLoader[Any]):
     def __class__(self, value: type) -> None:
         raise TypeError("the class of a loader is fixed")
 
+    @property
+    def begun(self) -> Any:
+        """The iteration that a loop goes through, also at its last batch; None otherwise."""
+        return None if self._iteration is None else self._iteration()
+
 
 class _Position:
-    """The position of a prepared loader: Accelerate fetches one batch ahead, and notes the state before it does."""
+    """The position of a prepared loader: Accelerate fetches one batch ahead, and notes the state before it does.
+
+    What it noted is out of date once a loop has left the loader by `break`. Then Accelerate does not count the
+    iteration, and its samplers get the same number again; so this number is kept as well.
+    """
 
     def __init__(self, loader: DataLoaderShard) -> None:
         self._loader, self._tracked = loader, loader.base_dataloader
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in self._loader.dl_state_dict.items() if name != "_iterator_finished"}
+        begun = self._tracked.begun
+        noted = self._tracked.state_dict() if begun is None else self._loader.dl_state_dict
+        position = {name: value for name, value in noted.items() if name != "_iterator_finished"}
+        ends = begun is not None and begun.ended  # at the last batch: counted when the loop asks for one more
+        return {**position, _ITERATION: self._loader.iteration + int(ends)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._tracked.load_state_dict(state)
-        self._loader.set_epoch(self._tracked.epoch)
+        self._tracked.load_state_dict(_position(state))
+        self._loader.set_epoch(state[_ITERATION])
         self._loader.dl_state_dict = self._tracked.state_dict()
 
     def check_state_dicts(self, states: Sequence[Any]) -> None:
-        self._tracked.check_state_dicts(states)
+        self._tracked.check_state_dicts([_position(state) for state in states])
 
     def restore_rng_at_position(self, restore_rng: Callable[[], None]) -> None:
         self._tracked.restore_rng_at_position(restore_rng)
+
+
+def _position(state: dict[str, Any]) -> dict[str, Any]:
+    """Of the resumable loader."""
+    return {name: value for name, value in state.items() if name != _ITERATION}
 
 
 def _model(accelerator: Accelerator) -> nn.Module | None:

@@ -26,5 +26,10 @@ def test_a_save_at_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
     ACCELERATE.resumes_exactly(tmp_path, "gpt", 21, resumed_at=20)
 
 
+def test_a_save_after_a_loop_was_left(tmp_path: Path) -> None:
+    """Killed in the second epoch, whose first step is 7."""
+    ACCELERATE.resumes_exactly(tmp_path, "gpt", 9, "break", resumed_at=7)
+
+
 def test_names_that_are_not_public() -> None:
     private_names_exist("accelerate", ACCELERATE)

@@ -1,4 +1,4 @@
-"""Training with Accelerate; see proof.py. No options."""
+"""Training with Accelerate; see proof.py. Option break: each epoch is left after seven batches, and saved then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,13 +25,13 @@ class Counter:
     """A custom object."""
 
     def __init__(self) -> None:
-        self.total = 0.0
+        self.total, self.epochs = 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total}
+        return {"total": self.total, "epochs": self.epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total = state["total"]
+        self.total, self.epochs = state["total"], state["epochs"]
 
 
 def main() -> None:
@@ -40,9 +40,10 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
         join()
-    plain = "plain" in OPTIONS
+    plain, breaks = "plain" in OPTIONS, "break" in OPTIONS
     torch.manual_seed(1 if plain or sys.argv[3] != "0" else 77)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loading = DataLoaderConfiguration(use_seedable_sampler=breaks, data_seed=3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=loading)
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
     optim: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     sched: Any = torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, total_steps=100)
@@ -55,8 +56,8 @@ def main() -> None:
         ckpt.init(FOLDER, run=RUN)
         restored = load_state(accelerator)
         step = restored.step + 1 if restored else 0
-    for _ in range(loader.iteration, 3):
-        for (x,) in loader:
+    while (counter.epochs if breaks else loader.iteration) < 3:
+        for batch, (x,) in enumerate(loader):
             with accelerator.accumulate(model):
                 loss = model(x).square().mean()
                 counter.total += accelerator.gather(loss.detach()).mean().item()
@@ -65,10 +66,15 @@ def main() -> None:
                 optim.step()
                 sched.step()
                 optim.zero_grad()
-            if not plain and step % 4 == 3:
+            if not plain and not breaks and step % 4 == 3:
                 save_state(accelerator, step)
             die_after(step)
             step += 1
+            if breaks and batch == 6:
+                break
+        counter.epochs += 1
+        if not plain and breaks:
+            save_state(accelerator, step - 1)
     if not plain:
         save_state(accelerator, step)
         ckpt.close()
