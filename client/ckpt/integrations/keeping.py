@@ -62,7 +62,7 @@ class Keeper:
         if len(plan.remove) < len(wanted.remove) and not self._warned:
             self._warned = True
             logger.warning(
-                "run %s has %d checkpoints, of which %d are to be kept: %d are deleted now, and more with the next saves",
+                "run %s has %d checkpoints, and %d are to be kept: %d are deleted now, and more with the next saves",
                 self._prune.runs, len(wanted.decisions), len(wanted.keep), len(plan.remove),
             )  # fmt: skip
         self._operator.prune(self._prune, plan)

@@ -38,8 +38,8 @@ class CkptdCheckpointIO(TorchCheckpointIO):
     """Saves what Lightning hands over; for strategies that use a CheckpointIO (one process, DDP). For one thread.
 
     store, run, options: as for `ckpt.Checkpointer`, with group="solo". A save returns when the checkpoint is durable.
-    Several saves of the same weights at one step share a checkpoint. Random state and positions of loaders are not in what Lightning hands
-    over: use `ckpt.integrations.lightning.CkptdCheckpoint` for exact resumes.
+    Several saves of the same weights at one step share a checkpoint. Random state and positions of loaders are not in
+    what Lightning hands over: use `ckpt.integrations.lightning.CkptdCheckpoint` for exact resumes.
     """
 
     def __init__(self, store: str | None = None, run: str | None = None, **options: Any) -> None:
@@ -47,7 +47,7 @@ class CkptdCheckpointIO(TorchCheckpointIO):
         self._open = partial(Checkpointer, store, run=run, **{"repeat_steps": True, **options, "group": "solo"})
         self._checkpointer = self._open()
         self._resumed: Checkpointer | None = None
-        """Restored what was loaded last: the next save continues from there. None after a teardown: then it was a test."""
+        """Restored what was loaded last: the next save continues from there, unless a teardown comes before it."""
         self._ids: dict[str, str] = {}
         """The checkpoints at the paths that were written here."""
         self._newest: _Saved | None = None
@@ -74,7 +74,7 @@ class CkptdCheckpointIO(TorchCheckpointIO):
         newest, resumed = self._newest, self._resumed
         if newest is not None and (newest.step, newest.marks) == (step, marks):
             return newest.id
-        if resumed is not None or (newest is not None and step < newest.step):  # another training than that of the newest
+        if resumed is not None or (newest is not None and step < newest.step):  # another training
             self._checkpointer.close()
             self._checkpointer, self._resumed = resumed or self._open(), None
         others = drop_objects(dict(checkpoint))
@@ -148,8 +148,9 @@ class _Saved(NamedTuple):
 def _marks(checkpoint: Mapping[str, Any]) -> object:
     weights = checkpoint.get("state_dict", {})
     tensors = [(name, one) for name, one in weights.items() if isinstance(one, torch.Tensor)]
-    versions = [(name, StorageWeakRef(one.untyped_storage()), one._version) for name, one in tensors]
-    return frozenset(checkpoint), versions  # a save of the weights alone has fewer items
+    storages = [StorageWeakRef(one.untyped_storage()) for _, one in tensors]  # type: ignore[no-untyped-call]
+    versions = [(name, storage, one._version) for (name, one), storage in zip(tensors, storages, strict=True)]
+    return frozenset(checkpoint), versions  # fewer items for a save of the weights alone
 
 
 def _noted(path: str) -> str | None:

@@ -163,7 +163,9 @@ class _CkptdTrainer(Trainer):
         found = best(self._checkpointer._source.checkpoints(self._config.run_name), *self._metric())
         name = self._agreed(None if found is None else found.id)
         if name is None:
-            logger.warning("run %s has no checkpoint with %s: the newest weights stay", self._config.run_name, self._metric()[0])
+            logger.warning(
+                "run %s has no checkpoint with %s: the newest weights stay", self._config.run_name, self._metric()[0]
+            )
         else:
             self._checkpointer.restore(self.model, checkpoint=name, rng=False)
 

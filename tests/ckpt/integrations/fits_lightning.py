@@ -86,7 +86,7 @@ def weights(io: CkptdCheckpointIO, path: str) -> list[float]:
 
 
 def by_io() -> None:
-    """Two models, each trained to the same steps and saved by one CheckpointIO; then the second goes on, and is tested."""
+    """Two models, each trained to the same steps and saved by one CheckpointIO; then the second goes on."""
     io = CkptdCheckpointIO(FOLDER, "io")
     right: dict[str, bool] = {}
     for name, steps in (("one", 4), ("two", 4)):

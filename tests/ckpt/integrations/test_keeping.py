@@ -38,7 +38,7 @@ def test_a_limit_on_a_long_run_takes_effect_within_a_few_saves(
         keeper.close()
     assert left == [[27, 28, 29, 30], [31], [32]]
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "run gpt has 31 checkpoints, of which 1 are to be kept: 27 are deleted now, and more with the next saves"
+        "run gpt has 31 checkpoints, and 1 are to be kept: 27 are deleted now, and more with the next saves"
     ]
 
 
