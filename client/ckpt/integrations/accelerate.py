@@ -119,7 +119,7 @@ class _Position:
 
 
 def _position(state: dict[str, Any]) -> dict[str, Any]:
-    """Of the resumable loader."""
+    """The part that the resumable loader made."""
     return {name: value for name, value in state.items() if name != _ITERATION}
 
 

@@ -76,7 +76,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._keeper: Keeper | None = None
         self._schedule: Schedule | None = None
         self._newest: SaveHandle | None = None
-        """Of all fits, as long as each continues the one before."""
+        """It stays from fit to fit, as long as each continues the one before."""
         self._begin()
 
     def _begin(self) -> None:

@@ -80,7 +80,7 @@ def by_callback() -> None:
 
 
 def weights(io: CkptdCheckpointIO, path: str) -> list[float]:
-    """Of the layer, in the checkpoint that a path names."""
+    """Those of the layer, in the checkpoint that a path names."""
     loaded: list[float] = io.load_checkpoint(path)["state_dict"]["net.bias"].tolist()
     return loaded
 
