@@ -40,6 +40,9 @@ from ckpt.saver.throttle import lower_priority
 from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Some schedulers send them to all processes of a job. What ends a saver is the end of its work, or SIGKILL."""
+
 
 class _Reporter:
     """Sends reports while the trainer is alive. For any thread."""
@@ -124,9 +127,9 @@ def _steer(pipeline: SavePipeline, command: Any) -> None:
 
 def run(sock: int, lock: int) -> None:
     """Entry point of the process."""
-    # Some schedulers send them to all processes of a job. What ends a saver is the end of its work, or SIGKILL.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked since it was started, so that none ended its imports
     try:
         status = main(sock, lock)
     except CkptError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from ckpt.saver.messages import (
     Withdraw,
 )
 from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.process import IGNORED
 from ckpt.saver.pulse import Pulse
 from ckpt.saver.segment import Segment, close_after_fork
 from ckptstore.commits.generations import NewAttempt
@@ -227,15 +229,15 @@ class ProcessWriter:
 def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:
     # The saver imports from the same paths as the trainer, never from its working directory.
     code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.saver.process import run; run({sock}, {lock})"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        pass_fds=(sock, lock),
-        start_new_session=True,
-        env=_environment(os.environ),
-    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, pass_fds=(sock, lock),
+            start_new_session=True, env=_environment(os.environ),
+        )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _environment(inherited: Mapping[str, str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.saver.lock import SaverLock, wait_for_orphans
-from ckpt.saver.messages import Channel, SaveJob, Setup, SliceRow, Slot
+from ckpt.saver.messages import Channel, SaveJob, Setup, SliceRow, Slot, Stop
+from ckpt.saver.process import IGNORED
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.writers import _start
 from ckptstore.clock import system_clock
@@ -71,6 +73,24 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
             saver.kill()
             saver.wait()
     assert StoreSource(store).latest("r").world_size == 2
+
+
+def test_signals_to_the_whole_job_do_not_end_a_saver_that_begins(tmp_path: Path) -> None:
+    setup = Setup(
+        store=str(tmp_path), options={}, run="r", rank=0, world_size=1, compress="off", commit_timeout_s=60.0,
+        daemon=None, token=None,
+    )  # fmt: skip
+    ours, theirs = socket.socketpair()
+    presence = SaverLock(setup.store, setup.run)
+    with closing(Channel(ours)) as channel, theirs, tempfile.TemporaryFile() as stderr:
+        saver = _start(theirs.fileno(), presence.saver, stderr.fileno())
+        for number in IGNORED:
+            saver.send_signal(number)  # it has not loaded itself yet
+        presence.inherited()
+        presence.close()
+        channel.send(setup)
+        channel.send(Stop())
+        assert saver.wait(60) == 0
 
 
 def test_a_saver_keeps_to_its_cpu_budget_and_gives_way(tmp_path: Path) -> None:
