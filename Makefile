@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup arrays browser demo test coverage check fmt bench bench-full bench-gpu clean
+.PHONY: setup arrays browser demo docs test coverage check fmt bench bench-full bench-gpu clean
 
 setup: .venv/.ready
 
@@ -39,6 +39,10 @@ arrays: .venv-arrays/.ready
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# Into build/site, which needs no network and no server: open build/site/index.html.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.errors import CkptError
+from ckptstore.explanations import EXPLANATIONS, Explanation, kinds
 
 _HTTP_ERRORS = (
-    ("unknown_route", 404, "There is no such path."),
-    ("method_not_allowed", 405, "The path has no such method."),
-    ("internal", 500, "A defect of the daemon; its log has the details under the request id."),
+    ("unknown_route", 404, Explanation("There is no such path.", "Check the path.")),
+    ("method_not_allowed", 405, Explanation("The path has no such method.", "Use one of those in `Allow`.")),
+    ("internal", 500, Explanation("A defect of the daemon.", "Its log has the details under the request id.")),
 )
 
 
@@ -46,7 +46,8 @@ class ErrorCode:
 
     code: str
     status: int
-    text: str
+    meaning: str
+    remedy: str
 
 
 def endpoints(document: Mapping[str, Any]) -> list[Endpoint]:
@@ -70,17 +71,12 @@ def schemas(document: Mapping[str, Any]) -> list[tuple[str, str, list[Parameter]
 
 def error_codes() -> list[ErrorCode]:
     """All codes of errors, by code."""
-    found = {code: ErrorCode(code, status, text) for code, status, text in _HTTP_ERRORS}
-    for kind in _subclasses(CkptError):
-        if "code" in vars(kind):
-            found[kind.code] = ErrorCode(kind.code, kind.http_status, _text(kind.__doc__ or ""))
-    return [found[code] for code in sorted(found)]
-
-
-def _subclasses(kind: type[CkptError]) -> Iterator[type[CkptError]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)
+    known = kinds()
+    found = [*_HTTP_ERRORS, *((code, known[code].http_status, text) for code, text in EXPLANATIONS.items())]
+    return sorted(
+        (ErrorCode(code, status, _text(text.meaning), _text(text.remedy)) for code, status, text in found),
+        key=lambda one: one.code,
+    )
 
 
 def _endpoint(method: str, path: str, operation: Mapping[str, Any]) -> Endpoint:

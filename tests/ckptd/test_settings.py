@@ -12,9 +12,10 @@ import pytest
 from ckptd.redaction import MASK, Redactor, mask_passwords, secrets_of
 from ckptd.settings import KNOBS, Settings, default_cache, default_db, load
 from ckptstore.errors import InvalidRequest
+from docsite.reference import settings
 
 _STORE = {"store": "s3://bucket"}
-_PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "settings.md").read_text()
+_PAGE = settings()
 
 
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:

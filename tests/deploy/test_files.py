@@ -132,7 +132,7 @@ def test_every_expression_parses_and_names_metrics_that_exist(place: str, expres
 
 
 def test_every_metric_is_explained(metrics: set[str]) -> None:
-    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
     explained = set(_METRIC.findall(page))
     assert {name for name in explained if name not in metrics} == set()
     families = {re.sub("_(bucket|sum|count|created|total)$", "", name) for name in metrics}

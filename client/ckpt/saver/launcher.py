@@ -39,19 +39,24 @@ _FIRST_NAMESPACE = "pid:[4026531836]"
 _END_WITH_THEIR_CHILD = ("tini", "docker-init", "dumb-init", "catatonit", "torchrun", "torch.distributed", "accelerate")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a trainer; returns its exit code, or 128 and the number of the signal that killed it."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line of ckpt-run."""
+    found = argparse.ArgumentParser(
         prog="ckpt-run",
         description="Run a trainer, and end when the savers that it leaves behind are done. For PID 1 of a container, "
         "and for Slurm steps. The exit code is that of the trainer, or 128 and the number of its signal.",
     )
-    parser.add_argument(
+    found.add_argument(
         "--grace", type=float, default=GRACE_S, metavar="SECONDS",
         help="how long to wait for savers after the trainer has ended (default: %(default).0f)",
     )  # fmt: skip
-    parser.add_argument("command", nargs="+", help="the trainer, after --: ckpt-run -- torchrun train.py")
-    options = parser.parse_args(arguments)
+    found.add_argument("command", nargs="+", help="the trainer, after --: ckpt-run -- torchrun train.py")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a trainer; returns its exit code, or 128 and the number of the signal that killed it."""
+    options = parser().parse_args(arguments)
     logging.basicConfig(format="ckpt-run: %(message)s", level=logging.INFO, stream=sys.stderr)
     _become_reaper()
     watched = {*_FORWARDED, signal.SIGCHLD}

@@ -1,0 +1,47 @@
+"""What mkdocs calls while it builds the site (`hooks` in mkdocs.yml).
+
+A page of docs/reference is written by hand up to its line `<!-- made from the code: NAME -->`, which becomes the
+reference. Links from a page to a file of the repository lead to a page that shows this file, so the site needs no
+network.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from docsite.programs import command_line, endpoints, metrics
+from docsite.reference import errors, public_names, settings
+from docsite.repository import ADOPTED, Repository
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+MADE = {
+    "command line": command_line,
+    "endpoints": endpoints,
+    "errors": errors,
+    "metrics": metrics,
+    "public names": public_names,
+    "settings": settings,
+}
+_PLACE = re.compile(r"^<!-- made from the code: ([\w ]+) -->$", re.MULTILINE)
+
+_repository = Repository()
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are files of the repository: the adopted ones, and those that a page links to."""
+    pages = {file.src_uri: file.content_string for file in files.documentation_pages()}
+    for file in _repository.pages(pages, config):
+        files.append(file)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Puts in what is made from the code, and turns links to the repository into links of the site."""
+    made = _PLACE.sub(lambda place: MADE[place[1]](), markdown)
+    source = ADOPTED.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    return _repository.relinked(made, source, page.file.src_uri)
