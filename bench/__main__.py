@@ -31,6 +31,7 @@ BENCHES = (
     "codec",
     "references",
     "memory",
+    "leaves",
     "plan",
     "predict",
     "drill",

@@ -111,9 +111,9 @@ class Checkpointer:
         state before its copy, the handle and the next call raise SnapshotTorn, handles of other ranks RankFailed, and
         later saves of this rank are copied before they return. Detection compares version counters, and samples at 16
         places of each tensor. It misses a change that bypasses the counters (`.data`, a numpy view) and lies between
-        samples, or is undone before the copy. On a GPU the first two overlapped saves of a layout compare every leaf
-        with its copy by 64 bytes and a digest, later ones 64 leaves by 64 bytes. They miss a change that runs before
-        the sample: the first two, by a kernel on a stream not ordered with the training stream; later ones, by any.
+        samples, or is undone before the copy. On a GPU 64 bytes of every leaf, as they are at the call, are compared
+        with its copy, and in the first two overlapped saves of a layout a digest. The sample misses a change by a
+        kernel on a stream that is not ordered with the training stream and runs before it.
         overlap="verify" misses none. Calls that replace the memory of a storage (`share_memory_()`, `resize_()`) wait
         for the copy.
 

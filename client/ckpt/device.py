@@ -13,6 +13,9 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ckpt.lazily import torch
 from ckpt.streams import on_stream, side_stream
 
@@ -23,6 +26,9 @@ _COLUMNS = 1021
 _DIGEST_BYTES = 2048 * 8 * _COLUMNS
 """A piece that is digested at once."""
 _WEIGHT = 0x1E3779B97F4A7C15
+
+
+Addresses = npt.NDArray[np.int64]
 
 
 class Mark(Protocol):
@@ -51,6 +57,13 @@ class Device(Protocol):
         """New memory of the device, for the elements of tensors of one type, one after the other. Raises RuntimeError.
 
         Keep it until the work on it is done: it is reused in the order of the stream that it was made on.
+        """
+
+    def read(self, addresses: Addresses, size: int) -> torch.Tensor:
+        """Queue a read of `size` bytes at each of these addresses of the device, in the order of the current stream.
+
+        Returns pinned memory, with a row for each. Keep the memory at the addresses until the read is done. Raises
+        RuntimeError.
         """
 
     def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -107,6 +120,17 @@ class CudaDevice:
                 tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
             return torch.cat(list(map(torch.ravel, tensors)))
 
+    def read(self, addresses: Addresses, size: int) -> torch.Tensor:
+        """One kernel, over a tensor that spans all of these addresses."""
+        with torch.cuda.device(self._device):
+            first, end = int(addresses.min()), int(addresses.max()) + size
+            offsets = self.pinned(addresses.nbytes).view(torch.int64)
+            np.subtract(addresses, first, out=offsets.numpy())
+            spanning = torch.as_tensor(_CudaMemory(first, end - first), device=self._device)
+            found = rows(spanning, offsets.to(self._device, non_blocking=True), size)
+            memory = self.pinned(found.nbytes).view(found.shape)
+            return memory.copy_(found, non_blocking=True)
+
     def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """A few kernels for each tensor."""
         with on_stream(self._stream(side=True)):
@@ -150,6 +174,15 @@ class CudaDevice:
         return side_stream(self._device) if side else torch.cuda.current_stream(self._device)
 
 
+class _CudaMemory:
+    """A range of addresses of a CUDA device, for torch. What lies in it need not all exist."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+
 class _EventMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -177,6 +210,11 @@ def has_device(tensor: torch.Tensor) -> bool:
 def is_capturing() -> bool:
     """Whether the work of this thread is captured into a graph instead of being executed."""
     return any(capturing() for capturing in CAPTURING)
+
+
+def rows(memory: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tensor:
+    """`size` bytes at each of these offsets of memory, given as bytes: a matrix with a row for each."""
+    return memory.unfold(0, size, 1).index_select(0, offsets)
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

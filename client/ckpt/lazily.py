@@ -8,9 +8,10 @@ loaded torch, so that none of them needs to load it to recognize one.
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ class _Torch:
     """Stands for the module."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module("torch"), name)
+        return getattr(self._loaded, name)
+
+    @cached_property
+    def _loaded(self) -> ModuleType:
+        return import_module("torch")
 
 
 if not TYPE_CHECKING:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -21,7 +21,7 @@ from itertools import chain
 from ckpt.device import Device, Mark, Patience, poll
 from ckpt.lazily import torch
 from ckpt.saver.segment import Segment
-from ckpt.snapshot.device_guard import DeviceGuard, Watch
+from ckpt.snapshot.device_guard import DeviceGuard, SamplePlaces, Watch
 from ckpt.snapshot.gathered import GatheredLeaves, Pairs, by_size, num_bytes
 from ckpt.snapshot.progress import Part
 
@@ -33,6 +33,9 @@ _PIN_LEAST_BYTES = 16 << 20
 _PIN_PAUSE_S = 0.005
 _RING_BYTES = 32 << 20
 
+Views = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Makes the tensors in the slot that some leaves are copied to."""
+
 
 class DeviceCopies:
     """The copies of one snapshot from one device. The training thread adds and begins, another one may copy."""
@@ -42,7 +45,8 @@ class DeviceCopies:
         self._device = device
         self._pinned = pinned
         self._now: Pairs = ([], [])
-        self._later: dict[Part, Pairs] = {}
+        self._later: dict[Part, tuple[Views, list[torch.Tensor]]] = {}
+        self._places: Sequence[SamplePlaces] = ()
         self._gathered: list[GatheredLeaves] = []
         self._ahead: GatheredLeaves | None = None
         """Leaves that cannot wait at the gate, gathered at the call."""
@@ -74,9 +78,13 @@ class DeviceCopies:
         to += views
         kept += map(torch.Tensor.detach, tensors)
 
-    def defer(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], part: Part) -> None:
-        """Copy tensors later. They are kept, too."""
-        self._later[part] = (list(views), list(map(torch.Tensor.detach, tensors)))
+    def defer(self, views: Views, tensors: Sequence[torch.Tensor], part: Part) -> None:
+        """Copy tensors later. They are kept, too. views: called by the thread that copies."""
+        self._later[part] = (views, list(map(torch.Tensor.detach, tensors)))
+
+    def sample(self, places: Sequence[SamplePlaces]) -> None:
+        """Where to sample the deferred leaves, which are numbered in the order of `defer`."""
+        self._places = places
 
     def begun(self, watch: Watch) -> None:
         """Queue what cannot wait, and mark the point of the current stream where the state is complete.
@@ -87,9 +95,8 @@ class DeviceCopies:
         try:
             self._begin_now(watch.ahead)
             if self._later:
-                self._guard = DeviceGuard(self._device, *self._deferred())
-                if watch.from_call:
-                    self._guard.sample(side=False)
+                self._guard = DeviceGuard(self._device)
+                self._guard.sample(self._places)
         finally:
             self._ready = self._done = self._device.mark(side=False)
 
@@ -118,13 +125,10 @@ class DeviceCopies:
         assert self._ready is not None
         patience.wait_for(self._ready)
         self._device.wait(self._ready, side=True)
-        if self._guard is None:
+        if self._guard is None or not watch.digests:
             return
         try:
-            if not self._guard.sampled:
-                self._guard.sample(side=True)
-            if watch.digests:
-                self._guard.digest()
+            self._guard.digest([tensor for _, tensors in self._later.values() for tensor in tensors])
         finally:
             self._done = self._device.mark(side=True)
 
@@ -133,12 +137,13 @@ class DeviceCopies:
         if part not in self._later:
             return
         try:
+            pairs = self._pairs(part)
             if self._pinned:
-                small, large = by_size(self._later[part])
+                small, large = by_size(pairs)
                 self._queue(*large, side=True)
                 self._gather(small, side=True)
             else:
-                self._queue(*self._later[part], side=True)
+                self._queue(*pairs, side=True)
         finally:
             self._done = self._part_done[part] = self._device.mark(side=True)
 
@@ -176,7 +181,9 @@ class DeviceCopies:
 
     def torn(self) -> list[int]:
         """Numbers of the deferred leaves that had changed when they were copied. Call it after `place`."""
-        return [] if self._guard is None else self._guard.torn()
+        if self._guard is None:
+            return []
+        return self._guard.torn([view for part in self._later for view in self._pairs(part)[0]])
 
     def release(self) -> None:
         """Release tensor references."""
@@ -184,10 +191,10 @@ class DeviceCopies:
         self._gathered = []
         self._now, self._later = ([], []), {}
 
-    def _deferred(self) -> Pairs:
-        """All deferred copies."""
-        views, tensors = zip(*self._later.values(), strict=True)
-        return list(chain(*views)), list(chain(*tensors))
+    def _pairs(self, part: Part) -> Pairs:
+        """The deferred copies of a part."""
+        views, tensors = self._later[part]
+        return list(views(tensors)), tensors
 
     def _gather(self, pairs: Pairs, side: bool) -> None:
         if pairs[0]:

@@ -1,7 +1,8 @@
 """Detects changes of leaves on a device between the call and their copy, which no version counter shows.
 
-Samples: some bytes of leaves, compared with their copies; in every save. Digests: all bytes of every leaf; in the first
-overlapped saves of a layout, because a loop that changes state at the wrong time does so in each of its steps.
+Samples: some bytes of every leaf as they are at the call, compared with its copy; in every save. Digests: all bytes of
+every leaf; in the first overlapped saves of a layout, because a loop that changes state at the wrong time does so in
+each of its steps.
 """
 
 from __future__ import annotations
@@ -10,105 +11,93 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import repeat
-from operator import add
 from typing import NamedTuple
 
-from ckpt.device import Device, digests
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.device import Addresses, Device, digests, rows
 from ckpt.lazily import torch
 
 _SAMPLE_BYTES = 64
-_SAMPLED_LEAVES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
     """How closely the leaves of a device are watched."""
 
-    from_call: bool = False
-    """Sample all of them in the order of the current stream. Otherwise some, when the device begins to copy."""
     digests: bool = False
     """Compare all bytes, from when the device begins to copy."""
     ahead: bool = False
     """Leaves that cannot wait at the gate may be copied on the device first: it is known what training needs."""
 
 
-class _Samples(NamedTuple):
-    """Samples of leaves of one type, one after the other."""
+class SamplePlaces(NamedTuple):
+    """Where some leaves are sampled, by address: 64 bytes of each, or all of a smaller one."""
 
-    memory: torch.Tensor
-    numbers: Sequence[int]
-    counts: Sequence[int]
-    """Elements of each sample."""
-    begins: Sequence[int]
-    """The first element of each."""
+    size: int
+    """Bytes of each sample."""
+    numbers: npt.NDArray[np.int64]
+    """The numbers of the leaves."""
+    sources: Addresses
+    """Addresses on the device."""
+    copies: Addresses
+    """Addresses in the slot."""
+
+
+def sample_places(copies: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[SamplePlaces]:
+    """The middle of each leaf, by size of the sample. copies: addresses in the slot.
+
+    Leaves whose bytes on the device are not their elements in order are not sampled.
+    """
+    if not tensors:
+        return []
+    in_order = np.fromiter(map(torch.Tensor.is_contiguous, tensors), bool)
+    for differs in (torch.Tensor.is_conj, torch.Tensor.is_neg):
+        in_order &= ~np.fromiter(map(differs, tensors), bool)
+    sizes = np.array([tensor.nbytes for tensor in tensors])
+    begins = np.minimum(sizes // 2, np.maximum(sizes - _SAMPLE_BYTES, 0))
+    sources = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64) + begins
+    to, sampled = np.array(copies) + begins, np.minimum(sizes, _SAMPLE_BYTES) * in_order
+    chosen = [(size, np.flatnonzero(sampled == size)) for size in np.unique(sampled[sampled > 0]).tolist()]
+    return [SamplePlaces(size, numbers, sources[numbers], to[numbers]) for size, numbers in chosen]
 
 
 class DeviceGuard:
     """Compares leaves of a device before their copy with the copies."""
 
-    def __init__(self, device: Device, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._views = views
-        self._tensors = tensors
-        self._samples: list[_Samples] = []
+        self._samples: list[tuple[SamplePlaces, torch.Tensor]] = []
         self._digests: torch.Tensor | None = None
-        self._kept: list[torch.Tensor] = []
 
-    def sample(self, side: bool) -> None:
-        """Read samples: of all leaves in the order of the current stream, or of some on the side stream.
-
-        Column by column, with one copy for each type: the training thread waits for the first way.
-        """
-        step = max(1, len(self._tensors) // _SAMPLED_LEAVES) if side else 1
-        tensors, numbers = self._tensors[::step], range(0, len(self._tensors), step)
-        kinds, sizes = [tensor.dtype for tensor in tensors], list(map(torch.Tensor.numel, tensors))
-        plain = list(map(torch.Tensor.is_contiguous, tensors))
-        if any(kind.is_complex for kind in set(kinds)):
-            plain = [each and not tensor.is_conj() for each, tensor in zip(plain, tensors, strict=True)]
+    def sample(self, found: Sequence[SamplePlaces]) -> None:
+        """Read samples in the order of the current stream. The training thread waits for this, so it is no loop."""
         with suppress(RuntimeError):  # no memory: the save goes on without samples
-            for kind in dict.fromkeys(kinds):
-                most = max(1, _SAMPLE_BYTES // kind.itemsize)
-                chosen = [i for i, size in enumerate(sizes) if size and plain[i] and kinds[i] is kind]
-                counts = [min(sizes[i], most) for i in chosen]
-                begins = [min(sizes[i] // 2, sizes[i] - count) for i, count in zip(chosen, counts, strict=True)]
-                found = _Samples(torch.empty(0), [numbers[i] for i in chosen], counts, begins)
-                self._samples += self._read(found, [tensors[i] for i in chosen], side)
+            for places in found:
+                self._samples.append((places, self._device.read(places.sources, places.size)))
 
-    def _read(self, places: _Samples, tensors: Sequence[torch.Tensor], side: bool) -> list[_Samples]:
-        if not tensors:
-            return []
-        offsets = map(add, map(torch.Tensor.storage_offset, tensors), places.begins)
-        parts = map(torch.as_strided, tensors, zip(places.counts), repeat((1,)), offsets)
-        gathered = self._device.gather(list(parts), side)
-        memory = self._device.pinned(gathered.nbytes).view(gathered.dtype)
-        self._device.copy([memory], [gathered], side)
-        self._kept.append(gathered)
-        return [places._replace(memory=memory)]
-
-    @property
-    def sampled(self) -> bool:
-        """Whether samples are read."""
-        return bool(self._samples)
-
-    def digest(self) -> None:
+    def digest(self, tensors: Sequence[torch.Tensor]) -> None:
         """Read everything on the side stream."""
         with suppress(RuntimeError):  # no memory: the samples remain
-            memory = self._device.pinned(8 * len(self._tensors)).view(torch.int64)
-            self._device.digest(memory, self._tensors)
+            memory = self._device.pinned(8 * len(tensors)).view(torch.int64)
+            self._device.digest(memory, tensors)
             self._digests = memory
 
-    def torn(self) -> list[int]:
-        """Numbers of leaves that had changed when they were copied. The device has finished."""
+    def torn(self, views: Sequence[torch.Tensor]) -> list[int]:
+        """Numbers of leaves that had changed when they were copied. The device has finished. views: the copies."""
         found = set[int]()
-        for memory, numbers, counts, begins in self._samples:
-            at, item = memory.data_ptr(), memory.element_size()
-            for number, count, begin in zip(numbers, counts, begins, strict=True):
-                copy = self._views[number].data_ptr() + begin * item
-                if ctypes.string_at(copy, count * item) != ctypes.string_at(at, count * item):
-                    found.add(number)
-                at += count * item
+        for places, samples in self._samples:
+            differ = (_rows_at(places.copies, places.size) != samples).any(1)
+            found.update(places.numbers[differ.numpy()].tolist())
         if self._digests is not None:
-            differ = self._digests != digests(self._views)
+            differ = self._digests != digests(views)
             found.update(differ.nonzero().view(-1).tolist())
         return sorted(found)
+
+
+def _rows_at(addresses: Addresses, size: int) -> torch.Tensor:
+    """`size` bytes at each of these addresses of host memory."""
+    first = int(addresses.min())
+    spanned = (ctypes.c_char * (int(addresses.max()) + size - first)).from_address(first)
+    return rows(torch.frombuffer(spanned, dtype=torch.uint8), torch.from_numpy(addresses - first), size)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from ckpt.capture.optimizers import state_holder
 from ckpt.capture.wrapped import inner_tensors
 from ckpt.snapshot.progress import EVERYONE, Part
 
+_PLAIN = (torch.Tensor, nn.Parameter)
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The optimizers whose step is in a CUDA graph: a replay changes state and calls no hook."""
 
@@ -84,18 +86,22 @@ class Gate:
 
 
 def _owners(numbers: Mapping[Optimizer, int]) -> dict[int, Part]:
-    owners: dict[int, set[int]] = {}
+    owners: dict[int, Part] = {}
     for optimizer, number in numbers.items():
         held = [group["params"] for group in optimizer.param_groups]
-        for tensor in _tensors([held, list(state_holder(optimizer).state.values())]):
-            owners.setdefault(_storage(tensor), set()).add(number)
+        found = set(map(_storage, _tensors([held, list(state_holder(optimizer).state.values())])))
+        alone = frozenset((number,))  # one object for all of its tensors
+        for address in found:
+            owners[address] = owners[address] | alone if address in owners else alone
     owners.pop(0, None)
-    return {address: frozenset(found) for address, found in owners.items()}
+    return owners
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own in nested containers."""
-    if isinstance(value, torch.Tensor):
+    if type(value) in _PLAIN:
+        yield value
+    elif isinstance(value, torch.Tensor):
         if inner := inner_tensors("", value):
             yield from _tensors(inner)
         else:
@@ -110,7 +116,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _storage(tensor: torch.Tensor) -> int:
     """The address of a tensor's storage; 0 if it has none."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if type(tensor) not in _PLAIN and isinstance(tensor, DTensor) else tensor
     try:
         return local.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a sparse or fake tensor, which is in no save

@@ -28,7 +28,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.capture.leaves import Captured, Change, Leaves, StateLeaf
+from ckpt.capture.leaves import Captured, Change, Leaves
 from ckpt.device import Patience, has_device, is_capturing
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.device_guard import Watch
@@ -41,7 +41,7 @@ from ckpt.snapshot.stage import is_plain
 from ckpt.snapshot.transfer import Transfer
 from ckpt.snapshot.verify import DigestGuard
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
-from ckptstore.format.shards import Placed
+from ckptstore.format.shards import Placed, Slice
 
 logger = logging.getLogger(__name__)
 
@@ -177,26 +177,29 @@ class Overlap:
         """These are the optimizers of the next save."""
         self._gate.expect(optimizers)
 
-    def can_overlap(self, leaf: StateLeaf) -> Part | None:
-        """Whether a leaf can be copied while training continues: the part that it belongs to; None if it cannot.
+    def parts(self, leaves: Leaves) -> list[Part | None]:
+        """Which leaves can be copied while training continues: the parts that they belong to; None if they cannot.
 
         A step that calls no hook, such as one in a CUDA graph, cannot wait. What it changes on a GPU is copied in the
         order of the current stream, before anything that is replayed there.
         """
-        on_device = has_device(leaf.tensor)
-        if leaf.change is Change.ANY_TIME or not (leaf.tensor.is_cpu or on_device):
+        return list(map(self._part, leaves.slices, leaves.tensors, leaves.changes))
+
+    def _part(self, piece: Slice, tensor: torch.Tensor, change: Change) -> Part | None:
+        on_device = has_device(tensor)
+        if change is Change.ANY_TIME or not (on_device or tensor.is_cpu):
             return None
-        if self._verify and not is_plain(leaf.tensor):
+        if self._verify and not is_plain(tensor):
             return None  # copied at the call; by a GPU in the order of the current stream, so that no check is needed
-        part = self._gate.part(leaf.tensor)
-        if leaf.change is Change.NEVER:
-            return part if leaf.slice.bytes >= FROZEN_BYTES and leaf.slice in self._frozen else None
+        part = self._gate.part(tensor)
+        if change is Change.NEVER:
+            return part if piece.bytes >= FROZEN_BYTES and piece in self._frozen else None
         if on_device:
             return part if part != EVERYONE else None
-        return part if leaf.slice.bytes >= _SMALL_BYTES else None
+        return part if piece.bytes >= _SMALL_BYTES else None
 
     def sameness(self, captured: Captured) -> object | None:
-        """Equal for captures with the same leaves and the same answers of can_overlap; None if that is not known."""
+        """Equal for captures with the same leaves and the same `parts`; None if that is not known."""
         return captured.sameness and (captured.sameness, self._frozen.changes, self._gate.hooked)
 
     def guard(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> Guard:
@@ -207,7 +210,7 @@ class Overlap:
     def watch(self, layout: object) -> Watch:
         """How to watch leaves on devices: closely in the first overlapped saves of a layout."""
         new = layout is not self._layout or self._watched < _WATCHED_SAVES
-        return Watch(from_call=new, digests=new, ahead=self._saved)
+        return Watch(digests=new, ahead=self._saved)
 
     def began(self, transfer: Transfer, layout: object) -> None:
         """A transfer with this layout has begun. Logs once what happens to state on devices that cannot overlap."""

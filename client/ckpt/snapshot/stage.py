@@ -7,22 +7,22 @@ changes only in `optim.step()` may be copied later by another thread (overlap.py
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.capture.leaves import Change, Leaves, StateLeaf
+from ckpt.capture.leaves import Change, Leaves
 from ckpt.device import DEVICES, has_device
 from ckpt.lazily import torch
 from ckpt.saver.messages import SliceRow
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.device_copies import pin_segment
-from ckpt.snapshot.device_guard import Watch
+from ckpt.snapshot.device_guard import SamplePlaces, Watch, sample_places
 from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample, unread
 from ckpt.snapshot.progress import Part
 from ckpt.snapshot.transfer import GatheredRun, Move, Transfer, move_all
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
-Later = Callable[[StateLeaf], Part | None]
+Later = Callable[[Leaves], Sequence[Part | None]]
 
 _GATHERED_BYTES = 16 << 10
 _ALL_GATHERED_BYTES = 4 << 20
@@ -65,19 +65,37 @@ class _DeferredLeaves:
     parts: dict[Part, list[int]] = field(default_factory=dict)
     """Places in these lists."""
 
-    def add(self, index: int, leaf: StateLeaf, part: Part) -> None:
-        """Append a leaf."""
-        self.parts.setdefault(part, []).append(len(self.indexes))
-        self.indexes.append(index)
-        self.slices.append(leaf.slice)
-        self.changes.append(leaf.change)
-        self.samples.append(unread(leaf.tensor) if has_device(leaf.tensor) else sample(leaf.tensor))
+    def add(
+        self, indexes: Sequence[int], leaves: Leaves, parts: Iterable[Part], read: Callable[[torch.Tensor], Sample]
+    ) -> None:
+        """Append leaves. parts: of each. read: makes its sample."""
+        for place, part in enumerate(parts, len(self.indexes)):
+            self.parts.setdefault(part, []).append(place)
+        self.indexes += indexes
+        self.slices += [leaves.slices[i] for i in indexes]
+        self.changes += [leaves.changes[i] for i in indexes]
+        self.samples += [read(leaves.tensors[i]) for i in indexes]
 
     def among(self, leaves: Leaves) -> Leaves:
         """These leaves with their current tensors."""
         tensors = [leaves.tensors[i] for i in self.indexes]
         origins = None if leaves.origins is leaves.tensors else [leaves.origins[i] for i in self.indexes]
         return Leaves(self.slices, tensors, origins, self.changes)
+
+
+class _SlotViews:
+    """Tensors at some places of a slot, made when they are first used: by the thread that copies."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.at: list[int] = []
+        self._segment = segment
+        self._made: list[torch.Tensor] = []
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """To copy these tensors to, which have the same types and shapes at each call."""
+        if not self._made:
+            self._made = [_view(self._segment, at, tensor) for at, tensor in zip(self.at, tensors, strict=True)]
+        return self._made
 
 
 @dataclass(slots=True)
@@ -89,10 +107,12 @@ class _DeviceLeaves:
 
     now: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
     """Those that are copied in the order of the current stream."""
-    later: dict[Part, tuple[list[torch.Tensor], list[int]]] = field(default_factory=dict)
+    later: dict[Part, tuple[_SlotViews, list[int]]] = field(default_factory=dict)
     """Those that are deferred."""
-    places: dict[Part, list[int]] = field(default_factory=dict)
+    places: dict[Part, range] = field(default_factory=dict)
     """The indexes of the deferred leaves among all that are deferred."""
+    samples: Sequence[SamplePlaces] = ()
+    """Of the deferred leaves."""
 
 
 @dataclass(slots=True)
@@ -163,8 +183,8 @@ class Stager:
     ) -> Transfer:
         """Copy the leaves that cannot be deferred; those on a GPU are enqueued on the current stream instead.
 
-        later: the part of a leaf that is deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None and
-        equals the last one, the slices, the memory and the answers of `later` are the same as then.
+        later: the parts of leaves that are deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None
+        and equals the last one, the slices, the memory and the answers of `later` are the same as then.
         """
         plan = self._plan
         if plan is None or sameness is None or plan.sameness != sameness:
@@ -187,35 +207,52 @@ class Stager:
         self, leaves: Leaves, layout: SnapshotLayout, later: Later | None, sameness: object | None
     ) -> _CopyPlan:
         plan = _CopyPlan(sameness)
+        parts = [None] * len(leaves) if later is None else later(leaves)
+        deferred: tuple[list[int], list[Part]] = ([], [])
         for place, i in zip(layout.placed, layout.order, strict=True):
-            leaf = leaves[i]
-            part = None if later is None else later(leaf)
-            if leaf.change is Change.NEVER and leaf.slice.bytes >= FROZEN_BYTES:
+            tensor, part = leaves.tensors[i], parts[i]
+            if leaves.changes[i] is Change.NEVER and place.slice.bytes >= FROZEN_BYTES:
                 plan.frozen.append(place)
-            if has_device(leaf.tensor):
-                of_device = plan.devices.setdefault(leaf.tensor.device, _DeviceLeaves())
-                views, indexes = of_device.now if part is None else of_device.later.setdefault(part, ([], []))
-                views.append(self._view(place, leaf.tensor))
-                indexes.append(i)
-                continue
-            if not is_plain(leaf.tensor):
-                plan.others.append((self._view(place, leaf.tensor), i, part))
-                continue
-            move = (self._address + place.at, leaf.tensor.data_ptr(), leaf.tensor.nbytes)
-            if part is None:
-                plan.now.append(move)
+            if has_device(tensor):
+                self._plan_device(plan, place, i, tensor, part)
+            elif not is_plain(tensor):
+                plan.others.append((_view(self._segment, place.at, tensor), i, part))
             else:
-                plan.later.append(move)
-                plan.waiting.add(i, leaf, part)
+                move = (self._address + place.at, tensor.data_ptr(), tensor.nbytes)
+                if part is None:
+                    plan.now.append(move)
+                else:
+                    plan.later.append(move)
+                    deferred[0].append(i)
+                    deferred[1].append(part)
+        plan.waiting.add(deferred[0], leaves, deferred[1], sample)
         if plan.later:
             plan.gather()
         for of_device in plan.devices.values():
-            for part, (_, indexes) in of_device.later.items():
-                first = len(plan.waiting.indexes)
-                of_device.places[part] = list(range(first, first + len(indexes)))
-                for i in indexes:
-                    plan.waiting.add(i, leaves[i], part)
+            self._plan_deferred(plan, of_device, leaves)
         return plan
+
+    def _plan_device(self, plan: _CopyPlan, place: Placed, index: int, tensor: torch.Tensor, part: Part | None) -> None:
+        of_device = plan.devices.get(tensor.device) or plan.devices.setdefault(tensor.device, _DeviceLeaves())
+        if part is None:
+            views, indexes = of_device.now
+            views.append(_view(self._segment, place.at, tensor))
+        else:
+            later = of_device.later.get(part) or of_device.later.setdefault(part, (_SlotViews(self._segment), []))
+            later[0].at.append(place.at)
+            indexes = later[1]
+        indexes.append(index)
+
+    def _plan_deferred(self, plan: _CopyPlan, of_device: _DeviceLeaves, leaves: Leaves) -> None:
+        """What is equal in every save of the leaves of a device that are deferred."""
+        copies, tensors = list[int](), list[torch.Tensor]()
+        for part, (views, indexes) in of_device.later.items():
+            first = len(plan.waiting.indexes)
+            of_device.places[part] = range(first, first + len(indexes))
+            plan.waiting.add(indexes, leaves, [part] * len(indexes), unread)
+            copies += [self._address + at for at in views.at]
+            tensors += [leaves.tensors[i] for i in indexes]
+        of_device.samples = sample_places(copies, tensors)
 
     def _begin_others(self, transfer: Transfer, plan: _CopyPlan, leaves: Leaves) -> None:
         """Leaves that are not plain host memory."""
@@ -229,14 +266,17 @@ class Stager:
                 self.pin(device)
                 views, indexes = found.now
                 transfer.add_device_copies(device, self.pinned, views, [leaves.tensors[i] for i in indexes])
-                for part, (views, _) in found.later.items():
-                    transfer.defer_device_copies(device, self.pinned, views, found.places[part], part)
+                for part, (later, _) in found.later.items():
+                    transfer.defer_device_copies(device, self.pinned, later, found.places[part], part)
+                transfer.sample_on_device(device, found.samples)
 
-    def _view(self, place: Placed, tensor: torch.Tensor) -> torch.Tensor:
-        if not place.slice.bytes:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        flat = torch.frombuffer(self._segment.map, dtype=torch.uint8, count=place.slice.bytes, offset=place.at)
-        return flat.view(tensor.dtype).view(tensor.shape)
+
+def _view(segment: Segment, at: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The place of a tensor in a slot."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat = torch.frombuffer(segment.map, dtype=torch.uint8, count=tensor.nbytes, offset=at)
+    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ckpt.capture.arrays import HostArray
-from ckpt.capture.leaves import StateLeaf
+from ckpt.capture.leaves import Leaves
 from ckpt.capture.reads import SmallReads
 from ckpt.device import Patience, has_device
 from ckpt.lazily import torch
@@ -41,7 +41,7 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
     assert snapshot.slot is not None
     leaves, layout, segment = snapshot.request.captured.leaves, snapshot.request.layout, snapshot.slot.segment
     writer = StreamWriter(plan_chunks(layout.placed), segment.num_bytes)
-    deferred = [_can_overlap(leaf, overlap) for leaf in leaves]
+    deferred = _deferred(leaves, overlap)
     if overlap is not None and _worthwhile(leaves, deferred):
         pairs = list(zip(leaves.tensors, deferred, strict=True))
         waiting = [i for i, waits in enumerate(deferred) if waits]
@@ -69,8 +69,12 @@ def stream_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | N
         raise
 
 
-def _can_overlap(leaf: StateLeaf, overlap: Overlap | None) -> bool:
-    return overlap is not None and overlap.on and leaf.tensor.is_cpu and overlap.can_overlap(leaf) is not None
+def _deferred(leaves: Leaves, overlap: Overlap | None) -> list[bool]:
+    """Which leaves are copied later."""
+    if overlap is None or not overlap.on:
+        return [False] * len(leaves)
+    pairs = zip(leaves.tensors, overlap.parts(leaves), strict=True)
+    return [tensor.is_cpu and part is not None for tensor, part in pairs]
 
 
 def _clone(tensor: torch.Tensor, reads: SmallReads) -> torch.Tensor:
@@ -81,8 +85,8 @@ def _clone(tensor: torch.Tensor, reads: SmallReads) -> torch.Tensor:
     return tensor.clone() if tensor.is_cpu and not has_device(tensor) else reads.read(tensor)
 
 
-def _worthwhile(leaves: Sequence[StateLeaf], deferred: Sequence[bool]) -> bool:
-    rest = sum(leaf.slice.bytes for leaf, later in zip(leaves, deferred, strict=True) if not later)
+def _worthwhile(leaves: Leaves, deferred: Sequence[bool]) -> bool:
+    rest = sum(piece.bytes for piece, later in zip(leaves.slices, deferred, strict=True) if not later)
     return any(deferred) and rest <= _CLONED_BYTES
 
 

@@ -53,7 +53,7 @@ def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | No
     started = time.perf_counter()
     if overlap is not None and overlap.on:
         sameness, watch = overlap.sameness(captured), overlap.watch(layout)
-        transfer = stager.begin(captured.leaves, layout, overlap.can_overlap, sameness, watch)
+        transfer = stager.begin(captured.leaves, layout, overlap.parts, sameness, watch)
         overlap.began(transfer, layout)
         if transfer.under_way:
             from ckpt.snapshot.overlap import PendingCopy  # loads torch

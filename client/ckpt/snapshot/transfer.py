@@ -14,8 +14,8 @@ from itertools import chain
 from ckpt.capture.leaves import Leaves, StateLeaf
 from ckpt.device import DEVICES, Patience, poll
 from ckpt.lazily import torch
-from ckpt.snapshot.device_copies import DeviceCopies
-from ckpt.snapshot.device_guard import Watch
+from ckpt.snapshot.device_copies import DeviceCopies, Views
+from ckpt.snapshot.device_guard import SamplePlaces, Watch
 from ckpt.snapshot.guard import Guard, Sample, sample
 from ckpt.snapshot.progress import CopyProgress, Part
 from ckptstore.format.shards import Placed
@@ -92,11 +92,15 @@ class Transfer:
         self._copies_of(device, pinned).add(views, tensors)
 
     def defer_device_copies(
-        self, device: torch.device, pinned: bool, views: Sequence[torch.Tensor], indexes: Sequence[int], part: Part
+        self, device: torch.device, pinned: bool, views: Views, indexes: Sequence[int], part: Part
     ) -> None:
         """Defer copies from a device. indexes: those of the leaves among the deferred ones."""
         self._deferred.setdefault(device, []).extend(indexes)
         self._copies_of(device, pinned).defer(views, [self.later.tensors[i] for i in indexes], part)
+
+    def sample_on_device(self, device: torch.device, places: Sequence[SamplePlaces]) -> None:
+        """Sample the deferred leaves of a device, which are numbered in the order of their copies."""
+        self._devices[device].sample(places)
 
     def _copies_of(self, device: torch.device, pinned: bool) -> DeviceCopies:
         if device not in self._devices:

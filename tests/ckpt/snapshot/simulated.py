@@ -115,6 +115,13 @@ class SimulatedDevice:
             at += tensor.nbytes
         return memory
 
+    def read(self, addresses: device.Addresses, size: int) -> torch.Tensor:
+        memory = self.pinned(len(addresses) * size)
+        if memory.nbytes > self.free_bytes():
+            raise RuntimeError("out of memory")
+        self._queue(self.current(), partial(_read, memory, addresses.tolist(), size))
+        return memory.view(-1, size)
+
     def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         assert self._is_pinned(into.data_ptr(), into.nbytes)
         self._queue(SIDE, lambda: into.copy_(device.digests(tensors)))
@@ -312,6 +319,12 @@ def _gather(to: int, source: int, spread: torch.Tensor | None, num_bytes: int) -
     """A kernel. It keeps no memory that is read by its address."""
     kept = None if spread is None else spread.contiguous()
     ctypes.memmove(to, source if kept is None else kept.data_ptr(), num_bytes)
+
+
+def _read(memory: torch.Tensor, addresses: Sequence[int], size: int) -> None:
+    """A kernel."""
+    for number, address in enumerate(addresses):
+        ctypes.memmove(memory.data_ptr() + number * size, address, size)
 
 
 class SimulatedSGD(Optimizer):

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from ckpt.device import _DIGEST_BYTES, digests
+from ckpt.snapshot.device_guard import sample_places
 from ckptstore.errors import SnapshotTorn
-from tests.ckpt.snapshot.simulated import SIDE, SimulatedDevice, add_one, plugged_in
+from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, add_one, plugged_in
 from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, Training, open_run
+from tests.support.waiting import wait_until
 
 MEMORY: dict[str, Callable[[], torch.Tensor]] = {
     "a byte": lambda: torch.zeros(1, dtype=torch.uint8),
@@ -70,6 +72,46 @@ def test_a_change_of_one_element_fails_the_first_saves_of_a_layout(tmp_path: Pat
             handle = training.save(checkpointer, 1)
             with pytest.raises(SnapshotTorn, match="model/w0"):
                 handle.result(PATIENCE_S)
+        simulated.synchronize()
+
+
+def test_samples_are_in_the_middle_of_leaves_and_all_of_small_ones() -> None:
+    numbers = torch.arange(1000.0)
+    tensors = [
+        numbers,
+        numbers[:3],
+        torch.ones(1, dtype=torch.uint8),
+        numbers[:0],
+        numbers[10:30],
+        numbers.view(50, 20).t(),
+    ]
+    tensors.append(torch.ones(40, dtype=torch.complex64).conj())
+    found = sample_places(range(0, 7000, 1000), tensors)
+    places = {
+        number: (size, source - tensors[number].data_ptr(), to - 1000 * number)
+        for size, *columns in found
+        for number, source, to in zip(*(column.tolist() for column in columns), strict=True)
+    }
+    assert places == {0: (64, 2000, 2000), 1: (12, 0, 0), 2: (1, 0, 0), 4: (64, 16, 16)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_save_finds_a_change_after_the_call(seed: int, tmp_path: Path) -> None:
+    """A kernel that moves no counter, of the same stream, right after the call: the samples are those of the call."""
+    with plugged_in(seed) as simulated, open_run(tmp_path) as checkpointer:
+        training = Training(simulated)
+        checkpointer.prepare(training.model, training.optim)
+        for step in range(4):
+            training.step()
+            training.save(checkpointer, step).result(PATIENCE_S)
+        training.step()
+        with simulated.paused(SIDE):
+            handle = training.save(checkpointer, 4)
+            simulated.launch(add_one(training.model.get_parameter("w1")))
+            changed = simulated.record(DEFAULT)
+            wait_until(changed.done, "the change", PATIENCE_S)
+        with pytest.raises(SnapshotTorn, match="model/w1"):
+            handle.result(PATIENCE_S)
         simulated.synchronize()
 
 

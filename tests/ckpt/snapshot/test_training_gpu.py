@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,6 +161,20 @@ def test_digests_of_the_gpu_are_those_of_the_cpu() -> None:
     tensors += [torch.randn(70, 130).t(), torch.randn(3001).bfloat16()[1:]]
     found = digests([tensor.cuda() for tensor in tensors])
     assert torch.equal(found.cpu(), digests(tensors))
+
+
+def test_reads_of_the_gpu_are_in_the_order_of_the_current_stream() -> None:
+    """Of memory that is far apart, while the stream is busy; what is changed afterwards is read as it was."""
+    tensors = [(torch.arange(size, device="cuda") % 251).to(torch.uint8) for size in (100, 1 << 20, 70)]
+    middles = [min(tensor.numel() // 2, tensor.numel() - 64) for tensor in tensors]
+    addresses = np.array([tensor.data_ptr() + at for tensor, at in zip(tensors, middles, strict=True)])
+    expected = [tensor[at : at + 64].tolist() for tensor, at in zip(tensors, middles, strict=True)]
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+    found = CudaDevice(tensors[0].device).read(addresses, 64)
+    for tensor in tensors:
+        tensor.zero_()
+    torch.cuda.synchronize()
+    assert found.tolist() == expected
 
 
 def test_a_step_that_is_compiled(tmp_path: Path) -> None:
