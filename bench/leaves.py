@@ -31,6 +31,7 @@ from bench.report import Goal, Report
 from ckpt import Checkpointer
 from ckpt.device import DEVICES, Addresses, digests, rows
 from ckpt.snapshot import run_saves
+from ckpt.snapshot.take import take_snapshot
 
 LEAVES = (1268, 10_000)
 _LEAVES_PER_PARAMETER = 4
@@ -81,11 +82,10 @@ def _round(num_leaves: int, found: Seconds) -> None:
     model = nn.ParameterList(nn.Parameter(torch.ones(_ELEMENTS)) for _ in range(num_leaves // _LEAVES_PER_PARAMETER))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     snapshots: list[float] = []
-    take = run_saves.take_snapshot
 
     def timed(*arguments: Any) -> bool:
         began = time.thread_time()
-        taken = take(*arguments)
+        taken = take_snapshot(*arguments)
         snapshots.append(time.thread_time() - began)
         return taken
 

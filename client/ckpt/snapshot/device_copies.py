@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from typing import TypeAlias
 
 from ckpt.device import Device, Mark, Patience, poll
 from ckpt.lazily import torch
@@ -33,7 +34,7 @@ _PIN_LEAST_BYTES = 16 << 20
 _PIN_PAUSE_S = 0.005
 _RING_BYTES = 32 << 20
 
-Views = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Views: TypeAlias = "Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]"
 """Makes the tensors in the slot that some leaves are copied to."""
 
 
