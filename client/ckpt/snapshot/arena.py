@@ -67,7 +67,7 @@ class Arena:
         """Allocate all slots for snapshots of this size in the background, so that no save waits for it.
 
         gpu: one that snapshots are copied from; then the memory is pinned as well. wait: return once there is one slot,
-        or its allocation has failed.
+        or its allocation has failed; with a gpu once there are all, because pinning beside training delays launches.
         """
         with self._changed:
             self._wanted_bytes = num_bytes
@@ -84,6 +84,8 @@ class Arena:
             if slot is not None:
                 self.release(slot.number)
         self.prepare_rest()
+        if wait and gpu is not None and self._background is not None:
+            self._background.join()
 
     def limit(self, num_slots: int) -> None:
         """Lower the maximum number of slots."""

@@ -131,7 +131,7 @@ class SaveClient:
     def expect(self, num_bytes: int, gpu: torch.device | None, wait: bool = False) -> None:
         """Allocate slots for snapshots of this size in the background.
 
-        gpu: one that snapshots are copied from. wait: return once there is one slot.
+        gpu: one that snapshots are copied from. wait: return once there is one slot, with a gpu once there are all.
         """
         self._arena.expect(self._slot_bytes(num_bytes), gpu, wait)
 

@@ -61,7 +61,7 @@ class RunSaves:
         return os.getpid() != self._pid
 
     def prepare(self, state: TrainState, check: Callable[[], None]) -> None:
-        """Agree with the other ranks, start the saver, and return once there is a slot. A collective.
+        """Agree with the other ranks, start the saver, and return once there is a slot; with a GPU, all. A collective.
 
         check: a rank where it raises fails the call on every rank.
         """

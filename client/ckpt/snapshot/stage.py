@@ -112,7 +112,7 @@ class _DeviceLeaves:
     places: dict[Part, range] = field(default_factory=dict)
     """The indexes of the deferred leaves among all that are deferred."""
     samples: Sequence[SamplePlaces] = ()
-    """Of the deferred leaves."""
+    """Where the deferred leaves are sampled."""
 
 
 @dataclass(slots=True)

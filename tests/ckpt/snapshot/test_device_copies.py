@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from ctypes import addressof
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
+from ckpt.device import DEVICES
+from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import LEAST_BYTES
+from ckpt.snapshot.arena import Arena
+from ckpt.snapshot.device_copies import pin_segment
 from ckpt.snapshot.gathered import SMALL_BYTES
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, SimulatedSGD, add_one, plugged_in
+from tests.ckpt.snapshot.test_arena import NoListener
 from tests.support.waiting import wait_until
 
 PATIENCE_S = 60
@@ -163,6 +169,27 @@ def test_memory_that_cannot_be_pinned_is_reached_through_a_ring(
         training.check(checkpointer)
         assert "cannot be pinned" in caplog.text
         simulated.synchronize()
+
+
+def test_all_slots_are_pinned_before_training_begins() -> None:
+    with plugged_in(0) as simulated:
+        slots = Arena(2, NoListener())
+        slots.expect(1 << 20, torch.device("cpu"), wait=True)
+        assert simulated.registered == {addressof(segment.map) for segment in slots.segments.values()}
+        assert len(slots.segments) == 2
+        slots.close()
+
+
+def test_a_slot_that_is_refused_whole_is_pinned_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 MiB here, in which memory is not touched."""
+    with plugged_in(0) as simulated:
+        pin = simulated.pin
+        monkeypatch.setattr(simulated, "pin", lambda at, size: pin(at, size) if size <= 20 << 20 else 2)
+        segment = Segment(40 << 20)
+        begin = addressof(segment.map)
+        assert pin_segment(segment, DEVICES["cpu"](torch.device("cpu")))
+        assert simulated.registered == {begin, begin + (16 << 20), begin + (32 << 20)}
+        segment.close()
 
 
 def test_a_capture_while_a_snapshot_is_copied_is_refused(tmp_path: Path) -> None:
