@@ -25,7 +25,7 @@ from tests.support.seaweed import S3Service
 STORE_KINDS = ("local", "memory", "s3")
 DATABASE_KINDS = ("sqlite", "postgresql")
 
-# Two workers share the cores: torch's threads must sleep while they wait for each other, not spin.
+# Workers share the cores: torch's threads must sleep while they wait for each other, not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The same examples in every run, and no limit on the time of one: other tests share the cores.
