@@ -1,7 +1,8 @@
 """The stall of a save in training frameworks: through the integration, by `save_async` alone, and the framework's own.
 
-Each framework trains one model with AdamW in its own loop. Every few steps one of the three saves the same state, in
-turns; the next turn begins when the save is durable. The stall is the time in the call, and what `optim.step()` waited.
+Each framework trains one model with AdamW in its own loop. Every second step one of the three saves the same state, in
+turns; the next turn begins when the save is durable. Each round begins with another one, so that none is always the one
+after the framework's own. The stall is the time in the call, and what `optim.step()` waited.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bench.gpt import GPT
-from bench.measuring import Spread, seconds
+from bench.measuring import Spread, rotated, seconds
 from bench.report import Goal, Report
 from ckpt import Checkpointer
 from ckpt.snapshot.handle import SaveHandle
 
 GOAL = 1.5
-ROUNDS, QUICK_ROUNDS, WARM = 7, 4, 1
+ROUNDS, QUICK_ROUNDS, WARM = 10, 10, 1
 """Saves of each contestant; the first one allocates memory and starts a process."""
 KNOBS: dict[str, Any] = {"incremental": False, "repeat_steps": True}
 
@@ -55,7 +56,8 @@ class Turns:
         """Their names, and how they save."""
         self._contestants = contestants
         self.stalls = {name: [] for name in contestants}
-        self._order = cycle(contestants)
+        names = list(contestants)
+        self._order = chain.from_iterable(rotated(names, turn) for turn in count())
 
     @property
     def done(self) -> bool:

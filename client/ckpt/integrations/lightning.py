@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from ckpt.checkpointer import Checkpointer
@@ -261,7 +262,9 @@ class CkptdCheckpoint(ModelCheckpoint):
             self._stages.model(trainer.strategy.model)
             if trainer.state.fn == TrainerFn.FITTING:
                 self._stages.optimizers(trainer.strategy.optimizers)
-        return {"state_dict": {}, "optimizer_states": [], **restored.values["trainer"]}
+        saved = restored.values["trainer"]
+        loops = {**trainer._checkpoint_connector._get_loops_state_dict(), **saved["loops"]}
+        return {"state_dict": {}, "optimizer_states": [], **saved, "loops": loops}
 
     def _load_model(self, trainer: Trainer, load: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if self._stages is None:
@@ -311,16 +314,30 @@ def _loaders(trainer: Trainer) -> dict[str, Any]:
 
 
 def _trainer_state(trainer: Trainer) -> dict[str, Any]:
-    """What Lightning saves, without the tensors of the model and the optimizers and without positions of loaders."""
-    weights = {} if trainer.strategy.restore_checkpoint_after_setup else trainer.lightning_module.state_dict()
-    with _answering(trainer.strategy, lightning_module_state_dict=lambda: weights, optimizer_state=lambda _: {}):
-        state: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    """What Lightning saves, without the tensors of the model and the optimizers and without positions of loaders.
+
+    Training waits for it: so the weights are listed for hooks alone, and loops that do not train are left out.
+    """
+    connector, fitting = trainer._checkpoint_connector, trainer.fit_loop
+    listed = not trainer.strategy.restore_checkpoint_after_setup and _have_save_hooks(trainer)
+    weights = trainer.lightning_module.state_dict() if listed else {}
+    with (
+        _answering(trainer.strategy, lightning_module_state_dict=lambda: weights, optimizer_state=lambda _: {}),
+        _answering(connector, _get_loops_state_dict=lambda: {"fit_loop": fitting.state_dict()}),
+        _answering(fitting, on_save_checkpoint=dict),  # it has the positions of loaders
+    ):
+        state: dict[str, Any] = connector.dump_checkpoint(weights_only=False)
     del state["optimizer_states"]
     if state["state_dict"] is weights:  # a callback that averages weights puts its own here
         del state["state_dict"]
-    state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # kept per rank
     drop_objects(state)
     return state
+
+
+def _have_save_hooks(trainer: Trainer) -> bool:
+    """Whether someone sees the checkpoint, and so the weights in it."""
+    owners = (trainer.lightning_module, *trainer.callbacks)
+    return any(is_overridden("on_save_checkpoint", one) for one in owners)
 
 
 @contextmanager

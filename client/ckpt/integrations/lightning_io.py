@@ -175,7 +175,8 @@ def _noted_beside(path: str) -> set[str]:
 def drop_objects(state: dict[str, Any]) -> dict[str, Any]:
     """The same, without hyperparameters that are not plain data, such as modules: nothing that resumes needs them."""
     for key in _HYPERPARAMETERS:
-        if isinstance(found := state.get(key), Mapping):
+        found = state.get(key)
+        if isinstance(found, Mapping) and not _is_plain(key, found):
             state[key] = {name: value for name, value in found.items() if _is_plain(name, value)}
     return state
 
@@ -184,6 +185,6 @@ def _is_plain(name: str, value: Any) -> bool:
     try:
         check_others(TrainState.of(None, None, {}, {"value": [value]}))
     except UnsupportedObject:
-        logger.debug("the hyperparameter %s is not saved: it is a %s", name, type(value).__name__)
+        logger.debug("of the hyperparameters %s is not saved: it is a %s", name, type(value).__name__)
         return False
     return True

@@ -9,7 +9,6 @@ methods, those that save and load; it decides as before when they are called, fo
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import tempfile
@@ -185,7 +184,7 @@ class _CkptdTrainer(Trainer):
             name = type(one).__name__
             several = isinstance(self.state.stateful_callbacks.get(name), list)
             states[name] = [*states.get(name, []), one.state()] if several else one.state()
-        state = dataclasses.asdict(self.state) | {"stateful_callbacks": states, "best_model_checkpoint": None}
+        state = vars(self.state) | {"stateful_callbacks": states, "best_model_checkpoint": None}
         saved: dict[str, Any] = {"state": json.dumps(state)}
         if not self.args.save_only_model:
             saved["scheduler"] = self.lr_scheduler.state_dict()

@@ -66,6 +66,8 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
         return _SCALARS[kind](value)
 
     def child(key: object, item: Any) -> JSON:
+        if item is None or type(item) in _NUMBERS:  # most leaves: a path need not be made for them
+            return item if item is None else _NUMBERS[type(item)](item)
         return encode_tree(item, f"{path}/{key}", leaf, depth + 1)
 
     if kind is list:
@@ -309,6 +311,7 @@ _SCALARS: dict[type, Callable[[Any], JSON]] = {
     date: lambda value: {TAG: "date", "v": value.isoformat()},
     timedelta: lambda value: {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]},
 }
+_NUMBERS: dict[type, Callable[[Any], JSON]] = {bool: bool, int: _int, float: _float}
 _RECORDS = ("namedtuple", "dataclass")
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {

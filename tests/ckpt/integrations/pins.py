@@ -16,6 +16,9 @@ def lightning() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=folder, enable_progress_bar=False)
     assert callable(trainer._checkpoint_connector.dump_checkpoint)
+    assert trainer._checkpoint_connector._get_loops_state_dict().keys() == {
+        "fit_loop", "validate_loop", "test_loop", "predict_loop"
+    }  # fmt: skip
     assert callable(ModelCheckpoint._find_last_checkpoints)
     assert trainer.fit_loop._data_fetcher is None
     assert callable(trainer.fit_loop.epoch_loop._should_accumulate)
