@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -72,6 +73,23 @@ def test_a_killed_run_continues_bit_for_bit(
         assert all_of_it[-1].endswith("False")  # without torch
         assert before == all_of_it[:KILL_AT]
         assert after == all_of_it[KILL_AT + 1 :]
+
+
+def test_what_one_process_saved_is_restored_by_two(
+    uninterrupted: Callable[[int], tuple[Path, list[list[str]]]],
+) -> None:
+    """They have no step left to train, and report the weights: each those of its two devices."""
+    store, _ = uninterrupted(1)
+    two = train(store, processes=2)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("all",))
+    with ckpt.Checkpointer(str(store), run="jax", writer="thread") as checkpointer:
+        state, _ = restore(begin(mesh), checkpointer=checkpointer)
+    for rank, lines in enumerate(two):
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves((state.params, state.opt_state)):
+            for shard in leaf.addressable_shards[2 * rank : 2 * rank + 2]:
+                digest.update(np.asarray(shard.data).tobytes())
+        assert lines == [f"weights {digest.hexdigest()} False"]
 
 
 @pytest.fixture

@@ -66,8 +66,8 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
         return _SCALARS[kind](value)
 
     def child(key: object, item: Any) -> JSON:
-        if item is None or type(item) in _NUMBERS:  # most leaves: a path need not be made for them
-            return item if item is None else _NUMBERS[type(item)](item)
+        if type(item) in _NUMBERS and depth < _MAX_DEPTH:  # most leaves: a path need not be made for them
+            return _NUMBERS[type(item)](item)
         return encode_tree(item, f"{path}/{key}", leaf, depth + 1)
 
     if kind is list:
