@@ -28,10 +28,10 @@ browser:
 	install promtool /usr/local/bin/promtool && rm -r "$$PWD"; } || \
 	echo "apt installed no Chromium or promtool: tests of the pages in a browser, or of the alerts, will be skipped"
 
-# JAX, in an environment without torch.
+# JAX, and Keras with TensorFlow, in an environment without torch.
 .venv-arrays/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-arrays
-	.venv-arrays/bin/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[cli,jax]' pytest pytest-timeout safetensors
+	.venv-arrays/bin/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[cli,jax,keras]' tensorflow-cpu pytest pytest-timeout safetensors
 	touch $@
 
 arrays: .venv-arrays/.ready

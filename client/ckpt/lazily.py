@@ -58,8 +58,9 @@ def load_rooms() -> None:
 
 
 def prefers_torch() -> bool:
-    """Whether arrays without a template come back as tensors: not in a process that has loaded JAX, but not torch."""
-    return torch_loaded() or ("jax" not in sys.modules and _torch_installed())
+    """Whether arrays without a template come back as tensors. Not in a process that has loaded JAX or TensorFlow, and
+    not torch."""
+    return torch_loaded() or (not {"jax", "tensorflow"} & sys.modules.keys() and _torch_installed())
 
 
 @cache

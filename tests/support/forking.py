@@ -110,7 +110,10 @@ def fork(
     environment: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> Fork:
-    """Run a module as the main program of a fork that has `imports` already; strict: warnings are errors."""
+    """Run a module as the main program of a fork that has `imports` already; strict: warnings are errors.
+
+    imports: modules, after variables of the environment that they read: `NAME=VALUE`.
+    """
     host = _host(tuple(imports))
     request = {"module": module, "arguments": list(arguments), "strict": strict}
     request["environment"] = dict(os.environ if environment is None else environment)
@@ -148,7 +151,11 @@ def _host(imports: tuple[str, ...]) -> Host:
 def main(descriptor: int, imports: Sequence[str]) -> None:
     """Fork whenever asked to; in a fork, run what was asked for."""
     for name in imports:
-        importlib.import_module(name)
+        variable, is_one, value = name.partition("=")
+        if is_one:
+            os.environ[variable] = value
+        else:
+            importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.freeze()  # else the first collection of each fork copies every page that it shares with the others
     task = _serve(socket.socket(fileno=descriptor))

@@ -101,6 +101,29 @@ def torchtitan() -> None:
     assert train.index("self.checkpointer.load(") < train.index("self.batch_generator(self.dataloader)")
 
 
+def keras() -> None:
+    """What `fit` does around a callback, on all back ends; and where the global random state is."""
+    from inspect import getsource, signature
+
+    import keras
+    from keras.src.backend.common.global_state import get_global_attribute
+    from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+
+    assert global_seed_generator() is get_global_attribute(GLOBAL_SEED_GENERATOR)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    assert model._initial_epoch is None
+    assert list(signature(model._symbolic_build).parameters) == ["iterator", "data_batch"]
+    assert model.built
+    source = getsource(keras.Model.fit)
+    order = (
+        "self.make_train_function()", "callbacks.on_train_begin()", "self._initial_epoch or initial_epoch",
+        "self.reset_metrics()", "callbacks.on_epoch_begin(", "in epoch_iterator:", "callbacks.on_train_batch_begin(",
+        "self.train_function(", "callbacks.on_train_batch_end(",
+    )  # fmt: skip
+    places = [source.index(one) for one in order]
+    assert places == sorted(places), places
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     globals()[sys.argv[1]]()

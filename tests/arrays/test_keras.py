@@ -1,0 +1,97 @@
+"""`fit` of Keras on JAX and TensorFlow: killed in mid-epoch it continues bit for bit, with any data it shuffles."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.arrays.test_training import ctl
+from tests.support.forking import fork
+
+_OWN = re.compile(r"[0-9]+ |epoch |weights ")
+SAVED = 16  # by steps of four; an epoch has seven
+KILLED = 18
+
+
+def outputs(backend: str, folder: Path, run: str, kill_at: int, *options: str) -> list[str]:
+    """The lines that the program prints, in a process of its own."""
+    log = folder / f"{len(list(folder.glob('*.log')))}.log"
+    imports = (f"KERAS_BACKEND={backend}", "TF_CPP_MIN_LOG_LEVEL=3", "tests.arrays.train_keras")
+    environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with log.open("wb") as out, log.with_suffix(".err").open("wb") as err:
+        one = fork(
+            imports, "tests.arrays.train_keras", [str(folder), run, str(kill_at), *options],
+            stdout=out.fileno(), stderr=err.fileno(), environment=environment,
+        )  # fmt: skip
+        try:
+            code = one.wait(300)
+        finally:
+            one.kill()
+            one.wait()
+    assert code == (-signal.SIGKILL if kill_at else 0), log.with_suffix(".err").read_text()
+    return [line for line in log.read_text().splitlines() if _OWN.match(line)]
+
+
+def resumes_exactly(backend: str, folder: Path, *options: str) -> None:
+    """Kill a run, resume it, and compare it with one without this project."""
+    whole = outputs(backend, folder, "plain", 0, "plain", *options)
+    killed = outputs(backend, folder, "r", KILLED, *options)
+    rest = outputs(backend, folder, "r", 0, *options)
+    assert killed == whole[: len(killed)]
+    assert rest[0].startswith(f"{SAVED + 1} ")
+    assert rest == whole[-len(rest) :]
+
+
+@pytest.mark.parametrize("data", ["arrays", "batches"])
+def test_jax_under_another_seed(tmp_path: Path, data: str) -> None:
+    resumes_exactly("jax", tmp_path, data)
+
+
+@pytest.mark.parametrize("data", ["arrays", "batches", "dataset", "filtered", "endless"])
+def test_tensorflow(tmp_path: Path, data: str) -> None:
+    resumes_exactly("tensorflow", tmp_path, data)
+
+
+def test_mirrored_over_two_devices(tmp_path: Path) -> None:
+    resumes_exactly("tensorflow", tmp_path, "arrays", "mirrored")
+
+
+def test_central_storage_over_two_devices(tmp_path: Path) -> None:
+    resumes_exactly("tensorflow", tmp_path, "arrays", "central")
+
+
+def test_another_strategy_continues_from_the_same_place(tmp_path: Path) -> None:
+    """Sums over two devices round in another way: losses are close, not equal."""
+    whole = outputs("tensorflow", tmp_path, "plain", 0, "plain", "central")
+    outputs("tensorflow", tmp_path, "r", KILLED, "central")
+    rest = outputs("tensorflow", tmp_path, "r", 0, "central", "mirrored")
+    assert rest[0].split()[0] == str(SAVED + 1)
+    for ours, theirs in zip(rest, whole[-len(rest) :], strict=True):
+        if not ours.startswith("weights"):
+            losses = [float.fromhex(re.search("loss=([^ ]+)", line)[1]) for line in (ours, theirs)]  # type: ignore[index]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_operators_can_use_it(tmp_path: Path) -> None:
+    outputs("tensorflow", tmp_path, "r", 0)
+    listed = json.loads(ctl("ls", "r", "--store", tmp_path, "-o", "json"))
+    assert [one["step"] for one in listed][:2] == [21, 20]
+    assert "loss" in listed[0]["metrics"]
+    shown = ctl("show", "r@21", "--store", tmp_path)
+    assert "weights/first/kernel" in shown
+    assert "optimizer/adam/" in shown
+    ctl("verify", "r@21", "--store", tmp_path)
+    target = tmp_path / "weights.safetensors"
+    ctl("export", "r@21", "--to", target, "--names", "weights/*", "--store", tmp_path)
+    exported, expected = load_file(target), np.load(tmp_path / "r.npz")
+    assert {name.removeprefix("weights/") for name in exported} == set(expected)
+    assert all(np.array_equal(exported[f"weights/{name}"], expected[name]) for name in expected)
+    ctl("prune", "r", "--keep", "1", "--yes", "--grace", "0s", "--store", tmp_path)
+    assert [one["step"] for one in json.loads(ctl("ls", "r", "--store", tmp_path, "-o", "json"))] == [21]
