@@ -133,3 +133,6 @@ def test_the_command_line_knows_it(store: Path) -> None:
     assert len(listed) == STEPS
     assert "state/params/Dense_0/kernel" in ctl("show", f"jax@{STEPS - 1}", "--store", store)
     ctl("verify", f"jax@{STEPS - 1}", "--store", store)
+    ctl("prune", "jax", "--keep", "2", "--yes", "--grace", "0s", "--store", store)
+    left = json.loads(ctl("ls", "jax", "--store", store, "-o", "json"))
+    assert [one["step"] for one in left] == [STEPS - 1, STEPS - 2]
