@@ -149,7 +149,6 @@ class CkptdCheckpoint(ModelCheckpoint):
             parameter.grad = gradient
         self._gradients = []
         iter(trainer.fit_loop._data_fetcher)  # Lightning had begun the iteration before it called a hook
-        stages.restored.restore_rng()  # a loader of another kind may have drawn random numbers
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if it is time, between two accumulation windows."""
