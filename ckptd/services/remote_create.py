@@ -157,7 +157,7 @@ class RemoteCreateService:
         """Whether it only aborts an attempt that must not be committed any more: a newer generation has begun."""
         if proposal.aborts is None:
             return False
-        return superseded_by(Run(self._store, proposal.run), proposal.aborts) is not None
+        return superseded_by(Run(self._store, proposal.run), proposal.aborts.generation) is not None
 
     def _size(self, key: str) -> int | None:
         try:

@@ -49,7 +49,7 @@ class Checkpointer:
         load_rooms()
         self.config = config
         self._source: Source = open_source(
-            self.config.source, self.config.token, self.config.options, patience_s=self.config.patience_s
+            config.source, config.token, config.options, patience_s=config.patience_s, near=config.near
         )
         self._saves = RunSaves(config, self._source, self._world)
         self._lease: str | None = None
@@ -220,6 +220,7 @@ class Checkpointer:
         try:
             restored = restorer.restore(state, Reference.of(self.config.run_name, checkpoint), strict, rng)
         finally:
+            self._saves.session.seen = restorer.seen
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             self._lease = restored.lease

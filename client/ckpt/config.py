@@ -62,6 +62,14 @@ class Config:
     store: where checkpoints are: a path, file://, s3://, memory:// or any other fsspec URL. Default: CKPT_STORE. A
         relative path is resolved at once; a later change of the working directory has no effect.
     run: the training lineage. Default: CKPT_RUN.
+    near: a store near the trainer, such as file:///mnt/nvme, that all ranks share. Saves are committed there, and
+        carried to `store` in the background. Default: CKPT_NEAR. None: saves are committed in `store`.
+    far_every: every how many saves one is carried to `store`; the first after a start or restore, and the last, always.
+    near_keep: how many of the newest checkpoints stay near. What is to be carried stays, too, until it is.
+    near_bytes: most bytes of the run in the near store. If it is full, or its disk is, `on_busy` decides: wait until
+        checkpoints are carried, or skip the save. Each rank looks before it writes its shard. None: no limit.
+    spill: a folder for what waits while `store` is away, of at most `spill_bytes`: the same as near=spill, far_every=1,
+        near_keep=1 and near_bytes=spill_bytes. Every save passes through it, also while `store` answers.
     daemon: URL of ckptd. Notified of commits; used for reads if `store` is unset. Default: CKPTD_URL.
     token: bearer token for the daemon. Default: CKPT_TOKEN.
     options: storage options of the fsspec file system.
@@ -116,6 +124,12 @@ class Config:
     store: str | None = None
     _: KW_ONLY
     run: str | None = None
+    near: str | None = None
+    far_every: int = 1
+    near_keep: int = 2
+    near_bytes: int | None = None
+    spill: str | None = None
+    spill_bytes: int | None = None
     daemon: str | None = None
     token: str | None = field(default=None, repr=False)
     options: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -165,6 +179,7 @@ class Config:
             )
         if self.replica_reads == "daemon" and self.daemon is None:
             raise InvalidRequest("replica_reads='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
+        self._check_near()
         self._check_amounts()
 
     def _check_amounts(self) -> None:
@@ -188,6 +203,28 @@ class Config:
             )
         if self.slots < 1:
             raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
+
+    def _check_near(self) -> None:
+        if self.spill is not None:
+            if self.near not in (None, resolve_url(self.spill)) or self.spill_bytes is None:
+                raise InvalidRequest(
+                    f"spill={self.spill!r} needs spill_bytes=, and no near=", "A near store is a spill folder as well"
+                )
+            once = {"near": self.spill, "far_every": 1, "near_keep": 1, "near_bytes": self.spill_bytes}
+            for name, value in once.items():
+                object.__setattr__(self, name, value)
+        if self.near is None:
+            return
+        object.__setattr__(self, "near", resolve_url(self.near))
+        if self.read_only or self.near.startswith(("http://", "https://")):
+            raise InvalidRequest("near= needs two stores, and a daemon serves reads only", "Pass the URL of a store")
+        if self.near == self.store:
+            raise InvalidRequest(f"near and store are the same: {self.near}", "Leave out near, or use another folder")
+        if self.far_every < 1 or self.near_keep < 1:
+            raise InvalidRequest(
+                f"far_every {self.far_every} and near_keep {self.near_keep} must be positive",
+                "Use far_every=1 to carry every save, and near_keep=1 to keep only the newest near",
+            )
 
     @property
     def run_name(self) -> str:
@@ -215,17 +252,26 @@ class Config:
     @property
     def in_process(self) -> bool:
         """Whether the pipeline runs in threads here; memory:// exists in this process only."""
-        return self.writer == "thread" or self.source.startswith("memory://")
+        return self.writer == "thread" or (self.near or self.source).startswith("memory://")
 
     def setup(self, rank: int, world_size: int, budget: Budget) -> Setup:
         """The first message to the saver of a rank: its fields that are knobs have the knobs' names."""
         knobs = {name: getattr(self, name) for name in Setup.__struct_fields__ if hasattr(self, name)}
         ranks = {"rank": rank, "world_size": world_size, "trainer": os.getpid()}
         amounts = {"encoded_bytes": budget.encoded, "upload_bytes": budget.upload}
-        return Setup(**(knobs | ranks | amounts | {"store": self.source}))
+        stores: dict[str, Any] = {"store": self.source}
+        if self.near is not None:
+            stores = {"store": self.near, "options": {}, "far": self.source, "far_options": self.options}
+        return Setup(**(knobs | ranks | amounts | stores))
 
 
-_VARIABLES = {"store": "CKPT_STORE", "run": "CKPT_RUN", "daemon": "CKPTD_URL", "token": "CKPT_TOKEN"}
+_VARIABLES = {
+    "store": "CKPT_STORE",
+    "run": "CKPT_RUN",
+    "near": "CKPT_NEAR",
+    "daemon": "CKPTD_URL",
+    "token": "CKPT_TOKEN",
+}
 
 
 @cache

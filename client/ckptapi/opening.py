@@ -8,6 +8,7 @@ from typing import Any
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores import open_store
 from ckptstore.stores.retrying import RetryingStore
+from ckptstore.tiers.source import TieredSource
 
 
 def open_source(
@@ -16,11 +17,13 @@ def open_source(
     options: Mapping[str, Any] | None = None,
     patience_s: float = 0.0,
     cacert: str | None = None,
+    near: str | None = None,
 ) -> Source:
     """The daemon at an http(s):// URL, or the store at any other one.
 
     patience_s: how long requests are repeated if the daemon or the store does not respond. cacert: a file with the
-    certificates of authorities, against which the daemon's certificate is checked instead of the system's.
+    certificates of authorities, against which the daemon's certificate is checked instead of the system's. near: a
+    store that is read first; `url` is then that of a store.
     """
     if url.startswith(("http://", "https://")):
         # Imported late: trainers that read from the store do not need the HTTP client.
@@ -28,4 +31,6 @@ def open_source(
 
         return DaemonClient(url, token, patience_s=patience_s, cacert=cacert)
     store = open_store(url, options)
+    if near is not None:
+        return TieredSource(open_store(near), store, RetryingStore(store, patience_s))
     return StoreSource(RetryingStore(store, patience_s) if patience_s else store)

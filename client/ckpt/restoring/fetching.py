@@ -21,7 +21,8 @@ from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.planning import ShardRead
 from ckptstore.reading.fetch import Buffers, fetch
 from ckptstore.reading.source import ShardSource, Source, StoreSource, check_manifest_data
-from ckptstore.reading.sources import ChunkSource, fetch_from
+from ckptstore.reading.sources import ChunkSource, StoredChunks, fetch_from
+from ckptstore.tiers.source import NEAR, TieredSource
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,16 @@ class Fetcher:
         self._share = how_to_share(config, world.size, is_grouped())
         self._past_caches = False
         self._manifest: Future[bytes] | None = None
-        self.nearer: Sequence[ChunkSource] = ()
+        self.nearer: list[ChunkSource] = []
         """Asked first, in this order, by each rank for itself."""
+        self._last = source
+        """Has all chunks."""
+        if isinstance(source, TieredSource):
+            self._last = source.farthest(checkpoint)
+            if self._last is not source.near:
+                self.nearer.append(StoredChunks(NEAR, self._shards(source.near), checkpoint))
+            elif self._share == "daemon":
+                self._share = "none"  # the daemon serves the far store
         self.read: Counter[str] = Counter()
         """Raw bytes that this rank placed, by the name of the source; `store` is the last one."""
 
@@ -108,14 +117,14 @@ class Fetcher:
         if self._share == "broadcast":
             from ckpt.restoring.sharing import fetch_shared  # loads torch
 
-            local = isinstance(self._source, StoreSource) and self._source.store.url.startswith(LOCAL_SCHEMES)
+            local = isinstance(self._last, StoreSource) and self._last.store.url.startswith(LOCAL_SCHEMES)
             fetch_shared(
-                self._world, self._shards(self._source), self._checkpoint, content, reads, buffers, progress, local
+                self._world, self._shards(self._last), self._checkpoint, content, reads, buffers, progress, local
             )
         elif self._share == "daemon":
             self._fetch_cached(reads, buffers, progress)
         else:
-            fetch(self._shards(self._source), self._checkpoint, reads, buffers, progress)
+            fetch(self._shards(self._last), self._checkpoint, reads, buffers, progress)
 
     def _fetch_cached(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]) -> None:
         assert self._config.daemon is not None
@@ -128,7 +137,7 @@ class Fetcher:
             if self._config.read_only:
                 raise
             logger.warning("reading straight from the store: %s", error)
-            fetch(self._shards(self._source), self._checkpoint, reads, buffers, progress)
+            fetch(self._shards(self._last), self._checkpoint, reads, buffers, progress)
 
 
 def how_to_share(config: Config, world_size: int, grouped: bool = True) -> Literal["broadcast", "daemon", "none"]:

@@ -26,6 +26,7 @@ from ckpt.restoring.prefetching import Prefetch
 from ckpt.restoring.ranks import RankState, share_out
 from ckpt.restoring.resolve import (
     candidates,
+    newest_far_generation,
     note_damage,
     note_restored,
     release_lease,
@@ -142,6 +143,8 @@ class Restorer:
         self._world = world
         self.trains = False
         """Whether any rank restores an optimizer or arrays of JAX, and so will save. Equal on all; set by `restore`."""
+        self.seen = 0
+        """The newest generation of the far store, if there is a near one. Equal on all ranks; set by `restore`."""
         self._rng = True
         self._begun: list[str] = []
         """Ids of the checkpoints whose bytes may have been placed."""
@@ -219,10 +222,12 @@ class Restorer:
 
         def next_candidate() -> Any:
             checkpoint = next(found, None)
-            return None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
+            body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
+            return body, newest_far_generation(self._source, self._config) if self._world.rank == 0 else 0
 
         _, answers = self._together(next_candidate, report=_itself)
-        return None if answers[0] is None else msgspec.convert(answers[0], CheckpointBody).checkpoint()
+        body, self.seen = answers[0]
+        return None if body is None else msgspec.convert(body, CheckpointBody).checkpoint()
 
     def _try(
         self, state: TrainState, checkpoint: Checkpoint, strict: bool

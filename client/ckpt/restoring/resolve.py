@@ -19,6 +19,7 @@ from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import advance, undecided_attempts
 from ckptstore.retention.scrubbing import confirm_damage
 from ckptstore.run import Run, identity
+from ckptstore.tiers.source import TieredSource
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +41,20 @@ def wait_for_orphan_saver(config: Config) -> None:
 
 def _roll_forward(source: Source, config: Config) -> None:
     """Commit attempts that are complete except for their commit."""
-    if isinstance(source, StoreSource):
-        run = Run(with_remote_create(source.store, config.daemon, config.token), config.run_name)
-        for attempt in undecided_attempts(run):
-            try:
-                if advance(run, attempt):
-                    logger.warning("committed %s, which was complete except for its commit", attempt)
-            except StoreReadOnly as error:
-                logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)
+    if isinstance(source, TieredSource):
+        # What is incomplete far is the copy of what is near: the next saver continues it.
+        _advance(Run(source.near.store, config.run_name))
+    elif isinstance(source, StoreSource):
+        _advance(Run(with_remote_create(source.store, config.daemon, config.token), config.run_name))
+
+
+def _advance(run: Run) -> None:
+    for attempt in undecided_attempts(run):
+        try:
+            if advance(run, attempt):
+                logger.warning("committed %s, which was complete except for its commit", attempt)
+        except StoreReadOnly as error:
+            logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)
 
 
 def candidates(source: Source, config: Config, reference: Reference) -> Iterator[Checkpoint]:
@@ -77,6 +84,8 @@ def check_present(source: Source, config: Config) -> None:
     """
     if not isinstance(source, StoreSource):
         return
+    if isinstance(source, TieredSource) and source.is_near(config.run_name):
+        return
     present = any(True for _ in source.store.list_folders(f"{config.run_name}/"))
     note = noted_checkpoint(config.source, config.run_name)
     if note is not None and not present:
@@ -86,9 +95,18 @@ def check_present(source: Source, config: Config) -> None:
         )
 
 
+def newest_far_generation(source: Source, config: Config) -> int:
+    """The newest generation of the far store, if there is a near one: what the next session of this run has seen."""
+    return source.newest_generation(config.run_name) if isinstance(source, TieredSource) else 0
+
+
 def note_restored(source: Source, config: Config) -> None:
     """Remember on this host that the run has a checkpoint (check_present)."""
-    if isinstance(source, StoreSource) and source.store.shared_between_processes:
+    if (
+        isinstance(source, StoreSource)
+        and not isinstance(source, TieredSource)
+        and source.store.shared_between_processes
+    ):
         note_checkpoint(config.source, config.run_name)
 
 
@@ -114,7 +132,8 @@ def note_damage(source: Source, checkpoint: Checkpoint, error: CkptError, progre
             chunks = [ChunkBody(shard=shard, index=index) for shard, index in error.chunks]
             source.start_job(VerifyJob(checkpoint=checkpoint.id, chunks=chunks))
         elif isinstance(source, StoreSource):
-            found = confirm_damage(Run(source.store, checkpoint.run), checkpoint, error.chunks, progress)
+            store = source.farthest(checkpoint).store if isinstance(source, TieredSource) else source.store
+            found = confirm_damage(Run(store, checkpoint.run), checkpoint, error.chunks, progress)
             if found is not None and found.ok:
                 logger.warning("%s is not listed as corrupt: a second read of the store found no damage", checkpoint.id)
     except CkptError as failure:

@@ -16,7 +16,8 @@ import os
 import stat
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -77,6 +78,21 @@ def noted_checkpoint(store: str, run: str) -> Path | None:
     """The note that the run had a checkpoint, if there is one. Raises InvalidRequest as SaverLock does."""
     path = _path(store, run, "known")
     return path if path.exists() else None
+
+
+@contextmanager
+def try_lock(store: str, run: str, role: str) -> Iterator[bool]:
+    """Hold a lock of this host in the block; False if another thread or process holds it. Raises InvalidRequest."""
+    fd = os.open(_path(store, run, role), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
 
 
 def _hold(path: Path) -> int:

@@ -1,8 +1,8 @@
 """The messages between trainer and saver: length-prefixed JSON over a Unix socket.
 
 Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
-save, Staged, Cut, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned. If the
-trainer dies, the socket reaches end of file, and the saver finishes its jobs.
+save, Staged, Cut, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
+Stranded. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -48,6 +48,18 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     encoded_bytes: int | None = None
     upload_bytes: int | None = None
     """See Budget; None: the defaults of encoder and object writer."""
+    far: str | None = None
+    """The far store, if `store` is a near one."""
+    far_options: dict[str, Any] = {}
+    far_every: int = 1
+    near_keep: int = 2
+    near_bytes: int | None = None
+    on_busy: str = "wait"
+
+    @property
+    def home(self) -> str:
+        """The store by which locks and notes on this host name the run."""
+        return self.far or self.store
 
 
 class Began(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -189,8 +201,16 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Stranded(msgspec.Struct, frozen=True, tag=True):
+    """What this session has saved near is not committed far: another trainer has continued the run."""
+
+    session: str
+    message: str
+    hint: str
+
+
 Command = Setup | Began | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Hurry | Abort | Stop
-Report = SaveProgress | Released | Done | Failed | Warned
+Report = SaveProgress | Released | Done | Failed | Warned | Stranded
 
 
 class Channel:

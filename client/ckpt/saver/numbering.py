@@ -32,6 +32,11 @@ class Numbering:
                 self._numbers[session.id] = self._begin(session)
             return new.of(self._numbers[session.id])
 
+    def session_of(self, generation: int) -> str | None:
+        """The session of this saver with that generation."""
+        with self._lock:
+            return next((session for session, number in self._numbers.items() if number == generation), None)
+
     def _begin(self, session: Session) -> int:
         begun = begin_generation(self.run, session)
         if begun.created and session.parent is None:

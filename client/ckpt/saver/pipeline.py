@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, count
 
+from ckpt.saver.carrier import REQUEST_RETRY_S, Backlog, Carrier
 from ckpt.saver.commit import Committer, abort_attempts, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
@@ -25,6 +26,7 @@ from ckpt.saver.measuring import SaveCodings, codings_for
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Warned
 from ckpt.saver.notify import Notifier
 from ckpt.saver.numbering import Numbering
+from ckpt.saver.room import Room
 from ckpt.saver.streaming import StreamReader
 from ckpt.saver.surveying import Survey, Surveyor
 from ckpt.saver.throttle import CpuThrottle
@@ -42,8 +44,9 @@ from ckptstore.format.shards import EncodedChunk, Placed, Slice, plan_chunks
 from ckptstore.format.statistics import health_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
 from ckptstore.stores.retrying import RetryingStore
+from ckptstore.tiers.source import FAR, NEAR, part_of_lease
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +91,33 @@ class SavePipeline:
         report: Callable[[Report], None],
         clock: Clock = system_clock,
         own_process: bool = False,
+        backlog_changed: Callable[[Backlog], None] = lambda _: None,
     ) -> None:
-        """own_process: the process runs nothing but this pipeline, so that its CPU time is that of the saves."""
+        """own_process: the process runs nothing but this pipeline, so that its CPU time is that of the saves.
+
+        store: that of `setup`. backlog_changed: called with the checkpoints that are not in the far store yet.
+        """
         if setup.upload_bytes is not None:
             store.upload_bytes = setup.upload_bytes
         self._store = RetryingStore(store, setup.store_retry_s)
         # Some stores ignore If-None-Match and would let several committers win; there the daemon decides.
-        self._run = Run(with_remote_create(self._store, setup.daemon, setup.token), setup.run, clock)
-        self.heart = Heart(self._run, setup.heartbeat_s if setup.rank == 0 else 0.0)
+        # It decides for its own store, which is the far one if there are two.
+        daemon = setup.daemon if setup.far is None else None
+        self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
+        far = self._far_run(setup, clock) if setup.far is not None else None
+        self.heart = Heart(far or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0)
         self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
         self._setup = setup
         self._report = report
         # Rank 0 commits for all ranks, so only its saver notifies the daemon.
         notified = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
+        self._room = Room(self._run, setup) if far is not None else None
+        self._carrier = (
+            Carrier(self._run, far, setup, self._numbering, report, self._notify, backlog_changed)
+            if far is not None and setup.rank == 0
+            else None
+        )
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
         self._throttle = CpuThrottle(cpu_budget)
@@ -209,6 +225,8 @@ class SavePipeline:
 
         Without other ranks to wait for, every job is committed or has failed.
         """
+        if self._room is not None:
+            self._room.end()
         for reader in list(self._readers.values()):
             reader.cut()
         self._derivations.shutdown(wait=True)
@@ -223,6 +241,8 @@ class SavePipeline:
         self._committer.close()
         self._background.shutdown(wait=True)
         self.heart.close()
+        if self._carrier is not None:
+            self._carrier.finish()
         if self._notifier is not None:
             self._notifier.close()
 
@@ -292,7 +312,12 @@ class SavePipeline:
             expected, progress = running.incremental.expected_bytes, self._progress_of(running)
             return upload_shard(self._run.store, key, expected, chunks, progress)
 
-        return upload() if again is None or self._store.resumes_uploads else self._store.repeat(upload)
+        def persist() -> Uploaded:
+            return upload() if again is None or self._store.resumes_uploads else self._store.repeat(upload)
+
+        if self._room is None:
+            return persist()
+        return self._room.fit(running.incremental.expected_bytes, persist, repeatable=again is not None)
 
     def _progress_of(self, running: _RunningJob) -> Callable[[int], None]:
         """The callback for each written chunk; it gets the raw bytes written so far."""
@@ -314,13 +339,25 @@ class SavePipeline:
             return
         running.incremental.end(receipt.receipt)
         self._warn_of(result)
-        if not self._noted and self._run.store.shared_between_processes:
+        attempt = Attempt.parse(result.attempt)
+        if self._carrier is not None:
+            self._carrier.committed(attempt)
+        elif self._setup.far is None and not self._noted and self._run.store.shared_between_processes:
             note_checkpoint(self._setup.store, self._setup.run)
         self._noted = True
         self._report(Done(number=job.number, outcome=seal(result).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
+        if self._carrier is None:
+            self._notify(attempt)
+
+    def _notify(self, attempt: Attempt) -> None:
         if self._notifier is not None:
-            self._notifier.commit(Attempt.parse(result.attempt))
+            self._notifier.commit(attempt)
+
+    def _far_run(self, setup: Setup, clock: Clock) -> Run:
+        assert setup.far is not None
+        store = RetryingStore(open_store(setup.far, setup.far_options), min(setup.store_retry_s, REQUEST_RETRY_S))
+        return Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
 
     def _warn_of(self, outcome: Outcome) -> None:
         """Warn of the first NaN or Inf in a checkpoint of this process; rank 0 does it for all ranks."""
@@ -339,6 +376,10 @@ class SavePipeline:
         """Release all leases that a commit of this run makes unnecessary, whichever save it was."""
         while self._leases:
             lease = self._leases.pop()
+            if self._carrier is not None and (far := part_of_lease(lease, FAR)):
+                self._carrier.release(far)
+            if self._setup.far is not None and not (lease := part_of_lease(lease, NEAR)):
+                continue
             try:
                 release_lease(self._run, lease)
             except CkptError as error:

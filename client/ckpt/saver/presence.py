@@ -26,6 +26,7 @@ from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.names import new_ulid
+from ckptstore.tiers.carrying import Backlog
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,11 @@ class SaverState(msgspec.Struct, frozen=True, kw_only=True):
     done_bytes: int = 0
     all_bytes: int = 0
     """Raw bytes of the saves that are being uploaded."""
+    near: int = 0
+    """Checkpoints that are to be carried to the far store."""
+    near_bytes: int = 0
+    near_since: float | None = None
+    """When the oldest of them was committed near; null: there is none."""
     orphaned: bool = False
     """Its trainer is gone, and it has read all that the trainer had sent."""
 
@@ -66,7 +72,7 @@ class SaverNote:
         self._state = SaverState(
             pid=os.getpid(),
             trainer=setup.trainer,
-            store=setup.store,
+            store=setup.home,
             run=setup.run,
             rank=setup.rank,
             uploading=0,
@@ -77,6 +83,7 @@ class SaverNote:
         """Bytes and uploaded bytes of the saves that are being uploaded."""
         self._waiting: set[int] = set()
         self._failed = 0
+        self._backlog: Backlog | None = None
         self._orphaned = False
         self._written_at = 0.0
         self._path, self._fd = Path(), -1
@@ -107,6 +114,13 @@ class SaverNote:
                     self._waiting.add(report.number)
                 self._failed += isinstance(report, Failed) and report.code != "save_skipped"
             self._write()
+
+    def backlog(self, found: Backlog) -> None:
+        """The checkpoints that are to be carried to the far store have changed."""
+        with self._lock:
+            if found != self._backlog:
+                self._backlog = found
+                self._write()
 
     def orphaned(self) -> None:
         """The trainer is gone."""
@@ -142,6 +156,9 @@ class SaverNote:
             failed=self._failed,
             done_bytes=sum(done for _, done in self._jobs.values()),
             all_bytes=sum(size for size, _ in self._jobs.values()),
+            near=len(self._backlog.attempts) if self._backlog is not None else 0,
+            near_bytes=self._backlog.bytes if self._backlog is not None else 0,
+            near_since=self._backlog.since if self._backlog is not None else None,
             orphaned=self._orphaned,
         )
         try:
@@ -167,6 +184,7 @@ def unfinished(states: Collection[SaverState], waited_s: float, trainers_too: bo
         state
         for state in states
         if state.uploading
+        or state.near
         or (state.waiting and state.rank == 0 and waited_s < _OTHERS_S)
         or not (state.orphaned or (_runs(state.trainer) and not trainers_too))  # it may not have read the last save
     ]
@@ -190,7 +208,7 @@ def drain(
     while True:
         states = find()
         now = time.monotonic()
-        if any(state.uploading for state in states):
+        if any(state.uploading or state.near for state in states):
             idle_since = now
         left = unfinished(states, now - idle_since, trainers_too)
         progress(states)
@@ -210,6 +228,8 @@ def describe(states: Collection[SaverState]) -> str:
 
 
 def _idle(state: SaverState) -> str:
+    if state.near:
+        return f"{state.near} near only, {state.near_bytes:,} bytes to carry"
     return "waits for other ranks" if state.waiting else "its trainer still runs"
 
 

@@ -29,6 +29,7 @@ from ckpt.saver.messages import (
     Slot,
     Staged,
     Stop,
+    Stranded,
     Warned,
     Withdraw,
 )
@@ -53,7 +54,7 @@ class _Reporter:
         self._lock = threading.Lock()
 
     def __call__(self, report: Report) -> None:
-        if not isinstance(report, Warned):
+        if not isinstance(report, Warned | Stranded):
             self._note.reported(report)
         try:
             with self._lock:
@@ -75,7 +76,8 @@ def main(sock: int, lock: int) -> int:
         return 1
     note = SaverNote(setup)
     report = _Reporter(channel, note)
-    pipeline = SavePipeline(open_store(setup.store, setup.options), setup, report, own_process=True)
+    store = open_store(setup.store, setup.options)
+    pipeline = SavePipeline(store, setup, report, own_process=True, backlog_changed=note.backlog)
     segments: dict[int, Segment] = {}
     pipeline.heart.stop(closed=_serve(channel, pipeline, segments, note))
     note.orphaned()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from ckpt.capture.values import capture_alone, check_others
 from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import Agreement, World, meet
 from ckpt.snapshot.stage import SnapshotLayout
+from ckptstore.errors import CkptError, InvalidRequest, error_from_code
 
 if TYPE_CHECKING:
     from ckpt.capture.fingerprint import Capturer
@@ -26,8 +28,12 @@ _SHOWN = 8
 class AgreedLayout:
     """The agreement of all ranks on one run's saves, and captures that keep to it. Used by the training thread."""
 
-    def __init__(self, world: Callable[[], World], split_replicas: bool) -> None:
+    def __init__(
+        self, world: Callable[[], World], split_replicas: bool, near_id: Callable[[], str] | None = None
+    ) -> None:
+        """near_id: the name of the store that this rank saves to, if all ranks must save to the same."""
         self._world = world
+        self._near_id = near_id
         self._split_replicas = split_replicas
         self._agreement: Agreement | None = None
         self._capturer: Capturer | None = None
@@ -47,8 +53,11 @@ class AgreedLayout:
     def agree(self, state: TrainState, check: Callable[[], None] = lambda: None) -> Agreement:
         """Agree on the owners of this state, again if the ranks had agreed. A collective of all ranks.
 
-        Raises the first error of any rank's `check` or description, UnsupportedObject or RankLost, on every rank.
+        Raises the first error of any rank's `check` or description, UnsupportedObject or RankLost, on every rank;
+        InvalidRequest if the ranks do not share the near store.
         """
+        if self._near_id is not None:
+            _check_shared(self._world(), self._near_id)
         agreement = self._meet(state, check)
         if agreement.different_buffers and self._world().rank == 0:
             logger.warning(
@@ -109,6 +118,24 @@ class AgreedLayout:
             return _describe(state, world.size > 1, None if world.whole else frozenset(world.members))
 
         return meet(world, described, self._split_replicas)
+
+
+def _check_shared(world: World, near_id: Callable[[], str]) -> None:
+    """Raises InvalidRequest on every rank unless all ranks name the same near store, or the error of a rank."""
+    try:
+        answer = [near_id(), socket.gethostname()]
+    except CkptError as error:
+        answer = [error.code, error.message, error.hint]
+    answers = world.gather(answer)
+    for failed in (found for found in answers if len(found) > 2):
+        raise error_from_code(*failed)
+    for rank, (found, host) in enumerate(answers):
+        if found != answers[0][0]:
+            raise InvalidRequest(
+                f"rank {rank} on {host} has another near store than rank 0 on {answers[0][1]}",
+                "A checkpoint is committed where all of its shards are: use a near folder that all hosts share, or "
+                "leave out near=",
+            )
 
 
 def _describe(state: TrainState, sampled: bool, members: frozenset[int] | None = None) -> dict[str, Unit]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ckpt.config import OnBusy
 from ckpt.lazily import torch
 from ckpt.saver.commit import abort_attempts, describe
-from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Warned
+from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Stranded, Warned
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
@@ -30,7 +30,7 @@ from ckptapi.remote_create import with_remote_create
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.generations import NewAttempt
-from ckptstore.errors import CkptError, RankFailed, SaverDied, SaveSkipped, error_from_code
+from ckptstore.errors import CkptError, RankFailed, SaverDied, SaveSkipped, Superseded, error_from_code
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.run import Run
@@ -80,6 +80,8 @@ class SaveClient:
         self._jobs: dict[int, _UnfinishedJob] = {}
         self._finished: list[HandleUpdates] = []
         self._deaths: list[SaverDied] = []
+        self.stranded: dict[str, Superseded] = {}
+        """By session: why what it has saved near is not committed far."""
         self._numbers = 0
         self._writer: SaveWriter | None = None
 
@@ -274,6 +276,9 @@ class SaveClient:
     def _on_report(self, report: Report) -> None:
         if isinstance(report, Warned):
             logger.warning(report.message)
+            return
+        if isinstance(report, Stranded):
+            self.stranded[report.session] = Superseded(report.message, report.hint)
             return
         with self._lock:
             if report.number not in self._jobs:

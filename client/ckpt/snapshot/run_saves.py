@@ -27,6 +27,7 @@ from ckptplan.history import SaveCost
 from ckptstore.errors import BadInput, InvalidRequest, SaveSkipped
 from ckptstore.names import check_step
 from ckptstore.reading.source import Source, StoreSource
+from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
     from ckpt.snapshot.overlap import Overlap
@@ -46,7 +47,8 @@ class RunSaves:
         self.tally = LiveCounters()
         self.client: SaveClient | None = None
         """None before the first save, and after `close`."""
-        self.agreed = AgreedLayout(world, config.split_replicas)
+        near_id = source.near_id if isinstance(source, TieredSource) else None
+        self.agreed = AgreedLayout(world, config.split_replicas, near_id)
         self.session = TrainerSession(config.run_name, config.repeat_steps)
         self.overlap: Overlap | None = None
         self.steps = StepClock()
@@ -97,6 +99,8 @@ class RunSaves:
             client.start()  # replaces a client that died, so that saves work again after the error
             client.raise_failure(of_other_ranks=False)
             self.session.check(step)
+            if (stranded := client.stranded.get(attempt.session.id)) is not None:
+                raise stranded
             captured = self.agreed.capture(state, grads)
             updates = HandleUpdates(step, self.agreed.layout.num_bytes, started)
             save = SaveRequest(attempt, captured, self.agreed.layout, finite(metrics), lease, cost_before())
@@ -177,7 +181,8 @@ class RunSaves:
             )
         if self.client is None:
             assert isinstance(self._source, StoreSource)
-            world, budget = self._world(), Budget.of(config.staging_bytes, self._source.store.upload_bytes)
+            saves_to = self._source.near.store if isinstance(self._source, TieredSource) else self._source.store
+            world, budget = self._world(), Budget.of(config.staging_bytes, saves_to.upload_bytes)
             setup = config.setup(world.rank, world.size, budget)
             self.client = SaveClient(setup, config.in_process, config.slots, budget.slot, self.tally, self.steps)
             if self._hurrying:

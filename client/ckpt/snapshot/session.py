@@ -25,6 +25,8 @@ class TrainerSession:
         self._continues = False
         """Whether it has resumed a training run, or saved."""
         self._parent: Attempt | None = None
+        self.seen = 0
+        """The newest generation that a restore saw in the far store; see Session."""
         self._begin()
 
     def _begin(self) -> None:
@@ -62,7 +64,7 @@ class TrainerSession:
         """
         if self._session is None:
             id = derive_ulid(agreed, "session", self._restores) if self._restores else agreed
-            self._session = Session(id, self._parent)
+            self._session = Session(id, self._parent, self.seen)
         number = self._calls[step]
         self._calls[step] += 1
         return NewAttempt(self._session, step, derive_ulid(self._session.id, step, number))

@@ -142,7 +142,7 @@ class ProcessWriter:
         self._closing = False
         self._sending = threading.Lock()
         warn_without_launcher()
-        self._saver_lock = SaverLock(setup.store, setup.run)
+        self._saver_lock = SaverLock(setup.home, setup.run)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - read when the saver dies
         ours, theirs = socket.socketpair()
         ours.settimeout(_SEND_TIMEOUT_S)

@@ -43,6 +43,8 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     not_finite: int | None = None
     """Number of elements that are NaN or Inf; null: it was saved without statistics."""
+    tiers: list[str] = []
+    """Where it is: `near`, `far`; empty: it was read from a single store."""
     committed: str = ""
     """`committed_at` as in RFC 3339."""
     created: str = ""
@@ -75,6 +77,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             tags=checkpoint.tags,
             problem=checkpoint.problem,
             not_finite=checkpoint.not_finite,
+            tiers=list(checkpoint.tiers),
             committed=human.rfc3339(checkpoint.committed_at),
             created=human.rfc3339(checkpoint.created_at),
         )
@@ -101,6 +104,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
             tags=self.tags,
             problem=self.problem,
             not_finite=self.not_finite,
+            tiers=tuple(self.tiers),
         )
 
 

@@ -12,7 +12,6 @@ import typer
 from ckptapi.bodies import CheckpointBody
 from ckptapi.remote_create import with_remote_create
 from ckptctl.commands.arguments import ChosenArgument
-from ckptctl.copying import Copied, copy_checkpoint
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -21,6 +20,7 @@ from ckptstore.names import check_run
 from ckptstore.reading.fetch import Progress
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store, resolve_url
+from ckptstore.tiers.copying import Copied, copy_checkpoint
 
 
 class CopyBody(msgspec.Struct, frozen=True, kw_only=True):

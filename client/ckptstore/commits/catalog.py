@@ -8,7 +8,7 @@ of the live lineage (generations.py) are abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -80,6 +80,8 @@ class Checkpoint:
     was committed. By the store's clock. None: it is not abandoned, or was read without a listing."""
     parent: Attempt | None = field(default=None, compare=False)
     """The attempt from which its generation continues. None: from none, not known, or read without a listing."""
+    tiers: tuple[str, ...] = field(default=(), compare=False)
+    """Where it is: `near`, `far`. Empty: it was read from a single store."""
 
     @property
     def id(self) -> str:
@@ -129,7 +131,7 @@ def list_checkpoints(run: Run) -> list[Checkpoint]:
     attempts = without_hidden(written, hidden_attempts(run))
     damaged = set(quarantined_attempts(run))
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(lambda attempt: _read_checkpoint(run, attempt, damaged), attempts))
+        found = list(pool.map(lambda attempt: read_checkpoint(run, attempt, damaged), attempts))
     listed = (replace(c, written_at=written[c.attempt]) for c in found if c is not None)
     begun = list_generations(run)
     begun_at = {number: info.modified_at for number, info in begun.items()}
@@ -159,7 +161,7 @@ def candidates(run: Run) -> Iterator[Checkpoint]:
     """Like newest_first, but includes corrupt checkpoints, so that a restore can report what it skips."""
     decided = decided_attempts(run)  # first, as in visible_attempts
     if not decided:
-        return
+        return iter(())
     with ThreadPoolExecutor(3) as pool:  # one request each; the first outcome is likely to be needed
         newest = pool.submit(_load, run, decided[0])
         hidden, damaged = pool.submit(hidden_attempts, run), pool.submit(quarantined_attempts, run)
@@ -169,7 +171,17 @@ def candidates(run: Run) -> Iterator[Checkpoint]:
     def read(attempt: Attempt) -> Checkpoint | None:
         return _apply_quarantine(newest.result() if attempt == decided[0] else _load(run, attempt), quarantine)
 
-    lineage = Lineage(lambda number: read_generation(run, number))
+    return walk(visible, read, lambda number: read_generation(run, number))
+
+
+def walk(
+    visible: Iterable[Attempt], read: Callable[[Attempt], Checkpoint | None], parent_of: ParentOf
+) -> Iterator[Checkpoint]:
+    """The checkpoints of the live lineage, newest first, and corrupt ones. Outcomes are read lazily.
+
+    visible: newest generation and step first. read: the checkpoint of an attempt; None if it was aborted.
+    """
+    lineage = Lineage(parent_of)
     for generation, attempts in groupby(visible, key=lambda attempt: attempt.generation):
         readable: list[bool] = []
         for _, of_step in groupby(attempts, key=lambda attempt: attempt.step):
@@ -203,7 +215,7 @@ def _find(run: Run, reference: Reference) -> list[Checkpoint]:
     if not meant:
         return []
     damaged = quarantined_attempts(run)
-    found = (_read_checkpoint(run, attempt, damaged) for attempt in meant)
+    found = (read_checkpoint(run, attempt, damaged) for attempt in meant)
     listed = with_states((c for c in found if c is not None), _lineage(run, visible))
     return sorted(listed, key=lambda c: c.state is State.ABANDONED)
 
@@ -340,7 +352,8 @@ def quarantined(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, state=State.CORRUPT, problem=f"{checkpoint.id} was found damaged")
 
 
-def _read_checkpoint(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
+def read_checkpoint(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
+    """The checkpoint of a decided attempt; None if it was aborted. damaged: the attempts in quarantine."""
     return _apply_quarantine(_load(run, attempt), damaged)
 
 

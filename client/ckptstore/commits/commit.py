@@ -89,13 +89,14 @@ def read_outcome(run: Run, attempt: Attempt) -> Outcome | None:
     return outcome
 
 
-def commit_attempt(run: Run, receipts: Sequence[StoredReceipt]) -> Outcome:
+def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | None = None) -> Outcome:
     """Merge all receipts of an attempt and commit it; the checkpoint is durable on return.
 
-    receipts: of all ranks, in rank order. Idempotent, and safe from several processes. If a newer generation has begun,
-    the attempt is aborted. Raises Superseded then, AttemptAborted if the attempt was aborted by another process,
-    ReferenceLost if a checkpoint that it references is deleted, StoreUnavailable if the outcome could not be read: it
-    is then unknown, and another call returns it.
+    receipts: of all ranks, in rank order. newest: the newest generation that does not supersede the attempt;
+    None: its own. Idempotent, and safe from several processes. If a newer generation has begun, the attempt is aborted.
+    Raises Superseded then, AttemptAborted if the attempt was aborted by another process, ReferenceLost if a checkpoint
+    that it references is deleted, StoreUnavailable if the outcome could not be read: it is then unknown, and another
+    call returns it.
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
@@ -103,7 +104,7 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt]) -> Outcome:
     _mark_referenced(run, manifest, attempt)
     committed = Committed(digest=digest(data), bytes=len(data), summary=_summarize(manifest))
     # As late as possible. If the next generation begins after this look, the checkpoint is committed, and abandoned.
-    newer = superseded_by(run, attempt)
+    newer = superseded_by(run, max(attempt.generation, newest or 0))
     if newer is not None:
         outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
     else:

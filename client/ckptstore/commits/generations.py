@@ -27,6 +27,8 @@ from ckptstore.stores.retrying import pauses_without
 
 _READERS = 16
 _DAY_S = 24 * 3600.0
+SEEN = "far.seen"
+"""The extension of a generation with `Session.seen`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Session:
     """A ULID that the ranks share."""
     parent: Attempt | None
     """The checkpoint from which the trainer resumed; None if of none of this run."""
+    seen: int = 0
+    """The newest generation that the trainer saw in the far store, if it saves to a near one (ckptstore.tiers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +78,26 @@ def begin_generation(run: Run, session: Session) -> Begun:
             return Begun(number, created=False)
         if found is not None and found.at < names.ulid_time(session.id) - _DAY_S:
             break  # older than the session: no rank of it can have created this one, or one before it
-    number = newest_generation(run, listed) + 1
-    if number == 1:
-        _refuse_old_readers(run)
+    number = max(newest_generation(run, listed), session.seen) + 1
     while True:
         proposal = Generation(
             format=FORMAT, kind="generation", run=run.name, number=number, session=session.id,
             parent=str(session.parent) if session.parent is not None else None, by=run.by, at=run.clock(),
+            extensions={SEEN: session.seen} if session.seen else {},
         )  # fmt: skip
-        if (created := _create(run, proposal)) is not None:
+        if (created := create_generation(run, proposal)) is not None:
             return Begun(number, created)
         number += 1
+
+
+def create_generation(run: Run, proposal: Generation) -> bool | None:
+    """Create a generation; durable on return. False if its session had created it already; None if the number is taken.
+
+    Raises Unavailable.
+    """
+    if proposal.number == 1:
+        _refuse_old_readers(run)
+    return _create(run, proposal)
 
 
 def newest_generation(run: Run, listed: Iterable[int] | None = None) -> int:
@@ -94,9 +107,9 @@ def newest_generation(run: Run, listed: Iterable[int] | None = None) -> int:
     return max([*(list_generations(run) if listed is None else listed), *decided], default=0)
 
 
-def superseded_by(run: Run, attempt: Attempt) -> int | None:
-    """The generation after that of an attempt, if it exists: then the attempt must not be committed."""
-    number = attempt.generation + 1
+def superseded_by(run: Run, generation: int) -> int | None:
+    """The generation after this one, if it exists: then no attempt of this one must be committed."""
+    number = generation + 1
     try:
         run.store.size(run.keys.generation(number))
     except ObjectMissing:
@@ -278,8 +291,6 @@ def _refuse_old_readers(run: Run) -> None:
 
 
 def _create(run: Run, proposal: Generation) -> bool | None:
-    """Create a generation. False if its session had created it already; None if the number is taken."""
-
     def once() -> bool | None:
         if run.store.put_if_absent(run.keys.generation(proposal.number), seal(proposal)):
             return True

@@ -62,6 +62,13 @@ def seal(document: Document) -> bytes:
     return body + _trailer(body)
 
 
+def is_sealed(data: bytes) -> bool:
+    """Whether the bytes are a document that matches its checksum."""
+    end = data.find(b"\n")
+    body = data[:end] if end >= 0 else data
+    return data == body + _trailer(body)
+
+
 def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
     """Parse the document in `data`, read from `key`; verifies its checksum and all fields.
 
@@ -69,11 +76,10 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
     """
     if len(data) > MAX_SEALED_BYTES:
         raise CorruptObject(f"{key} is larger than {MAX_SEALED_BYTES} bytes")
-    end = data.find(b"\n")
-    body = data[:end] if end >= 0 else data
-    if data != body + _trailer(body):
+    if not is_sealed(data):
         raise CorruptObject(f"{key} does not match its checksum")
-    document = _decode(body, kind, key)
+    end = data.find(b"\n")
+    document = _decode(data[:end] if end >= 0 else data, kind, key)
     _check_names(document, key)
     if isinstance(document, Receipt):
         _checked(key, checks.check_receipt, document)

@@ -16,7 +16,7 @@ from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.planning import ShardRead
 from ckptstore.reading.fetch import Buffers, Progress, fetch_readable
-from ckptstore.reading.source import Source
+from ckptstore.reading.source import ShardSource
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def fetch_from(
 class StoredChunks:
     """The chunks of a checkpoint in another store that has the same objects."""
 
-    def __init__(self, name: str, source: Source, checkpoint: Checkpoint) -> None:
+    def __init__(self, name: str, source: ShardSource, checkpoint: Checkpoint) -> None:
         self.name = name
         self._source = source
         self._checkpoint = checkpoint
@@ -60,8 +60,8 @@ class StoredChunks:
         left, error = fetch_readable(self._source, self._checkpoint, reads, buffers, progress)
         if error is not None:
             logger.warning(
-                "%s of %s are read from elsewhere, since %s does not have them: %s",
-                human.size(_raw_bytes(left)), self._checkpoint.id, self._source.url, error,
+                "%s of %s are read from elsewhere, since the %s source does not have them: %s",
+                human.size(_raw_bytes(left)), self._checkpoint.id, self.name, error,
             )  # fmt: skip
         return left
 

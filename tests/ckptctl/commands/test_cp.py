@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckptctl.copying import copy_checkpoint
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation
@@ -24,6 +23,7 @@ from ckptstore.reading.source import StoreSource, read_local, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from ckptstore.tiers.copying import copy_checkpoint
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import PROGRAM, clean_environment, invoke
 from tests.support.daemons import running_daemon

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import groupby
 
 import msgspec
@@ -55,20 +56,20 @@ def copy_checkpoint(source: Source, original: Checkpoint, target: Run, progress:
     there = _existing(target, original)
     if there is not None:
         progress(original.needed_bytes)
-        return Copied(_copy_labels(source, original, target, there), existed=True)
+        return Copied(copy_labels(source, original, target, there), existed=True)
     attempt = _new_attempt(target, original)
     manifest = read_manifest(source, original)
     chunks = sorted(plan_all(manifest.content), key=lambda read: (read.shard, read.index))
     for shard, reads in groupby(chunks, key=lambda read: read.shard):
-        _copy_shard(source, original, list(reads), target, target.keys.shard(attempt, shard), progress)
+        copy_shard(source, original, list(reads), target, target.keys.shard(attempt, shard), progress)
     receipts = [_copy_receipt(source, original, manifest, rank, target, attempt) for rank in range(manifest.world_size)]
     made = from_outcome(commit_attempt(target, receipts))
     assert made is not None  # an aborted attempt is an error of commit_attempt
-    return Copied(_copy_labels(source, original, target, made), existed=False)
+    return Copied(copy_labels(source, original, target, made), existed=False)
 
 
-def _copy_labels(source: Source, original: Checkpoint, target: Run, copy: Checkpoint) -> Checkpoint:
-    """The copy with the original's tags and later metrics, unless it has labels of its own.
+def copy_labels(source: Source, original: Checkpoint, target: Run, copy: Checkpoint) -> Checkpoint:
+    """The copy with the original's tags and later metrics, unless it has labels of its own. Raises Unavailable.
 
     A command that was interrupted after the commit may have left it without them.
     """
@@ -124,35 +125,52 @@ def _check_newest(target: Run, original: Checkpoint, generation: int) -> None:
         )
 
 
-def _copy_shard(
+def copy_shard(
     source: Source, original: Checkpoint, reads: Sequence[ChunkRead], target: Run, key: str, progress: Progress
 ) -> None:
-    if _is_whole(target, key, reads):
-        progress(sum(read.stored for read in reads))
+    """Copy these chunks, back to back, into one object; durable on return. They are not written again if it has them.
+
+    Raises Damaged, ObjectMissing or Unavailable.
+    """
+    size = sum(read.stored for read in reads)
+    there = _look(target, key, reads)
+    if there is _Look.WHOLE:
+        progress(size)
         return
-    target.store.delete_many([key])  # of a copy that was killed
-    with target.store.open_writer(key, sum(read.stored for read in reads)) as writer:
+    # What a killed copy has left is replaced, not deleted: another copy may be about to commit it.
+    write = target.store.open_writer if there is _Look.ABSENT else target.store.open_replacement
+    with write(key, size) as writer:
         for data in _fetch_in_order(source, original, reads):
             writer.write(data)
             progress(len(data))
 
 
-def _is_whole(target: Run, key: str, reads: Sequence[ChunkRead]) -> bool:
+class _Look(Enum):
+    """What a store has of an object that is copied."""
+
+    ABSENT = auto()
+    OTHER = auto()
+    WHOLE = auto()
+
+
+def _look(target: Run, key: str, reads: Sequence[ChunkRead]) -> _Look:
     """Whether the target has exactly these chunks."""
     try:
         if target.store.size(key) != sum(read.stored for read in reads):
-            return False
+            return _Look.OTHER
         with target.store.open_reader(key) as reader:
             at = 0
             for read in reads:
                 stored = memoryview(bytearray(read.stored))
                 reader.read(at, stored)
                 if digest(stored) != read.digest:
-                    return False
+                    return _Look.OTHER
                 at += read.stored
-    except (ObjectMissing, CorruptObject):
-        return False
-    return True
+    except ObjectMissing:
+        return _Look.ABSENT
+    except CorruptObject:
+        return _Look.OTHER
+    return _Look.WHOLE
 
 
 def _fetch_in_order(source: Source, original: Checkpoint, reads: Iterable[ChunkRead]) -> Iterator[memoryview]:

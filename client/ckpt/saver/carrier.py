@@ -1,0 +1,195 @@
+"""Carrier: brings the checkpoints of the near store to the far one, in the saver of rank 0, in a thread of its own.
+
+No save waits for it. What it has to do is in the near store (the backlog, ckptstore.tiers.carrying), so that the saver
+that comes after this one continues. One carrier of a host works at a time: a lock decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from ckpt.saver.lock import note_checkpoint, try_lock
+from ckpt.saver.messages import Report, Setup, Stranded, Warned
+from ckpt.saver.numbering import Numbering
+from ckptstore.commits.catalog import newest_first
+from ckptstore.commits.leases import release_lease
+from ckptstore.errors import CkptError, Superseded, Unavailable
+from ckptstore.names import Attempt
+from ckptstore.retention.deletion import collect
+from ckptstore.retention.pins import pinned
+from ckptstore.run import Run
+from ckptstore.tiers.carrying import STRANDED, backlog, carry, enqueue, queued, strand, trim
+from ckptstore.tiers.carrying import Backlog as Backlog
+
+logger = logging.getLogger(__name__)
+
+REQUEST_RETRY_S = 10.0
+"""How long a request to the far store is repeated, before the whole checkpoint is."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
+_LOOK_S = 0.5
+"""How often to look whether another carrier of this host has ended."""
+
+
+class Carrier:
+    """The way from one near run to the far one. `committed` and `release` may be called from any thread."""
+
+    def __init__(
+        self, near: Run, far: Run, setup: Setup, numbering: Numbering, report: Callable[[Report], None],
+        carried: Callable[[Attempt], None], changed: Callable[[Backlog], None],
+    ) -> None:  # fmt: skip
+        """carried: called with each attempt that is now far. changed: called with the backlog, often."""
+        self._near = near
+        self._far = far
+        self._setup = setup
+        self._numbering = numbering
+        self._report = report
+        self._carried = carried
+        self._backlog_changed = changed
+        self._commits: Counter[int] = Counter()
+        """By generation."""
+        self._newest: Attempt | None = None
+        self._leases: list[str] = []
+        self._changed = threading.Condition()
+        """Guards what follows."""
+        self._work = True
+        self._ending = False
+        self._thread = threading.Thread(target=self._serve, name="ckpt-carry", daemon=True)
+        self._thread.start()
+
+    def committed(self, attempt: Attempt) -> None:
+        """A checkpoint is committed near: every `far_every`-th one of a generation is to be carried, from the first on.
+
+        That is recorded on return.
+        """
+        due = self._commits[attempt.generation] % self._setup.far_every == 0
+        self._commits[attempt.generation] += 1
+        self._newest = max(self._newest or attempt, attempt)
+        if due:
+            self._enqueue(attempt)
+            self._tell()
+        self._wake()
+
+    def release(self, lease: str) -> None:
+        """End a lease in the far store, once it answers."""
+        self._leases.append(lease)
+        self._wake()
+
+    def finish(self) -> None:
+        """Nothing more is committed: the newest checkpoint is to be carried, too. Returns when all is far.
+
+        Or if the far store is away for `store_retry_s`, or another carrier of this host is at work; the backlog stays.
+        """
+        if self._newest is not None:
+            self._enqueue(self._newest)
+        with self._changed:
+            self._ending = self._work = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _enqueue(self, attempt: Attempt) -> None:
+        try:
+            enqueue(self._near, attempt)
+        except CkptError as error:
+            logger.warning("%s may not be carried to %s: %s", attempt, self._far.store.url, error)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._work = True
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        self._begin()
+        away_since: float | None = None
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._work)
+                self._work, ending = False, self._ending
+            try:
+                alone = self._carry_all()
+            except Unavailable as error:
+                now = time.monotonic()
+                if away_since is None:
+                    away_since = now
+                    self._report(Warned(f"checkpoints stay near until {self._far.store.url} answers: {error}"))
+                if ending and now - away_since >= self._setup.store_retry_s:
+                    return
+                self._pause(pause_s, ending)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            except Exception:
+                logger.exception("the backlog of run %s is not carried", self._near.name)
+                return
+            if not alone and not ending:
+                self._pause(_LOOK_S, ending)
+                continue
+            if away_since is not None and alone:
+                self._report(Warned(f"{self._far.store.url} answers again, and all that was due is there"))
+            away_since, pause_s = None, _SHORTEST_PAUSE_S
+            if ending:
+                return
+
+    def _pause(self, seconds: float, ending: bool) -> None:
+        """Wait, but not when the saver begins to end: the rest is tried again then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending and not ending, seconds)
+            self._work = True
+
+    def _begin(self) -> None:
+        """Take over what a killed saver left: its last checkpoint was to be carried, and its attempts are orphans."""
+        try:
+            collect(self._near)
+            last = next(newest_first(self._near), None)
+            if (
+                last is not None
+                and last.attempt.generation
+                and STRANDED not in pinned(self._near).get(last.attempt, ())
+            ):
+                enqueue(self._near, last.attempt)
+        except CkptError as error:
+            logger.warning("cannot look for what earlier savers have left near: %s", error)
+
+    def _carry_all(self) -> bool:
+        """Carry the backlog. False if another carrier of this host does. Raises Unavailable."""
+        while True:
+            with try_lock(self._setup.home, self._setup.run, "carrier") as locked:
+                self._tell()
+                attempts = queued(self._near) if locked else []
+                if attempts:
+                    self._carry(attempts[0])
+            if not locked:
+                return False
+            trim(self._near, self._setup.near_keep)
+            if not attempts:
+                self._tell()
+                while self._leases:
+                    release_lease(self._far, self._leases[-1])
+                    self._leases.pop()
+                return True
+
+    def _carry(self, attempt: Attempt) -> None:
+        try:
+            done = carry(self._near, self._far, attempt)
+        except Unavailable:
+            raise
+        except CkptError as error:
+            strand(self._near, attempt)
+            session = self._numbering.session_of(attempt.generation)
+            if isinstance(error, Superseded) and session is not None:
+                self._report(Stranded(session, error.message, error.hint))
+            else:
+                self._report(Warned(f"{self._near.id_of(attempt)} stays near: {error}"))
+            return
+        if done is not None:
+            note_checkpoint(self._setup.home, self._setup.run)
+            self._carried(attempt)
+
+    def _tell(self) -> None:
+        try:
+            self._backlog_changed(backlog(self._near))
+        except CkptError as error:
+            logger.warning("the backlog of run %s is not known: %s", self._near.name, error)

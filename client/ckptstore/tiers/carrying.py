@@ -1,0 +1,228 @@
+"""Carrying: commits the checkpoints of a near store in the far one, oldest first, under the same names.
+
+A copy has the same bytes as the original, object for object, and is committed by the same protocol: it exists as a
+whole or not at all, and an interrupted one continues where it stopped. The backlog are the checkpoints that are pinned
+as `far` in the near store: no prune removes them before they are carried, and it outlives every process.
+
+Generations have the same numbers in both stores, so the far one sees the lineage that the near one has. If another
+trainer began a generation in the far store that the near one's trainers had not seen, it has continued the run: then
+nothing of the near store may be committed there any more. docs/decisions/0037 has the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import msgspec
+
+from ckptstore.commits.catalog import Checkpoint, from_outcome, visible_attempts
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome, read_receipt, superseded
+from ckptstore.commits.generations import (
+    SEEN,
+    create_generation,
+    list_generations,
+    newest_generation,
+    read_generations,
+)
+from ckptstore.commits.hidden import hidden_attempts
+from ckptstore.commits.labels import with_labels
+from ckptstore.commits.references import reference_lost, referenced_attempts
+from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, Superseded
+from ckptstore.format.documents import FORMAT, Generation, Manifest, digest
+from ckptstore.format.parsing import seal
+from ckptstore.format.planning import plan_all
+from ckptstore.format.records import Pin
+from ckptstore.names import Attempt
+from ckptstore.reading.fetch import Progress
+from ckptstore.reading.source import StoreSource, check_manifest_data
+from ckptstore.retention.pins import active_holds, pinned
+from ckptstore.retention.tombstones import hide, sweep
+from ckptstore.run import Run
+from ckptstore.tiers.copying import copy_labels, copy_shard
+
+FAR = "far"
+"""The pin of checkpoints that are to be carried."""
+STRANDED = "stranded"
+"""The pin of checkpoints that were to be carried when another trainer had continued the run in the far store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The checkpoints of a run that are in the near store only, and are to be carried."""
+
+    attempts: tuple[Attempt, ...]
+    """Oldest first."""
+    bytes: int
+    """Stored bytes, of references too."""
+    since: float | None
+    """When the oldest one was committed, by the clock of its committer; None if there is none."""
+
+
+def enqueue(near: Run, attempt: Attempt) -> None:
+    """A checkpoint of the near store is to be carried; durable on return. Idempotent. Raises Unavailable."""
+    _hold(near, attempt, FAR)
+
+
+def queued(near: Run) -> list[Attempt]:
+    """The attempts to be carried, oldest first."""
+    return sorted(attempt for attempt, held in pinned(near).items() if FAR in held)
+
+
+def backlog(near: Run) -> Backlog:
+    """The backlog of a run; one that its committer has not committed yet does not count."""
+    # A pinned checkpoint is not hidden: that need not be looked up for each.
+    outcomes = [(attempt, read_outcome(near, attempt)) for attempt in queued(near)]
+    found = [(attempt, from_outcome(outcome) if outcome is not None else None) for attempt, outcome in outcomes]
+    there = [(attempt, checkpoint) for attempt, checkpoint in found if checkpoint is not None]
+    return Backlog(
+        tuple(attempt for attempt, _ in there),
+        sum(checkpoint.needed_bytes for _, checkpoint in there),
+        min((checkpoint.committed_at for _, checkpoint in there), default=None),
+    )
+
+
+def carry(near: Run, far: Run, attempt: Attempt, progress: Progress = lambda _: None) -> Checkpoint | None:
+    """Commit a checkpoint of the near store in the far one, and remove it from the backlog; durable on return.
+
+    Returns its far checkpoint; None if the near store has no such checkpoint. Safe from several processes: all write
+    the same bytes. progress: called with the stored bytes that were copied, or found in the far store and verified.
+    Raises Superseded if another trainer has continued the run, or the same one has begun a newer generation there;
+    AttemptAborted if its far attempt was aborted; ReferenceLost if the far store has deleted a checkpoint whose chunks
+    it needs; CorruptObject or ObjectMissing if it is damaged; Unavailable if either store is away.
+    """
+    original = _committed(near, attempt)
+    if original is None:
+        _release(near, attempt)
+        return None
+    newest = establish(near, far, attempt.generation)
+    outcome = read_outcome(far, attempt)
+    if outcome is None:
+        outcome = commit_attempt(far, _copy(near, far, original, progress), newest)
+    elif outcome.committed is None:
+        raise superseded(outcome) or AttemptAborted(
+            f"{original.id} was aborted in {far.store.url} by {outcome.by}",
+            "It was not carried for too long. Copy it by hand: ckptctl cp, with --as if the run has gone on",
+        )
+    carried = from_outcome(outcome)
+    assert carried is not None
+    copy_labels(StoreSource(near.store), with_labels(near, [original])[0], far, carried)
+    _release(near, attempt)
+    return carried
+
+
+def trim(near: Run, keep: int) -> Sequence[Attempt]:
+    """Delete the checkpoints of the near store, apart from the newest `keep` and those that are held.
+
+    The backlog is held by its pins, what newer checkpoints reference by marks, what is being restored by leases.
+    Returns the attempts whose data is deleted. Raises Unavailable.
+    """
+    found = [attempt for attempt in visible_attempts(near) if _committed(near, attempt) is not None]
+    surplus = found[keep:]
+    held = active_holds(near) if surplus else {}
+    surplus = [attempt for attempt in surplus if attempt not in held]
+    if not surplus:
+        return ()
+    hide(near, surplus, f"the newest {keep} stay near", grace_s=0.0)
+    return sweep(near, only=surplus).attempts
+
+
+def strand(near: Run, attempt: Attempt) -> None:
+    """A checkpoint can no longer be carried: it stays near, pinned, until an operator decides. Raises Unavailable."""
+    _hold(near, attempt, STRANDED)
+    _release(near, attempt)
+
+
+def establish(near: Run, far: Run, number: int) -> int:
+    """Begin a generation of the near store in the far one, under the same number; durable on return. Idempotent.
+
+    Earlier generations that are missing there are begun too: a committer looks for the next number. Returns the newest
+    generation of the far store. It may be newer than `number`, since trainers on one near store follow each other.
+    Raises Superseded if another trainer has begun one that they had not seen; CorruptObject; Unavailable.
+    """
+    documents = read_generations(near)
+    own = documents.get(number)
+    if own is None:
+        raise CorruptObject(f"generation {number} of run {near.name!r} in {near.store.url} is missing or damaged")
+    seen = seen_generation(documents, number)
+    while True:
+        listed = list(list_generations(far))
+        unknown = unseen(documents, read_generations(far, [other for other in listed if other > seen]))
+        if unknown:
+            raise Superseded(
+                f"another trainer has begun generation {unknown[0]} of run {far.name!r} in {far.store.url}: what this "
+                f"one has saved in {near.store.url} is not committed there",
+                "Stop this trainer, or restore first to continue from what is in the far store. Its checkpoints stay "
+                f"near, pinned as {STRANDED!r}",
+            )
+        newest = newest_generation(far, listed)
+        for missing in range(newest + 1, number + 1):
+            begun = documents.get(missing) or msgspec.structs.replace(own, number=missing)
+            if create_generation(far, begun) is None:
+                break  # taken meanwhile: look again
+        else:
+            return max(newest, number)
+
+
+def seen_generation(near: Mapping[int, Generation | None], number: int) -> int:
+    """The newest generation of the far store that was known in the near one when `number` was begun. Pure."""
+    return max((_seen(document) for known, document in near.items() if document and known <= number), default=0)
+
+
+def unseen(near: Mapping[int, Generation | None], far: Mapping[int, Generation | None]) -> list[int]:
+    """The generations of the far store that no trainer of the near one began. Pure."""
+    sessions = {document.session for document in near.values() if document is not None}
+    return sorted(number for number, document in far.items() if document is None or document.session not in sessions)
+
+
+def _seen(document: Generation) -> int:
+    seen = document.extensions.get(SEEN, 0)
+    return seen if isinstance(seen, int) else 0
+
+
+def _copy(near: Run, far: Run, original: Checkpoint, progress: Progress) -> list[StoredReceipt]:
+    """Copy all objects of an attempt; returns its receipts."""
+    source, keys, attempt = StoreSource(near.store), near.keys, original.attempt
+    data = source.manifest_data(original)
+    manifest = check_manifest_data(original, data)
+    for needed in referenced_attempts(manifest.content):
+        if _committed(far, needed) is None and carry(near, far, needed, progress) is None:
+            raise reference_lost(far, attempt, needed)
+    own = sorted(
+        (read for read in plan_all(manifest.content) if read.attempt is None), key=lambda r: (r.shard, r.index)
+    )
+    for shard, reads in groupby(own, key=lambda read: read.shard):
+        copy_shard(source, original, list(reads), far, keys.shard(attempt, shard), progress)
+    # Before the receipts, by which others could commit it: another version of zstd would pack it differently.
+    far.store.put_if_absent(keys.manifest(attempt), data)
+    return [_copy_receipt(near, far, manifest, attempt, rank) for rank in range(manifest.world_size)]
+
+
+def _copy_receipt(near: Run, far: Run, manifest: Manifest, attempt: Attempt, rank: int) -> StoredReceipt:
+    receipt = read_receipt(near, attempt, rank)
+    if digest(receipt.data) != manifest.receipts[rank].digest:
+        raise CorruptObject(f"the receipt of rank {rank} of {near.id_of(attempt)} does not match its manifest")
+    try:
+        far.store.put(far.keys.statistics(attempt, rank), near.store.get(near.keys.statistics(attempt, rank)))
+    except ObjectMissing:
+        pass  # statistics may be absent
+    far.store.put(far.keys.receipt(attempt, rank), receipt.data)
+    return receipt
+
+
+def _committed(run: Run, attempt: Attempt) -> Checkpoint | None:
+    """The checkpoint of an attempt, if it exists."""
+    outcome = read_outcome(run, attempt)
+    found = from_outcome(outcome) if outcome is not None else None
+    return found if found is not None and attempt not in hidden_attempts(run) else None
+
+
+def _hold(near: Run, attempt: Attempt, name: str) -> None:
+    # Not retention.pins.pin: the audit log is about what people decide.
+    document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=near.by, at=near.clock(), reason="")
+    near.store.put(near.keys.pin(attempt, name), seal(document))
+
+
+def _release(near: Run, attempt: Attempt) -> None:
+    near.store.delete_many([near.keys.pin(attempt, FAR)])

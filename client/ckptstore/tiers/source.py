@@ -1,0 +1,268 @@
+"""TieredSource: what a near store and a far one hold together, as one source.
+
+An attempt has the same name and the same bytes in both, so every read may be answered by either; the near one is asked
+first. The lineage is that of both together: the far store's, continued by generations that are only near yet. Those
+that were begun there after another trainer had continued the run are abandoned.
+
+While the far store is away, what is near is all there is. If nothing is near, that is an error: the far store may have
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from ckptstore import names
+from ckptstore.clock import Clock, system_clock
+from ckptstore.commits.catalog import (
+    Checkpoint,
+    State,
+    list_checkpoints,
+    quarantined_attempts,
+    read_checkpoint,
+    visible_attempts,
+    walk,
+    with_parents,
+    with_states,
+)
+from ckptstore.commits.generations import Lineage, list_generations, read_generations
+from ckptstore.commits.labels import with_labels
+from ckptstore.errors import CkptError, Damaged, NoCheckpoint, ObjectMissing, Unavailable
+from ckptstore.format.documents import Generation, digest
+from ckptstore.format.parsing import is_sealed
+from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.reading.source import StoreSource
+from ckptstore.run import Run
+from ckptstore.stores import ObjectReader, Store
+from ckptstore.tiers.carrying import seen_generation, unseen
+
+logger = logging.getLogger(__name__)
+
+NEAR, FAR = "near", "far"
+_T = TypeVar("_T")
+_Seen = dict[Attempt, Collection[Attempt]]
+"""The visible attempts of a store, each with all that are in quarantine there."""
+_NONE: dict[int, Generation | None] = {}
+_AWAY_S = 10.0
+_BOTH = "+"
+"""Between the leases that a reader has in the two stores."""
+
+
+class TieredSource(StoreSource):
+    """Reads from two stores. `store` is the far one. For any thread."""
+
+    def __init__(self, near: Store, far: Store, patient: Store | None = None, clock: Clock = system_clock) -> None:
+        """patient: the far store again, with requests that are repeated: for what is not near."""
+        super().__init__(patient or far, clock)
+        self.near = StoreSource(near, clock)
+        self._quick = StoreSource(far, clock)
+        self._away_until = 0.0
+
+    def runs(self) -> list[str]:
+        """Those of both stores."""
+        return sorted({*self.near.runs(), *self._far(None, lambda far: far.runs(), list[str]())})
+
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        """Reads all outcomes of both stores."""
+        near = self._near(lambda: list_checkpoints(self._of(self.near, run)), list[Checkpoint]())
+        far = self._far(run, lambda far: list_checkpoints(self._of(far, run)), list[Checkpoint]())
+        generations, stray = self._generations(run)
+        found: dict[Attempt, Checkpoint] = {}
+        for tier, listed in ((NEAR, near), (FAR, far)):
+            for one in listed:
+                known = found.get(one.attempt)
+                better = known if known is not None and known.state is not State.CORRUPT else one
+                found[one.attempt] = replace(better, tiers=(*(known.tiers if known else ()), tier))
+        merged = [found[attempt] for attempt in sorted(found, reverse=True)]
+        live = [replace(c, state=State.COMMITTED) if c.state is not State.CORRUPT else c for c in merged]
+        own = [c for c in live if FAR in c.tiers or c.attempt.generation not in stray]
+        states = {c.attempt: c for c in with_states(own, Lineage(generations.get))}
+        listed = [states.get(c.attempt) or replace(c, state=State.ABANDONED) for c in live]
+        return self._with_labels(run, with_parents(listed, generations.get))
+
+    def candidates(self, run: str) -> Iterator[Checkpoint]:
+        """Reads outcomes, newest step first."""
+        seen = {
+            NEAR: self._near(lambda: self._visible(self.near, run), _Seen()),
+            FAR: self._far(run, lambda far: self._visible(far, run), _Seen()),
+        }
+        generations, stray = self._generations(run)
+        near = {attempt: found for attempt, found in seen[NEAR].items() if attempt.generation not in stray}
+        return walk(
+            sorted({*near, *seen[FAR]}, reverse=True),
+            partial(self._load, run, {NEAR: near, FAR: seen[FAR]}),
+            generations.get,
+        )
+
+    def latest(self, run: str | None = None) -> Checkpoint:
+        """Reads outcomes of one run of both stores; of all runs only those that are far."""
+        if run is None:
+            return super().latest()
+        for checkpoint in self.candidates(run):
+            if checkpoint.state is State.COMMITTED:
+                return self._with_labels(run, [checkpoint])[0]
+        raise NoCheckpoint(
+            f"run {run!r} has no checkpoint in {self.near.url} and {self.url}",
+            "The first save may not have finished yet. Otherwise check the names of the run and the stores",
+        )
+
+    def find(self, reference: Reference) -> Checkpoint:
+        """Reads all outcomes of the run."""
+        if reference.step is None:
+            return self.latest(reference.run)
+        meant = [
+            c
+            for c in self.checkpoints(reference.run)
+            if c.step == reference.step and reference.ulid in (None, c.attempt.ulid)
+        ]
+        if not meant:
+            raise NoCheckpoint(
+                f"run {reference.run!r} has no checkpoint at step {reference.step} in {self.near.url} and {self.url}",
+                "ckptctl ls shows what there is",
+            )
+        return min(meant, key=lambda c: (c.state is State.ABANDONED, c.state is State.CORRUPT))
+
+    def newest_generation(self, run: str) -> int:
+        """The newest generation of the far store; 0 if it has none, or is away."""
+        return max(self._far(run, lambda far: list(list_generations(self._of(far, run))), list[int]()), default=0)
+
+    def near_id(self) -> str:
+        """A name of the near store, equal for all processes that see the same objects. Raises Unavailable."""
+        store = self.near.store
+        store.put_if_absent(names.NEAR_ID, new_ulid(self._clock()).encode())
+        return store.get(names.NEAR_ID).decode(errors="replace")
+
+    def is_near(self, run: str) -> bool:
+        """Whether the near store has checkpoints of the run."""
+        return self._near(lambda: self._has(run), False)
+
+    def farthest(self, checkpoint: Checkpoint) -> StoreSource:
+        """The far store, or `near` if the checkpoint is only there."""
+        return self.near if checkpoint.tiers == (NEAR,) else StoreSource(self.store, self._clock)
+
+    def manifest_data(self, checkpoint: Checkpoint) -> bytes:
+        """One read, or two if the near store has not the right bytes."""
+        return self._first(
+            lambda one: one.manifest_data(checkpoint), lambda data: digest(data) == checkpoint.manifest_digest
+        )
+
+    def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """One read, or two if the near store has not the right bytes."""
+        return self._first(lambda one: one.receipt_data(checkpoint, rank), is_sealed)
+
+    def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+        """One read, or two if the near store has not the right bytes."""
+        return self._first(lambda one: one.statistics_data(checkpoint, rank), is_sealed)
+
+    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
+        """A reader of the near store, if it has the shard."""
+        with suppress(ObjectMissing, Unavailable):
+            return self.near.open_shard(checkpoint, shard)
+        return super().open_shard(checkpoint, shard)
+
+    def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
+        """In each store that has the checkpoint and answers. Raises NoCheckpoint if none could be taken."""
+        taken = {NEAR: "", FAR: ""}
+        error: CkptError | None = None
+        for tier, source in ((NEAR, self.near), (FAR, self._quick)):
+            if tier in checkpoint.tiers:
+                try:
+                    taken[tier] = source.take_lease(checkpoint, holder, ttl_s)
+                except (NoCheckpoint, Unavailable) as caught:
+                    error = error or caught
+        if error is not None and not any(taken.values()):
+            raise error
+        return _BOTH.join(taken.values())
+
+    def release_lease(self, run: str, lease: str) -> None:
+        """Ends the leases in both stores."""
+        for tier, source in ((NEAR, self.near), (FAR, self._quick)):
+            if part := part_of_lease(lease, tier):
+                source.release_lease(run, part)
+
+    def _generations(self, run: str) -> tuple[dict[int, Generation | None], set[int]]:
+        """The generations of both stores, the far one's first; and those that are near only, and abandoned."""
+        near = self._near(lambda: read_generations(self._of(self.near, run)), _NONE)
+        far = self._far(run, lambda far: read_generations(self._of(far, run)), _NONE)
+        stray = set()
+        for number, document in near.items():
+            seen = seen_generation(near, number)
+            same = number in far and document is not None and far[number] == document
+            if not same and unseen(near, {other: found for other, found in far.items() if other > seen}):
+                stray.add(number)
+        return {**near, **far}, stray
+
+    def _visible(self, source: StoreSource, run: str) -> _Seen:
+        found = self._of(source, run)
+        visible = visible_attempts(found)
+        damaged = quarantined_attempts(found) if visible else ()
+        return dict.fromkeys(visible, damaged)
+
+    def _load(self, run: str, seen: dict[str, _Seen], attempt: Attempt) -> Checkpoint | None:
+        tiers = tuple(tier for tier in (NEAR, FAR) if attempt in seen[tier])
+        best: Checkpoint | None = None
+        for tier in tiers:
+            source = self.near if tier == NEAR else self._quick
+            found = read_checkpoint(self._of(source, run), attempt, seen[tier][attempt])
+            if found is not None and (best is None or best.state is State.CORRUPT):
+                best = replace(found, tiers=tiers)
+            if best is not None and best.state is not State.CORRUPT:
+                return best
+        return best
+
+    def _first(self, read: Callable[[StoreSource], bytes], right: Callable[[bytes], bool]) -> bytes:
+        with suppress(ObjectMissing, Unavailable, Damaged):
+            if right(data := read(self.near)):
+                return data
+        return read(StoreSource(self.store, self._clock))
+
+    def _with_labels(self, run: str, listed: list[Checkpoint]) -> list[Checkpoint]:
+        for tier, source in ((FAR, self._quick), (NEAR, self.near)):
+            there = {c.attempt: c for c in listed if tier in c.tiers and not c.tags}
+            with suppress(Unavailable):
+                found = {c.attempt: c for c in with_labels(self._of(source, run), list(there.values()))}
+                listed = [found.get(c.attempt, c) for c in listed]
+        return listed
+
+    def _near(self, read: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return read()
+        except Unavailable as error:
+            logger.warning("reading without the near store: %s", error)
+            return otherwise
+
+    def _far(self, run: str | None, read: Callable[[StoreSource], _T], otherwise: _T) -> _T:
+        """What the far store has. If it is away: `otherwise`, if the near one has checkpoints; else it is asked again.
+
+        It counts as away for a moment, so that a time-out is not waited for at each request.
+        """
+        if time.monotonic() >= self._away_until:
+            try:
+                return read(self._quick)
+            except Unavailable as error:
+                self._away_until = time.monotonic() + _AWAY_S
+                logger.warning("the far store is away: %s", error)
+        if not self._near(lambda: self._has(run), False):
+            return read(StoreSource(self.store, self._clock))
+        return otherwise
+
+    def _has(self, run: str | None) -> bool:
+        """Whether the near store has checkpoints."""
+        return bool(self.near.runs() if run is None else visible_attempts(self._of(self.near, run)))
+
+    def _of(self, source: StoreSource, run: str) -> Run:
+        return Run(source.store, run, self._clock)
+
+
+def part_of_lease(lease: str, tier: str) -> str:
+    """The lease in one of the stores; empty if there is none. Pure."""
+    near, both, far = lease.partition(_BOTH)
+    if not both:  # of a single store
+        return lease if tier == NEAR else ""
+    return near if tier == NEAR else far

@@ -1,0 +1,250 @@
+"""Carrying: the far store gets the same checkpoints in the same lineage, or nothing; whatever fails in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
+from ckptstore.commits.generations import Session, begin_generation, list_generations, newest_generation
+from ckptstore.commits.labels import LabelChange, change_labels
+from ckptstore.errors import CorruptObject, StoreUnavailable, Superseded
+from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
+from ckptstore.retention.pins import pinned
+from ckptstore.run import Run
+from ckptstore.stores import open_store
+from ckptstore.tiers.carrying import FAR, STRANDED, backlog, carry, enqueue, queued, strand, trim
+from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.stores import Faults, FaultyStore, Interleaving
+
+
+class Tiers:
+    """A near and a far store, and trainers that save near."""
+
+    def __init__(self, folder: Path) -> None:
+        self.near = Run(open_store(f"memory://{folder.name}/near"), "gpt")
+        self.far = Run(open_store(f"memory://{folder.name}/far"), "gpt")
+
+    def begin(self, parent: Checkpoint | None = None, seen: int = 0, run: Run | None = None) -> int:
+        session = Session(new_ulid(system_clock()), parent.attempt if parent else None, seen)
+        return begin_generation(run or self.near, session).number
+
+    def save(self, step: int, generation: int, base: Checkpoint | None = None, run: Run | None = None) -> Checkpoint:
+        arrays = {"model/base": np.arange(4000, dtype=np.float32), "model/step": np.full(1000, step)}
+        store = (run or self.near).store
+        return write_checkpoint(
+            store, step=step, arrays=arrays, generation=generation, base=base.attempt if base else None
+        )
+
+    def carry_all(self) -> None:
+        for attempt in queued(self.near):
+            carry(self.near, self.far, attempt)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Tiers:
+    return Tiers(tmp_path)
+
+
+def objects(run: Run, attempt: Attempt) -> dict[str, bytes]:
+    return {info.key: run.store.get(info.key) for info in run.store.list(run.keys.attempt(attempt))}
+
+
+def listed(run: Run) -> list[tuple[int, int, State]]:
+    return [(c.attempt.generation, c.step, c.state) for c in list_checkpoints(run)]
+
+
+def test_a_copy_is_the_same_checkpoint(tiers: Tiers) -> None:
+    one = tiers.save(10, tiers.begin())
+    change_labels(tiers.near, one.attempt, LabelChange({"best": ""}, {"val": 1.5}))
+    enqueue(tiers.near, one.attempt)
+    assert backlog(tiers.near).attempts == (one.attempt,)
+    assert backlog(tiers.near).bytes == one.needed_bytes
+    carried = carry(tiers.near, tiers.far, one.attempt)
+    assert carried is not None
+    assert (carried.id, carried.manifest_digest) == (one.id, one.manifest_digest)
+    assert objects(tiers.far, one.attempt) == objects(tiers.near, one.attempt)
+    assert backlog(tiers.near).attempts == ()
+    found = StoreSource(tiers.far.store).find(Reference("gpt", 10))
+    assert (found.tags, found.metrics["val"]) == ({"best": ""}, 1.5)
+    assert verify(StoreSource(tiers.far.store), found).ok
+
+
+def test_referenced_checkpoints_are_carried_first(tiers: Tiers) -> None:
+    generation = tiers.begin()
+    base = tiers.save(10, generation)
+    enqueue(tiers.near, base.attempt)
+    middle = tiers.save(20, generation, base)
+    newest = tiers.save(30, generation, middle)
+    assert newest.referenced_bytes
+    enqueue(tiers.near, newest.attempt)
+    tiers.carry_all()
+    assert [step for _, step, _ in listed(tiers.far)] == [30, 10]  # nothing of 20 is needed
+    assert verify(StoreSource(tiers.far.store), latest(tiers.far)).ok
+
+
+def test_a_rank_without_a_shard_is_carried_too(tiers: Tiers) -> None:
+    from ckptstore.commits.commit import commit_attempt
+
+    attempt = Attempt(5, new_ulid(system_clock()), generation=tiers.begin())
+    receipts = [write_rank(tiers.near.store, "gpt", attempt, sample_arrays() if not r else {}, r, 3) for r in range(3)]
+    commit_attempt(tiers.near, receipts)
+    enqueue(tiers.near, attempt)
+    tiers.carry_all()
+    assert verify(StoreSource(tiers.far.store), latest(tiers.far)).ok
+    assert latest(tiers.far).world_size == 3
+
+
+def test_the_lineage_is_the_same_in_both(tiers: Tiers) -> None:
+    first = tiers.begin()
+    saved = [tiers.save(step, first) for step in (10, 20, 30)]
+    second = tiers.begin(saved[1])  # a rewind to 20
+    saved += [tiers.save(step, second) for step in (25, 35)]
+    third = tiers.begin(saved[-1])
+    saved.append(tiers.save(40, third))
+    for one in (saved[5], saved[0], saved[2], saved[1], saved[3]):  # in any order; 35 is not due
+        enqueue(tiers.near, one.attempt)
+    tiers.carry_all()
+    near = {(g, step): state for g, step, state in listed(tiers.near)}
+    assert listed(tiers.far) == [(g, s, near[g, s]) for g, s in [(3, 40), (2, 25), (1, 30), (1, 20), (1, 10)]]
+    assert near[1, 30] is State.ABANDONED
+
+
+def test_an_old_checkpoint_is_carried_after_a_newer_generation_of_the_same_host(tiers: Tiers) -> None:
+    first = tiers.begin()
+    base, late = tiers.save(10, first), tiers.save(20, first)
+    second = tiers.begin(late)
+    newest = tiers.save(30, second, late)
+    enqueue(tiers.near, newest.attempt)
+    tiers.carry_all()  # with 20, which it references
+    enqueue(tiers.near, base.attempt)
+    tiers.carry_all()
+    assert listed(tiers.far) == listed(tiers.near)
+    assert verify(StoreSource(tiers.far.store), latest(tiers.far)).ok
+
+
+def test_another_trainer_that_went_on_elsewhere_wins(tiers: Tiers) -> None:
+    first = tiers.begin()
+    base = tiers.save(10, first)
+    enqueue(tiers.near, base.attempt)
+    tiers.carry_all()
+    elsewhere = tiers.begin(base, run=tiers.far)  # on another host: it resumed from what was far
+    other = tiers.save(11, elsewhere, run=tiers.far)
+    for one in (tiers.save(20, first), tiers.save(30, tiers.begin(base))):
+        enqueue(tiers.near, one.attempt)
+        with pytest.raises(Superseded, match="generation 2"):
+            carry(tiers.near, tiers.far, one.attempt)
+        strand(tiers.near, one.attempt)
+    assert listed(tiers.far) == [(2, 11, State.COMMITTED), (1, 10, State.COMMITTED)]
+    assert queued(tiers.near) == []
+    assert list(pinned(tiers.near).values()) == [[STRANDED], [STRANDED]]
+    # A trainer here that restored the other's checkpoint goes on, under a number that is free in both.
+    third = tiers.begin(other, seen=newest_generation(tiers.far))
+    enqueue(tiers.near, tiers.save(40, third).attempt)
+    tiers.carry_all()
+    assert (third, latest(tiers.far).step) == (3, 40)
+    assert sorted(list_generations(tiers.far)) == [1, 2, 3]
+    with pytest.raises(Superseded):
+        carry(tiers.near, tiers.far, other_of(tiers, 20))
+
+
+def other_of(tiers: Tiers, step: int) -> Attempt:
+    return next(c.attempt for c in list_checkpoints(tiers.near) if c.step == step)
+
+
+def test_a_number_that_is_only_near_is_filled_far(tiers: Tiers) -> None:
+    tiers.begin(run=tiers.far)
+    seen = tiers.begin(seen=1)
+    abandoned = [tiers.begin() for _ in range(2)]
+    newest = tiers.begin()
+    assert (seen, abandoned, newest) == (2, [3, 4], 5)
+    enqueue(tiers.near, tiers.save(1, newest).attempt)
+    tiers.carry_all()
+    assert sorted(list_generations(tiers.far)) == [1, 2, 3, 4, 5]
+    # An old job of the first trainer's kind sees that it is superseded: there is a generation 2.
+    with pytest.raises(Superseded):
+        tiers.save(7, 1, run=tiers.far)
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_every_call_may_fail_and_the_copy_continues(tiers: Tiers, mode: str) -> None:
+    generation = tiers.begin()
+    base = tiers.save(10, generation)
+    newest = tiers.save(20, generation, base)
+    at, done = 0, False
+    while not done:
+        faults = Faults(at, mode)  # type: ignore[arg-type]
+        for one in (base, newest):
+            enqueue(tiers.near, one.attempt)
+        far = Run(FaultyStore(tiers.far.store, faults), "gpt")
+        try:
+            for attempt in queued(tiers.near):
+                carry(tiers.near, far, attempt)
+            done = len(faults.calls) <= at
+        except StoreUnavailable:
+            assert {c.step for c in list_checkpoints(tiers.far)} <= {10, 20}
+        tiers.carry_all()
+        assert [step for _, step, _ in listed(tiers.far)] == [20, 10]
+        assert all(verify(StoreSource(tiers.far.store), c).ok for c in list_checkpoints(tiers.far))
+        tiers.far.store.delete_many([info.key for info in tiers.far.store.list("")])
+        at += 1
+    assert at > 20
+
+
+def test_two_carriers_at_once(tiers: Tiers) -> None:
+    generation = tiers.begin()
+    base = tiers.save(10, generation)
+    newest = tiers.save(20, generation, base)
+
+    def reset() -> None:
+        tiers.far.store.delete_many([info.key for info in tiers.far.store.list("")])
+        for one in (base, newest):
+            enqueue(tiers.near, one.attempt)
+
+    at, calls = 0, 1
+    while at < calls:
+        reset()
+        race = Interleaving(at, tiers.carry_all)
+        far = Run(FaultyStore(tiers.far.store, race), "gpt")
+        for one in (base, newest):
+            try:
+                carry(tiers.near, far, one.attempt)
+            except StoreUnavailable:  # the other one had created the same shard just before
+                carry(tiers.near, far, one.attempt)
+        assert [step for _, step, _ in listed(tiers.far)] == [20, 10]
+        assert all(verify(StoreSource(tiers.far.store), c).ok for c in list_checkpoints(tiers.far))
+        at, calls = at + 1, len(race.calls)
+
+
+def test_damage_is_not_carried(tiers: Tiers) -> None:
+    one = tiers.save(10, tiers.begin())
+    enqueue(tiers.near, one.attempt)
+    key = tiers.near.keys.shard(one.attempt, "shard-00000.ckpt")
+    data = bytearray(tiers.near.store.get(key))
+    data[100] ^= 1
+    tiers.near.store.put(key, data)
+    with pytest.raises(CorruptObject):
+        tiers.carry_all()
+    assert listed(tiers.far) == []
+    assert pinned(tiers.near)[one.attempt] == [FAR]
+
+
+def test_the_near_store_keeps_the_newest_and_the_backlog(tiers: Tiers) -> None:
+    generation = tiers.begin()
+    saved = [tiers.save(step, generation) for step in range(1, 6)]
+    enqueue(tiers.near, saved[1].attempt)
+    assert set(trim(tiers.near, 2)) == {saved[0].attempt, saved[2].attempt}
+    assert [step for _, step, _ in listed(tiers.near)] == [5, 4, 2]
+    tiers.carry_all()
+    assert trim(tiers.near, 2) == (saved[1].attempt,)
+    assert [step for _, step, _ in listed(tiers.near)] == [5, 4]
+    referencing = tiers.save(6, generation, saved[4])
+    assert trim(tiers.near, 1) == (saved[3].attempt,)  # the newest references 5
+    assert [step for _, step, _ in listed(tiers.near)] == [6, 5]
+    assert verify(StoreSource(tiers.near.store), referencing).ok
+    assert trim(tiers.near, 1) == ()

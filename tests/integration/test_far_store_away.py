@@ -1,0 +1,106 @@
+"""The far store, a real S3 service, is killed under load, and so are trainer and saver: nothing that was saved is lost.
+
+CKPTD_AWAY_SECONDS: how long it is away at least.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.errors import CkptError
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
+from ckptstore.run import Run
+from ckptstore.stores import open_store
+from ckptstore.tiers.carrying import backlog
+from tests.support import seaweed
+from tests.support.command_line import invoke
+from tests.support.seaweed import RestartableService
+from tests.support.trainers import Trainer, is_alive
+from tests.support.waiting import wait_until
+
+URL = f"s3://{seaweed.BUCKET}/runs"
+AWAY_S = float(os.environ.get("CKPTD_AWAY_SECONDS", "0"))
+LIMIT_S = 180.0
+
+
+@contextmanager
+def training(near: Path, service: RestartableService) -> Iterator[Trainer]:
+    environment = {**os.environ, **service.where.environment}
+    trainer = Trainer(URL, str(near), "tests.support.near_train", environment)
+    try:
+        yield trainer
+    finally:
+        trainer.kill()
+
+
+def end(saver: int) -> None:
+    """SIGKILL, and wait until it is gone."""
+    with suppress(ProcessLookupError):
+        os.kill(saver, signal.SIGKILL)
+    wait_until(lambda: not is_alive(saver))
+
+
+@pytest.mark.slow
+def test_all_is_near_at_once_and_far_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("service", "near", "tmp"):
+        (tmp_path / folder).mkdir()
+    service = RestartableService(tmp_path / "service")
+    near = Run(open_store(str(tmp_path / "near")), "kill")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # for the notes of these savers only
+    monkeypatch.setattr("tempfile.tempdir", None)
+    far = Run(open_store(URL, service.where.options), "kill")
+
+    def there() -> dict[int, Checkpoint]:
+        with suppress(CkptError):
+            return {c.step: c for c in list_checkpoints(far)}
+        return {}
+
+    service.start()
+    try:
+        seaweed._file_system(service.where).mkdir(seaweed.BUCKET)
+        with training(tmp_path / "near", service) as trainer:
+            wait_until(lambda: len(there()) >= 2, deadline_s=LIMIT_S)
+            service.stop()
+            since, seen = time.monotonic(), trainer.saved
+            wait_until(lambda: trainer.saved >= seen + 5, deadline_s=LIMIT_S)
+            wait_until(lambda: time.monotonic() >= since + AWAY_S, deadline_s=LIMIT_S + AWAY_S)
+            first = trainer.saver
+        end(first)  # the trainer is killed, and then its saver
+        waiting = backlog(near)
+        assert len(waiting.attempts) >= 5
+        assert list_checkpoints(near)[0].step >= trainer.saved
+        with training(tmp_path / "near", service) as second:
+            wait_until(lambda: second.saved >= trainer.saved + 3, deadline_s=LIMIT_S)
+            assert second.resumed is not None
+            assert second.resumed >= trainer.saved  # from what is near only
+            drained = invoke("drain", "kill", "--timeout", "0", "-o", "json")
+            assert drained.code == 3
+            [left] = drained.json["left"]
+            assert left["near"] >= len(waiting.attempts) + 1
+            assert left["near_since"] == waiting.since
+            service.start()
+            wait_until(lambda: len(there()) > 2, deadline_s=LIMIT_S)
+        # The saver outlives the trainer, carries what is left, and ends.
+        wait_until(lambda: invoke("drain", "kill", "--timeout", "60").code == 0, deadline_s=LIMIT_S)
+        wait_until(lambda: not is_alive(second.saver), deadline_s=LIMIT_S)
+        done = there()
+        assert set(done) == set(range(1, max(done) + 1)), "none is lost"
+        assert max(done) >= second.saved
+        assert len(list_checkpoints(far)) == len(done), "none is there twice"
+        assert all(c.state is State.COMMITTED for c in done.values())
+        times = [done[step].committed_at for step in sorted(done)]
+        assert times == sorted(times), "in order"
+        assert all(verify(StoreSource(far.store), c).ok for c in done.values())
+        assert backlog(near).attempts == ()
+        wait_until(lambda: [c.step for c in list_checkpoints(near)] == [max(done)])
+    finally:
+        service.stop()
