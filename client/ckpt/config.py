@@ -70,6 +70,7 @@ class Config:
         checkpoints are carried, or skip the save. Each rank looks before it writes its shard. None: no limit.
     spill: a folder for what waits while `store` is away, of at most `spill_bytes`: the same as near=spill, far_every=1,
         near_keep=1 and near_bytes=spill_bytes. Every save passes through it, also while `store` answers.
+    spill_bytes: most bytes of the run in the spill folder.
     daemon: URL of ckptd. Notified of commits; used for reads if `store` is unset. Default: CKPTD_URL.
     token: bearer token for the daemon. Default: CKPT_TOKEN.
     options: storage options of the fsspec file system.
