@@ -18,58 +18,18 @@ import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
-from kubernetes_validate import validate  # type: ignore[attr-defined]
 
 from ckptd.app import create_app
-from ckptd.settings import KNOBS, Settings, load
+from ckptd.settings import KNOBS, Settings
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-KUBERNETES = sorted((DEPLOY / "k8s").rglob("*.yaml"))
 DASHBOARD = json.loads((DEPLOY / "grafana" / "ckptd.json").read_text())
 ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
 ENVIRONMENT = {f"CKPTD_{knob.name.upper()}": knob for knob in KNOBS}
 _METRIC = re.compile(r"\bckptd_[a-z0-9_]+")
-
-
-MANIFESTS: list[tuple[str, dict[str, Any]]] = [
-    (path.name, found) for path in KUBERNETES for found in yaml.safe_load_all(path.read_text())
-]
-
-
-@pytest.mark.parametrize("manifest", [found for _, found in MANIFESTS], ids=lambda found: found["kind"])
-def test_kubernetes_accepts_each_object(manifest: dict[str, Any]) -> None:
-    validate(manifest, "1.31", strict=True)
-
-
-def test_the_deployment_fits_the_daemon() -> None:
-    objects = {found["kind"]: found for file, found in MANIFESTS if "training" not in file}
-    pod = objects["Deployment"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    given = {item["name"]: item["value"] for item in container["env"]}
-    assert given.keys() <= ENVIRONMENT.keys()
-    settings = load({name.removeprefix("CKPTD_").lower(): text for name, text in given.items()}, {}).settings
-    assert settings.drill_hours == 24
-    assert settings.scrub_bytes_per_second > 0, "a drill must not take all bandwidth"
-    assert pod["terminationGracePeriodSeconds"] > settings.notice_seconds + settings.drain_seconds
-    assert pod["enableServiceLinks"] is False  # a Service named ckptd sets CKPTD_PORT=tcp://...
-    assert container["ports"][0]["containerPort"] == settings.port
-    probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
-    assert probes == {"startup": "/livez", "liveness": "/livez", "readiness": "/readyz"}
-    labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    for selector in (
-        objects["Deployment"]["spec"]["selector"]["matchLabels"],
-        objects["Service"]["spec"]["selector"],
-        objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
-        objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
-    ):
-        assert selector.items() <= labels.items()
-    assert objects["PodDisruptionBudget"]["spec"]["minAvailable"] < objects["Deployment"]["spec"]["replicas"]
-    clients = objects["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
-    (job,) = [found for _, found in MANIFESTS if found["kind"] == "Job"]
-    assert clients.items() <= job["spec"]["template"]["metadata"]["labels"].items()
 
 
 def test_compose_accepts_its_file() -> None:
