@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from pathlib import Path
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.arrays.programs import Program, copy_of
 from tests.arrays.test_training import ctl
-from tests.support.forking import fork
 
 _OWN = re.compile(r"[0-9]+ |epoch |weights ")
+_LOSS = re.compile(r"loss=(\S+)")
 SAVED = 16  # by steps of four; an epoch has seven
 KILLED = 18
 
@@ -23,20 +23,9 @@ KILLED = 18
 def outputs(backend: str, folder: Path, run: str, kill_at: int, *options: str) -> list[str]:
     """The lines that the program prints, in a process of its own."""
     log = folder / f"{len(list(folder.glob('*.log')))}.log"
-    imports = (f"KERAS_BACKEND={backend}", "TF_CPP_MIN_LOG_LEVEL=3", "tests.arrays.train_keras")
-    environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with log.open("wb") as out, log.with_suffix(".err").open("wb") as err:
-        one = fork(
-            imports, "tests.arrays.train_keras", [str(folder), run, str(kill_at), *options],
-            stdout=out.fileno(), stderr=err.fileno(), environment=environment,
-        )  # fmt: skip
-        try:
-            code = one.wait(300)
-        finally:
-            one.kill()
-            one.wait()
-    assert code == (-signal.SIGKILL if kill_at else 0), log.with_suffix(".err").read_text()
-    return [line for line in log.read_text().splitlines() if _OWN.match(line)]
+    with Program(backend, "tests.arrays.train_keras", log, folder, run, kill_at, *options) as program:
+        lines = program.lines(-signal.SIGKILL if kill_at else 0)
+    return [line for line in lines if _OWN.match(line)]
 
 
 def resumes_exactly(backend: str, folder: Path, *options: str) -> None:
@@ -63,20 +52,18 @@ def test_mirrored_over_two_devices(tmp_path: Path) -> None:
     resumes_exactly("tensorflow", tmp_path, "arrays", "mirrored")
 
 
-def test_central_storage_over_two_devices(tmp_path: Path) -> None:
-    resumes_exactly("tensorflow", tmp_path, "arrays", "central")
-
-
-def test_another_strategy_continues_from_the_same_place(tmp_path: Path) -> None:
+def test_central_storage_and_on_from_there_under_another_strategy(tmp_path: Path) -> None:
     """Sums over two devices round in another way: losses are close, not equal."""
     whole = outputs("tensorflow", tmp_path, "plain", 0, "plain", "central")
     outputs("tensorflow", tmp_path, "r", KILLED, "central")
-    rest = outputs("tensorflow", tmp_path, "r", 0, "central", "mirrored")
-    assert rest[0].split()[0] == str(SAVED + 1)
-    for ours, theirs in zip(rest, whole[-len(rest) :], strict=True):
-        if not ours.startswith("weights"):
-            losses = [float.fromhex(re.search("loss=([^ ]+)", line)[1]) for line in (ours, theirs)]  # type: ignore[index]
-            assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    copy = copy_of(tmp_path, tmp_path / "copy", "r", SAVED)
+    same = outputs("tensorflow", tmp_path, "r", 0, "central")
+    assert same[0].startswith(f"{SAVED + 1} ")
+    assert same == whole[-len(same) :]
+    other = outputs("tensorflow", copy, "r", 0, "central", "mirrored")
+    assert other[0].startswith(f"{SAVED + 1} ")
+    losses = [[float.fromhex(one) for one in _LOSS.findall("\n".join(lines))] for lines in (same, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_operators_can_use_it(tmp_path: Path) -> None:
@@ -95,3 +82,9 @@ def test_operators_can_use_it(tmp_path: Path) -> None:
     assert all(np.array_equal(exported[f"weights/{name}"], expected[name]) for name in expected)
     ctl("prune", "r", "--keep", "1", "--yes", "--grace", "0s", "--store", tmp_path)
     assert [one["step"] for one in json.loads(ctl("ls", "r", "--store", tmp_path, "-o", "json"))] == [21]
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+def test_names_that_are_not_public(tmp_path: Path, backend: str) -> None:
+    with Program(backend, "tests.ckpt.integrations.pins", tmp_path / "log", "keras") as program:
+        program.lines()

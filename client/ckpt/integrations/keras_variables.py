@@ -193,5 +193,5 @@ def _from_chief(strategy: Any, text: str) -> str:
 
     codes = np.zeros((1, _ID_BYTES), np.int32)
     codes[0, : len(text.encode())] = list(text.encode())
-    every = tf.function(lambda: strategy.gather(strategy.run(lambda: tf.constant(codes)), axis=0))()
+    every = tf.function(lambda: strategy.gather(strategy.run(lambda: tf.constant(codes)), axis=0), autograph=False)()
     return bytes(every.numpy().max(0).tolist()).rstrip(b"\0").decode()

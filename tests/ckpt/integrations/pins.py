@@ -102,7 +102,7 @@ def torchtitan() -> None:
 
 
 def keras() -> None:
-    """What `fit` does around a callback, on all back ends; and where the global random state is."""
+    """What `fit` does around a callback, on the back end of KERAS_BACKEND; and where the global random state is."""
     from inspect import getsource, signature
 
     import keras
@@ -114,6 +114,11 @@ def keras() -> None:
     assert model._initial_epoch is None
     assert list(signature(model._symbolic_build).parameters) == ["iterator", "data_batch"]
     assert model.built
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        dataset = tf.data.Dataset.range(3)
+        assert iter(dataset)._dataset is dataset
     source = getsource(keras.Model.fit)
     order = (
         "self.make_train_function()", "callbacks.on_train_begin()", "self._initial_epoch or initial_epoch",

@@ -10,9 +10,10 @@ import torch
 
 from tests.ckpt.integrations.proof import Integration, operators_can_use, private_names_exist
 
+ENVIRONMENT = ("KERAS_BACKEND=torch", "KERAS_HOME=/dev/null/keras")  # else Keras writes its settings to the home folder
 KERAS = Integration(
     "tests.arrays.train_keras",
-    ("KERAS_BACKEND=torch", "keras", "tests.arrays.train_keras", "tests.ckpt.integrations.pins", "torch._dynamo"),
+    (*ENVIRONMENT, "keras", "tests.arrays.train_keras", "tests.ckpt.integrations.pins", "torch._dynamo"),
 )
 
 
