@@ -3,41 +3,30 @@
     trainer = Trainer(callbacks=[CkptdCheckpoint("s3://bucket/ckpts", run="gpt", every_n_train_steps=100)])
     trainer.fit(model, ckpt_path="last")
 
-Lightning decides when state is loaded, and asks its strategy. The callback answers in the strategy's place for paths
-that begin with `ckptd://`, in stages: what the loops hold, the model, the optimizers, the loaders, random state.
+When to save, what to keep and which checkpoint to continue from are here; what is saved and loaded is in
+lightning_state.py.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-import fsspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
 
 from ckpt.checkpointer import Checkpointer
-from ckpt.data import ResumableLoader, resumable
+from ckpt.data import ResumableLoader
 from ckpt.integrations.keeping import Keeper, best
-from ckpt.integrations.lightning_io import SCHEME, drop_objects
-from ckpt.restoring.stages import StagedRestore
+from ckpt.integrations.lightning_io import SCHEME
+from ckpt.integrations.lightning_state import Loading, loaders, trainer_state
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy
-
-logger = logging.getLogger(__name__)
 
 
 class CkptdCheckpoint(ModelCheckpoint):
@@ -81,8 +70,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._begin()
 
     def _begin(self) -> None:
-        self._stages: StagedRestore | None = None
-        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
+        self._loading: Loading | None = None
         self._due = False
         self._step = 0
         self._validated: tuple[int, dict[str, float]] = (-1, {})
@@ -117,19 +105,12 @@ class CkptdCheckpoint(ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Load checkpoints and wrap loaders in the strategy's place."""
-        strategy = trainer.strategy
         if any(isinstance(one, CkptdCheckpoint) and one is not self for one in trainer.checkpoint_callbacks):
             raise InvalidRequest(
                 "the Trainer has several CkptdCheckpoint callbacks, and it can resume from one run only",
                 "Use one: it takes every_n_train_steps, monitor, save_top_k and keep_last together",
             )
-        for name, answer in (
-            ("load_checkpoint", self._load_checkpoint),
-            ("load_model_state_dict", self._load_model),
-            ("load_optimizer_state_dict", self._load_optimizers),
-            ("process_dataloader", self._process_loader),
-        ):
-            setattr(strategy, name, partial(answer, trainer, getattr(type(strategy), name).__get__(strategy)))
+        self._loading = Loading(trainer, self._opened)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Bring the loaders to their positions, and random state last."""
@@ -140,15 +121,8 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._step = trainer.global_step
         if self._newest is not None and self._step < self._newest.step:
             self._begin_anew()
-        stages, self._stages = self._stages, None
-        if stages is None or stages.restored is None:
-            return
-        stages.extras(**_loaders(trainer))
-        stages.rng()
-        for parameter, gradient in self._gradients:  # Lightning has cleared them since
-            parameter.grad = gradient
-        self._gradients = []
-        iter(trainer.fit_loop._data_fetcher)  # Lightning had begun the iteration before it called a hook
+        if self._loading is not None:
+            self._loading.finish()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if it is time, between two accumulation windows."""
@@ -165,7 +139,7 @@ class CkptdCheckpoint(ModelCheckpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if it is time, as of the beginning of the next epoch."""
-        for loader in _loaders(trainer).values():
+        for loader in loaders(trainer).values():
             if isinstance(loader, ResumableLoader):
                 loader.end_epoch()
         self._due |= self._every_epochs is not None and (trainer.current_epoch + 1) % self._every_epochs == 0
@@ -207,6 +181,12 @@ class CkptdCheckpoint(ModelCheckpoint):
         if keeper is not None:
             keeper.close()
 
+    def _opened(self, fitting: bool) -> Checkpointer:
+        """The Checkpointer to restore from, in a fit that continues from what it restores."""
+        if fitting:
+            self._begin_anew()
+        return self._checkpointer
+
     def _begin_anew(self) -> None:
         """What is saved next does not continue from what was saved."""
         self._checkpointer.close()
@@ -225,8 +205,8 @@ class CkptdCheckpoint(ModelCheckpoint):
             trainer.global_step,
             grads=trainer.fit_loop.epoch_loop._should_accumulate(),
             metrics=self._metrics(trainer),
-            shared={"trainer": _trainer_state(trainer)},
-            **_loaders(trainer),
+            shared={"trainer": trainer_state(trainer)},
+            **loaders(trainer),
         )
         if self._keeper is not None:
             self._keeper.saved(self._newest)
@@ -242,108 +222,3 @@ class CkptdCheckpoint(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         # The ranks agree on the checkpoint when it is loaded.
         return {f"{SCHEME}{self._checkpointer.config.run_name}@latest"}
-
-    def _load_checkpoint(self, trainer: Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not str(path).startswith(SCHEME):
-            return load(path, *args, **kwargs)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._begin_anew()
-        named = trainer.strategy.broadcast(str(path).removeprefix(SCHEME))
-        checkpoint = None if named.endswith("@latest") else named
-        self._stages = self._checkpointer.restoring(
-            checkpoint=checkpoint, strict=trainer.lightning_module.strict_loading
-        )
-        restored = self._stages.extras(trainer=None)
-        if restored is None:
-            logger.info("run %s has no checkpoint yet", self._checkpointer.config.run_name)
-            return _Nothing({"pytorch-lightning_version": lightning_version})
-        if trainer.strategy.restore_checkpoint_after_setup:
-            self._stages.model(trainer.strategy.model)
-            if trainer.state.fn == TrainerFn.FITTING:
-                self._stages.optimizers(trainer.strategy.optimizers)
-        saved = restored.values["trainer"]
-        loops = {**trainer._checkpoint_connector._get_loops_state_dict(), **saved["loops"]}
-        return {"state_dict": {}, "optimizer_states": [], **saved, "loops": loops}
-
-    def _load_model(self, trainer: Trainer, load: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if self._stages is None:
-            load(*args, **kwargs)
-        elif not trainer.strategy.restore_checkpoint_after_setup:
-            self._stages.model(trainer.strategy.model)
-
-    def _load_optimizers(self, trainer: Trainer, load: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
-        if self._stages is None:
-            load(checkpoint)
-        else:
-            self._stages.optimizers(trainer.strategy.optimizers)
-            self._gradients = [(one, one.grad) for one in trainer.lightning_module.parameters()]
-
-    def _process_loader(self, trainer: Trainer, process: Callable[[Any], Any], loader: Any) -> Any:
-        loader = process(loader)
-        return resumable(loader) if trainer.training and isinstance(loader, DataLoader) else loader
-
-
-class _Nothing(dict[str, Any]):
-    """What Lightning gets for a run without a checkpoint: it then skips all that it would load."""
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class _Paths(fsspec.AbstractFileSystem):
-    """Lightning asks the file system of a path when the last checkpoint was written: ours is taken before its own."""
-
-    protocol = "ckptd"
-
-    def exists(self, path: str, **_: Any) -> bool:
-        return True
-
-    def modified(self, path: str) -> datetime:
-        return datetime.max.replace(tzinfo=UTC)
-
-
-fsspec.register_implementation("ckptd", _Paths, clobber=True)  # type: ignore[no-untyped-call]
-
-
-def _loaders(trainer: Trainer) -> dict[str, Any]:
-    """The loaders of training whose position is saved, by the names it is saved under."""
-    found = CombinedLoader(trainer.train_dataloader).flattened
-    stateful = {i: one for i, one in enumerate(found) if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")}
-    return {f"loader{i or ''}": one for i, one in stateful.items()}
-
-
-def _trainer_state(trainer: Trainer) -> dict[str, Any]:
-    """What Lightning saves, without the tensors of the model and the optimizers and without positions of loaders.
-
-    Training waits for it: so the weights are listed for hooks alone, and loops that do not train are left out.
-    """
-    connector, fitting = trainer._checkpoint_connector, trainer.fit_loop
-    listed = not trainer.strategy.restore_checkpoint_after_setup and _have_save_hooks(trainer)
-    weights = trainer.lightning_module.state_dict() if listed else {}
-    with (
-        _answering(trainer.strategy, lightning_module_state_dict=lambda: weights, optimizer_state=lambda _: {}),
-        _answering(connector, _get_loops_state_dict=lambda: {"fit_loop": fitting.state_dict()}),
-        _answering(fitting, on_save_checkpoint=dict),  # it has the positions of loaders
-    ):
-        state: dict[str, Any] = connector.dump_checkpoint(weights_only=False)
-    del state["optimizer_states"]
-    if state["state_dict"] is weights:  # a callback that averages weights puts its own here
-        del state["state_dict"]
-    drop_objects(state)
-    return state
-
-
-def _have_save_hooks(trainer: Trainer) -> bool:
-    """Whether someone sees the checkpoint, and so the weights in it."""
-    owners = (trainer.lightning_module, *trainer.callbacks)
-    return any(is_overridden("on_save_checkpoint", one) for one in owners)
-
-
-@contextmanager
-def _answering(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
-    vars(owner).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            delattr(owner, name)
