@@ -73,7 +73,7 @@ def test_operators_can_use_it(tmp_path: Path) -> None:
     assert "loss" in listed[0]["metrics"]
     shown = ctl("show", "r@21", "--store", tmp_path)
     assert "weights/first/kernel" in shown
-    assert "optimizer/adam/" in shown
+    assert "optimizer/first_kernel_velocity" in shown
     ctl("verify", "r@21", "--store", tmp_path)
     target = tmp_path / "weights.safetensors"
     ctl("export", "r@21", "--to", target, "--names", "weights/*", "--store", tmp_path)

@@ -2,7 +2,7 @@
 
     model.fit(x, y, epochs=10, callbacks=[Backup("s3://bucket/ckpts", run="mnist")])
 
-Variables are entries, by Keras's names for them: `weights/dense/kernel`, `optimizer/adam/dense_kernel_velocity`.
+Variables are entries, by Keras's names for them: `weights/dense/kernel`, `optimizer/dense_kernel_velocity`.
 `fit` gives callbacks no access to its data. So after a restore it loads the batches of the epoch before the checkpoint
 again, from the random state that they were loaded with, and the callback keeps it from training them.
 
@@ -29,8 +29,8 @@ __all__ = ["Backup", "restore", "save_async"]
 class Backup(keras.callbacks.Callback):
     """Saves while `fit` trains, and lets it go on from the newest usable checkpoint; one run for each call of `fit`.
 
-    Needs a model that is built. A step is the number of batches trained since the beginning. When `fit` returns, its
-    end is saved and every save is durable; the script, run again, then trains nothing.
+    On TensorFlow it needs a model that is built. A step is the number of batches trained since the beginning. When
+    `fit` returns, its end is saved and every save is durable; the script, run again, then trains nothing.
     """
 
     def __init__(

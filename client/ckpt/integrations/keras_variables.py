@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import keras
@@ -66,6 +67,8 @@ def restore_from(model: Any, checkpointer: Checkpointer, **options: Any) -> Rest
     if restored is not None:
         if _GLOBAL_SEED in restored.values[SEEDS]:
             global_seed_generator()  # random operations have made it after this point, and will again
+        elif (generator := get_global_attribute(GLOBAL_SEED_GENERATOR)) is not None:
+            restored.values[SEEDS][_GLOBAL_SEED] = generator.state.numpy()
         fill(model, (WEIGHTS, OPTIMIZER, SEEDS), restored)
     return restored
 
@@ -95,25 +98,22 @@ def fill(model: Any, items: Iterable[str], restored: Restored) -> None:
 
 
 def variables(model: Any) -> dict[str, dict[str, Any]]:
-    """The variables of a model by item and name, which has no name of the model in front of it."""
+    """The variables of a model by item and name. Names of the model and of the optimizer are left out of them: Keras
+    numbers these in each process."""
     weights, metrics = list(model.weights), list(model.metrics_variables)
     known = {id(one) for one in (*weights, *metrics)}
-    seeds = _named(model, [one for one in model.variables if id(one) not in known])
+    seeds = _named([one for one in model.variables if id(one) not in known], f"{model.name}/")
     if (generator := get_global_attribute(GLOBAL_SEED_GENERATOR)) is not None:
         seeds[_GLOBAL_SEED] = generator.state
     optimizer = getattr(model, "optimizer", None)
-    return {
-        WEIGHTS: _named(model, weights),
-        OPTIMIZER: _named(model, [] if optimizer is None else optimizer.variables),
-        SEEDS: seeds,
-        METRICS: _named(model, metrics),
-    }
+    slots = {} if optimizer is None else _named(optimizer.variables, f"{optimizer.name}/", f"{model.name}_")
+    return {WEIGHTS: _named(weights, f"{model.name}/"), OPTIMIZER: slots, SEEDS: seeds, METRICS: _named(metrics)}
 
 
-def _named(model: Any, found: Iterable[Any]) -> dict[str, Any]:
+def _named(found: Iterable[Any], *prefixes: str) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for one in found:
-        name = path = one.path.removeprefix(f"{model.name}/")
+        name = path = reduce(str.removeprefix, prefixes, one.path)
         count = 1
         while name in named:
             count += 1

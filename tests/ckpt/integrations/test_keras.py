@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ckpt import Checkpointer
+from ckptstore.errors import InvalidRequest, StateMismatch
 from tests.ckpt.integrations.proof import Integration, operators_can_use, private_names_exist
 
 ENVIRONMENT = ("KERAS_BACKEND=torch", "KERAS_HOME=/dev/null/keras")  # else Keras writes its settings to the home folder
+os.environ |= dict(one.split("=") for one in ENVIRONMENT)
+
+import keras  # noqa: E402 - it reads the environment
+
+from ckpt.integrations.keras import Backup, restore, save_async  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras's own tensors
 KERAS = Integration(
     "tests.arrays.train_keras",
     (*ENVIRONMENT, "keras", "tests.arrays.train_keras", "tests.ckpt.integrations.pins", "torch._dynamo"),
@@ -28,3 +39,88 @@ def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path, data: str) ->
 
 def test_names_that_are_not_public() -> None:
     private_names_exist("keras", KERAS)
+
+
+X = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
+Y = X.sum(1, keepdims=True)
+
+
+def model(units: int = 3, name: str = "first") -> Any:
+    found = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(units, name=name), keras.layers.Dense(1, name="last")]
+    )
+    found.compile(optimizer=keras.optimizers.Adam(1e-2), loss="mse")
+    return found
+
+
+def fit(store: Path, found: Any, epochs: int, size: int = 12, **options: Any) -> Any:
+    backup = Backup(str(store), run="r", writer="thread", **options)
+    return found.fit(X[:size], Y[:size], batch_size=4, epochs=epochs, verbose=0, callbacks=[backup]).history
+
+
+def steps(store: Path) -> list[int]:
+    with Checkpointer(str(store), run="r") as run:
+        return sorted(one.step for one in run._source.checkpoints("r"))
+
+
+def test_saves_each_epoch_and_trains_nothing_again(tmp_path: Path) -> None:
+    first, again = model(), model()
+    assert len(fit(tmp_path, first, 2)["loss"]) == 2
+    assert steps(tmp_path) == [3, 6]
+    assert fit(tmp_path, again, 2) == {}
+    assert all(map(np.array_equal, first.get_weights(), again.get_weights()))
+    assert len(fit(tmp_path, again, 3)["loss"]) == 1
+    assert steps(tmp_path) == [3, 6, 9]
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    fit(tmp_path, model(), 1)
+    for other, said in (
+        (model(units=4), r"weights/first/kernel: \[2, 3\] in the checkpoint, \[2, 4\] here"),
+        (model(name="other"), "weights/first/bias is on one side only"),
+    ):
+        before = other.get_weights()
+        with pytest.raises(StateMismatch, match=said):
+            fit(tmp_path, other, 2)
+        assert all(map(np.array_equal, before, other.get_weights()))
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
+    unbuilt.compile(loss="mse")
+    with (
+        Checkpointer(str(tmp_path), run="r", writer="thread") as run,
+        pytest.raises(InvalidRequest, match="the model is not built"),
+    ):
+        restore(unbuilt, checkpointer=run)
+
+
+def test_data_that_end_too_early_are_refused(tmp_path: Path) -> None:
+    stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / (batch < 1))
+    backup = Backup(str(tmp_path), run="r", save_freq=2, writer="thread")
+    with pytest.raises(ZeroDivisionError):
+        model().fit(X, Y, batch_size=4, verbose=0, callbacks=[backup, stop])
+    backup._checkpointer.wait()
+    with pytest.raises(StateMismatch, match="is at batch 2 of epoch 0, and the data end before it"):
+        fit(tmp_path, model(), 1, size=4)
+
+
+@pytest.mark.parametrize("options", [{"save_freq": 0}, {"save_freq": "step"}, {"endless": True}])
+def test_arguments_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        Backup(str(tmp_path), run="r", **options)
+
+
+def test_variables_in_a_loop_of_its_own(tmp_path: Path) -> None:
+    """Also the generator that `keras.random` draws from without a seed."""
+    first, other = model(), model()
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as run:
+        assert restore(first, checkpointer=run) == 0
+        first.train_on_batch(X, Y)
+        keras.random.normal(())
+        handle = save_async(first, 4, checkpointer=run, metrics={"loss": 0.5})
+        assert handle is not None
+        assert handle.result(60).metrics == {"loss": 0.5}
+        drawn = float(keras.random.normal(()))
+        assert restore(other, checkpointer=run) == 5
+        assert float(keras.random.normal(())) == drawn
+        assert {"weights/first/kernel", "optimizer/iteration", "seeds/global"} <= run.load().keys()
+    assert all(map(np.array_equal, first.get_weights(), other.get_weights()))
+    assert first.train_on_batch(X, Y) == other.train_on_batch(X, Y)
