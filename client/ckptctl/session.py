@@ -23,6 +23,7 @@ from ckptstore.operator import Operator, StoreOperator
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores import Store
 from ckptstore.stores.local import LocalStore
+from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
@@ -45,6 +46,7 @@ class Session:
         self.given = given or {}
         self.clock = clock
         self._choose = choose
+        self._near: str | None = None
 
     @cached_property
     def target(self) -> Target:
@@ -54,7 +56,13 @@ class Session:
     @cached_property
     def source(self) -> Source:
         """The target, opened."""
-        return open_target(self.target)
+        return open_target(self.target, self._near)
+
+    def read_near(self, near: str | None) -> None:
+        """Read this near store too, if there is one. Raises InvalidRequest if the target is a daemon."""
+        if near is not None and self.target.is_daemon:
+            raise InvalidRequest("--near needs a store: a daemon serves the far one", "Use --store instead of --url")
+        self._near = near
 
     @cached_property
     def operator(self) -> Operator:
@@ -145,9 +153,14 @@ _LEASE_S = 600.0
 _SLOWEST_BYTES_PER_S = 10 << 20
 
 
-def open_target(target: Target) -> Source:
-    """Open the target. Raises StoreUnavailable for a local store whose folder does not exist."""
-    source = open_source(target.url, target.token, cacert=target.cacert)
+def open_target(target: Target, near: str | None = None) -> Source:
+    """Open the target. near: a store that is read, too.
+
+    Raises StoreUnavailable for a local store whose folder does not exist, unless there is a near one.
+    """
+    source = open_source(target.url, target.token, cacert=target.cacert, near=near)
+    if isinstance(source, TieredSource):
+        return source
     if isinstance(source, StoreSource) and isinstance(source.store, LocalStore) and not source.store.root.is_dir():
         raise StoreUnavailable(
             f"there is no folder {source.store.root}",

@@ -22,6 +22,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.tiers.carrying import backlog
+from tests.support.command_line import invoke
 from tests.support.disks import small_file_system
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.waiting import wait_until
@@ -238,6 +239,29 @@ def test_a_full_disk_is_waited_for(host: Host, away: Callable[[], object]) -> No
         away()
         assert third.result(timeout=60.0).step == 3
     assert host.steps("far") == [3, 2, 1]
+
+
+def test_the_command_line_shows_where_checkpoints_are(host: Host) -> None:
+    with host.start(far_every=2, near_keep=1, incremental=False) as checkpointer:
+        for step in (1, 2, 3):
+            host.save(checkpointer, step)
+        wait_until(lambda: host.steps("far") == [3, 1])
+        host.save(checkpointer, 4)
+        wait_until(lambda: host.steps("near") == [4])
+        stores = ("--store", host.far, "--near", host.near)
+        listed = invoke("ls", "gpt", *stores, "-o", "json").json
+        where = {body["step"]: body["tiers"] for body in listed}
+        assert where == {4: ["near"], 3: ["far"], 1: ["far"]}
+        assert "WHERE" in invoke("ls", "gpt", *stores).stdout
+        assert "WHERE" not in invoke("ls", "gpt", "--store", host.far).stdout
+        shown = invoke("show", "gpt@4", *stores)
+        assert shown.code == 0, shown.stderr
+        assert "near" in shown.stdout.split("where")[1].splitlines()[0]
+        away = host.far.rename(host.far.with_name("away"))
+        assert invoke("latest", "gpt", *stores, "-o", "json").json["tiers"] == ["near"]
+        refused = invoke("ls", "gpt", "--url", "http://127.0.0.1:1", "--near", host.near)
+        assert "--near needs a store" in refused.stderr
+        away.rename(host.far)
 
 
 def test_ranks_on_one_near_store_and_on_two(tmp_path: Path) -> None:

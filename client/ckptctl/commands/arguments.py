@@ -22,6 +22,10 @@ CheckpointArgument = Annotated[
         autocompletion=checkpoint_names,
     ),
 ]
+NearOption = Annotated[
+    str | None,
+    typer.Option("--near", metavar="STORE", help="Also a near store: where are they?", show_default=False),
+]
 ChosenArgument = Annotated[
     list[str] | None,
     typer.Argument(

@@ -13,7 +13,7 @@ import typer
 
 from ckptapi.bodies import CheckpointBody, RunBody
 from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order
-from ckptctl.commands.arguments import RunArgument
+from ckptctl.commands.arguments import NearOption, RunArgument
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
@@ -60,14 +60,16 @@ def list_checkpoints(
     since: MomentOption = None,
     until: MomentOption = None,
     sort: SortOption = "run",
+    near: NearOption = None,
 ) -> None:
     """List checkpoints by run, newest step first.
 
     All conditions must hold. A time is an age such as 24h or 7d, or a moment such as 2026-11-22T10:00:00Z. --sort takes
     run, step, time, size or metric:NAME, with a minus sign for descending order. --limit counts for each run in the
-    order by run, otherwise for all.
+    order by run, otherwise for all. With --near, a column names the stores that have each checkpoint: near, far.
     """
     session: Session = ctx.obj
+    session.read_near(near)
     now = session.clock()
     wanted = Filter(
         run=run,
@@ -135,12 +137,13 @@ def _moment(text: str, now: float) -> float:
         raise InvalidRequest(f"{text!r} is not a time", "Write 90s, 30m, 24h, 7d or 2026-11-22T10:00:00Z") from None
 
 
-def show_latest(ctx: typer.Context, run: RunArgument = None) -> None:
+def show_latest(ctx: typer.Context, run: RunArgument = None, near: NearOption = None) -> None:
     """Show the newest checkpoint of a run: the highest step of its newest generation.
 
     RUN may be left out if the store holds only one run.
     """
     session: Session = ctx.obj
+    session.read_near(near)
     found = session.source.latest(run)
     session.screen.emit(CheckpointBody.of(found), [found.id], [checkpoint_facts(found, session.clock())])
 
@@ -181,6 +184,7 @@ def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
     columns = [
         TableColumn("CHECKPOINT"),
         TableColumn("STATE"),
+        TableColumn("WHERE"),
         TableColumn("GENERATION", drop=2),
         TableColumn("AGE", right=True),
         TableColumn("SIZE", right=True),
@@ -191,8 +195,12 @@ def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
         TableColumn("TAGS", drop=1),
     ]
     found = list(checkpoints)
-    tagged, branched = any(c.tags for c in found), has_branches(found)
-    shown = [tagged if c.header == "TAGS" else branched if c.header == "GENERATION" else True for c in columns]
+    optional = {
+        "TAGS": any(c.tags for c in found),
+        "GENERATION": has_branches(found),
+        "WHERE": any(c.tiers for c in found),
+    }
+    shown = [optional.get(column.header, True) for column in columns]
     rows = [Row(tuple(compress(_cells(c, now), shown)), STATE_STYLES[c.state]) for c in found]
     return Table(tuple(compress(columns, shown)), rows)
 
@@ -208,6 +216,7 @@ def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
     pairs = [
         ("checkpoint", c.id),
         ("state", c.state),
+        *([("where", _where(c))] if c.tiers else []),
         ("generation", c.branch_state),
         ("committed", f"{human.moment(c.committed_at)}, {age} ago; {human.duration(c.save_seconds)} after its capture"),
         ("size", f"{human.size(c.raw_bytes)}, {stored}"),
@@ -220,10 +229,11 @@ def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
 
 def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:
     if c.state is State.CORRUPT:
-        return (short_id(c), c.state, c.branch, "?", "?", "?", "?", "?", c.problem, "")
+        return (short_id(c), c.state, _where(c), c.branch, "?", "?", "?", "?", "?", c.problem, "")
     return (
         short_id(c),
         c.state,
+        _where(c),
         c.branch,
         human.age(now - c.committed_at),
         human.size(c.raw_bytes),
@@ -233,6 +243,10 @@ def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:
         human.metrics(c.metrics),
         human.tags(c.tags),
     )
+
+
+def _where(c: Checkpoint) -> str:
+    return ", ".join(c.tiers)
 
 
 def _run_blocks(runs: Iterable[RunBody], now: float) -> Iterator[Block]:

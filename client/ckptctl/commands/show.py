@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import CheckpointArgument
+from ckptctl.commands.arguments import CheckpointArgument, NearOption
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session, parse_reference
@@ -74,9 +74,11 @@ def show(
             metavar="PATTERN", help="Only entries whose name matches, for example 'model/*'.", show_default=False
         ),
     ] = None,
+    near: NearOption = None,
 ) -> None:
     """Show one checkpoint: its facts, entries and shards."""
     session: Session = ctx.obj
+    session.read_near(near)
     found = find_readable(session.source, checkpoint)
     content = read_manifest(session.source, found).content
     chosen = [entry for entry in _entries(content) if entries is None or _matches(entry, entries)]
