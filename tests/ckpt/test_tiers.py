@@ -199,11 +199,17 @@ def test_a_full_near_store_skips_saves_if_asked_to(host: Host, away: Callable[[]
         host.save(checkpointer, 2)
         with pytest.raises(SaveSkipped, match="at most"):
             host.save(checkpointer, 3)
-        assert len(backlog(host.run("near")).attempts) == 2
+        waiting = backlog(host.run("near"))
+        assert len(waiting.attempts) == 2
+        counted = checkpointer.counters
+        assert (counted.near_only, counted.near_only_bytes) == (2, waiting.bytes)
+        assert counted.near_only_since == waiting.since
         away()
         attempts = host.near / "gpt" / "attempts"
         wait_until(lambda: len(list(attempts.glob("*/*.ckpt"))) == 1)  # 1 is far, and gone here
         host.save(checkpointer, 4)
+        wait_until(lambda: checkpointer.counters.near_only == 0)
+        assert checkpointer.counters.near_only_since is None
     assert host.steps("far") == [4, 2, 1]
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ckpt.saver.lock import note_checkpoint, try_lock
-from ckpt.saver.messages import Report, Setup, Stranded, Warned
+from ckpt.saver.messages import NearOnly, Report, Setup, Stranded, Warned
 from ckpt.saver.numbering import Numbering
 from ckptstore.commits.catalog import newest_first
 from ckptstore.commits.leases import release_lease
@@ -23,7 +23,6 @@ from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
 from ckptstore.tiers.carrying import STRANDED, backlog, carry, enqueue, queued, strand, trim
-from ckptstore.tiers.carrying import Backlog as Backlog
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +38,17 @@ class Carrier:
 
     def __init__(
         self, near: Run, far: Run, setup: Setup, numbering: Numbering, report: Callable[[Report], None],
-        carried: Callable[[Attempt], None], changed: Callable[[Backlog], None],
+        carried: Callable[[Attempt], None],
     ) -> None:  # fmt: skip
-        """carried: called with each attempt that is now far. changed: called with the backlog, often."""
+        """carried: called with each attempt that is now far."""
         self._near = near
         self._far = far
         self._setup = setup
         self._numbering = numbering
         self._report = report
         self._carried = carried
-        self._backlog_changed = changed
+        self._told: NearOnly | None = None
+        self._telling = threading.Lock()
         self._commits: Counter[int] = Counter()
         """By generation."""
         self._newest: Attempt | None = None
@@ -189,7 +189,13 @@ class Carrier:
             self._carried(attempt)
 
     def _tell(self) -> None:
-        try:
-            self._backlog_changed(backlog(self._near))
-        except CkptError as error:
-            logger.warning("the backlog of run %s is not known: %s", self._near.name, error)
+        with self._telling:  # what was looked up later is reported later
+            try:
+                found = backlog(self._near)
+            except CkptError as error:
+                logger.warning("the backlog of run %s is not known: %s", self._near.name, error)
+                return
+            now = NearOnly(len(found.attempts), found.bytes, found.since)
+            if now != self._told:
+                self._told = now
+                self._report(now)

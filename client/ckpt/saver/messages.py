@@ -2,7 +2,7 @@
 
 Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
 save, Staged, Cut, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
-Stranded. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
+NearOnly, Stranded. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -201,6 +201,15 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class NearOnly(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoints that are to be carried to the far store, and are not there yet."""
+
+    checkpoints: int
+    bytes: int
+    since: float | None
+    """When the oldest of them was committed near, by the clock of its committer; None: there is none."""
+
+
 class Stranded(msgspec.Struct, frozen=True, tag=True):
     """What this session has saved near is not committed far: another trainer has continued the run."""
 
@@ -210,7 +219,7 @@ class Stranded(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Setup | Began | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Hurry | Abort | Stop
-Report = SaveProgress | Released | Done | Failed | Warned | Stranded
+Report = SaveProgress | Released | Done | Failed | Warned | NearOnly | Stranded
 
 
 class Channel:

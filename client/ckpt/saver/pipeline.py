@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, count
 
-from ckpt.saver.carrier import REQUEST_RETRY_S, Backlog, Carrier
+from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier
 from ckpt.saver.commit import Committer, abort_attempts, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
@@ -91,11 +91,10 @@ class SavePipeline:
         report: Callable[[Report], None],
         clock: Clock = system_clock,
         own_process: bool = False,
-        backlog_changed: Callable[[Backlog], None] = lambda _: None,
     ) -> None:
         """own_process: the process runs nothing but this pipeline, so that its CPU time is that of the saves.
 
-        store: that of `setup`. backlog_changed: called with the checkpoints that are not in the far store yet.
+        store: that of `setup`.
         """
         if setup.upload_bytes is not None:
             store.upload_bytes = setup.upload_bytes
@@ -114,7 +113,7 @@ class SavePipeline:
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
         self._room = Room(self._run, setup) if far is not None else None
         self._carrier = (
-            Carrier(self._run, far, setup, self._numbering, report, self._notify, backlog_changed)
+            Carrier(self._run, far, setup, self._numbering, report, self._notify)
             if far is not None and setup.rank == 0
             else None
         )

@@ -21,12 +21,11 @@ from pathlib import Path
 import msgspec
 
 from ckpt.saver.lock import host_folder
-from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup
+from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.names import new_ulid
-from ckptstore.tiers.carrying import Backlog
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class SaverNote:
         """Bytes and uploaded bytes of the saves that are being uploaded."""
         self._waiting: set[int] = set()
         self._failed = 0
-        self._backlog: Backlog | None = None
+        self._near = NearOnly(0, 0, None)
         self._orphaned = False
         self._written_at = 0.0
         self._path, self._fd = Path(), -1
@@ -107,6 +106,8 @@ class SaverNote:
                     self._jobs[report.number][1] = report.done_bytes
                 if time.monotonic() < self._written_at + _EVERY_S:
                     return
+            elif isinstance(report, NearOnly):
+                self._near = report
             elif isinstance(report, Released | Done | Failed):
                 self._jobs.pop(report.number, None)
                 self._waiting.discard(report.number)
@@ -114,13 +115,6 @@ class SaverNote:
                     self._waiting.add(report.number)
                 self._failed += isinstance(report, Failed) and report.code != "save_skipped"
             self._write()
-
-    def backlog(self, found: Backlog) -> None:
-        """The checkpoints that are to be carried to the far store have changed."""
-        with self._lock:
-            if found != self._backlog:
-                self._backlog = found
-                self._write()
 
     def orphaned(self) -> None:
         """The trainer is gone."""
@@ -156,9 +150,9 @@ class SaverNote:
             failed=self._failed,
             done_bytes=sum(done for _, done in self._jobs.values()),
             all_bytes=sum(size for size, _ in self._jobs.values()),
-            near=len(self._backlog.attempts) if self._backlog is not None else 0,
-            near_bytes=self._backlog.bytes if self._backlog is not None else 0,
-            near_since=self._backlog.since if self._backlog is not None else None,
+            near=self._near.checkpoints,
+            near_bytes=self._near.bytes,
+            near_since=self._near.since,
             orphaned=self._orphaned,
         )
         try:

@@ -77,7 +77,7 @@ def main(sock: int, lock: int) -> int:
     note = SaverNote(setup)
     report = _Reporter(channel, note)
     store = open_store(setup.store, setup.options)
-    pipeline = SavePipeline(store, setup, report, own_process=True, backlog_changed=note.backlog)
+    pipeline = SavePipeline(store, setup, report, own_process=True)
     segments: dict[int, Segment] = {}
     pipeline.heart.stop(closed=_serve(channel, pipeline, segments, note))
     note.orphaned()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ckpt.config import OnBusy
 from ckpt.lazily import torch
 from ckpt.saver.commit import abort_attempts, describe
-from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Stranded, Warned
+from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup, Stranded, Warned
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.segment import Segment
 from ckpt.saver.streaming import StreamWriter
@@ -276,6 +276,9 @@ class SaveClient:
     def _on_report(self, report: Report) -> None:
         if isinstance(report, Warned):
             logger.warning(report.message)
+            return
+        if isinstance(report, NearOnly):
+            self._counters.near_only(report.checkpoints, report.bytes, report.since)
             return
         if isinstance(report, Stranded):
             self.stranded[report.session] = Superseded(report.message, report.hint)
