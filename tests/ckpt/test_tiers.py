@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -22,9 +23,11 @@ from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.tiers.carrying import backlog
+from ckptstore.tiers.source import TieredSource
 from tests.support.command_line import invoke
 from tests.support.disks import small_file_system
 from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.stores import Faults, FaultyStore
 from tests.support.waiting import wait_until
 
 
@@ -176,6 +179,22 @@ def test_wrong_knobs(knobs: dict[str, object], message: str) -> None:
         Config("/far", run="gpt", **{"near": "/near", **knobs})  # type: ignore[arg-type]
 
 
+def test_the_training_thread_uses_no_store_after_the_first_save(host: Host) -> None:
+    with host.start() as checkpointer:
+        source, calls = checkpointer._source, Faults()
+        assert isinstance(source, TieredSource)
+        source.near.store = FaultyStore(source.near.store, calls)
+        source.store = FaultyStore(source.store, calls)
+        source._quick.store = FaultyStore(source._quick.store, calls)
+        host.save(checkpointer, 1)
+        before = list(calls.calls)
+        assert {call.split()[1] for call in before} == {"_near/id"}
+        for step in range(2, 6):
+            host.save(checkpointer, step)
+        assert calls.calls == before
+    assert host.steps("far") == [5, 4, 3, 2, 1]
+
+
 SIZE = 600_000
 """Bytes of a checkpoint without compression and references."""
 
@@ -268,6 +287,24 @@ def test_the_command_line_shows_where_checkpoints_are(host: Host) -> None:
         refused = invoke("ls", "gpt", "--url", "http://127.0.0.1:1", "--near", host.near)
         assert "--near needs a store" in refused.stderr
         away.rename(host.far)
+
+
+def test_a_far_store_that_refuses_for_a_while(host: Host) -> None:
+    """As one whose credentials have expired: the error is not an outage, and saves go on all the same."""
+
+    def remount(mode: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(host.far)], check=True)
+
+    with small_file_system(host.far, "20m"), host.start() as checkpointer:
+        host.save(checkpointer, 1)
+        wait_until(lambda: checkpointer.counters.near_only == 0)
+        remount("ro")
+        host.save(checkpointer, 2)
+        host.save(checkpointer, 3)
+        assert checkpointer.counters.near_only == 2
+        remount("rw")
+        wait_until(lambda: checkpointer.counters.near_only == 0)
+        assert host.steps("far") == [3, 2, 1]
 
 
 def test_ranks_on_one_near_store_and_on_two(tmp_path: Path) -> None:
