@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mkdocs.utils import get_relative_url
+
 from docsite.programs import command_line, endpoints, metrics
 from docsite.reference import errors, public_names, settings
 from docsite.repository import ADOPTED, Repository
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
+SEARCH = "assets/offline-search.js"
 MADE = {
     "command line": command_line,
     "endpoints": endpoints,
@@ -28,6 +31,9 @@ MADE = {
     "settings": settings,
 }
 _PLACE = re.compile(r"^<!-- made from the code: ([\w ]+) -->$", re.MULTILINE)
+
+_SETUP = re.compile(r"^<!-- (?:setup\n.*?^|not run: [^\n]*|output )-->\n", re.MULTILINE | re.DOTALL)
+_SHIM = re.compile(r"https://unpkg\.com/iframe-worker/shim")
 
 _repository = Repository()
 
@@ -41,7 +47,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts in what is made from the code, and turns links to the repository into links of the site."""
-    made = _PLACE.sub(lambda place: MADE[place[1]](), markdown)
+    """Puts in what is made from the code, leaves out what is for tests, and makes links to files links to pages."""
+    made = _PLACE.sub(lambda place: MADE[place[1]](), _SETUP.sub("", markdown))
     source = ADOPTED.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return _repository.relinked(made, source, page.file.src_uri)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """The theme loads its search from the network where a site is read from a disk; ours is one of our files."""
+    return _SHIM.sub(get_relative_url(SEARCH, page.url), output)
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same, for the page of a missing page."""
+    return _SHIM.sub(SEARCH, output)

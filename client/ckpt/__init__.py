@@ -10,13 +10,14 @@
     ...
     ckpt.close()
 
-Names are loaded when first used: the saver process imports this package and must not load torch. (The packages are
-called saving and restoring because an imported subpackage named save would hide the function.)
+Names are loaded when first used: the saver process imports this package and must not load torch.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,3 +100,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(ModuleType):
+    """This package. The import of its subpackage `restoring` does not hide the function of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name == "restoring" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any, Literal
 
 import pytest
@@ -44,6 +45,13 @@ def test_every_knob_is_shown_with_its_type_and_default_and_explained(function: A
     text = inspect.getdoc(Checkpointer.__init__ if function is Checkpointer else function) or ""
     explained = [line.partition(":")[0] for line in text.splitlines() if not line.startswith(" ")]
     assert [name for name in explained if name in knobs] == list(knobs)
+
+
+def test_no_subpackage_hides_a_function() -> None:
+    """Each subpackage was imported when this module was, or by the functions themselves."""
+    assert "ckpt.restoring" in sys.modules
+    with ckpt.init("memory://hidden", run="r"), ckpt.restoring() as stages:
+        assert stages.restored is None
 
 
 def test_unknown_knobs_are_refused() -> None:

@@ -1,0 +1,137 @@
+"""What the pages say can be done: every block is run in its order, or parsed if the page says why it is not run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from kubernetes_validate import validate  # type: ignore[attr-defined]
+from typer.main import get_command
+
+import ckpt
+from ckptctl.cli import app
+from ckptd.commands import cli
+from tests.docs.blocks import ROOT, Block, blocks, pages
+from tests.docs.reader import Reader
+
+PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
+_ULID = re.compile(r"\.[0-9A-Z]{26}\b")
+_LOSS = re.compile(r"loss \d[\d.e+-]*")
+"""Other processors round in another way. On one machine, a step that is done again has the same loss."""
+_STEP = re.compile(r"step +(\d+)  (loss \d[\d.e+-]*)")
+_RUN = ("python", "sh")
+_PROGRAMS: dict[str, Any] = {"ckptctl": app, "ckptd": cli}
+
+
+def _runs(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if not block.not_run and (block.language in _RUN or block.is_output)]
+
+
+@pytest.mark.parametrize("page", [name for name, page in PAGES.items() if _runs(page)])
+def test_the_page_can_be_followed(page: str, tmp_path: Path) -> None:
+    printed, everything = "", ""
+    with Reader(tmp_path) as reader:
+        for block in _runs(PAGES[page]):
+            if block.is_output:
+                assert _alike(printed, block.text), f"{page}:{block.line} is not what is printed:\n{printed}"
+                printed = ""
+            else:
+                did = reader.do(block, f"{page}:{block.line}")
+                printed, everything = printed + did, everything + did
+    losses = dict(_STEP.findall(everything))
+    assert [(step, loss) for step, loss in _STEP.findall(everything) if losses[step] != loss] == []
+
+
+def _alike(printed: str, shown: str) -> bool:
+    """Whether the text is the one shown, up to ids of attempts and losses. "..." stands for anything."""
+    parts = [re.escape(_LOSS.sub("loss #", _ULID.sub("", part))) for part in shown.strip().split("...")]
+    found = _LOSS.sub("loss #", _ULID.sub("", printed)).strip()
+    return re.fullmatch(".*?".join(parts), found, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_a_language_and_can_be_parsed(page: str) -> None:
+    for block in blocks(PAGES[page]):
+        if not block.is_output:
+            assert block.language in _PARSERS, f"{page}:{block.line}: name its language"
+            try:
+                _PARSERS[block.language](block.text)
+            except Exception as error:
+                raise AssertionError(f"{page}:{block.line}") from error
+
+
+def _parse_python(text: str) -> None:
+    """The names of this project that it uses exist."""
+    for node in ast.walk(ast.parse(textwrap.dedent(text))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ckpt":
+            assert hasattr(ckpt, node.attr) or importlib.util.find_spec(f"ckpt.{node.attr}"), node.attr
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("ckpt")
+            and "integrations" not in (node.module or "")
+        ):
+            found = importlib.import_module(node.module or "")
+            assert [name.name for name in node.names if not hasattr(found, name.name)] == []
+
+
+def _parse_diff(text: str) -> None:
+    """The changed program is Python. Lines of one place in another block may be missing."""
+    lines = [line[1:] for line in text.splitlines() if not line.startswith("-")]
+    _parse_python("\n".join(lines))
+
+
+def _parse_shell(text: str) -> None:
+    """It is a script, and its commands of this project have the options that they are given."""
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        match = re.match(r"^(?:\$ )?(ckptctl|ckptd) ([^|>&#]*)", line)
+        if match and "..." not in match[2]:
+            _parse_command(match[1], shlex.split(match[2]))
+
+
+def _parse_command(name: str, words: list[str]) -> None:
+    command: Any = get_command(_PROGRAMS[name])
+    context = typer.Context(command, info_name=name)
+    words = [word for word in words if word != "--help"]
+    with context:
+        while words and hasattr(command, "resolve_command"):
+            taken, command, words = command.resolve_command(context, words)
+            assert command is not None, taken
+        if hasattr(command, "make_context"):
+            command.make_context(name, words, parent=context, resilient_parsing=False)
+
+
+def _parse_console(text: str) -> None:
+    """Commands begin with "$ "; what they print is compared by tests of the page."""
+    _parse_shell("\n".join(line[2:] for line in text.splitlines() if line.startswith("$ ")))
+
+
+def _parse_yaml(text: str) -> None:
+    for document in yaml.safe_load_all(text):
+        if "apiVersion" in document:
+            validate(document, "1.31", strict=True)
+
+
+_PARSERS: dict[str, Any] = {
+    "python": _parse_python,
+    "diff": _parse_diff,
+    "sh": _parse_shell,
+    "console": _parse_console,
+    "yaml": _parse_yaml,
+    "toml": tomllib.loads,
+    "json": json.loads,
+    "text": str,
+    "": str,
+}
