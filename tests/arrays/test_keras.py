@@ -48,8 +48,9 @@ def test_tensorflow(tmp_path: Path, data: str) -> None:
     resumes_exactly("tensorflow", tmp_path, data)
 
 
-def test_mirrored_over_two_devices(tmp_path: Path) -> None:
-    resumes_exactly("tensorflow", tmp_path, "arrays", "mirrored")
+@pytest.mark.parametrize("data", ["arrays", "endless"])
+def test_mirrored_over_two_devices(tmp_path: Path, data: str) -> None:
+    resumes_exactly("tensorflow", tmp_path, data, "mirrored")
 
 
 def test_central_storage_and_on_from_there_under_another_strategy(tmp_path: Path) -> None:
