@@ -14,7 +14,9 @@ import pytest
 import ckpt
 from ckptd.settings import KNOBS
 from ckptstore.explanations import EXPLANATIONS
+from tests.browser.webdriver import missing, running_browser
 from tests.docs.blocks import ROOT
+from tests.support.waiting import wait_until
 
 _LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)")
 
@@ -72,3 +74,14 @@ def test_the_search_knows_every_page(site: Path) -> None:
     }
     pages = {str(page.relative_to(site)) for page in site.rglob("*.html")} - {"404.html"}
     assert pages - found == set()
+
+
+@pytest.mark.skipif(bool(missing()), reason=f"needs {missing()}")
+def test_the_search_works_from_a_disk(site: Path) -> None:
+    with running_browser() as browser:
+        browser.open(f"file://{site}/tutorials/ddp.html")
+        browser.run("const box = document.querySelector('#__search'); box.click()")
+        browser.type("input.md-search__input", "preemption")
+        titles = "return [...document.querySelectorAll('.md-search-result__item h1')].map(title => title.innerText)"
+        wait_until(lambda: "Preemption" in browser.run(titles), "the results of a search")
+        assert browser.complaints() == []
