@@ -28,6 +28,9 @@ DATABASE_KINDS = ("sqlite", "postgresql")
 # Workers share the cores: torch's threads must sleep while they wait for each other, not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Tests leave nothing running: savers of trainers that they kill end when they are done, unless a test says otherwise.
+os.environ.setdefault("CKPT_LINGER_S", "0")
+
 # The same examples in every run, and no limit on the time of one: other tests share the cores.
 EXAMPLES = int(os.environ.get("CKPTD_EXAMPLES", "60"))
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=EXAMPLES)

@@ -22,6 +22,7 @@ from typing import (
 )
 
 from ckpt.saver.budget import Budget
+from ckpt.saver.memory import LINGER_S
 from ckpt.saver.messages import Setup
 from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore.errors import InvalidRequest
@@ -108,6 +109,10 @@ class Config:
     daemon_timeout_s: how long reads through a daemon that does not answer are retried, which hides a restart.
     store_retry_s: how long savers and restores repeat a request to a store that does not answer, before they fail. What
         cannot succeed fails at once: no such bucket, no permission, no space. 0: no retries.
+    linger_s: how long the saver process keeps the newest committed snapshot in memory after this trainer has died and
+        all saves are durable. A trainer that restarts on this host meanwhile restores from there. The memory is freed
+        before, when that trainer starts to save, when the host runs short of memory, or at SIGTERM. 0: not at all.
+        Default: CKPT_LINGER_S, or 120.
     heartbeat_s: rank 0's saver writes the step that training has reached at this interval, for `ckptctl goodput`. One
         small object per start of a trainer or restore, written again each time. 0: none.
     split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
@@ -150,6 +155,7 @@ class Config:
     peer_timeout_s: float = 600.0
     daemon_timeout_s: float = 60.0
     store_retry_s: float = RETRY_S
+    linger_s: float | None = None
     heartbeat_s: float = 60.0
     split_replicas: bool = False
     repeat_steps: bool = False
@@ -181,6 +187,7 @@ class Config:
         if self.replica_reads == "daemon" and self.daemon is None:
             raise InvalidRequest("replica_reads='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
         self._check_near()
+        object.__setattr__(self, "linger_s", _linger_s(self.linger_s))
         self._check_amounts()
 
     def _check_amounts(self) -> None:
@@ -264,6 +271,18 @@ class Config:
         if self.near is not None:
             stores = {"store": self.near, "options": {}, "far": self.source, "far_options": self.options}
         return Setup(**(knobs | ranks | amounts | stores))
+
+
+def _linger_s(given: float | None) -> float:
+    """The time that is given, or that of the environment. Raises InvalidRequest."""
+    text = os.environ.get("CKPT_LINGER_S", LINGER_S) if given is None else given
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise InvalidRequest(f"linger_s {text} is no time", "Give seconds, or 0 to keep nothing in memory")
+    return seconds
 
 
 _VARIABLES = {

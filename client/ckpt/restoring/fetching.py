@@ -12,6 +12,7 @@ from typing import Literal
 
 from ckpt.config import Config
 from ckpt.ranks.world import World, is_grouped
+from ckpt.restoring.attached import attach
 from ckpt.restoring.prefetching import Prefetch
 from ckpt.restoring.resolve import take_lease
 from ckptapi.client import DaemonClient
@@ -89,6 +90,13 @@ class Fetcher:
         ahead = self._prefetch.shards() if self._prefetch is not None else None
         return source if ahead is None else ahead.over(source)
 
+    def _memory(self) -> list[ChunkSource]:
+        """The memory of this host, if a saver still keeps the checkpoint there."""
+        if self._prefetch is not None and self._prefetch.memory is not None:
+            return [self._prefetch.memory]
+        found = attach(self._config.store, self._checkpoint) if self._config.store is not None else None
+        return [found] if found is not None else []
+
     def _read_manifest(self) -> bytes:
         held = self._prefetch.manifest_data() if self._prefetch is not None else b""
         return held or self._source.manifest_data(self._checkpoint)
@@ -111,7 +119,7 @@ class Fetcher:
         self, content: Content, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]
     ) -> None:
         """Fill the buffers. Raises Damaged, ObjectMissing, Unavailable or RankLost; buffers then hold a mixture."""
-        reads, found = fetch_from(self.nearer, reads, buffers, progress)
+        reads, found = fetch_from([*self._memory(), *self.nearer], reads, buffers, progress)
         self.read.update(found)
         self.read["store"] += sum(chunk.raw for read in reads for chunk in read.chunks)
         if self._share == "broadcast":

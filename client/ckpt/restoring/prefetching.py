@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from ckpt.config import Config
+from ckpt.restoring.attached import SaverMemory, attach
 from ckpt.restoring.resolve import candidates, release_lease, take_lease, wait_for_orphan_saver
 from ckpt.saver.host_memory import available_bytes
 from ckptstore import human
@@ -47,6 +48,8 @@ class Prefetch:
         self._checkpoint: Checkpoint | None = None
         self._lease: str | None = None
         self._manifest = b""
+        self.memory: SaverMemory | None = None
+        """Memory of this host that holds the checkpoint: what is there is not read."""
         self._ahead: ReadAhead | None = None
         self._thread = threading.Thread(target=self._begin, name="ckpt-prefetch", daemon=True)
         self._thread.start()
@@ -89,6 +92,7 @@ class Prefetch:
         """Begin no more reads; release the memory, and the lease if it was not handed over."""
         with self._lock:
             self._closed = True
+            self.memory = None
             ahead, self._ahead = self._ahead, None
             lease, self._lease = self._lease, None
         if ahead is not None:
@@ -131,10 +135,14 @@ class Prefetch:
         data = self._source.manifest_data(checkpoint)
         content = check_manifest_data(checkpoint, data).content
         max_bytes = self._max_bytes if self._max_bytes is not None else (available_bytes() or 0) // _MEMORY_SHARE
+        memory = attach(self._config.store, checkpoint) if self._config.store is not None else None
         reads = likely_reads(content, self._rank, self._size, max_bytes)
+        if memory is not None:
+            reads = memory.without(reads)
         logger.info("reads %s of %s ahead", human.size(sum(read.bytes for read in reads)), checkpoint.id)
         with self._lock:
             self._manifest = data
+            self.memory = memory if not self._closed else None
             if reads and not self._closed:
                 self._ahead = ReadAhead(self._source, checkpoint, reads)
 

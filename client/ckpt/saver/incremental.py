@@ -265,6 +265,11 @@ class IncrementalSave:
             raise
         self._matches.set_result(matches)
 
+    def raw_digests(self) -> list[tuple[ChunkSpan, bytes]]:
+        """Each chunk, and the digest of its bytes before encoding; empty if they were not compared."""
+        pairs = zip(self._spans, self._matches.result(), strict=True)
+        return [(span, match.raw_digest or b"") for span, match in pairs]
+
     @property
     def unchanged_bytes(self) -> int:
         """Raw bytes of the chunks that are referenced."""

@@ -35,8 +35,8 @@ class SaverLock:
 
     def __init__(self, store: str, run: str) -> None:
         """Raises InvalidRequest if the folder of lock files is not this user's alone."""
-        self._trainer = _hold(_path(store, run, "trainer"))
-        self.saver = _hold(_path(store, run, "saver"))
+        self._trainer = _hold(host_path(store, run, "trainer"))
+        self.saver = _hold(host_path(store, run, "saver"))
         """The descriptor that the saver inherits."""
         close_after_fork(self)
 
@@ -58,7 +58,7 @@ class SaverLock:
 def wait_for_orphans(store: str, run: str, timeout_s: float) -> bool:
     """Wait while an orphaned saver of this run is uploading on this host; False if it still is after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    trainer, saver = _path(store, run, "trainer"), _path(store, run, "saver")
+    trainer, saver = host_path(store, run, "trainer"), host_path(store, run, "saver")
     while _is_held(saver) and not _is_held(trainer):
         if time.monotonic() > deadline:
             return False
@@ -69,21 +69,21 @@ def wait_for_orphans(store: str, run: str, timeout_s: float) -> bool:
 def note_checkpoint(store: str, run: str) -> None:
     """Remember on this host that the run has a checkpoint. Never raises: without the note nothing is missed."""
     try:
-        _path(store, run, "known").write_text(f"{store} {run}\n")
+        host_path(store, run, "known").write_text(f"{store} {run}\n")
     except (CkptError, OSError) as error:
         logger.warning("cannot note that run %r has a checkpoint: %s", run, error)
 
 
 def noted_checkpoint(store: str, run: str) -> Path | None:
     """The note that the run had a checkpoint, if there is one. Raises InvalidRequest as SaverLock does."""
-    path = _path(store, run, "known")
+    path = host_path(store, run, "known")
     return path if path.exists() else None
 
 
 @contextmanager
 def try_lock(store: str, run: str, role: str) -> Iterator[bool]:
     """Hold a lock of this host in the block; False if another thread or process holds it. Raises InvalidRequest."""
-    fd = os.open(_path(store, run, role), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(host_path(store, run, role), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +113,8 @@ def _is_held(path: Path) -> bool:
         os.close(fd)
 
 
-def _path(store: str, run: str, role: str) -> Path:
+def host_path(store: str, run: str, role: str) -> Path:
+    """A file of one run in this host's folder. role: the end of its name. Raises InvalidRequest as SaverLock does."""
     return host_folder() / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}'.encode())}.{role}"
 
 

@@ -39,11 +39,15 @@ _PROBE_SHARE = 0.01  # at most this fraction of the time of saves is spent on pr
 _PROBE_EVERY = 4
 
 
-def codings_for(compress: str, url: str, threads: float) -> Codings:
-    """The codings for a value of `compress`. url: of the store. threads: the number of cores that encode."""
+def codings_for(compress: str, url: str, threads: float, hashes_raw: bool = False) -> Codings:
+    """The codings for a value of `compress`. url: of the store. threads: the number of cores that encode.
+
+    hashes_raw: chunks get the digest of their bytes before encoding, too.
+    """
     if compress != "auto":
-        return FixedCodings(POLICIES[compress])
-    return MeasuredCodings(threads, LOCAL_UPLOAD_S if url.startswith(("file:", "memory:")) else REMOTE_UPLOAD_S)
+        return FixedCodings(POLICIES[compress], hashes_raw)
+    upload_s = LOCAL_UPLOAD_S if url.startswith(("file:", "memory:")) else REMOTE_UPLOAD_S
+    return MeasuredCodings(threads, upload_s, hashes_raw)
 
 
 class SaveCodings(Protocol):
@@ -69,15 +73,16 @@ class Codings(Protocol):
 class FixedCodings:
     """One policy for all saves."""
 
-    def __init__(self, policy: CodingPolicy) -> None:
+    def __init__(self, policy: CodingPolicy, hashes_raw: bool = False) -> None:
         self.reason = f"compress={policy.__name__!r}"
         self._policy = policy
+        self._hashes_raw = hashes_raw
 
     def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> FixedCodings:
         return self
 
     def encode(self, raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
-        return encode_chunk(raw, self._policy(span.dtype), extremes)
+        return encode_chunk(raw, self._policy(span.dtype), extremes, self._hashes_raw)
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
         """Does nothing: the policy is fixed."""
@@ -86,9 +91,10 @@ class FixedCodings:
 class MeasuredCodings:
     """Chosen for each save from the costs of earlier saves and the interval between them. For any thread."""
 
-    def __init__(self, threads: float, upload_s: float) -> None:
+    def __init__(self, threads: float, upload_s: float, hashes_raw: bool = False) -> None:
         """threads: the number of cores that encode. upload_s: expected upload time in seconds per byte."""
         self._threads = threads
+        self.hashes_raw = hashes_raw
         self._lock = threading.Lock()
         self._upload = _Smoothed(CodingCost(upload_s, 1.0))
         self._encoding: dict[tuple[str, Coding], _Smoothed] = {}
@@ -185,7 +191,7 @@ class MeasuredSave:
         coding = self._probe.get(span.at, self.choice.codings[span.dtype])
         # Wall time, not CPU time: the thread has a lower priority than the trainer, which slows it down.
         started = time.perf_counter()
-        chunk = encode_chunk(raw, coding, extremes)
+        chunk = encode_chunk(raw, coding, extremes, self._codings.hashes_raw)
         self._samples.append(EncodeSample(span.dtype, coding, time.perf_counter() - started, chunk.raw, chunk.stored))
         return chunk
 

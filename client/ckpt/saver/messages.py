@@ -2,12 +2,13 @@
 
 Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
 save, Staged, Cut, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
-NearOnly, Stranded. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
+NearOnly, Stranded, Parted. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
 from __future__ import annotations
 
 import array
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     statistics: bool = True
     heartbeat_s: float = 60.0
     store_retry_s: float = 0.0
+    linger_s: float = 0.0
+    """How long a saver process keeps the newest committed snapshot after its trainer has died; 0: it does not."""
     trainer: int = 0
     """Process id of the trainer."""
     encoded_bytes: int | None = None
@@ -151,6 +154,9 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish all jobs, then exit."""
 
+    lingers: bool = False
+    """The trainer ends because of an error, and may start again: keep the newest committed snapshot for `linger_s`."""
+
 
 class SaveProgress(msgspec.Struct, frozen=True, tag=True):
     """The number of raw bytes of a job that are uploaded."""
@@ -218,6 +224,10 @@ class Stranded(msgspec.Struct, frozen=True, tag=True):
     hint: str
 
 
+class Parted(msgspec.Struct, frozen=True, tag=True):
+    """All jobs have ended. The saver reports nothing more, and lives on to keep memory."""
+
+
 Command = Setup | Began | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Hurry | Abort | Stop
 Report = SaveProgress | Released | Done | Failed | Warned | NearOnly | Stranded
 
@@ -225,12 +235,17 @@ Report = SaveProgress | Released | Done | Failed | Warned | NearOnly | Stranded
 class Channel:
     """One end of the socket. At any time one thread sends and one receives."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
+        """timeout_s: limit on each send and receive; None: receive waits without limit, and the socket's own timeout is
+        for sending."""
         self._sock = sock
+        self._waits = timeout_s is None
+        if timeout_s is not None:
+            sock.settimeout(timeout_s)
         self._pending = bytearray()
         self._fds: list[int] = []
 
-    def send(self, message: Command | Report, fds: Sequence[int] = ()) -> None:
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Raises OSError if the peer is gone, or does not read for longer than the socket's timeout."""
         body = msgspec.json.encode(message)
         head = _LENGTH.pack(len(body))
@@ -241,7 +256,7 @@ class Channel:
         self._sock.sendall(body)
 
     def receive(self, kind: Any) -> Any | None:
-        """The next message of union `kind`; None at end of file."""
+        """The next message of union `kind`; None at end of file. Raises TimeoutError if there is a limit."""
         head = self._exactly(_LENGTH.size)
         if head is None:
             return None
@@ -251,7 +266,7 @@ class Channel:
         return decode_json(body, kind)
 
     def take_fd(self) -> int:
-        """The descriptor that came with the Slot just received."""
+        """The descriptor that came with the message just received."""
         return self._fds.pop(0)
 
     def close(self) -> None:
@@ -261,6 +276,8 @@ class Channel:
         except OSError:
             pass  # the peer is gone already
         self._sock.close()
+        while self._fds:
+            os.close(self._fds.pop())
 
     def close_in_child(self) -> None:
         """Close a forked copy of the descriptor, leaving the parent's connection alone."""
@@ -271,7 +288,9 @@ class Channel:
             try:
                 data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, _MAX_FDS)
             except TimeoutError:
-                continue  # the timeout is for sending
+                if not self._waits:
+                    raise
+                continue
             except OSError:
                 return None
             if not data:

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier
-from ckpt.saver.commit import Committer, abort_attempts, describe, write_receipt
+from ckpt.saver.commit import Committer, abort_attempts, describe, failed, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
 from ckpt.saver.heart import Heart
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.lock import note_checkpoint
 from ckpt.saver.measuring import SaveCodings, codings_for
-from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, Warned
+from ckpt.saver.memory import SlotContents
+from ckpt.saver.messages import Done, Released, Report, SaveJob, SaveProgress, Setup, Warned
 from ckpt.saver.notify import Notifier
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.room import Room
@@ -41,7 +42,7 @@ from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkippe
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import EncodedChunk, Placed, Slice, plan_chunks
-from ckptstore.format.statistics import health_of
+from ckptstore.format.statistics import warning_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -91,10 +92,12 @@ class SavePipeline:
         report: Callable[[Report], None],
         clock: Clock = system_clock,
         own_process: bool = False,
+        contents: SlotContents | None = None,
     ) -> None:
         """own_process: the process runs nothing but this pipeline, so that its CPU time is that of the saves.
 
         store: that of `setup`.
+        contents: what the slots hold, to be kept up to date; None: their memory is of no use after an upload.
         """
         if setup.upload_bytes is not None:
             store.upload_bytes = setup.upload_bytes
@@ -121,7 +124,9 @@ class SavePipeline:
         cpu_budget = setup.cpu_budget if own_process else None
         self._throttle = CpuThrottle(cpu_budget)
         self._encoder = Encoder(self._throttle, setup.encoded_bytes or BUDGET_BYTES)
-        self._codings = codings_for(setup.compress, store.url, min(THREADS, cpu_budget or THREADS))
+        self._contents = contents or SlotContents(of_use=False)
+        threads = min(THREADS, cpu_budget or THREADS)
+        self._codings = codings_for(setup.compress, store.url, threads, self._contents.of_use)
         self._lock = threading.Lock()
         self._leases: set[str] = set()
         self._noted = self._warned = False
@@ -140,6 +145,7 @@ class SavePipeline:
         self.heart.captured(job.attempt.step, job.created_at)
         if job.lease is not None:
             self._leases.add(job.lease)
+        self._contents.submitted(job)
         if not job.streamed:
             raw = raw.toreadonly()  # the trainer does not write to the slot before it is released
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
@@ -170,7 +176,7 @@ class SavePipeline:
             chunks = incremental.changed_in(reader.chunks(spans), reader.decided)
         else:
             chunks = incremental.changed(raw)
-        encoding = self._encoder.begin(chunks, encode)
+        encoding = self._encoder.begin(chunks, self._contents.noting(job, encode))
         running = _RunningJob(job, placed, derived, incremental, codings, encoding, survey, reader, received_at)
         with self._lock:
             self._waiting[job.number] = running
@@ -208,7 +214,7 @@ class SavePipeline:
         have not begun.
         """
         self._throttle.lift()
-        self._codings = codings_for("off", self._store.url, THREADS)
+        self._codings = codings_for("off", self._store.url, THREADS, self._contents.of_use)
         with self._lock:
             queued = sum(one.job.slot is not None for one in self._waiting.values())
         for _ in range(queued):
@@ -277,6 +283,7 @@ class SavePipeline:
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
         extensions = running.survey.write(self._run, attempt, self._setup.rank) if running.survey and placed else {}
         receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
+        self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests())
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         released = Released(
             number=job.number,
@@ -337,6 +344,7 @@ class SavePipeline:
                 self.abort(job.attempt, describe(result))  # no other rank could commit it either
             return
         running.incremental.end(receipt.receipt)
+        self._contents.ended(job.number, committed=True)
         self._warn_of(result)
         attempt = Attempt.parse(result.attempt)
         if self._carrier is not None:
@@ -360,16 +368,9 @@ class SavePipeline:
 
     def _warn_of(self, outcome: Outcome) -> None:
         """Warn of the first NaN or Inf in a checkpoint of this process; rank 0 does it for all ranks."""
-        health = health_of(outcome)
-        if self._setup.rank or self._warned or health is None or health.is_healthy:
-            return
-        self._warned = True
-        self._report(
-            Warned(
-                f"the checkpoint of step {outcome.step} has {health.nan:,} NaN and {health.inf:,} Inf, first in "
-                f"{', '.join(health.entries)}. It is committed; ckptctl why {outcome.run} shows more"
-            )
-        )
+        if not self._setup.rank and not self._warned and (warning := warning_of(outcome)):
+            self._warned = True
+            self._report(Warned(warning))
 
     def _release_leases(self) -> None:
         """Release all leases that a commit of this run makes unnecessary, whichever save it was."""
@@ -392,8 +393,5 @@ class SavePipeline:
     def _fail(self, job: SaveJob, slot: int | None, error: BaseException) -> None:
         if not isinstance(error, SaveSkipped):
             logger.error("save of step %d failed", job.attempt.step, exc_info=error)
-        if isinstance(error, CkptError):
-            code, message, hint = error.code, error.message, error.hint
-        else:
-            code, message, hint = "save_failed", f"{type(error).__name__}: {error}", ""
-        self._report(Failed(number=job.number, slot=slot, code=code, message=message, hint=hint))
+        self._contents.ended(job.number, committed=False)
+        self._report(failed(job.number, slot, error))

@@ -62,6 +62,8 @@ class SaverState(msgspec.Struct, frozen=True, kw_only=True):
     """When the oldest of them was committed near; null: there is none."""
     orphaned: bool = False
     """Its trainer is gone, and it has read all that the trainer had sent."""
+    lingers: bool = False
+    """All its work is done: it only keeps memory for the next trainer (memory.py)."""
 
 
 class SaverNote:
@@ -83,7 +85,7 @@ class SaverNote:
         self._waiting: set[int] = set()
         self._failed = 0
         self._near = NearOnly(0, 0, None)
-        self._orphaned = False
+        self._orphaned = self._lingers = False
         self._written_at = 0.0
         self._path, self._fd = Path(), -1
         try:
@@ -122,6 +124,12 @@ class SaverNote:
             self._orphaned = True
             self._write()
 
+    def lingers(self) -> None:
+        """All work is done."""
+        with self._lock:
+            self._lingers = True
+            self._write()
+
     def close(self) -> None:
         """Remove the note: this saver ends."""
         with self._lock:
@@ -154,6 +162,7 @@ class SaverNote:
             near_bytes=self._near.bytes,
             near_since=self._near.since,
             orphaned=self._orphaned,
+            lingers=self._lingers,
         )
         try:
             os.pwrite(self._fd, msgspec.json.encode(state).ljust(_NUM_BYTES), 0)
@@ -163,10 +172,15 @@ class SaverNote:
 
 
 def savers() -> list[SaverState]:
-    """The savers of this user on this host, also those without a note yet. Raises InvalidRequest as SaverLock does."""
+    """The savers of this user on this host that may have work, also those without a note yet.
+
+    Raises InvalidRequest as SaverLock does.
+    """
     noted = [state for path in sorted(host_folder().glob(f"*{_SUFFIX}")) if (state := _read(path)) is not None]
     known = {state.pid for state in noted}
-    return noted + [SaverState(pid=pid, trainer=parent_of(pid)) for pid in _processes() if pid not in known]
+    return [state for state in noted if not state.lingers] + [
+        SaverState(pid=pid, trainer=parent_of(pid)) for pid in _processes() if pid not in known
+    ]
 
 
 def unfinished(states: Collection[SaverState], waited_s: float, trainers_too: bool = False) -> list[SaverState]:

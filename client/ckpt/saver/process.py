@@ -13,8 +13,10 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
+from ckpt.saver.memory import SlotContents, linger
 from ckpt.saver.messages import (
     Abort,
     Began,
@@ -23,6 +25,7 @@ from ckpt.saver.messages import (
     Cut,
     Forget,
     Hurry,
+    Parted,
     Report,
     SaveJob,
     Setup,
@@ -53,8 +56,8 @@ class _Reporter:
         self._note = note
         self._lock = threading.Lock()
 
-    def __call__(self, report: Report) -> None:
-        if not isinstance(report, Warned | Stranded):
+    def __call__(self, report: Report | Parted) -> None:
+        if not isinstance(report, Warned | Stranded | Parted):
             self._note.reported(report)
         try:
             with self._lock:
@@ -76,25 +79,43 @@ def main(sock: int, lock: int) -> int:
         return 1
     note = SaverNote(setup)
     report = _Reporter(channel, note)
+    contents = SlotContents() if setup.linger_s else None
     store = open_store(setup.store, setup.options)
-    pipeline = SavePipeline(store, setup, report, own_process=True)
+    pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
     segments: dict[int, Segment] = {}
-    pipeline.heart.stop(closed=_serve(channel, pipeline, segments, note))
+    stop = _serve(channel, pipeline, segments, note)
+    pipeline.heart.stop(closed=stop is not None)
     note.orphaned()
     pipeline.finish_uploads()
     # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
-    # memory and the lock for the next trainer, which need not wait for that.
-    while segments:
-        segments.popitem()[1].close()
+    # lock for the next trainer, which need not wait for that, and all memory that it cannot use.
+    lingering = linger(setup, contents if stop is None or stop.lingers else None, segments)
     os.close(lock)
     pipeline.close()
+    if lingering is not None:
+        report(Parted())
+        channel.close()
+        note.lingers()
+        _yield_to_all()
+        lingering.wait()
+    else:
+        channel.close()
     note.close()
-    channel.close()
     return 0
 
 
-def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment], note: SaverNote) -> bool:
-    """Carry out commands until the trainer closes its end, or dies: then the result is False."""
+def _yield_to_all() -> None:
+    """All work is done: this process only keeps memory, and ends at the first request, or if the host needs memory."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:
+        pass  # the system has no such choice
+
+
+def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment], note: SaverNote) -> Stop | None:
+    """Carry out commands until the trainer stops this saver, or dies: then the result is None."""
     while (command := channel.receive(Command)) is not None:
         if isinstance(command, Slot):
             segments[command.number] = Segment(command.num_bytes, channel.take_fd())
@@ -109,10 +130,10 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
         elif isinstance(command, Began):
             pipeline.heart.begin(command, Pulse(Segment(NUM_BYTES, channel.take_fd())))
         elif isinstance(command, Stop):
-            return True
+            return command
         else:
             _steer(pipeline, command)
-    return False
+    return None
 
 
 def _steer(pipeline: SavePipeline, command: Any) -> None:

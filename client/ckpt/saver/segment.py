@@ -53,18 +53,19 @@ os.register_at_fork(after_in_child=_close_all)
 class Segment:
     """Shared memory mapped into this process. Forked children have neither the mapping nor the descriptor."""
 
-    def __init__(self, num_bytes: int, fd: int | None = None) -> None:
-        """Create a segment, or map the one of a received descriptor."""
+    def __init__(self, num_bytes: int, fd: int | None = None, writable: bool = True) -> None:
+        """Create a segment, or map the one of a received descriptor. writable: otherwise `view` must only be read."""
         self.num_bytes = num_bytes
         self.fd = make_shared_memory(num_bytes) if fd is None else fd
         self._before_unmap: list[Callable[[], object]] = []
-        self.map = _map(self.fd, max(1, num_bytes), self._before_unmap)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        self.map = _map(self.fd, max(1, num_bytes), protection, self._before_unmap)
         """The bytes, as an object with the buffer interface; unmapped when its last view is released."""
         close_after_fork(self)
 
     @property
     def view(self) -> memoryview:
-        """The bytes, writable."""
+        """The bytes."""
         return memoryview(self.map).cast("B")[: self.num_bytes]
 
     def before_unmap(self, call: Callable[[], object]) -> None:
@@ -82,9 +83,11 @@ class Segment:
             os.close(fd)
 
 
-def _map(fd: int, num_bytes: int, before_unmap: Sequence[Callable[[], object]]) -> ctypes.Array[ctypes.c_char]:
+def _map(
+    fd: int, num_bytes: int, protection: int, before_unmap: Sequence[Callable[[], object]]
+) -> ctypes.Array[ctypes.c_char]:
     # Python's mmap keeps a copy of the descriptor, which forked children would inherit.
-    address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
     if address in (None, _MAP_FAILED):
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {num_bytes} bytes of shared memory: {os.strerror(number)}")

@@ -50,7 +50,8 @@ class Arena:
         self._listener = listener
         self._changed = threading.Condition()
         self._slots: dict[int, ArenaSlot] = {}
-        self._idle: set[int] = set()
+        self._idle: dict[int, None] = {}
+        """In the order of their release: the newest snapshot is overwritten last, which a restart may still need."""
         self._making = 0
         self._numbers = 0
         self._wanted_bytes = 0
@@ -103,8 +104,8 @@ class Arena:
             while True:
                 self._drop_small()
                 if self._idle:
-                    number = min(self._idle)
-                    self._idle.remove(number)
+                    number = next(iter(self._idle))
+                    del self._idle[number]
                     return self._slots[number]
                 if len(self._slots) + self._making < self._num_slots:
                     self._making += 1
@@ -127,7 +128,7 @@ class Arena:
         """Make a slot idle again."""
         with self._changed:
             if number in self._slots:
-                self._idle.add(number)
+                self._idle[number] = None
                 self._drop_small()
                 self._changed.notify_all()
 
@@ -182,7 +183,7 @@ class Arena:
             self._slots[slot.number] = slot
             self._listener.add_slot(slot.number, segment)
             if idle:
-                self._idle.add(slot.number)
+                self._idle[slot.number] = None
             self._changed.notify_all()
         return slot
 
@@ -195,6 +196,6 @@ class Arena:
         """Free idle slots that are too small for the state."""
         for number in list(self._idle):
             if self._slots[number].segment.num_bytes < self._wanted_bytes:
-                self._idle.remove(number)
+                del self._idle[number]
                 self._slots.pop(number).segment.close()
                 self._listener.forget_slot(number)

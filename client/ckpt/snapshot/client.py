@@ -232,8 +232,8 @@ class SaveClient:
         with self._lock:
             self._deaths = [death for death in self._deaths if death is not error]
 
-    def close(self, timeout_s: float | None) -> None:
-        """Wait until every save is durable or has failed, then stop the writer and free the arena.
+    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
+        """Wait until every save is durable or has failed, then stop the writer and free the arena. lingers: see Stop.
 
         Raises TimeoutError if that takes longer; a saver process then continues on its own.
         """
@@ -241,7 +241,7 @@ class SaveClient:
         if self._steps is not None:
             self._steps.close()
         if writer is not None:
-            writer.close(timeout_s)
+            writer.close(timeout_s, lingers)
         self._arena.close()
 
     def _slot_bytes(self, num_bytes: int) -> int:

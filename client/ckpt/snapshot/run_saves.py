@@ -162,13 +162,13 @@ class RunSaves:
 
     def close(self, timeout: float | None) -> None:
         """Return when every save is durable, and end the saver. Raises the error of a save, or TimeoutError."""
-        self.steps.closing()
+        failed = self.steps.closing()
         client, self.client = self.client, None
         overlap, self.overlap = self.overlap, None
         if overlap is not None:
             overlap.close(timeout)
         if client is not None:
-            client.close(timeout)
+            client.close(timeout, lingers=failed)
             client.raise_failure()
 
     def _saving_client(self) -> SaveClient:

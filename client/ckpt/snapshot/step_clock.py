@@ -124,11 +124,13 @@ class StepClock:
         self._requests = 2
         self._end_with(Ending.REQUESTED)
 
-    def closing(self) -> None:
-        """The Checkpointer is closed: because of an exception, if there is one."""
+    def closing(self) -> bool:
+        """The Checkpointer is closed. Returns whether that is because of an exception."""
         # The second is that of an exception that ends the interpreter.
-        if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+        if failed:
             self._end_with(Ending.ERROR)
+        return failed
 
     def _end_with(self, ending: Ending) -> None:
         if (pulse := self._pulse) is not None:

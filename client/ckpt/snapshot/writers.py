@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from ckpt.saver.launcher import warn_without_launcher
 from ckpt.saver.lock import SaverLock
+from ckpt.saver.memory import release
 from ckpt.saver.messages import (
     Abort,
     Began,
@@ -26,6 +27,7 @@ from ckpt.saver.messages import (
     Cut,
     Forget,
     Hurry,
+    Parted,
     Report,
     SaveJob,
     Setup,
@@ -85,8 +87,11 @@ class SaveWriter(Protocol):
         failure: what went wrong; None if this rank skips the attempt.
         """
 
-    def close(self, timeout_s: float | None) -> None:
-        """Finish all jobs and stop. Raises TimeoutError if that takes longer."""
+    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
+        """Finish all jobs and stop. Raises TimeoutError if that takes longer.
+
+        lingers: the trainer ends because of an error; a saver process keeps memory for the next one (saver/memory.py).
+        """
 
 
 class ThreadWriter:
@@ -124,7 +129,7 @@ class ThreadWriter:
     def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         self._pipeline.abort(attempt, failure)
 
-    def close(self, timeout_s: float | None) -> None:
+    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
         self._pipeline.heart.stop(closed=True)
         closer = threading.Thread(target=self._pipeline.close, daemon=True)
         closer.start()
@@ -140,9 +145,12 @@ class ProcessWriter:
         self._on_report = on_report
         self._on_death = on_death
         self._closing = False
+        self._ended = threading.Event()
+        """The saver has ended, or does nothing more but keep memory."""
         self._sending = threading.Lock()
         warn_without_launcher()
         self._saver_lock = SaverLock(setup.home, setup.run)
+        release(setup.home, setup.run, setup.rank)  # this trainer needs the memory for slots of its own
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - read when the saver dies
         ours, theirs = socket.socketpair()
         ours.settimeout(_SEND_TIMEOUT_S)
@@ -187,14 +195,11 @@ class ProcessWriter:
     def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
         self._send(Abort(attempt, failure))
 
-    def close(self, timeout_s: float | None) -> None:
+    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
         self._closing = True
-        self._send(Stop())
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"saves are not durable after {timeout_s} s; the saver goes on") from None
-        self._listener.join()
+        self._send(Stop(lingers))
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"saves are not durable after {timeout_s} s; the saver goes on")
 
     def _send(self, command: Command, fds: Sequence[int] = ()) -> None:
         try:
@@ -205,9 +210,20 @@ class ProcessWriter:
             self._process.kill()
 
     def _listen(self) -> None:
-        while (report := self._channel.receive(Report)) is not None:
-            self._on_report(report)
-        status = self._process.wait()
+        try:
+            self._listen_until_end()
+        finally:
+            self._ended.set()
+        self._process.wait()  # it must not stay a zombie if this process goes on
+
+    def _listen_until_end(self) -> None:
+        parted = False
+        while (report := self._channel.receive(Report | Parted)) is not None:
+            if isinstance(report, Parted):
+                parted = True
+            else:
+                self._on_report(report)
+        status = 0 if parted else self._process.wait()
         error = None if self._closing and status == 0 else self._death_error(status)
         self._saver_lock.close()
         self._channel.close()

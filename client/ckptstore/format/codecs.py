@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format import float_split
-from ckptstore.format.extremes import BlockExtremes
+from ckptstore.format.extremes import BlockExtremes, Seen, ignore
 from ckptstore.format.frames import Buffer as Buffer
 from ckptstore.format.frames import pack, unpack
 
@@ -36,16 +36,27 @@ def best_codec(dtype: str) -> str:
     return FLOAT_SPLIT.get(dtype, ZSTD)
 
 
-def encode(codec: str, raw: memoryview, level: int = 1, extremes: BlockExtremes | None = None) -> tuple[str, Buffer]:
+def encode(
+    codec: str,
+    raw: memoryview,
+    level: int = 1,
+    extremes: BlockExtremes | None = None,
+    seen: Seen = ignore,
+) -> tuple[str, Buffer]:
     """Encode one chunk.
 
     raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. extremes: gets the blocks of
-    float-split, which hold all words but the last few; other codecs add none. Returns the codec that was used and the
-    encoded bytes: codec "raw" and `raw` itself if the requested codec would not save space.
+    float-split, which hold all words but the last few; other codecs add none. seen: gets `raw`, each part before it is
+    encoded, unless the codec is "raw". Returns the codec that was used and the encoded bytes: codec "raw" and `raw`
+    itself if the requested codec would not save space.
     """
     if codec == RAW or not len(raw):
         return RAW, raw
-    encoded = pack(raw, level) if codec == ZSTD else float_split.encode(_DTYPES[codec], raw, level, extremes)
+    if codec == ZSTD:
+        seen(raw)
+        encoded: Buffer = pack(raw, level)
+    else:
+        encoded = float_split.encode(_DTYPES[codec], raw, level, extremes, seen)
     return (codec, encoded) if len(encoded) < len(raw) else (RAW, raw)
 
 

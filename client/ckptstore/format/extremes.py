@@ -9,17 +9,23 @@ in the cache. Even calls of Python take several times as long when their code is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[Any]
+Seen = Callable[[memoryview], object]
+"""Called with each part of a chunk before it is encoded, in order."""
 
 _LARGEST_POSITIVE = 0x7FFF
 _BELOW_ALL, _ABOVE_ALL = -(1 << 63), 1 << 64
 _largest_of = np.maximum.reduce
+
+
+def ignore(part: memoryview) -> None:
+    """Does nothing with a part of a chunk."""
 
 
 class BlockExtremes:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import CorruptObject
-from ckptstore.format.extremes import BlockExtremes
+from ckptstore.format.extremes import BlockExtremes, Seen, ignore
 from ckptstore.format.frames import Buffer, pack, pack_huffman, unpack
 
 Plane = npt.NDArray[Any]
@@ -84,25 +84,30 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def encode(dtype: str, raw: memoryview, level: int, extremes: BlockExtremes | None = None) -> Buffer:
+def encode(
+    dtype: str, raw: memoryview, level: int, extremes: BlockExtremes | None = None, seen: Seen = ignore
+) -> Buffer:
     """Encode one chunk of whole elements. The result may be a few bytes per block longer than `raw`.
 
     level: 1 compresses exponents, and other planes only if they contain repetitions; above 1 tries everything.
-    extremes: gets all blocks of BLOCK_BYTES, in order, while they are in the cache.
+    extremes: gets all blocks of BLOCK_BYTES, in order, while they are in the cache. seen: so does it, and the rest.
     """
     words: Plane = np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
-    encoded = _encode(dtype, words, level, BLOCK_BYTES // words.itemsize, extremes)
+    encoded = _encode(dtype, words, level, BLOCK_BYTES // words.itemsize, extremes, seen)
     return encoded if level == 1 else min(encoded, _encode(dtype, words, level, SMALL_BLOCK), key=len)
 
 
-def _encode(dtype: str, words: Plane, level: int, size: int, extremes: BlockExtremes | None = None) -> Buffer:
+def _encode(
+    dtype: str, words: Plane, level: int, size: int, extremes: BlockExtremes | None = None, seen: Seen = ignore
+) -> Buffer:
     whole = len(words) // GROUP * GROUP
     blocks = -(-whole // size)
     out = np.empty(words.nbytes + blocks * (_HEADER.size + 4 * _ALIGN), np.uint8)
-    writer = _Writer(dtype, level, out, extremes)
+    writer = _Writer(dtype, level, out, extremes, seen)
     for start in range(0, whole, size):
         writer.add(words[start : min(start + size, whole)])
     tail = words[whole:].view(np.uint8)
+    seen(tail.data)
     end = writer.at + len(tail)
     out[writer.at : end] = tail
     return out[:end].data
@@ -111,21 +116,20 @@ def _encode(dtype: str, words: Plane, level: int, size: int, extremes: BlockExtr
 class _Writer:
     """Writes blocks in order."""
 
-    def __init__(self, dtype: str, level: int, out: Plane, extremes: BlockExtremes | None) -> None:
+    def __init__(self, dtype: str, level: int, out: Plane, extremes: BlockExtremes | None, seen: Seen) -> None:
         self._fields = _TOP_BYTE if dtype == "float16" else _EXPONENT
         self._level = level
         self._out = out
-        self._extremes = extremes
+        self._extremes, self._seen = extremes, seen
         self._base = 0
         self.at = 0
 
     def add(self, words: Plane) -> None:
         """Write one block."""
+        self._seen(words.data)
         count, begin = len(words), self.at
         self.at += _HEADER.size
-        high, low_size = words, 0
-        if words.itemsize == 4:
-            high, low_size = self._split(words)
+        high, low_size = self._split(words) if words.itemsize == 4 else (words, 0)
         # Without signs, the exponent's lowest bit takes their place: cheaper than coding seven bits of eight.
         highest = int(high.max())
         fields = self._fields if highest > _LARGEST_POSITIVE else _TOP_BYTE
@@ -146,8 +150,7 @@ class _Writer:
         codes_size = len(frame) if len(frame) < len(codes) else 0
         self._put(frame if codes_size else codes.data)
         num_escapes = 0 if escapes is None else len(escapes)
-        header = count, low_size, rest_size, codes_size, num_escapes, self._base, mode
-        _HEADER.pack_into(self._out.data, begin, *header)
+        _HEADER.pack_into(self._out.data, begin, count, low_size, rest_size, codes_size, num_escapes, self._base, mode)
 
     def _room(self, num_bytes: int, kind: Any) -> Plane:
         """The output for the next plane."""
@@ -230,8 +233,7 @@ def _split_wide(words: Plane, low: Plane) -> Plane:
 
 def _join_wide(low: Plane, is_mixed: bool, words: Plane) -> None:
     """Join words in place. The second half of `words` holds the upper halves, and is completed first."""
-    half = len(low)
-    first, second = words[:half], words[half:]
+    first, second = words[: len(low)], words[len(low) :]
     if not is_mixed:
         low = low ^ second * _WORD16
     np.right_shift(low, _SHIFT16, first)
@@ -288,8 +290,7 @@ def _split_pairs(words: Plane, fields: _Fields) -> Plane:
 
 
 def _join_pairs(codes: Plane, base: int, rest: Plane, fields: _Fields, high: Plane, spare: Plane) -> None:
-    half = len(rest)
-    first, second = high[:half], high[half:]
+    first, second = high[: len(rest)], high[len(rest) :]
     np.copyto(first, codes)
     np.add(first, _lane(base << 4), first)  # to the second code, which has no bits above it
     np.multiply(first, fields.pair_unit, second)

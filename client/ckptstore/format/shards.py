@@ -7,11 +7,12 @@ mixes element types. Planning is pure; `encode_chunk` does the work.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
 import numpy as np
+import xxhash
 
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
@@ -19,7 +20,7 @@ from ckptstore.format.codecs import RAW, Buffer, Coding, encode
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Entries, Slices, digest
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.extremes import BlockExtremes
+from ckptstore.format.extremes import BlockExtremes, ignore
 
 CHUNK_BYTES = 8 << 20
 """Largest raw size of a chunk."""
@@ -92,6 +93,8 @@ class EncodedChunk:
     stored: int
     codec: str
     digest: str
+    raw_digest: str = field(default="", compare=False)
+    """xxh3-128 of the bytes before encoding, as `digest`; empty if it was not taken."""
 
 
 def place_slices(slices: Iterable[Slice]) -> list[Placed]:
@@ -145,12 +148,20 @@ def _even_cuts(piece: Slice) -> list[int]:
     return [(row - first) * row_bytes for row in sorted(ends)]
 
 
-def encode_chunk(raw: memoryview, coding: Coding, extremes: BlockExtremes | None = None) -> EncodedChunk:
-    """Encode and hash the bytes of one chunk. The result may alias them. extremes: see codecs.encode."""
-    codec, data = encode(coding.codec, raw, coding.level, extremes)
-    if codec != RAW:
-        data = memoryview(data).toreadonly()  # no other references exist
-    return EncodedChunk(data, len(raw), len(data), codec, digest(data))
+def encode_chunk(
+    raw: memoryview, coding: Coding, extremes: BlockExtremes | None = None, hashes_raw: bool = False
+) -> EncodedChunk:
+    """Encode and hash the bytes of one chunk. The result may alias them. extremes: see codecs.encode.
+
+    hashes_raw: also take the digest of the bytes before encoding, each part before it is encoded.
+    """
+    seen = xxhash.xxh3_128()
+    codec, data = encode(coding.codec, raw, coding.level, extremes, seen.update if hashes_raw else ignore)
+    stored_digest = digest(data)
+    if codec == RAW:
+        return EncodedChunk(data, len(raw), len(data), codec, stored_digest, stored_digest)
+    data = memoryview(data).toreadonly()  # no other references exist
+    return EncodedChunk(data, len(raw), len(data), codec, stored_digest, seen.hexdigest() if hashes_raw else "")
 
 
 def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:

@@ -281,6 +281,17 @@ def health_of(outcome: Outcome) -> Health | None:
         return None
 
 
+def warning_of(outcome: Outcome) -> str:
+    """A warning of NaN and Inf in a checkpoint; empty without any."""
+    health = health_of(outcome)
+    if health is None or health.is_healthy:
+        return ""
+    return (
+        f"the checkpoint of step {outcome.step} has {health.nan:,} NaN and {health.inf:,} Inf, first in "
+        f"{', '.join(health.entries)}. It is committed; ckptctl why {outcome.run} shows more"
+    )
+
+
 def named_document(data: bytes, table: Table, names: list[str]) -> JSON:
     """The extension for a stored document. names: the entry of each row."""
     rows = np.flatnonzero(table.not_finite)

@@ -1,0 +1,348 @@
+"""The saver's memory: the newest committed snapshot, for a trainer that restarts on this host.
+
+While a trainer lives, this is bookkeeping only: which slot of the arena holds which attempt, with the digests of its
+chunks. When the trainer has died, the saver keeps the slots of the newest committed attempt, and of newer ones whose
+commit is pending. It frees all others, and gives descriptors to trainers of this run that ask for the attempt that they
+restore. The store decides which attempt that is, and its manifest which bytes are right: the answer names the digest of
+each chunk's stored bytes, and that of the bytes before encoding, taken before they were encoded.
+
+Peers meet at a Unix socket in the folder of the locks, which only this user can reach. Each checks the other's user.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from ckpt.saver.encode import Encode
+from ckpt.saver.host_memory import available_bytes
+from ckpt.saver.lock import host_folder, host_path
+from ckpt.saver.messages import Channel, SaveJob, Setup
+from ckpt.saver.segment import Segment
+from ckptstore.clock import system_clock
+from ckptstore.errors import CkptError
+from ckptstore.format.documents import DIGEST_BYTES, Shard
+from ckptstore.format.shards import ChunkSpan, EncodedChunk
+from ckptstore.names import Attempt, new_ulid
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 120.0
+"""By default, how long the memory is kept."""
+_SUFFIX = ".memory"
+_TIMEOUT_S = 10.0
+"""Limit on one exchange of messages; a peer that is stopped must not hold up a restore."""
+_LOOK_S = 0.2
+_RESERVE = 8
+"""The memory is freed when less than 1/N of it is still available on the host."""
+_CREDENTIALS = struct.Struct("3i")
+
+
+_NO_DIGEST = "00" * DIGEST_BYTES
+"""In place of a digest that was not taken: no bytes match it."""
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """A trainer restores this attempt."""
+
+    store: str
+    run: str
+    attempt: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """The trainer of this rank is about to allocate its own slots: free the memory."""
+
+    store: str
+    run: str
+    rank: int
+
+
+class HeldSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """A snapshot in shared memory; its descriptor comes with the message. Its receipt is durable. Columns by chunk."""
+
+    attempt: str
+    shard: str
+    num_bytes: int
+    """Size of the segment."""
+    at: list[int]
+    """Offset in the segment."""
+    raw: list[int]
+    """Bytes before encoding."""
+    digests: bytes
+    """Digests of the stored bytes, 16 bytes per chunk, as in the manifest."""
+    raw_digests: bytes
+    """Digests of the bytes before encoding."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """There is nothing for this peer."""
+
+    reason: str
+
+
+class Freed(msgspec.Struct, frozen=True, tag=True):
+    """The memory is freed, as far as this saver holds it."""
+
+
+Question = Attach | Release
+Answer = HeldSnapshot | Refused | Freed
+
+
+class SlotContents:
+    """What the slots of the arena hold. For any thread."""
+
+    def __init__(self, of_use: bool = True) -> None:
+        """of_use: otherwise nothing is noted."""
+        self.of_use = of_use
+        self._lock = threading.Lock()
+        self._held: dict[int, tuple[int, HeldSnapshot]] = {}
+        """By slot: number of the job, and its snapshot."""
+        self._digests: dict[int, dict[int, str]] = {}
+        """By number of a job and first byte of a chunk: the digest of its bytes before encoding."""
+
+    def submitted(self, job: SaveJob) -> None:
+        """Its slot holds another snapshot now, which is not durable yet."""
+        if job.slot is not None:
+            with self._lock:
+                self._held.pop(job.slot, None)
+
+    def noting(self, job: SaveJob, encode: Encode) -> Encode:
+        """Encode the chunks of a job, and note the digests of their bytes before encoding."""
+        if not self.of_use or job.slot is None or job.streamed:
+            return encode
+        digests = self._digests[job.number] = {}
+
+        def noting(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+            chunk = encode(raw, span)
+            digests[span.at] = chunk.raw_digest
+            return chunk
+
+        return noting
+
+    def uploaded(
+        self, job: SaveJob, attempt: Attempt, shard: Shard | None, chunks: Sequence[tuple[ChunkSpan, bytes]]
+    ) -> None:
+        """The shard and the receipt of a job are durable. chunks: with the digests before encoding that are known."""
+        digests = self._digests.pop(job.number, None)
+        if digests is None or shard is None or job.slot is None:
+            return
+        raw_digests = (known or bytes.fromhex(digests.get(span.at) or _NO_DIGEST) for span, known in chunks)
+        snapshot = HeldSnapshot(
+            attempt=str(attempt),
+            shard=shard.name,
+            num_bytes=max((span.at + span.bytes for span, _ in chunks), default=0),
+            at=[span.at for span, _ in chunks],
+            raw=[span.bytes for span, _ in chunks],
+            digests=shard.chunks.digest,
+            raw_digests=b"".join(raw_digests),
+        )
+        with self._lock:
+            self._held[job.slot] = job.number, snapshot
+
+    def ended(self, number: int, committed: bool) -> None:
+        """Job `number` is committed, and earlier ones are not needed any more; or it never will be."""
+        self._digests.pop(number, None)
+        with self._lock:
+            for slot, (held, _) in list(self._held.items()):
+                if (held < number) if committed else (held == number):
+                    del self._held[slot]
+
+    def slots(self) -> dict[int, HeldSnapshot]:
+        """The slots that hold the newest committed snapshot, and newer ones whose commit is pending."""
+        with self._lock:
+            return {slot: snapshot for slot, (_, snapshot) in self._held.items()}
+
+
+class Lingering:
+    """Gives the memory to other trainers, in threads of its own, until it is freed."""
+
+    def __init__(self, setup: Setup, contents: SlotContents, segments: dict[int, Segment]) -> None:
+        """Frees all segments that hold nothing of use. segments: by slot; emptied when the memory is freed.
+
+        Raises OSError, or InvalidRequest as SaverLock does.
+        """
+        self._setup = setup
+        self._contents = contents
+        self._segments = segments
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        """Guards the descriptors of the segments."""
+        self._drop_useless()
+        self._socket, self._path = _listen(setup.home, setup.run)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._watch)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Return when the memory is freed."""
+        for thread in self._threads:
+            thread.join()
+
+    def _watch(self) -> None:
+        deadline = time.monotonic() + self._setup.linger_s
+        while not self._ended.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+            self._drop_useless()
+            held = sum(segment.num_bytes for segment in self._segments.values())
+            available = available_bytes(environ={})
+            if not held or time.monotonic() >= deadline or (available is not None and available * _RESERVE < held):
+                break
+        self._ended.set()
+        self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends accept
+        self._free()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                break
+            threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
+        self._socket.close()
+
+    def _answer(self, peer: socket.socket) -> None:
+        channel = Channel(peer, _TIMEOUT_S)
+        try:
+            if not is_own(peer):
+                channel.send(Refused("the peer belongs to another user"))
+            elif (question := channel.receive(Question)) is not None:
+                self._answer_to(question, channel)
+        except (OSError, CkptError) as error:
+            logger.warning("a trainer that asked for the memory of this saver was not answered: %s", error)
+        finally:
+            channel.close()
+
+    def _answer_to(self, question: Question, channel: Channel) -> None:
+        setup = self._setup
+        if (question.store, question.run) != (setup.home, setup.run):
+            channel.send(Refused(f"this saver has saved run {setup.run!r} in {setup.home}"))
+        elif isinstance(question, Attach):
+            self._give(question.attempt, channel)
+        elif question.rank != setup.rank:
+            channel.send(Refused(f"this is the memory of rank {setup.rank}"))
+        else:
+            self._ended.set()
+            self._threads[1].join()
+            channel.send(Freed())
+
+    def _give(self, attempt: str, channel: Channel) -> None:
+        for slot, held in self._contents.slots().items():
+            if held.attempt == attempt:
+                with self._lock:
+                    fd = os.dup(self._segments[slot].fd) if slot in self._segments else -1
+                if fd >= 0:
+                    try:
+                        channel.send(held, fds=[fd])
+                    finally:
+                        os.close(fd)
+                    return
+        channel.send(Refused(f"attempt {attempt} is not in memory here"))
+
+    def _drop_useless(self) -> None:
+        useful = self._contents.slots()
+        with self._lock:
+            for slot in [slot for slot in self._segments if slot not in useful]:
+                self._segments.pop(slot).close()
+
+    def _free(self) -> None:
+        with self._lock:
+            while self._segments:
+                self._segments.popitem()[1].close()
+
+
+def linger(setup: Setup, contents: SlotContents | None, segments: dict[int, Segment]) -> Lingering | None:
+    """Keep the memory that is of use to the next trainer, and free the rest. None: nothing is kept."""
+    if contents is not None and contents.slots() and sys.platform == "linux":
+        try:
+            return Lingering(setup, contents, segments)
+        except (OSError, CkptError) as error:
+            logger.warning("the memory of this saver is not kept for the next trainer: %s", error)
+    while segments:
+        segments.popitem()[1].close()
+    return None
+
+
+def ask(store: str, run: str, question: Question) -> Iterator[tuple[Answer, Channel]]:
+    """The answers of all savers of a run on this host that keep memory; with the channel of each, until the next one.
+
+    Never raises: a saver that does not answer is as good as none.
+    """
+    try:
+        paths = sorted(host_folder().glob(f"{host_path(store, run, '').name}*{_SUFFIX}"))
+    except (CkptError, OSError):
+        return
+    for path in paths:
+        try:
+            with _connected(path) as channel:
+                channel.send(question)
+                answer = channel.receive(Answer)
+                if answer is not None:
+                    yield answer, channel
+        except (OSError, CkptError) as error:
+            if isinstance(error, ConnectionRefusedError):
+                path.unlink(missing_ok=True)  # its saver was killed
+            else:
+                logger.info("the saver at %s does not answer: %s", path, error)
+
+
+def release(store: str, run: str, rank: int) -> None:
+    """Free what an earlier saver of this rank keeps; returns when it is freed."""
+    for answer, _ in ask(store, run, Release(store, run, rank)):
+        if isinstance(answer, Freed):
+            logger.debug("an earlier saver of run %r has freed its memory", run)
+
+
+def is_own(peer: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to this user."""
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[1]) == os.getuid()
+
+
+def _listen(store: str, run: str) -> tuple[socket.socket, Path]:
+    path = host_path(store, run, f"{new_ulid(system_clock())}{_SUFFIX}")
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        with _short(path) as name:
+            listening.bind(name)
+        path.chmod(0o600)
+        listening.listen()
+    except BaseException:
+        listening.close()
+        raise
+    return listening, path
+
+
+@contextmanager
+def _connected(path: Path) -> Iterator[Channel]:
+    peer = socket.socket(socket.AF_UNIX)
+    channel = Channel(peer, _TIMEOUT_S)
+    try:
+        with _short(path) as name:
+            peer.connect(name)
+        if not is_own(peer):
+            raise ConnectionAbortedError(f"{path} belongs to another user")
+        yield channel
+    finally:
+        channel.close()
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name for the path that fits into the address of a socket, which has room for 108 bytes."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -1,0 +1,65 @@
+"""Trainers of test_memory: `lingering_train train STORE LINGER_S` saves two steps, says so, and waits to be killed.
+
+`lingering_train restore STORE FOLDER NAME` restores when there is a file `go` in the folder, and prints as JSON what it
+read from where, and the digest of the state. The file `NAME` shows that it is ready.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import nn
+
+from ckpt import Checkpointer
+
+RUN = "lingering"
+
+
+def network(step: int) -> nn.ParameterDict:
+    """Six megabytes, of which one sixth is the same at all steps."""
+    torch.manual_seed(0)
+    same = torch.randn(1 << 18) * 0.02
+    torch.manual_seed(step + 1)
+    changing = {f"w{i}": nn.Parameter(torch.randn(1 << 18) * 0.02) for i in range(4)}
+    return nn.ParameterDict(changing | {"same": nn.Parameter(same), "ids": nn.Parameter(torch.arange(1 << 17), False)})
+
+
+def state_digest(model: nn.Module) -> str:
+    """Of all bits of the state."""
+    digest = xxhash.xxh3_128()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(store: str, linger_s: str) -> None:
+    """Save, and wait to be killed."""
+    checkpointer = Checkpointer(store, run=RUN, compress="fast", linger_s=float(linger_s))
+    for step in (1, 2):
+        checkpointer.save(network(step), None, step)
+    print(json.dumps({"saver": checkpointer.saver_pid}), flush=True)
+    time.sleep(600)
+
+
+def restore(store: str, folder: str, name: str) -> None:
+    """Restore at the same time as another process."""
+    model = network(0)
+    with Checkpointer(store, run=RUN) as checkpointer:
+        (Path(folder) / name).touch()
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.001)
+        restored = checkpointer.restore(model)
+        assert restored is not None
+        print(json.dumps({"read": restored.read, "digest": state_digest(model)}), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "train":
+        train(*sys.argv[2:])
+    else:
+        restore(*sys.argv[2:])

@@ -1,0 +1,379 @@
+"""The saver's memory: a trainer that restarts on the same host reads no shard, and no wrong byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import Checkpointer
+from ckpt.config import Config
+from ckpt.saver import memory
+from ckpt.saver.lock import host_folder, host_path
+from ckpt.saver.memory import Attach, HeldSnapshot, Lingering, Refused, SlotContents, ask
+from ckpt.saver.messages import SaveJob, Setup
+from ckpt.saver.presence import savers
+from ckpt.saver.segment import Segment
+from ckptstore.errors import InvalidRequest
+from ckptstore.format.documents import Shard
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, chunk_table
+from ckptstore.names import Attempt, new_ulid, shard_name
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.stores import open_store
+from tests.ckpt.saver.attempts import new_attempt
+from tests.ckpt.saver.lingering_train import RUN, network, state_digest
+from tests.support.counting import CountingStore
+from tests.support.forking import TRAINER, fork
+from tests.support.trainers import is_alive
+from tests.support.waiting import Lines, wait_until
+
+LINGER_S = "600"
+SIZE = 1 << 16
+ROOT = Path(__file__).parents[3]
+
+
+@contextmanager
+def killed_trainer(store: Path, linger_s: str = LINGER_S) -> Iterator[int]:
+    """The process id of the saver of a trainer that has saved two steps and was killed."""
+    said, says = os.pipe()
+    process = fork(TRAINER, "tests.ckpt.saver.lingering_train", ["train", str(store), linger_s], stdout=says, stderr=2)
+    os.close(says)
+    try:
+        with open(said) as output:
+            saver = int(json.loads(Lines(output).next())["saver"])
+    finally:
+        process.kill()
+        process.wait()
+    try:
+        yield saver
+    finally:
+        if is_alive(saver):
+            os.kill(saver, signal.SIGKILL)
+            wait_until(lambda: not is_alive(saver), "the end of the saver")
+
+
+def wait_for_memory(store: Path) -> None:
+    """Wait until a saver keeps memory, and says so."""
+    wait_until(lambda: sockets(store), "a saver that keeps memory")
+    wait_until(lambda: any(note["lingers"] for note in notes(store)), "a note of it")
+
+
+def sockets(store: Path) -> list[Path]:
+    return list(host_folder().glob(host_path(open_store(str(store)).url, RUN, "*.memory").name))
+
+
+def notes(store: Path) -> list[dict[str, Any]]:
+    """Those of the savers of the store."""
+    found = []
+    for path in host_folder().glob("*.note"):
+        with suppress(FileNotFoundError):
+            found.append(json.loads(path.read_text()))
+    return [note for note in found if note["store"] == open_store(str(store)).url]
+
+
+class SlowStore(CountingStore):
+    """A megabyte per second."""
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        time.sleep(len(buffer) / 1e6)
+        return super().read_into(key, offset, buffer)
+
+
+def slowed(checkpointer: Checkpointer) -> SlowStore:
+    source = checkpointer._source
+    assert isinstance(source, StoreSource)
+    source.store = slow = SlowStore(source.store)
+    return slow
+
+
+def test_a_restart_on_the_same_host_reads_no_shard_and_frees_the_memory(tmp_path: Path) -> None:
+    store, model = tmp_path / "store", network(0)
+    with killed_trainer(store) as saver:
+        wait_for_memory(store)
+        with Checkpointer(str(store), run=RUN) as checkpointer:
+            slow = slowed(checkpointer)
+            restored = checkpointer.restore(model)
+            assert restored is not None
+            assert restored.step == 2
+            assert restored.read == {"memory": restored.checkpoint.raw_bytes, "store": 0}
+            assert slow.reads == []
+            assert state_digest(model) == state_digest(network(2))
+            assert is_alive(saver)
+            # The second save had referenced what had not changed. A restart needs neither.
+            assert restored.checkpoint.referenced_bytes > 0
+            checkpointer.save(model, None, 3)
+            wait_until(lambda: not is_alive(saver), "the end of the saver, whose memory is needed for a slot")
+    assert sockets(store) == []
+
+
+def test_prefetch_reads_nothing_that_is_in_memory(tmp_path: Path) -> None:
+    store, model = tmp_path / "store", network(0)
+    with killed_trainer(store) as saver:
+        wait_for_memory(store)
+        with Checkpointer(str(store), run=RUN) as checkpointer:
+            slow = slowed(checkpointer)
+            assert checkpointer.prefetch().wait() == 0
+            os.kill(saver, signal.SIGKILL)  # what is attached stays
+            restored = checkpointer.restore(model)
+            assert restored is not None
+            assert restored.read["store"] == 0
+            assert slow.reads == []
+    assert state_digest(model) == state_digest(network(2))
+
+
+def test_a_flipped_bit_in_memory_is_read_from_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, model = tmp_path / "store", network(0)
+    with killed_trainer(store) as saver:
+        wait_for_memory(store)
+        for link in Path(f"/proc/{saver}/fd").iterdir():
+            if "ckpt-arena" in str(link.readlink()):
+                with link.open("r+b", buffering=0) as file:
+                    byte = os.pread(file.fileno(), 1, 3_000_000)
+                    os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), 3_000_000)
+        with Checkpointer(str(store), run=RUN) as checkpointer:
+            slow = slowed(checkpointer)
+            restored = checkpointer.restore(model)
+    assert restored is not None
+    content = read_manifest(StoreSource(open_store(str(store))), restored.checkpoint).content
+    sizes = set(content.shards[0].chunks.raw.tolist())
+    assert restored.read["store"] in sizes
+    assert restored.read["memory"] == restored.checkpoint.raw_bytes - restored.read["store"]
+    assert 0 < slow.read_bytes <= max(sizes)
+    assert state_digest(model) == state_digest(network(2))
+    assert "damaged" in caplog.text
+    assert restored.skipped == []
+
+
+def test_two_trainers_attach_at_once(tmp_path: Path) -> None:
+    store, results = tmp_path / "store", []
+    with killed_trainer(store):
+        wait_for_memory(store)
+        pipes, processes = [], []
+        for name in ("first", "second"):
+            said, says = os.pipe()
+            arguments = ["restore", str(store), str(tmp_path), name]
+            processes.append(fork(TRAINER, "tests.ckpt.saver.lingering_train", arguments, stdout=says, stderr=2))
+            os.close(says)
+            pipes.append(open(said))  # noqa: SIM115 - closed below
+        wait_until(lambda: (tmp_path / "first").exists() and (tmp_path / "second").exists(), "both")
+        (tmp_path / "go").touch()
+        for pipe, process in zip(pipes, processes, strict=True):
+            with pipe:
+                results.append(json.loads(Lines(pipe).next()))
+            assert process.wait(60) == 0
+    for result in results:
+        assert result["digest"] == state_digest(network(2))
+        assert result["read"]["store"] == 0
+
+
+def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    with killed_trainer(Path(store)):
+        wait_for_memory(Path(store))
+        url = open_store(store).url
+        newest, first = StoreSource(open_store(store)).checkpoints(RUN)
+        for question, text in (
+            (Attach(url, "other", str(newest.attempt)), "has saved run"),
+            (Attach("file:///elsewhere", RUN, str(newest.attempt)), "has saved run"),
+            (Attach(url, RUN, str(first.attempt)), "is not in memory here"),
+            (memory.Release(url, RUN, 3), "the memory of rank 0"),
+        ):
+            [(answer, _)] = ask(url, RUN, question)
+            assert isinstance(answer, Refused)
+            assert text in answer.reason
+        [(answer, _)] = ask(url, RUN, Attach(url, RUN, str(newest.attempt)))
+        assert isinstance(answer, HeldSnapshot)
+        assert list(ask(url, "other", Attach(url, "other", str(newest.attempt)))) == []
+        # Another run of the same store does not find it either.
+        with Checkpointer(store, run="other") as checkpointer:
+            restored = checkpointer.restore(network(0), checkpoint=newest.id)
+            assert restored is not None
+
+
+OTHER_USER = """
+import os, socket, sys
+from ckpt.saver.memory import Answer, Attach
+from ckpt.saver.messages import Channel
+
+folder, name, store, run, attempt = sys.argv[1:]
+os.chdir(folder)
+os.setgid(65534)
+os.setuid(65534)
+peer = socket.socket(socket.AF_UNIX)
+try:
+    peer.connect(name)
+except PermissionError:
+    print("no way in")
+    sys.exit()
+channel = Channel(peer, 30.0)
+channel.send(Attach(store, run, attempt))
+print(channel.receive(Answer))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_is_refused(tmp_path: Path) -> None:
+    """In a folder of its own, whose mode is changed."""
+    store, environment = tmp_path / "store", {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.ckpt.saver.lingering_train", "train", str(store), LINGER_S]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    saver = json.loads(Lines(trainer.stdout).next())["saver"]
+    trainer.kill()
+    trainer.communicate()
+    try:
+        folder = tmp_path / f"ckpt-{os.getuid()}"
+        wait_until(lambda: list(folder.glob("*.memory")), "a saver that keeps memory")
+        [path] = folder.glob("*.memory")
+        url, newest = open_store(str(store)).url, StoreSource(open_store(str(store))).latest(RUN)
+
+        def ask_as_other() -> str:
+            command = [sys.executable, "-c", OTHER_USER, str(path.parent), path.name, url, RUN, str(newest.attempt)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            return done.stdout.strip()
+
+        assert ask_as_other() == "no way in"
+        path.chmod(0o666)
+        folder.chmod(0o711)
+        assert ask_as_other() == "Refused(reason='the peer belongs to another user')"
+    finally:
+        os.kill(saver, signal.SIGKILL)
+        wait_until(lambda: not is_alive(saver), "the end of the saver")
+
+
+def test_a_saver_that_lingers_holds_up_nothing_and_ends_by_itself(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with killed_trainer(store, "2") as saver:
+        wait_for_memory(store)
+        assert saver not in [state.pid for state in savers()]
+        held = sum("ckpt-arena" in str(link.readlink()) for link in Path(f"/proc/{saver}/fd").iterdir())
+        assert held <= 1
+        wait_until(lambda: not is_alive(saver), "the end of linger_s")
+    with killed_trainer(tmp_path / "store2") as saver:
+        wait_for_memory(tmp_path / "store2")
+        os.kill(saver, signal.SIGTERM)
+        wait_until(lambda: not is_alive(saver), "the end by a signal")
+        # Its socket is removed by the next one that looks.
+        assert list(ask(open_store(str(tmp_path / "store2")).url, RUN, memory.Release("", RUN, 0))) == []
+        assert sockets(tmp_path / "store2") == []
+
+
+FAILING = """
+import sys
+from ckpt import Checkpointer
+from tests.ckpt.saver.attempts import new_attempt
+from tests.ckpt.saver.lingering_train import RUN, network
+
+checkpointer = Checkpointer(sys.argv[1], run=RUN, linger_s=600)
+checkpointer.save_async(network(1), None, 1)
+checkpointer.wait()
+print(checkpointer.saver_pid, flush=True)
+raise RuntimeError("an error of training")
+"""
+
+
+def test_the_memory_of_a_trainer_that_ends_by_an_exception_is_kept(tmp_path: Path) -> None:
+    store, model = str(tmp_path / "store"), network(0)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING, store], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert "an error of training" in done.stderr
+    saver = int(done.stdout)
+    try:
+        wait_for_memory(Path(store))
+        with Checkpointer(store, run=RUN) as checkpointer:
+            restored = checkpointer.restore(model)
+            assert restored is not None
+            assert restored.read["store"] == 0
+            checkpointer.prepare(model, None)
+        wait_until(lambda: not is_alive(saver), "the end of the saver")
+    finally:
+        if is_alive(saver):
+            os.kill(saver, signal.SIGKILL)
+    assert state_digest(model) == state_digest(network(1))
+
+
+def test_nothing_lingers_after_a_close_or_without_linger_s(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path / "store"), run=RUN, linger_s=600) as checkpointer:
+        checkpointer.save(network(1), None, 1)
+        saver = checkpointer.saver_pid
+    assert saver is not None
+    assert not is_alive(saver)
+    with killed_trainer(tmp_path / "store2", "0") as saver:
+        wait_until(lambda: not is_alive(saver), "the end of the saver")
+
+
+ONE, TWO, THREE = (Attempt(step, new_ulid(float(step))) for step in (1, 2, 3))
+
+
+def hold(contents: SlotContents, number: int, slot: int, attempt: Attempt) -> None:
+    """A job of one chunk of 64 KiB is uploaded."""
+    job = SaveJob(
+        number=number, slot=slot, attempt=new_attempt(attempt.step), created_at=0.0, slices=[], aliases={}, trees={},
+        local={}, metrics={}, lease=None,
+    )  # fmt: skip
+    chunk = EncodedChunk(b"", SIZE, SIZE, "zstd", "01" * 16, "02" * 16)
+    span = ChunkSpan(0, SIZE, "uint8")
+    contents.submitted(job)
+    contents.noting(job, lambda raw, span: chunk)(memoryview(b""), span)
+    contents.uploaded(job, attempt, Shard(name=shard_name(0), rank=0, chunks=chunk_table([chunk])), [(span, b"")])
+
+
+def held(attempt: Attempt) -> HeldSnapshot:
+    return HeldSnapshot(str(attempt), shard_name(0), SIZE, [0], [SIZE], b"\1" * 16, b"\2" * 16)
+
+
+def test_what_the_slots_hold_follows_commits_failures_and_reuse() -> None:
+    contents = SlotContents()
+    hold(contents, 1, 0, ONE)
+    hold(contents, 2, 1, TWO)
+    assert set(contents.slots()) == {0, 1}  # the second may never be committed
+    contents.ended(2, committed=True)
+    assert contents.slots() == {1: held(TWO)}
+    hold(contents, 3, 0, THREE)
+    contents.ended(3, committed=False)
+    assert set(contents.slots()) == {1}
+    hold(contents, 4, 1, THREE)
+    assert contents.slots() == {1: held(THREE)}
+
+
+def test_the_memory_is_freed_when_the_host_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    available = [1 << 40]
+    monkeypatch.setattr(memory, "available_bytes", lambda environ: available[0])
+    contents, segments = SlotContents(), {0: Segment(SIZE), 1: Segment(SIZE)}
+    hold(contents, 1, 1, ONE)
+    setup = Setup(
+        store="file:///somewhere", options={}, run=RUN, rank=0, world_size=1, compress="off", commit_timeout_s=1.0,
+        daemon=None, token=None, linger_s=600.0,
+    )  # fmt: skip
+    lingering = Lingering(setup, contents, segments)
+    assert set(segments) == {1}
+    [(answer, _)] = ask(setup.store, RUN, Attach(setup.store, RUN, str(ONE)))
+    assert answer == held(ONE)
+    available[0] = SIZE // 8 - 1
+    lingering.wait()
+    assert segments == {}
+    assert list(ask(setup.store, RUN, Attach(setup.store, RUN, str(ONE)))) == []
+
+
+def test_linger_s_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_LINGER_S")
+    assert Config("/store", run="r").linger_s == memory.LINGER_S
+    monkeypatch.setenv("CKPT_LINGER_S", "7")
+    assert Config("/store", run="r").linger_s == 7
+    assert Config("/store", run="r", linger_s=0).linger_s == 0
+    monkeypatch.setenv("CKPT_LINGER_S", "soon")
+    with pytest.raises(InvalidRequest, match="linger_s soon is no time"):
+        Config("/store", run="r")
+    with pytest.raises(InvalidRequest, match="linger_s -1 is no time"):
+        Config("/store", run="r", linger_s=-1)
