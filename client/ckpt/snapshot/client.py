@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.config import OnBusy
 from ckpt.lazily import torch
@@ -36,6 +36,7 @@ from ckptstore.format.parsing import parse_sealed
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.stores.retrying import RetryingStore
+from ckptstore.tiers.source import NEAR
 
 logger = logging.getLogger(__name__)
 
@@ -354,6 +355,8 @@ class SaveClient:
             updates.measure(commit_s=report.commit_s)
             checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
             assert checkpoint is not None
+            if self._setup.far is not None:
+                checkpoint = replace(checkpoint, tiers=(NEAR,))
             self._committed(updates, checkpoint)
         else:
             self._fail_handle(updates, error_from_code(report.code, report.message, report.hint))
