@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ BENCHES = (
     "restore-cold",
     "restore-warm",
     "restore-s3",
+    "restart",
     "replicas",
     "size",
     "codec",
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less data: only checks that the benchmark runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the line of JSON to a file as well")
     args = parser.parse_args()
+    os.environ.setdefault("CKPT_LINGER_S", "0")  # savers of trainers that are killed must not disturb the next one
     if args.name == "all":
         sys.exit(collection.run_all(BENCHES, args.quick))
     if args.name == "table":
