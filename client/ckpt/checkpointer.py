@@ -220,7 +220,8 @@ class Checkpointer:
         try:
             restored = restorer.restore(state, Reference.of(self.config.run_name, checkpoint), strict, rng)
         finally:
-            self._saves.session.seen = restorer.seen
+            # A restore that fails, or finds the far store away, takes nothing back of what an earlier one saw.
+            self._saves.session.seen = max(self._saves.session.seen, restorer.seen)
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             self._lease = restored.lease

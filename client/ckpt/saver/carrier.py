@@ -12,12 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from ckpt.saver.lock import note_checkpoint, try_lock
+from ckpt.saver.lock import note_checkpoint, noted_checkpoint, try_lock
 from ckpt.saver.messages import NearOnly, Report, Setup, Stranded, Warned
 from ckpt.saver.numbering import Numbering
-from ckptstore.commits.catalog import newest_first
+from ckptstore.commits.catalog import decided_attempts, newest_first
+from ckptstore.commits.generations import list_generations
 from ckptstore.commits.leases import release_lease
-from ckptstore.errors import CkptError, Superseded, Unavailable
+from ckptstore.errors import CkptError, Conflict, Damaged, NotFound, RunVanished, Superseded, UnsupportedFormat
 from ckptstore.names import Attempt
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
@@ -111,7 +112,9 @@ class Carrier:
                 self._work, ending = False, self._ending
             try:
                 alone = self._carry_all()
-            except Unavailable as error:
+            except Exception as error:
+                if not isinstance(error, CkptError):
+                    logger.exception("the backlog of run %s is not carried for now", self._near.name)
                 now = time.monotonic()
                 if away_since is None:
                     away_since = now
@@ -121,9 +124,6 @@ class Carrier:
                 self._pause(pause_s, ending)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            except Exception:
-                logger.exception("the backlog of run %s is not carried", self._near.name)
-                return
             if not alone and not ending:
                 self._pause(_LOOK_S, ending)
                 continue
@@ -160,6 +160,7 @@ class Carrier:
                 self._tell()
                 attempts = queued(self._near) if locked else []
                 if attempts:
+                    self._check_mounted()
                     self._carry(attempts[0])
             if not locked:
                 return False
@@ -174,9 +175,9 @@ class Carrier:
     def _carry(self, attempt: Attempt) -> None:
         try:
             done = carry(self._near, self._far, attempt)
-        except Unavailable:
-            raise
-        except CkptError as error:
+        except UnsupportedFormat:
+            raise  # a newer program can carry it
+        except (Conflict, Damaged, NotFound) as error:  # for good; all others may pass
             strand(self._near, attempt)
             session = self._numbering.session_of(attempt.generation)
             if isinstance(error, Superseded) and session is not None:
@@ -185,8 +186,22 @@ class Carrier:
                 self._report(Warned(f"{self._near.id_of(attempt)} stays near: {error}"))
             return
         if done is not None:
-            note_checkpoint(self._setup.home, self._setup.run)
+            if self._far.store.shared_between_processes:
+                note_checkpoint(self._setup.home, self._setup.run)
             self._carried(attempt)
+
+    def _check_mounted(self) -> None:
+        """Raises RunVanished if the far store has nothing of a run that was carried there from this host.
+
+        The copies would go to the disk below an unmounted volume, and the near ones would be deleted.
+        """
+        note = noted_checkpoint(self._setup.home, self._setup.run)
+        if note is not None and not list_generations(self._far) and not decided_attempts(self._far):
+            raise RunVanished(
+                f"{self._far.store.url} has nothing of run {self._far.name!r}, which had checkpoints on this host "
+                "before",
+                f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
+            )
 
     def _tell(self) -> None:
         with self._telling:  # what was looked up later is reported later

@@ -46,6 +46,7 @@ from ckptstore.format.documents import Chunks, Receipt, References, Shard
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, chunk_table
 from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
+from ckptstore.tiers.carrying import stranded
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +151,13 @@ class ChunkIndex:
         run = self._run
         ttl_s = self._setup.commit_timeout_s + _LEASE_S
         lease = take_lease(run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s)
-        damaged = set(quarantined_attempts(run))
-        suspect = set(damaged)
-        if damaged:
-            # The damaged chunks may lie in a checkpoint that these reference.
-            suspect |= {mark.attempt for mark in marks(run) if mark.by in damaged}
+        unfit = set(quarantined_attempts(run))
+        if self._setup.far is not None:
+            unfit |= stranded(run)
+        suspect = set(unfit)
+        if unfit:
+            # The damaged chunks, or those that are not far, may lie in a checkpoint that these reference.
+            suspect |= {mark.attempt for mark in marks(run) if mark.by in unfit}
         return lease, suspect
 
     def release(self, lease: str) -> None:

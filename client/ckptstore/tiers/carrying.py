@@ -134,6 +134,11 @@ def strand(near: Run, attempt: Attempt) -> None:
     _release(near, attempt)
 
 
+def stranded(near: Run) -> set[Attempt]:
+    """The attempts that are never carried. What references them cannot be carried either."""
+    return {attempt for attempt, held in pinned(near).items() if STRANDED in held}
+
+
 def establish(near: Run, far: Run, number: int) -> int:
     """Begin a generation of the near store in the far one, under the same number; durable on return. Idempotent.
 

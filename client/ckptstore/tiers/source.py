@@ -93,7 +93,13 @@ class TieredSource(StoreSource):
             FAR: self._far(run, lambda far: self._visible(far, run), _Seen()),
         }
         generations, stray = self._generations(run)
-        near = {attempt: found for attempt, found in seen[NEAR].items() if attempt.generation not in stray}
+        near = {a: found for a, found in seen[NEAR].items() if a in seen[FAR] or a.generation not in stray}
+        left = max(seen[NEAR].keys() - near.keys(), default=None)
+        if left is not None:
+            logger.warning(
+                "%s and others that are only near are not restored unless they are named: another trainer has "
+                "continued run %r in %s", self._of(self.near, run).id_of(left), run, self.url,
+            )  # fmt: skip
         return walk(
             sorted({*near, *seen[FAR]}, reverse=True),
             partial(self._load, run, {NEAR: near, FAR: seen[FAR]}),
@@ -187,14 +193,13 @@ class TieredSource(StoreSource):
                 source.release_lease(run, part)
 
     def _generations(self, run: str) -> tuple[dict[int, Generation | None], set[int]]:
-        """The generations of both stores, the far one's first; and those that are near only, and abandoned."""
+        """The generations of both stores, the far one's first; and those of which nothing more is carried."""
         near = self._near(lambda: read_generations(self._of(self.near, run)), _NONE)
         far = self._far(run, lambda far: read_generations(self._of(far, run)), _NONE)
         stray = set()
-        for number, document in near.items():
+        for number in near:
             seen = seen_generation(near, number)
-            same = number in far and document is not None and far[number] == document
-            if not same and unseen(near, {other: found for other, found in far.items() if other > seen}):
+            if unseen(near, {other: found for other, found in far.items() if other > seen}):
                 stray.add(number)
         return {**near, **far}, stray
 

@@ -19,6 +19,7 @@ from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.tiers.carrying import FAR, STRANDED, backlog, carry, enqueue, queued, strand, trim
+from ckptstore.tiers.source import TieredSource
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving
 
@@ -248,3 +249,17 @@ def test_the_near_store_keeps_the_newest_and_the_backlog(tiers: Tiers) -> None:
     assert [step for _, step, _ in listed(tiers.near)] == [6, 5]
     assert verify(StoreSource(tiers.near.store), referencing).ok
     assert trim(tiers.near, 1) == ()
+
+
+def test_a_restore_takes_what_is_far_once_another_trainer_has_begun_there(tiers: Tiers) -> None:
+    first = tiers.begin()
+    base, late = tiers.save(10, first), tiers.save(20, first)
+    enqueue(tiers.near, base.attempt)
+    tiers.carry_all()
+    source = TieredSource(tiers.near.store, tiers.far.store)
+    assert source.latest("gpt").step == 20
+    tiers.begin(base, run=tiers.far)  # elsewhere; it has committed nothing yet
+    assert source.latest("gpt").step == latest(tiers.far).step == 10
+    assert [(c.step, c.state) for c in source.checkpoints("gpt")] == [(20, State.ABANDONED), (10, State.COMMITTED)]
+    with pytest.raises(Superseded):
+        carry(tiers.near, tiers.far, late.attempt)

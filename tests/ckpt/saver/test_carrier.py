@@ -1,0 +1,90 @@
+"""Carrier: what waits, what is stranded, and what a stranded checkpoint does to those after it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.errors import NoCheckpoint
+from ckptstore.format.documents import Generation
+from ckptstore.format.parsing import seal
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
+from ckptstore.retention.pins import pinned
+from ckptstore.tiers.carrying import STRANDED, queued, stranded
+from tests.ckpt.test_tiers import Host
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def test_saves_after_a_checkpoint_that_cannot_be_carried_are_far_again(host: Host) -> None:
+    host.far.write_text("not a folder")
+    with host.start() as checkpointer:
+        host.save(checkpointer, 1)
+        host.save(checkpointer, 2)  # references what does not change in 1
+        first = min(list_checkpoints(host.run("near")), key=lambda c: c.step)
+        [shard] = (host.near / "gpt" / "attempts" / str(first.attempt)).glob("*.ckpt")
+        shard.write_bytes(bytes(shard.stat().st_size))
+        host.far.unlink()
+        host.far.mkdir()
+        wait_until(lambda: len(stranded(host.run("near"))) == 2)
+        host.save(checkpointer, 3)
+    assert host.steps("far") == [3]
+    assert verify(StoreSource(host.run("far").store), list_checkpoints(host.run("far"))[0]).ok
+
+
+def test_a_far_volume_that_is_not_mounted_gets_nothing(host: Host) -> None:
+    with host.start() as checkpointer:
+        host.save(checkpointer, 1)
+    volume = host.far.rename(host.far.with_name("volume"))
+    host.far.mkdir()  # the folder below the mount point
+    with host.start() as checkpointer:
+        host.resumes(checkpointer, 1)
+        host.save(checkpointer, 2)
+    assert list(host.far.iterdir()) == []
+    assert len(queued(host.run("near"))) == 2
+    host.far.rmdir()
+    volume.rename(host.far)
+    with host.start() as checkpointer:
+        host.resumes(checkpointer, 2)
+        host.save(checkpointer, 3)
+    assert host.steps("far") == [3, 2, 1]
+
+
+def test_an_error_that_may_pass_strands_nothing(host: Host) -> None:
+    with host.start() as checkpointer:
+        host.save(checkpointer, 1)
+        wait_until(lambda: not queued(host.run("near")))
+        far = host.run("far")
+        newer = Generation(
+            format=99, kind="generation", run="gpt", number=2, session="", parent=None, by="a newer program", at=0.0
+        )
+        far.store.put(far.keys.generation(2), seal(newer))
+        host.save(checkpointer, 2)
+        checkpointer.wait()
+    assert list(pinned(host.run("near")).values()) == [["far"]]
+    assert STRANDED not in str(pinned(host.run("near")))
+    far.store.delete_many([far.keys.generation(2)])
+    with host.start() as checkpointer:
+        host.resumes(checkpointer, 2)
+        host.save(checkpointer, 3)
+    assert host.steps("far") == [3, 2, 1]
+
+
+def test_a_restore_that_fails_forgets_nothing_of_what_an_earlier_one_saw(host: Host) -> None:
+    with host.start() as checkpointer:
+        host.save(checkpointer, 1)
+    shutil.rmtree(host.near)
+    with host.start() as checkpointer:
+        host.resumes(checkpointer, 1)
+        with pytest.raises(NoCheckpoint):
+            checkpointer.restore(host.model, checkpoint=99)
+        host.save(checkpointer, 2)
+    assert [(c.attempt.generation, c.step) for c in list_checkpoints(host.run("far"))] == [(2, 2), (1, 1)]
