@@ -8,9 +8,10 @@ each of its steps.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ import numpy.typing as npt
 
 from ckpt.device import Addresses, Device, digests, rows
 from ckpt.lazily import torch
+
+logger = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 64
 
@@ -73,16 +76,22 @@ class DeviceGuard:
 
     def sample(self, found: Sequence[SamplePlaces]) -> None:
         """Read samples in the order of the current stream. The training thread waits for this, so it is no loop."""
-        with suppress(RuntimeError):  # no memory: the save goes on without samples
+
+        def read() -> None:
             for places in found:
                 self._samples.append((places, self._device.read(places.sources, places.size)))
 
+        _attempt(read, "samples")
+
     def digest(self, tensors: Sequence[torch.Tensor]) -> None:
         """Read everything on the side stream."""
-        with suppress(RuntimeError):  # no memory: the samples remain
+
+        def read() -> None:
             memory = self._device.pinned(8 * len(tensors)).view(torch.int64)
             self._device.digest(memory, tensors)
             self._digests = memory
+
+        _attempt(read, "digests")
 
     def torn(self, views: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of leaves that had changed when they were copied. The device has finished. views: the copies."""
@@ -94,6 +103,23 @@ class DeviceGuard:
             differ = self._digests != digests(views)
             found.update(differ.nonzero().view(-1).tolist())
         return sorted(found)
+
+
+def _attempt(read: Callable[[], None], kind: str) -> None:
+    """Read what only finds mistakes of the training loop: an error, such as missing memory, must not fail a save."""
+    try:
+        read()
+    except Exception as error:
+        _warn_once(kind, type(error))
+
+
+@cache
+def _warn_once(kind: str, _: type[Exception]) -> None:
+    """Called where the error is handled."""
+    logger.warning(
+        "%s of leaves on a GPU cannot be read. Saves go on, and are compared with the state at the call by less", kind,
+        exc_info=True,
+    )  # fmt: skip
 
 
 def _rows_at(addresses: Addresses, size: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt.device import _DIGEST_BYTES, digests
-from ckpt.snapshot.device_guard import sample_places
+from ckpt.snapshot.device_guard import _warn_once, sample_places
 from ckptstore.errors import SnapshotTorn
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, add_one, plugged_in
 from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, Training, open_run
@@ -113,6 +113,25 @@ def test_any_save_finds_a_change_after_the_call(seed: int, tmp_path: Path) -> No
         with pytest.raises(SnapshotTorn, match="model/w1"):
             handle.result(PATIENCE_S)
         simulated.synchronize()
+
+
+def test_what_cannot_be_read_costs_no_save_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _warn_once.cache_clear()
+    with (
+        patch.object(SimulatedDevice, "read", side_effect=ValueError("pointer resides on host memory")),
+        patch.object(SimulatedDevice, "digest", side_effect=IndexError("out of range")),
+        plugged_in(0) as simulated,
+        open_run(tmp_path) as checkpointer,
+    ):
+        training = Training(simulated)
+        checkpointer.prepare(training.model, training.optim)
+        for step in range(3):
+            training.step()
+            training.save(checkpointer, step).result(PATIENCE_S)
+        simulated.synchronize()
+    said = [record for record in caplog.records if record.name == "ckpt.snapshot.device_guard"]
+    assert [record.getMessage().split()[0] for record in said] == ["samples", "digests"]
+    assert ["pointer resides" in str(record.exc_text) for record in said] == [True, False]
 
 
 def test_later_saves_of_a_layout_read_no_digests(tmp_path: Path) -> None:
