@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 import keras
+import numpy as np
 
 from ckpt.capture.rng import host_rng_state, load_rng_state
 from ckpt.checkpointer import Checkpointer
@@ -75,6 +76,7 @@ class Backup(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the random state from which this epoch is shuffled; after a restore, put it back."""
         place, self._iterator = self._place, None
+        self.model._initial_epoch = None  # `fit` has read it; it would hold for the next one, if this one fails
         if self._restored is not None and not (place.batch or self._endless):
             self._arrive()
         if self._restored is not None:
@@ -118,7 +120,7 @@ class Backup(keras.callbacks.Callback):
 
     def _save(self, logs: Mapping[str, float] | None) -> None:
         _sync(self.model)
-        metrics = {name: float(value) for name, value in (logs or {}).items()}
+        metrics = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
         save_async(self.model, self._step, checkpointer=self._checkpointer, metrics=metrics, data=self._place)
         self._saved_step, self._saved_epoch = self._step, self._place.epoch
 

@@ -102,6 +102,23 @@ def test_data_that_end_too_early_are_refused(tmp_path: Path) -> None:
         fit(tmp_path, model(), 1, size=4)
 
 
+def test_metrics_of_several_numbers_are_none_of_the_checkpoint(tmp_path: Path) -> None:
+    found = model()
+    found.compile(optimizer="sgd", loss="mse", metrics=["mae", keras.metrics.F1Score()])
+    assert {"loss", "mae", "f1_score"} <= fit(tmp_path, found, 1).keys()
+    with Checkpointer(str(tmp_path), run="r") as run:
+        assert run._source.latest("r").metrics.keys() == {"loss", "mae"}
+
+
+def test_a_fit_that_failed_leaves_the_next_one_its_epochs(tmp_path: Path) -> None:
+    found = model()
+    fit(tmp_path, found, 2)
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        found.fit(X, Y, epochs=3, verbose=0, callbacks=[Backup(str(tmp_path), run="r", writer="thread"), stop])
+    assert len(found.fit(X, Y, epochs=2, verbose=0).history["loss"]) == 2
+
+
 @pytest.mark.parametrize("options", [{"save_freq": 0}, {"save_freq": "step"}, {"endless": True}])
 def test_arguments_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
