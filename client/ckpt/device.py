@@ -148,7 +148,7 @@ class CudaDevice:
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Pinned memory of torch."""
         with torch.cuda.device(self._device):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def pin(self, address: int, num_bytes: int) -> int:
         """Register host memory, for all devices."""

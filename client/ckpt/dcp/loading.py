@@ -41,7 +41,7 @@ class ItemLoader:
         box = (*item.storage_offsets, *item.lengths)
         own = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
         direct = own and not target.is_conj() and not target.is_neg()
-        host = target if direct else torch.empty(item.lengths, dtype=dtype)
+        host = target if direct else torch.empty(item.lengths, dtype=dtype, device="cpu")
         self._want(value.entry, box, host)
         self._finish.append(partial(_place_tensor, planner, item, host, target))
 
@@ -63,7 +63,7 @@ class ItemLoader:
 
     def _new(self, entry: str) -> torch.Tensor:
         dtype, shape = self._describe(entry)
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         self._want(entry, None, tensor)
         return tensor
 

@@ -120,7 +120,7 @@ class Destinations(HostDestinations):
             if device is None:
                 dtype, _ = self.describe(name)
                 own = targets[0].is_cpu and is_direct(targets[0], dtype)
-                host = self._hosts[str(i)] = targets[0] if own else torch.empty(sizes(box), dtype=dtype)
+                host = self._hosts[str(i)] = targets[0] if own else torch.empty(sizes(box), dtype=dtype, device="cpu")
                 if not own or len(targets) > 1:
                     self._copies.append((host, targets))
 

@@ -34,10 +34,10 @@ class CudaLane:
         """
         with torch.cuda.device(self._device):
             try:
-                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 logger.warning("cannot pin %d bytes, so the restore takes longer: %s", num_bytes, error)
-                return torch.empty(num_bytes, dtype=torch.uint8)
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def run(self, work: Callable[[], None]) -> None:
         """Queue the operations of `work` on the GPU; returns at once."""

@@ -300,7 +300,7 @@ class _Exchange:
         """Send each rank its part, and receive up to `step` bytes from each, stored from offset `at`."""
         sent = bytearray().join(parts)
         sizes = [min(step, max(0, len(data) - at)) for data in received]
-        outgoing = torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
+        outgoing = torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8, device="cpu")
         self._exchanges += 1
         with self._watch.under_way(self._exchanges):
             into = self._all_to_all(outgoing, [len(part) for part in parts], sizes)

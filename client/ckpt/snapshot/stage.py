@@ -274,7 +274,7 @@ class Stager:
 def _view(segment: Segment, at: int, tensor: torch.Tensor) -> torch.Tensor:
     """The place of a tensor in a slot."""
     if not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     flat = torch.frombuffer(segment.map, dtype=torch.uint8, count=tensor.nbytes, offset=at)
     return flat.view(tensor.dtype).view(tensor.shape)
 

@@ -61,6 +61,21 @@ def files_of(folder: Path, checkpoint: Checkpoint) -> dict[str, Path]:
     }
 
 
+def test_a_default_device_is_not_where_bytes_arrive(tmp_path: Path) -> None:
+    """Of a script that makes tensors on another device by default; "meta" has no memory, so any use of it shows."""
+    weight, empty = torch.rand(40, 60), torch.empty(0, 3)
+    first, other = nn.Module(), nn.Module()
+    first.weight, other.weight = nn.Parameter(weight.t()), nn.Parameter(torch.zeros(40, 60).t())
+    first.none, other.none = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0))
+    with torch.device("meta"), Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(first, None, 0, extra={"empty": empty, "weight": weight})
+        restored = checkpointer.restore(other, None, extra=None)
+    assert restored is not None
+    assert torch.equal(other.weight, first.weight)
+    assert torch.equal(restored.values["extra"]["weight"], weight)
+    assert restored.values["extra"]["empty"].shape == (0, 3)
+
+
 @pytest.mark.parametrize("victim", ["shard", "receipt", "manifest", "outcome"])
 def test_a_corrupt_newest_checkpoint_is_skipped_and_reported(
     victim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW
 
 from ckpt import Checkpointer
 from ckpt.device import CudaDevice, digests
+from ckpt.snapshot.device_guard import _warn_once
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.training import same_state
 
@@ -165,7 +166,8 @@ def test_digests_of_the_gpu_are_those_of_the_cpu() -> None:
 
 def test_reads_of_the_gpu_are_in_the_order_of_the_current_stream() -> None:
     """Of memory that is far apart, while the stream is busy; what is changed afterwards is read as it was."""
-    tensors = [(torch.arange(size, device="cuda") % 251).to(torch.uint8) for size in (100, 1 << 20, 70)]
+    sizes = (100, 1 << 20, 70) * 20  # other kernels than for a few
+    tensors = [(torch.arange(size, device="cuda") % 251).to(torch.uint8) for size in sizes]
     middles = [min(tensor.numel() // 2, tensor.numel() - 64) for tensor in tensors]
     addresses = np.array([tensor.data_ptr() + at for tensor, at in zip(tensors, middles, strict=True)])
     expected = [tensor[at : at + 64].tolist() for tensor, at in zip(tensors, middles, strict=True)]
@@ -175,6 +177,24 @@ def test_reads_of_the_gpu_are_in_the_order_of_the_current_stream() -> None:
         tensor.zero_()
     torch.cuda.synchronize()
     assert found.tolist() == expected
+
+
+def test_a_default_device_that_is_the_gpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch then makes pinned memory only if it is asked for memory of the CPU."""
+    _warn_once.cache_clear()
+    model, other = make_linear(), make_linear()
+    optim, weights = AdamW(model.parameters(), lr=0.01), []
+    with torch.device("cuda"), Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.prepare(model, optim)
+        for step in range(3):
+            backward(model)
+            optim.step()
+            weights.append(model.weight.detach().clone())
+            checkpointer.save_async(model, optim, step)
+        check_weights(checkpointer, weights)
+        assert checkpointer.restore(other, AdamW(other.parameters())) is not None
+    assert torch.equal(other.weight, model.weight)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_step_that_is_compiled(tmp_path: Path) -> None:
