@@ -110,7 +110,7 @@ def _disk_error(error: BaseException) -> BaseException:
 
 def _tensor(dtype: str, shape: list[int], data: memoryview) -> torch.Tensor:
     if not data:
-        return torch.empty(shape, dtype=BY_NAME[dtype])
+        return torch.empty(shape, dtype=BY_NAME[dtype], device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(BY_NAME[dtype]).reshape(shape)
 
 

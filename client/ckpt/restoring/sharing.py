@@ -70,7 +70,8 @@ def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
         raise error
     if size is None:
         raise CorruptObject("rank 0 could not read it")
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
+    empty = torch.empty(size, dtype=torch.uint8, device="cpu")
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else empty
     dist.broadcast(tensor, group=world.exchange_group(), group_src=0)
     return tensor.numpy().tobytes()
 
@@ -300,7 +301,8 @@ class _Exchange:
         """Send each rank its part, and receive up to `step` bytes from each, stored from offset `at`."""
         sent = bytearray().join(parts)
         sizes = [min(step, max(0, len(data) - at)) for data in received]
-        outgoing = torch.frombuffer(sent, dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8, device="cpu")
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        outgoing = torch.frombuffer(sent, dtype=torch.uint8) if sent else empty
         self._exchanges += 1
         with self._watch.under_way(self._exchanges):
             into = self._all_to_all(outgoing, [len(part) for part in parts], sizes)

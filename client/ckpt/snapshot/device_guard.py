@@ -110,11 +110,11 @@ def _attempt(read: Callable[[], None], kind: str) -> None:
     try:
         read()
     except Exception as error:
-        _warn_once(kind, type(error))
+        _warn_once(kind, type(error).__name__)
 
 
 @cache
-def _warn_once(kind: str, _: type[Exception]) -> None:
+def _warn_once(kind: str, _: str) -> None:
     """Called where the error is handled."""
     logger.warning(
         "%s of leaves on a GPU cannot be read. Saves go on, and are compared with the state at the call by less", kind,
