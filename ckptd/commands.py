@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from ckptd.server import serve as serve_app
 from ckptd.services.tokens import Tokens
 from ckptd.settings import AUTH_OFF, KNOBS, PREFIX, Configuration, load
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, NoToken
 
 _LOG = logging.getLogger(__name__)
 _METAVARS = {str: "TEXT", int: "N", float: "SECONDS"}
@@ -131,15 +132,22 @@ def _create_token(
     run: Annotated[
         list[str] | None, typer.Option("--run", help="Limit the token to these runs. May be repeated.")
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Revoke a token of this name first, instead of failing.")
+    ] = False,
 ) -> None:
-    """Create a token in the database and print its secret. JobHandlers with and without a running daemon.
+    """Create a token in the database and print its secret. Works with and without a running daemon.
 
     Use it for the first admin, and ckptctl token for all others.
     """
     asked = TokenRequest(name=name, scopes=scope, runs=run or [])
     database = Database(configuration.settings.db, 1)
     try:
-        made = Tokens(TokenIndex(database), "", system_clock).create(asked, f"ckptd on {socket.gethostname()}"[:64])
+        held = Tokens(TokenIndex(database), "", system_clock)
+        if replace:
+            with suppress(NoToken):
+                held.revoke(name)
+        made = held.create(asked, f"ckptd on {socket.gethostname()}"[:64])
     finally:
         database.close()
     typer.echo(made.secret)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import crossplane
 import grafana_foundation_sdk.cog.plugins as grafana_plugins
 import promql_parser
 import pytest
+import trustme
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
@@ -23,6 +27,8 @@ from ckptd.app import create_app
 from ckptd.settings import KNOBS, Settings
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import running_daemon
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -36,7 +42,7 @@ def test_compose_accepts_its_file() -> None:
     text = re.sub(r"\$\{\w+:\?[^}]*\}", "x", (ROOT / "docker-compose.yml").read_text())
     compose_spec.PyCompose.from_yaml(text).to_spec()
     services = yaml.safe_load(text)["services"]
-    for name in ("ckptd", "scrape-token"):
+    for name in ("ckptd", "bucket", "scrape-token"):
         own = {variable for variable in services[name]["environment"] if variable.startswith("CKPTD_")}
         assert own <= ENVIRONMENT.keys()
     assert services["ckptd"]["environment"]["CKPTD_DRILL_HOURS"] == "24"
@@ -48,11 +54,35 @@ def test_compose_accepts_its_file() -> None:
 
 def test_the_image_has_no_torch_and_no_root() -> None:
     lines = (ROOT / "Dockerfile").read_text()
-    assert "torch" not in lines.partition("FROM")[2]
+    assert "[torch" not in lines
     user = re.findall(r"^USER (\d+)$", lines, re.MULTILINE)
     assert [int(number) > 0 for number in user] == [True]
-    assert "HEALTHCHECK" in lines
     assert set(re.findall(r"CKPTD_\w+", lines)) <= ENVIRONMENT.keys()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    defaults = dict(re.findall(r"^ARG (\w+)=(.+)$", lines, re.MULTILINE))
+    assert defaults["VERSION"] == project["version"]
+    assert f"Programming Language :: Python :: {defaults['PYTHON']}" in project["classifiers"]
+    assert re.findall(r"^FROM (\S+)", lines, re.MULTILINE) == ["${BASE}"] * 2
+    assert {f'"${{{name}}}"' for name in ("VERSION", "REVISION", "BASE")} <= set(re.findall(r'"\$\{\w+\}"', lines))
+
+
+def test_the_health_check_knows_tls(tmp_path: Path) -> None:
+    found = re.search(r"^ +CMD (\[\"python\".*\])$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert found is not None
+    command = [sys.executable, *json.loads(found[1])[1:]]
+    pem = tmp_path / "daemon.pem"
+    certificate = trustme.CA().issue_cert("ckptd.example.com")  # without 127.0.0.1
+    pem.write_bytes(certificate.private_key_and_cert_chain_pem.bytes())
+
+    def healthy(port: int, tls: dict[str, str]) -> bool:
+        environment = {**os.environ, "CKPTD_PORT": str(port), **tls}
+        return subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode == 0
+
+    for options, tls in (((), {}), (("--tls-cert", str(pem), "--tls-key", str(pem)), {"CKPTD_TLS_CERT": str(pem)})):
+        with running_daemon(str(tmp_path / "store"), options=options, ready=False) as daemon:
+            port = int(daemon.url.rpartition(":")[2])
+            wait_until(lambda port=port, tls=tls: healthy(port, tls), "a healthy daemon")  # type: ignore[misc]
+        assert not healthy(port, tls)
 
 
 @pytest.fixture(scope="module")

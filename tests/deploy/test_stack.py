@@ -54,6 +54,7 @@ def test_the_stack_of_the_compose_file_works(tmp_path: Path, postgresql_server: 
     store_service = found["seaweedfs"]
     with seaweed.running_command(tmp_path, store_service["command"], store_service["environment"]) as endpoint:
         environment = settings(found["ckptd"]["environment"], endpoint, database)
+        _create_bucket(found["bucket"], environment)
         access = {"key": environment["AWS_ACCESS_KEY_ID"], "secret": environment["AWS_SECRET_ACCESS_KEY"]}
         store = open_store(environment["CKPTD_STORE"], {"endpoint_url": endpoint, **access})
         checkpoint = write_checkpoint(store, step=1)
@@ -72,14 +73,31 @@ def test_the_stack_of_the_compose_file_works(tmp_path: Path, postgresql_server: 
             assert not [secret for secret in (*CHOSEN.values(), scrape) if len(secret) > 1 and secret in daemon.log()]
 
 
+def _create_bucket(service: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Run twice, it changes nothing."""
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, *service["entrypoint"][1:], *service["command"]], env=environment, check=True, timeout=60
+        )
+
+
 def _scrape_token(service: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> str:
-    """What the service writes; run twice, it changes nothing."""
-    file = folder / "token"
+    """What the service writes. Run again it changes nothing; if the volume is lost, it writes a new one."""
+    file = folder / "scrape" / "token"
+    file.parent.mkdir()
     command = (
         service["command"][0]
-        .replace("/scrape/token", str(file))
+        .replace("/scrape/", f"{folder}/scrape/")
         .replace("ckptd token", f"{sys.executable} -m ckptd token")
     )
-    for _ in range(2):
+
+    def run() -> str:
         subprocess.run([*service["entrypoint"], command], env=environment, check=True, timeout=60)
+        assert os.listdir(file.parent) == ["token"]
+        return file.read_text().strip()
+
+    first = run()
+    assert run() == first
+    file.unlink()
+    assert run() != first
     return file.read_text().strip()
