@@ -24,6 +24,8 @@ from tests.support.ports import free_port
 ACCESS_KEY = "AKTEST"
 SECRET_KEY = "SKTEST12345"
 BUCKET = "checkpoints"
+ROLES = ("trainer", "operator", "reader")
+"""Users who may do only what the policy of a bucket permits."""
 _START_S = 60.0
 # A test run that is killed closes the pipe too, so that no server outlives it. SIGTERM drains for half a minute.
 KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"
@@ -95,7 +97,9 @@ def _server(folder: Path, volume_mb: int) -> tuple[S3Service, list[str]]:
     config = folder / "s3.json"
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
     credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-    config.write_text(json.dumps({"identities": [{"name": "c", "credentials": credentials, "actions": actions}]}))
+    admin = {"name": "c", "credentials": credentials, "actions": actions}
+    roles = [{"name": role, "credentials": [_credentials(role)], "actions": []} for role in ROLES]
+    config.write_text(json.dumps({"identities": [admin, *roles]}))
     master, volume, filer, s3, metrics = (free_port() for _ in range(5))
     command = [
         weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false",
@@ -104,6 +108,29 @@ def _server(folder: Path, volume_mb: int) -> tuple[S3Service, list[str]]:
         "-s3.port.lance=0", f"-s3.config={config}",
     ]  # fmt: skip
     return S3Service(*(f"http://127.0.0.1:{port}" for port in (s3, master, metrics))), command
+
+
+def _credentials(role: str) -> dict[str, str]:
+    return {"accessKey": f"AK{role}", "secretKey": f"SK{role}12345"}
+
+
+def as_role(service: S3Service, role: str) -> dict[str, Any]:
+    """Storage options of one of ROLES."""
+    own = _credentials(role)
+    return {**service.options, "key": own["accessKey"], "secret": own["secretKey"]}
+
+
+def grant(service: S3Service, bucket: str, statements: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Create a bucket whose policy has these statements, by role."""
+    file_system = _file_system(service)
+    file_system.mkdir(bucket)
+    own = [
+        {**statement, "Principal": {"AWS": f"arn:aws:iam::000000000000:user/{role}"}}
+        for role, given in statements.items()
+        for statement in given
+    ]
+    policy = {"Version": "2012-10-17", "Statement": own}
+    file_system.call_s3("put_bucket_policy", Bucket=bucket, Policy=json.dumps(policy))
 
 
 @contextmanager
