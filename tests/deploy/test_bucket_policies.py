@@ -121,15 +121,15 @@ def test_a_trainer_saves_and_restores(bucket: Bucket) -> None:
     assert bucket.used() == actions("trainer")
 
 
-def test_a_trainer_deletes_no_outcome(bucket: Bucket) -> None:
+def test_a_trainer_deletes_no_part_of_a_checkpoint(bucket: Bucket) -> None:
     fill(bucket)
     store = bucket.store("trainer")
-    outcomes = [info.key for info in store.list("gpt/commits/")]
-    assert outcomes
-    for key in outcomes:
+    before = [info.key for folder in ("commits", "attempts") for info in store.list(f"gpt/{folder}/")]
+    assert before
+    for key in before:
         with pytest.raises(StoreReadOnly, match="Access Denied"):
             store.delete_many([key])
-    assert [info.key for info in store.list("gpt/commits/")] == outcomes
+    assert [info.key for folder in ("commits", "attempts") for info in store.list(f"gpt/{folder}/")] == before
 
 
 def test_an_operator_and_a_daemon_do_their_work(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
