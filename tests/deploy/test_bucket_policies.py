@@ -84,7 +84,7 @@ def bucket(s3_service: S3Service, monkeypatch: pytest.MonkeyPatch) -> Bucket:
         for role in seaweed.ROLES
     }
     seaweed.grant(s3_service, found.name, renamed)
-    sign = AioRequestSigner.sign
+    sign: Any = AioRequestSigner.sign
 
     async def record(self: AioRequestSigner, operation_name: str, *args: Any, **options: Any) -> Any:
         found.requests.add(operation_name)
