@@ -223,7 +223,8 @@ class Restorer:
         def next_candidate() -> Any:
             checkpoint = next(found, None)
             body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
-            return body, newest_far_generation(self._source, self._config) if self._world.rank == 0 else 0
+            seen = newest_far_generation(self._source, self._config, checkpoint) if self._world.rank == 0 else 0
+            return body, seen
 
         _, answers = self._together(next_candidate, report=_itself)
         body, self.seen = answers[0]

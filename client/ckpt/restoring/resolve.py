@@ -19,7 +19,7 @@ from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import advance, undecided_attempts
 from ckptstore.retention.scrubbing import confirm_damage
 from ckptstore.run import Run, identity
-from ckptstore.tiers.source import TieredSource
+from ckptstore.tiers.source import FAR, TieredSource
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,15 @@ def check_present(source: Source, config: Config) -> None:
         )
 
 
-def newest_far_generation(source: Source, config: Config) -> int:
-    """The newest generation of the far store, if there is a near one: what the next session of this run has seen."""
-    return source.newest_generation(config.run_name) if isinstance(source, TieredSource) else 0
+def newest_far_generation(source: Source, config: Config, checkpoint: Checkpoint | None) -> int:
+    """The newest generation of the far store, if there is a near one: what the next session of this run has seen.
+
+    checkpoint: the one to restore. If it is far its generation was seen, although the far store may be away by now.
+    """
+    if not isinstance(source, TieredSource):
+        return 0
+    restored = checkpoint.attempt.generation if checkpoint is not None and FAR in checkpoint.tiers else 0
+    return max(source.newest_generation(config.run_name), restored)
 
 
 def note_restored(source: Source, config: Config) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt import Checkpointer
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Generation
@@ -15,7 +16,9 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.pins import pinned
 from ckptstore.tiers.carrying import STRANDED, queued, stranded
+from ckptstore.tiers.source import TieredSource
 from tests.ckpt.test_tiers import Host
+from tests.support.stores import Faults, FaultyStore
 from tests.support.waiting import wait_until
 
 
@@ -88,3 +91,27 @@ def test_a_restore_that_fails_forgets_nothing_of_what_an_earlier_one_saw(host: H
             checkpointer.restore(host.model, checkpoint=99)
         host.save(checkpointer, 2)
     assert [(c.attempt.generation, c.step) for c in list_checkpoints(host.run("far"))] == [(2, 2), (1, 1)]
+
+
+def test_the_far_store_goes_away_within_a_restore(host: Host, tmp_path: Path) -> None:
+    with host.start() as checkpointer:
+        host.save(checkpointer, 1)
+    other = Host(tmp_path, "other")
+    with other.start() as checkpointer:
+        other.resumes(checkpointer, 1)
+        other.save(checkpointer, 2)
+
+    def resume_with(faults: Faults, checkpointer: Checkpointer) -> None:
+        source = checkpointer._source
+        assert isinstance(source, TieredSource)
+        source._quick.store = FaultyStore(source._quick.store, faults)
+        host.resumes(checkpointer, 2)
+
+    calls = Faults()
+    with host.start() as checkpointer:
+        resume_with(calls, checkpointer)
+    last = max(number for number, call in enumerate(calls.calls) if "generations" in call)
+    with host.start() as checkpointer:
+        resume_with(Faults(last), checkpointer)
+        host.save(checkpointer, 3)
+    assert host.steps("far") == [3, 2, 1]
