@@ -48,8 +48,9 @@ def restore(model: Any, *, checkpointer: Checkpointer | None = None, **options: 
     """Give a built and compiled model the variables of the newest usable checkpoint, in a loop of your own.
 
     Returns the step to continue with; 0 without a checkpoint. All processes that run the script call it, under any
-    strategy. options: as for `ckpt.restore`. Raises InvalidRequest for a model that is not built; StateMismatch, before
-    anything is changed, if a variable is missing, left over or has another shape.
+    strategy. options: as for `ckpt.restore`. Raises InvalidRequest for a model that is not built, or an optimizer that
+    is an attribute of it; StateMismatch, before anything is changed, if a variable is missing, left over or has another
+    shape.
     """
     restored = restore_from(model, checkpointer or default.current(), **options)
     return 0 if restored is None else restored.step + 1
@@ -63,6 +64,12 @@ def restore_from(model: Any, checkpointer: Checkpointer, **options: Any) -> Rest
     if optimizer is not None and not optimizer.built:
         with model.distribute_strategy.scope() if keras.backend.backend() == "tensorflow" else nullcontext():
             optimizer.build(model.trainable_variables)
+    for name, own in _own_optimizers(model).items():
+        if not own.built:  # which variables it trains is in `train_step`
+            raise InvalidRequest(
+                f"the optimizer {name} of the model is not built",
+                f"Call model.{name}.build() with the variables that it trains, so that its state has a place",
+            )
     restored = _agreed(model, checkpointer, options)
     if restored is not None:
         if _GLOBAL_SEED in restored.values[SEEDS]:
@@ -106,8 +113,22 @@ def variables(model: Any) -> dict[str, dict[str, Any]]:
     if (generator := get_global_attribute(GLOBAL_SEED_GENERATOR)) is not None:
         seeds[_GLOBAL_SEED] = generator.state
     optimizer = getattr(model, "optimizer", None)
-    slots = {} if optimizer is None else _named(optimizer.variables, f"{optimizer.name}/", f"{model.name}_")
+    slots = {} if optimizer is None else _slots(model, optimizer)
+    for attribute, own in _own_optimizers(model).items():
+        slots |= {f"{attribute}/{name}": one for name, one in _slots(model, own).items()}
     return {WEIGHTS: _named(weights, f"{model.name}/"), OPTIMIZER: slots, SEEDS: seeds, METRICS: _named(metrics)}
+
+
+def _slots(model: Any, optimizer: Any) -> dict[str, Any]:
+    return _named(optimizer.variables, f"{optimizer.name}/", f"{model.name}_")
+
+
+def _own_optimizers(model: Any) -> dict[str, Any]:
+    """Those that are attributes of a model with a `train_step` of its own, such as the two of a GAN, by attribute."""
+    compiled = getattr(model, "optimizer", None)
+    known = {id(compiled), id(getattr(compiled, "inner_optimizer", None))}
+    found = {id(one): (name, one) for name, one in vars(model).items() if isinstance(one, keras.optimizers.Optimizer)}
+    return dict(pair for number, pair in found.items() if number not in known)
 
 
 def _named(found: Iterable[Any], *prefixes: str) -> dict[str, Any]:

@@ -110,6 +110,47 @@ def test_metrics_of_several_numbers_are_none_of_the_checkpoint(tmp_path: Path) -
         assert run._source.latest("r").metrics.keys() == {"loss", "mae"}
 
 
+class TwoOptimizers(keras.Model):
+    """Each layer has an optimizer of its own, as the two networks of a GAN do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(3, name="first"), keras.layers.Dense(1, name="last")
+        self.first_optimizer, self.last_optimizer = keras.optimizers.Adam(1e-2), keras.optimizers.Adam(1e-3)
+        self(X)
+        self.compile(loss="mse")
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        self.zero_grad()
+        loss = (self(data[0]) - data[1]).square().mean()
+        loss.backward()
+        for optimizer, layer in ((self.first_optimizer, self.first), (self.last_optimizer, self.last)):
+            with torch.no_grad():
+                optimizer.apply([one.value.grad for one in layer.trainable_weights], layer.trainable_weights)
+        return {"loss": loss}
+
+    def build_optimizers(self) -> TwoOptimizers:
+        """So that their variables exist before the first step."""
+        self.first_optimizer.build(self.first.trainable_weights)
+        self.last_optimizer.build(self.last.trainable_weights)
+        return self
+
+
+def test_optimizers_that_are_attributes_of_the_model(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="optimizer first_optimizer of the model is not built"):
+        fit(tmp_path, TwoOptimizers(), 1)
+    found, again = TwoOptimizers().build_optimizers(), TwoOptimizers().build_optimizers()
+    fit(tmp_path, found, 1)
+    assert fit(tmp_path, again, 1) == {}
+    for one, other in ((found.first_optimizer, again.first_optimizer), (found.last_optimizer, again.last_optimizer)):
+        assert int(other.iterations) == 3
+        pairs = zip(one.variables, other.variables, strict=True)
+        assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in pairs)
+
+
 def test_a_fit_that_failed_leaves_the_next_one_its_epochs(tmp_path: Path) -> None:
     found = model()
     fit(tmp_path, found, 2)
