@@ -275,7 +275,7 @@ class Config:
 
 def _linger_s(given: float | None) -> float:
     """The time that is given, or that of the environment. Raises InvalidRequest."""
-    text = os.environ.get("CKPT_LINGER_S", LINGER_S) if given is None else given
+    text = os.environ.get("CKPT_LINGER_S") or LINGER_S if given is None else given
     try:
         seconds = float(text)
     except ValueError:

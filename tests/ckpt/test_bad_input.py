@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ckpt import Checkpointer
+from ckpt.config import Config
+from ckpt.saver.memory import LINGER_S
 from ckptstore.errors import (
     BadInput,
     CkptError,
@@ -234,3 +236,18 @@ def test_a_failed_background_save_is_raised_by_the_next_call(tmp_path: Path) -> 
         checkpointer.save_async(nn.Linear(2, 2), None, 1)
     assert handle.exception() is not None
     checkpointer.close()
+
+
+def test_linger_s_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_LINGER_S")
+    assert Config("/store", run="r").linger_s == LINGER_S
+    monkeypatch.setenv("CKPT_LINGER_S", "")
+    assert Config("/store", run="r").linger_s == LINGER_S
+    monkeypatch.setenv("CKPT_LINGER_S", "7")
+    assert Config("/store", run="r").linger_s == 7
+    assert Config("/store", run="r", linger_s=0).linger_s == 0
+    monkeypatch.setenv("CKPT_LINGER_S", "soon")
+    with pytest.raises(InvalidRequest, match="linger_s soon is no time"):
+        Config("/store", run="r")
+    with pytest.raises(InvalidRequest, match="linger_s -1 is no time"):
+        Config("/store", run="r", linger_s=-1)

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt.saver.memory import Attach, HeldSnapshot, ask
+from ckpt.saver.messages import Channel
 from ckpt.saver.segment import Segment
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
@@ -113,11 +114,23 @@ def attach(store: str, checkpoint: Checkpoint) -> SaverMemory | None:
         if not isinstance(answer, HeldSnapshot):
             logger.debug("no memory: %s", answer)
             continue
-        fd = channel.take_fd()
-        if os.fstat(fd).st_size < answer.num_bytes:
-            os.close(fd)
-            continue
-        segment = Segment(answer.num_bytes, fd, writable=False)
-        shards[answer.shard] = _Attached(answer, segment.view.toreadonly())
-        segment.close()
+        try:
+            shards[answer.shard] = _Attached(answer, _mapped(answer, channel))
+        except OSError as error:
+            logger.warning("the memory of a saver cannot be used, its part is read from elsewhere: %s", error)
     return SaverMemory(checkpoint, shards) if shards else None
+
+
+def _mapped(answer: HeldSnapshot, channel: Channel) -> memoryview:
+    """The memory whose descriptor came with the answer. Raises OSError."""
+    fd = channel.take_fd()
+    try:
+        if os.fstat(fd).st_size < answer.num_bytes:
+            raise OSError(f"it has fewer than {answer.num_bytes} bytes")
+        segment = Segment(answer.num_bytes, fd, writable=False)
+    except OSError:
+        os.close(fd)
+        raise
+    view = segment.view.toreadonly()
+    segment.close()
+    return view

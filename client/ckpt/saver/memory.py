@@ -190,6 +190,17 @@ class Lingering:
             thread.join()
 
     def _watch(self) -> None:
+        try:
+            self._wait_for_end()
+        finally:  # after any error too: nothing else would end this process
+            self._ended.set()
+            with suppress(OSError):
+                self._path.unlink()
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # ends accept
+            self._free()
+
+    def _wait_for_end(self) -> None:
         deadline = time.monotonic() + self._setup.linger_s
         while not self._ended.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
             self._drop_useless()
@@ -197,11 +208,6 @@ class Lingering:
             available = available_bytes(environ={})
             if not held or time.monotonic() >= deadline or (available is not None and available * _RESERVE < held):
                 break
-        self._ended.set()
-        self._path.unlink(missing_ok=True)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends accept
-        self._free()
 
     def _accept(self) -> None:
         while not self._ended.is_set():
@@ -219,7 +225,7 @@ class Lingering:
                 channel.send(Refused("the peer belongs to another user"))
             elif (question := channel.receive(Question)) is not None:
                 self._answer_to(question, channel)
-        except (OSError, CkptError) as error:
+        except (OSError, CkptError, msgspec.MsgspecError) as error:
             logger.warning("a trainer that asked for the memory of this saver was not answered: %s", error)
         finally:
             channel.close()
@@ -267,7 +273,7 @@ def linger(setup: Setup, contents: SlotContents | None, segments: dict[int, Segm
     if contents is not None and contents.slots() and sys.platform == "linux":
         try:
             return Lingering(setup, contents, segments)
-        except (OSError, CkptError) as error:
+        except (OSError, CkptError, RuntimeError) as error:  # RuntimeError: no more threads
             logger.warning("the memory of this saver is not kept for the next trainer: %s", error)
     while segments:
         segments.popitem()[1].close()
@@ -290,7 +296,7 @@ def ask(store: str, run: str, question: Question) -> Iterator[tuple[Answer, Chan
                 answer = channel.receive(Answer)
                 if answer is not None:
                     yield answer, channel
-        except (OSError, CkptError) as error:
+        except (OSError, CkptError, msgspec.MsgspecError) as error:  # the last: of another version of this program
             if isinstance(error, ConnectionRefusedError):
                 path.unlink(missing_ok=True)  # its saver was killed
             else:
@@ -312,12 +318,14 @@ def is_own(peer: socket.socket) -> bool:
 
 def _listen(store: str, run: str) -> tuple[socket.socket, Path]:
     path = host_path(store, run, f"{new_ulid(system_clock())}{_SUFFIX}")
+    new = path.with_name(f"{path.name}.new")  # it gets its name when it listens: one that refuses counts as left behind
     listening = socket.socket(socket.AF_UNIX)
     try:
-        with _short(path) as name:
+        with _short(new) as name:
             listening.bind(name)
-        path.chmod(0o600)
+        new.chmod(0o600)
         listening.listen()
+        new.rename(path)
     except BaseException:
         listening.close()
         raise

@@ -8,6 +8,7 @@ NearOnly, Stranded, Parted. If the trainer dies, the socket reaches end of file,
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -266,7 +267,9 @@ class Channel:
         return decode_json(body, kind)
 
     def take_fd(self) -> int:
-        """The descriptor that came with the message just received."""
+        """The descriptor that came with the message just received. Raises OSError if there is none."""
+        if not self._fds:
+            raise OSError(errno.EMFILE, "no descriptor came with the message: this process may have too many open")
         return self._fds.pop(0)
 
     def close(self) -> None:

@@ -125,9 +125,10 @@ class StepClock:
         self._end_with(Ending.REQUESTED)
 
     def closing(self) -> bool:
-        """The Checkpointer is closed. Returns whether that is because of an exception."""
+        """The Checkpointer is closed. Returns whether that is because of an exception; sys.exit() is none."""
         # The second is that of an exception that ends the interpreter.
-        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
         if failed:
             self._end_with(Ending.ERROR)
         return failed

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,14 +18,12 @@ from typing import Any
 import pytest
 
 from ckpt import Checkpointer
-from ckpt.config import Config
 from ckpt.saver import memory
 from ckpt.saver.lock import host_folder, host_path
 from ckpt.saver.memory import Attach, HeldSnapshot, Lingering, Refused, SlotContents, ask
 from ckpt.saver.messages import SaveJob, Setup
 from ckpt.saver.presence import savers
 from ckpt.saver.segment import Segment
-from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import Shard
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, chunk_table
 from ckptstore.names import Attempt, new_ulid, shard_name
@@ -304,9 +304,10 @@ def test_the_memory_of_a_trainer_that_ends_by_an_exception_is_kept(tmp_path: Pat
 
 
 def test_nothing_lingers_after_a_close_or_without_linger_s(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path / "store"), run=RUN, linger_s=600) as checkpointer:
+    with suppress(SystemExit), Checkpointer(str(tmp_path / "store"), run=RUN, linger_s=600) as checkpointer:
         checkpointer.save(network(1), None, 1)
         saver = checkpointer.saver_pid
+        sys.exit()  # no error
     assert saver is not None
     assert not is_alive(saver)
     with killed_trainer(tmp_path / "store2", "0") as saver:
@@ -347,33 +348,49 @@ def test_what_the_slots_hold_follows_commits_failures_and_reuse() -> None:
     assert contents.slots() == {1: held(THREE)}
 
 
-def test_the_memory_is_freed_when_the_host_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SETUP = Setup(
+    store="file:///somewhere", options={}, run=RUN, rank=0, world_size=1, compress="off", commit_timeout_s=1.0,
+    daemon=None, token=None, linger_s=600.0,
+)  # fmt: skip
+
+
+def ask_for_one() -> list[memory.Answer]:
+    return [answer for answer, _ in ask(SETUP.store, RUN, Attach(SETUP.store, RUN, str(ONE)))]
+
+
+@pytest.mark.parametrize("cause", ["little memory", "an error"])
+def test_the_memory_is_freed_when_the_host_needs_it(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     available = [1 << 40]
     monkeypatch.setattr(memory, "available_bytes", lambda environ: available[0])
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     contents, segments = SlotContents(), {0: Segment(SIZE), 1: Segment(SIZE)}
     hold(contents, 1, 1, ONE)
-    setup = Setup(
-        store="file:///somewhere", options={}, run=RUN, rank=0, world_size=1, compress="off", commit_timeout_s=1.0,
-        daemon=None, token=None, linger_s=600.0,
-    )  # fmt: skip
-    lingering = Lingering(setup, contents, segments)
+    lingering = Lingering(SETUP, contents, segments)
     assert set(segments) == {1}
-    [(answer, _)] = ask(setup.store, RUN, Attach(setup.store, RUN, str(ONE)))
-    assert answer == held(ONE)
-    available[0] = SIZE // 8 - 1
+    assert ask_for_one() == [held(ONE)]
+    if cause == "an error":
+        available.clear()
+    else:
+        available[0] = SIZE // 8 - 1
+    wait_until(lambda: not segments, "the end of the memory")
     lingering.wait()
-    assert segments == {}
-    assert list(ask(setup.store, RUN, Attach(setup.store, RUN, str(ONE)))) == []
+    assert ask_for_one() == []
 
 
-def test_linger_s_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CKPT_LINGER_S")
-    assert Config("/store", run="r").linger_s == memory.LINGER_S
-    monkeypatch.setenv("CKPT_LINGER_S", "7")
-    assert Config("/store", run="r").linger_s == 7
-    assert Config("/store", run="r", linger_s=0).linger_s == 0
-    monkeypatch.setenv("CKPT_LINGER_S", "soon")
-    with pytest.raises(InvalidRequest, match="linger_s soon is no time"):
-        Config("/store", run="r")
-    with pytest.raises(InvalidRequest, match="linger_s -1 is no time"):
-        Config("/store", run="r", linger_s=-1)
+def test_a_socket_is_found_only_once_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that refuses connections counts as left behind, and is removed."""
+    listen, early = socket.socket.listen, list[memory.Answer]()
+
+    def ask_and_listen(self: socket.socket) -> None:
+        early.extend(ask_for_one())
+        listen(self)
+
+    contents, segments = SlotContents(), {1: Segment(SIZE)}
+    hold(contents, 1, 1, ONE)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "listen", ask_and_listen)
+        lingering = Lingering(SETUP, contents, segments)
+    assert early == []
+    assert ask_for_one() == [held(ONE)]
+    memory.release(SETUP.store, RUN, SETUP.rank)
+    lingering.wait()

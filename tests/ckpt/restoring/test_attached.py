@@ -1,0 +1,86 @@
+"""Answers about memory that cannot be used: a restore reads from elsewhere, and leaves no descriptor open."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckpt.restoring.attached import attach
+from ckpt.saver import memory
+from ckpt.saver.lock import host_path
+from ckpt.saver.memory import HeldSnapshot
+from ckpt.saver.messages import Channel
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.stores import open_store
+from tests.ckpt.saver.lingering_train import RUN
+
+CHECKPOINT = Checkpoint(RUN, Attempt(1, new_ulid(1.0)), State.COMMITTED)
+
+
+@contextmanager
+def peer(store: str, answer: Callable[[Channel], None]) -> Iterator[None]:
+    """Something that answers where a saver would."""
+    path = host_path(store, RUN, "strange.memory")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    listening.listen()
+
+    def answer_one() -> None:
+        channel = Channel(listening.accept()[0], 30.0)
+        channel.receive(memory.Question)
+        answer(channel)
+        channel.close()
+
+    thread = threading.Thread(target=answer_one)
+    thread.start()
+    try:
+        yield
+        thread.join()
+    finally:
+        listening.close()
+        path.unlink(missing_ok=True)
+
+
+def held(num_bytes: int) -> HeldSnapshot:
+    return HeldSnapshot(str(CHECKPOINT.attempt), "s0", num_bytes, [], [], b"", b"")
+
+
+def test_an_answer_that_cannot_be_used_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, file = f"file://{tmp_path}", tmp_path / "file"
+    file.write_bytes(bytes(100))
+    with file.open("r+b") as short, file.open("ab") as unreadable:
+        cases: dict[str, Callable[[Channel], None]] = {
+            "no descriptor came with": lambda channel: channel.send(held(100)),
+            "fewer than 200 bytes": lambda channel: channel.send(held(200), fds=[short.fileno()]),
+            "cannot map 100 bytes": lambda channel: channel.send(held(100), fds=[unreadable.fileno()]),
+        }
+        for text, answer in cases.items():
+            before = os.listdir("/proc/self/fd")
+            caplog.clear()
+            with peer(store, answer):
+                assert attach(store, CHECKPOINT) is None
+            assert text in caplog.text
+            assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+class NextHeldSnapshot(msgspec.Struct, tag="HeldSnapshot"):
+    """As another version of the program might answer."""
+
+    slot: int
+
+
+def test_an_answer_of_another_version_stops_neither_a_restore_nor_a_save(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    url = open_store(store).url
+    with peer(url, lambda channel: channel.send(NextHeldSnapshot(1))):
+        assert attach(url, CHECKPOINT) is None
+    with peer(url, lambda channel: channel.send(NextHeldSnapshot(1))):
+        memory.release(url, RUN, 0)
