@@ -18,7 +18,7 @@ from itertools import groupby
 import msgspec
 
 from ckptstore.commits.catalog import Checkpoint, from_outcome, visible_attempts
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome, read_receipt, superseded
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome, read_receipt
 from ckptstore.commits.generations import (
     SEEN,
     create_generation,
@@ -88,8 +88,8 @@ def carry(near: Run, far: Run, attempt: Attempt, progress: Progress = lambda _: 
 
     Returns its far checkpoint; None if the near store has no such checkpoint. Safe from several processes: all write
     the same bytes. progress: called with the stored bytes that were copied, or found in the far store and verified.
-    Raises Superseded if another trainer has continued the run, or the same one has begun a newer generation there;
-    AttemptAborted if its far attempt was aborted; ReferenceLost if the far store has deleted a checkpoint whose chunks
+    Raises Superseded if another trainer has continued the run; AttemptAborted if its far attempt, or one that it
+    references, was aborted; ReferenceLost if the far store has deleted a checkpoint whose chunks
     it needs; CorruptObject or ObjectMissing if it is damaged; Unavailable if either store is away.
     """
     original = _committed(near, attempt)
@@ -99,9 +99,14 @@ def carry(near: Run, far: Run, attempt: Attempt, progress: Progress = lambda _: 
     newest = establish(near, far, attempt.generation)
     outcome = read_outcome(far, attempt)
     if outcome is None:
-        outcome = commit_attempt(far, _copy(near, far, original, progress), newest)
+        try:
+            outcome = commit_attempt(far, _copy(near, far, original, progress), newest)
+        except Superseded as error:
+            establish(near, far, attempt.generation)  # raises it if another trainer has continued the run
+            raise AttemptAborted(f"{original.id} is not committed in {far.store.url}: {error.message}") from error
     elif outcome.committed is None:
-        raise superseded(outcome) or AttemptAborted(
+        # By a generation of this near store, if that is why: others roll a complete copy forward, and know no better.
+        raise AttemptAborted(
             f"{original.id} was aborted in {far.store.url} by {outcome.by}",
             "It was not carried for too long. Copy it by hand: ckptctl cp, with --as if the run has gone on",
         )

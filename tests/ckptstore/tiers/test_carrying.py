@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,11 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation, list_generations, newest_generation
 from ckptstore.commits.labels import LabelChange, change_labels
-from ckptstore.errors import CorruptObject, StoreUnavailable, Superseded
+from ckptstore.errors import AttemptAborted, CorruptObject, StoreUnavailable, Superseded
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
+from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
 from ckptstore.stores import open_store
@@ -263,3 +266,24 @@ def test_a_restore_takes_what_is_far_once_another_trainer_has_begun_there(tiers:
     assert [(c.step, c.state) for c in source.checkpoints("gpt")] == [(20, State.ABANDONED), (10, State.COMMITTED)]
     with pytest.raises(Superseded):
         carry(tiers.near, tiers.far, late.attempt)
+
+
+def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers: Tiers) -> None:
+    aborted = 0
+    for at in count():
+        first = tiers.begin()
+        late = tiers.save(20, first)
+        newest = tiers.save(30, tiers.begin(late), late)
+        faults = Faults(at)
+        with suppress(StoreUnavailable):
+            carry(tiers.near, Run(FaultyStore(tiers.far.store, faults), "gpt"), newest.attempt)
+        collect(tiers.far)  # a daemon, or a restore on another host
+        try:
+            carry(tiers.near, tiers.far, newest.attempt)
+        except AttemptAborted:
+            aborted += 1  # it knows the newer generation, and not whose it is
+        if len(faults.calls) <= at:
+            break
+        for run in (tiers.near, tiers.far):
+            run.store.delete_many([info.key for info in run.store.list("")])
+    assert aborted < at / 5
