@@ -214,7 +214,8 @@ def test_torch_reads_what_jax_wrote_and_jax_what_torch_wrote(tmp_path: Path) -> 
         "run = ckpt.Checkpointer(sys.argv[1], run='jax', writer='thread')\n"
         "found, values = run.load(), run.restore().values['state']\n"
         "assert found['state/half'].dtype is torch.bfloat16 and found['state/eighth'].dtype is torch.float8_e4m3fn\n"
-        "assert values['half'].dtype is torch.bfloat16 and values['plain'] == (3, 'text', None)\n"
+        # An array where ml_dtypes is installed (Keras brings it), else a tensor.
+        "assert str(values['half'].dtype).endswith('bfloat16') and values['plain'] == (3, 'text', None)\n"
         "print(found['state/cut twice'].double().sum().item().hex())\n"
         "model = torch.nn.Linear(30, 20)\n"
         "other = ckpt.Checkpointer(sys.argv[1], run='torch', writer='thread')\n"
