@@ -214,7 +214,13 @@ class TieredSource(StoreSource):
         best: Checkpoint | None = None
         for tier in tiers:
             source = self.near if tier == NEAR else self._quick
-            found = read_checkpoint(self._of(source, run), attempt, seen[tier][attempt])
+            try:
+                found = read_checkpoint(self._of(source, run), attempt, seen[tier][attempt])
+            except Unavailable as error:
+                if tier == tiers[-1]:
+                    raise
+                logger.warning("reading without the near store: %s", error)
+                continue
             if found is not None and (best is None or best.state is State.CORRUPT):
                 best = replace(found, tiers=tiers)
             if best is not None and best.state is not State.CORRUPT:

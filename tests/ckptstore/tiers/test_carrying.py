@@ -287,3 +287,17 @@ def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers:
         for run in (tiers.near, tiers.far):
             run.store.delete_many([info.key for info in run.store.list("")])
     assert aborted < at / 5
+
+
+def test_a_near_store_that_fails_does_not_hide_what_is_far(tiers: Tiers) -> None:
+    one = tiers.save(10, tiers.begin())
+    enqueue(tiers.near, one.attempt)
+    tiers.carry_all()
+    for at in count():
+        faults = Faults(at)
+        source = TieredSource(FaultyStore(tiers.near.store, faults), tiers.far.store)
+        found = source.latest("gpt")
+        assert found.id == one.id
+        assert source.manifest_data(found) == tiers.near.store.get(tiers.near.keys.manifest(one.attempt))
+        if len(faults.calls) <= at:
+            break
