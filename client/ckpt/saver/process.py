@@ -95,8 +95,8 @@ def main(sock: int, lock: int) -> int:
     if lingering is not None:
         report(Parted())
         channel.close()
-        note.lingers()
         _yield_to_all()
+        note.lingers()
         lingering.wait()
     else:
         channel.close()
@@ -108,6 +108,7 @@ def _yield_to_all() -> None:
     """All work is done: this process only keeps memory, and ends at the first request, or if the host needs memory."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_DFL)
+    os.chdir("/")  # the file system of the job may be unmounted
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:

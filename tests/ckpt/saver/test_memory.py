@@ -252,14 +252,14 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_a_saver_that_lingers_holds_up_nothing_and_ends_by_itself(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    with killed_trainer(store, "2") as saver:
-        wait_for_memory(store)
-        assert saver not in [state.pid for state in savers()]
-        held = sum("ckpt-arena" in str(link.readlink()) for link in Path(f"/proc/{saver}/fd").iterdir())
-        assert held <= 1
+    with killed_trainer(store, "0.5") as saver:
         wait_until(lambda: not is_alive(saver), "the end of linger_s")
     with killed_trainer(tmp_path / "store2") as saver:
         wait_for_memory(tmp_path / "store2")
+        assert saver not in [state.pid for state in savers()]
+        held = sum("ckpt-arena" in str(link.readlink()) for link in Path(f"/proc/{saver}/fd").iterdir())
+        assert held == 1
+        wait_until(lambda: os.readlink(f"/proc/{saver}/cwd") == "/", "that it leaves the folder of the job")
         os.kill(saver, signal.SIGTERM)
         wait_until(lambda: not is_alive(saver), "the end by a signal")
         # Its socket is removed by the next one that looks.
