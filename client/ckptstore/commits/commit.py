@@ -150,7 +150,7 @@ def decide(
 ) -> Outcome:
     """Create the outcome of an attempt, or return the existing one. Durable on return.
 
-    The nonce distinguishes a lost reply from a lost race: after a refusal the object is read back.
+    The nonce distinguishes a lost reply from a lost race: after a refusal or an error the object is read back.
     """
     now = run.clock()
     proposal = Outcome(
@@ -159,11 +159,17 @@ def decide(
     )  # fmt: skip
 
     def once() -> Outcome:
-        if run.store.put_if_absent(run.keys.outcome(attempt), seal(proposal)):
-            return proposal
+        failure: StoreUnavailable | None = None
+        try:
+            if run.store.put_if_absent(run.keys.outcome(attempt), seal(proposal)):
+                return proposal
+        except StoreUnavailable as error:
+            if run.store.retry_s:  # it has tried for long enough
+                raise
+            failure = error
         outcome = read_outcome(run, attempt)
         if outcome is None:
-            raise StoreUnavailable(
+            raise failure or StoreUnavailable(
                 f"cannot read the outcome of attempt {attempt} of run {run.name!r} in {run.store.url}",
                 "Nothing is lost: the attempt is committed or collected when the store is available again",
             )

@@ -175,7 +175,7 @@ def test_a_lost_reply_on_the_outcome_is_a_success(store: Store, committed: bool)
     assert (outcome.committed is not None) is committed
 
 
-@pytest.mark.parametrize(("retry_s", "requests"), [(0.0, 3), (1e-9, 1)], ids=["store", "store that retries"])
+@pytest.mark.parametrize(("retry_s", "requests"), [(0.0, 6), (1e-9, 1)], ids=["store", "store that retries"])
 def test_an_outcome_that_cannot_be_learned_is_not_guessed(store: Store, retry_s: float, requests: int) -> None:
     """Tried three times; but not on a store that has tried for two minutes before each of its errors."""
     attempt = new_attempt()
