@@ -89,7 +89,7 @@ def test_all_is_near_at_once_and_far_afterwards(tmp_path: Path, monkeypatch: pyt
             assert left["near_since"] == waiting.since
             service.start()
             wait_until(lambda: len(there()) > 2, deadline_s=LIMIT_S)
-        # The saver outlives the trainer, carries what is left, and ends.
+        # The saver outlives the trainer, carries the backlog, and ends.
         wait_until(lambda: invoke("drain", "kill", "--timeout", "60").code == 0, deadline_s=LIMIT_S)
         wait_until(lambda: not is_alive(second.saver), deadline_s=LIMIT_S)
         done = there()

@@ -1,6 +1,6 @@
 """A trainer to be killed: `kill_train STORE [DAEMON]`. Its weights are a function of the step.
 
-It checks what it resumes from, then saves step after step, telling on standard output: "resumed STEP",
+It checks what it resumes from, then saves step after step, printing "resumed STEP",
 "saver PID", "saved STEP" (right after save_async returned), "died" (the saver's death was reported).
 """
 
@@ -29,17 +29,23 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    """Train until killed."""
+def resumed(checkpointer: Checkpointer) -> tuple[nn.ParameterDict, int]:
+    """The model and the step after the restore. Exits with 9 if the weights are not those of the step."""
     model = nn.ParameterDict({"w": torch.zeros(SIZE)})
-    daemon = sys.argv[2] if len(sys.argv) > 2 else None
-    checkpointer = Checkpointer(sys.argv[1], run="kill", daemon=daemon)
     restored = checkpointer.restore(model)
     step = restored.step if restored else 0
     if restored and not torch.equal(model["w"], weights(step)):
         say("WRONG", step)
         sys.exit(9)
     say("resumed", step)
+    return model, step
+
+
+def main() -> None:
+    """Train until killed."""
+    daemon = sys.argv[2] if len(sys.argv) > 2 else None
+    checkpointer = Checkpointer(sys.argv[1], run="kill", daemon=daemon)
+    model, step = resumed(checkpointer)
     while True:
         step += 1
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """A trainer with a near store, to be killed: `near_train STORE NEAR`. Its weights are a function of the step.
 
-It checks what it resumes from, then saves step after step, telling on standard output: "resumed STEP", "saver PID",
+It checks what it resumes from, then saves step after step, printing "resumed STEP", "saver PID",
 "saved STEP" (when it is committed near).
 """
 
@@ -10,22 +10,15 @@ import sys
 import time
 
 import torch
-from torch import nn
 
 from ckpt import Checkpointer
-from tests.support.kill_train import say, weights
+from tests.support.kill_train import resumed, say, weights
 
 
 def main() -> None:
     """Train until killed."""
-    model = nn.ParameterDict({"w": torch.zeros(300_000)})
     checkpointer = Checkpointer(sys.argv[1], run="kill", near=sys.argv[2], near_keep=1, store_retry_s=1.0)
-    restored = checkpointer.restore(model)
-    step = restored.step if restored else 0
-    if restored and not torch.equal(model["w"], weights(step)):
-        say("WRONG", step)
-        sys.exit(9)
-    say("resumed", step)
+    model, step = resumed(checkpointer)
     while True:
         step += 1
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Carrier: brings the checkpoints of the near store to the far one, in the saver of rank 0, in a thread of its own.
 
-No save waits for it. What it has to do is in the near store (the backlog, ckptstore.tiers.carrying), so that the saver
-that comes after this one continues. One carrier of a host works at a time: a lock decides.
+No save waits for it. Its work list, the backlog (ckptstore.tiers.carrying), is in the near store, so that the next
+saver continues it. One carrier of a host works at a time: a lock decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_S = 0.5
 
 
 class Carrier:
-    """The way from one near run to the far one. `committed` and `release` may be called from any thread."""
+    """Carries the checkpoints of one near run to the far one. Any thread may call `committed` and `release`."""
 
     def __init__(
         self, near: Run, far: Run, setup: Setup, numbering: Numbering, report: Callable[[Report], None],
@@ -48,8 +48,8 @@ class Carrier:
         self._numbering = numbering
         self._report = report
         self._carried = carried
-        self._told: NearOnly | None = None
-        self._telling = threading.Lock()
+        self._reported: NearOnly | None = None
+        self._reporting = threading.Lock()
         self._commits: Counter[int] = Counter()
         """By generation."""
         self._newest: Attempt | None = None
@@ -62,16 +62,16 @@ class Carrier:
         self._thread.start()
 
     def committed(self, attempt: Attempt) -> None:
-        """A checkpoint is committed near: every `far_every`-th one of a generation is to be carried, from the first on.
+        """A checkpoint is committed near. The first of a generation and each `far_every`-th after it join the backlog.
 
-        That is recorded on return.
+        The backlog is durable on return.
         """
         due = self._commits[attempt.generation] % self._setup.far_every == 0
         self._commits[attempt.generation] += 1
         self._newest = max(self._newest or attempt, attempt)
         if due:
             self._enqueue(attempt)
-            self._tell()
+            self._report_backlog()
         self._wake()
 
     def release(self, lease: str) -> None:
@@ -80,9 +80,9 @@ class Carrier:
         self._wake()
 
     def finish(self) -> None:
-        """Nothing more is committed: the newest checkpoint is to be carried, too. Returns when all is far.
+        """Nothing more is committed: the newest checkpoint joins the backlog. Returns when the backlog is empty.
 
-        Or if the far store is away for `store_retry_s`, or another carrier of this host is at work; the backlog stays.
+        Returns earlier if the far store is away for `store_retry_s`, or another carrier of this host is at work.
         """
         if self._newest is not None:
             self._enqueue(self._newest)
@@ -128,7 +128,7 @@ class Carrier:
                 self._pause(_LOOK_S, ending)
                 continue
             if away_since is not None and alone:
-                self._report(Warned(f"{self._far.store.url} answers again, and all that was due is there"))
+                self._report(Warned(f"{self._far.store.url} answers again, and has the whole backlog"))
             away_since, pause_s = None, _SHORTEST_PAUSE_S
             if ending:
                 return
@@ -140,7 +140,7 @@ class Carrier:
             self._work = True
 
     def _begin(self) -> None:
-        """Take over what a killed saver left: its last checkpoint was to be carried, and its attempts are orphans."""
+        """Take over from a killed saver: put its last checkpoint into the backlog, and abort its orphaned attempts."""
         try:
             collect(self._near)
             last = next(newest_first(self._near), None)
@@ -157,7 +157,7 @@ class Carrier:
         """Carry the backlog. False if another carrier of this host does. Raises Unavailable."""
         while True:
             with try_lock(self._setup.home, self._setup.run, "carrier") as locked:
-                self._tell()
+                self._report_backlog()
                 attempts = queued(self._near) if locked else []
                 if attempts:
                     self._check_mounted()
@@ -166,7 +166,7 @@ class Carrier:
                 return False
             trim(self._near, self._setup.near_keep)
             if not attempts:
-                self._tell()
+                self._report_backlog()
                 while self._leases:
                     release_lease(self._far, self._leases[-1])
                     self._leases.pop()
@@ -203,14 +203,14 @@ class Carrier:
                 f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
             )
 
-    def _tell(self) -> None:
-        with self._telling:  # what was looked up later is reported later
+    def _report_backlog(self) -> None:
+        with self._reporting:  # what was looked up later is reported later
             try:
                 found = backlog(self._near)
             except CkptError as error:
                 logger.warning("the backlog of run %s is not known: %s", self._near.name, error)
                 return
             now = NearOnly(len(found.attempts), found.bytes, found.since)
-            if now != self._told:
-                self._told = now
+            if now != self._reported:
+                self._reported = now
                 self._report(now)

@@ -83,16 +83,8 @@ def noted_checkpoint(store: str, run: str) -> Path | None:
 @contextmanager
 def try_lock(store: str, run: str, role: str) -> Iterator[bool]:
     """Hold a lock of this host in the block; False if another thread or process holds it. Raises InvalidRequest."""
-    fd = os.open(host_path(store, run, role), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(fd)
+    with _locked(host_path(store, run, role)) as locked:
+        yield locked
 
 
 def _hold(path: Path) -> int:
@@ -102,13 +94,20 @@ def _hold(path: Path) -> int:
 
 
 def _is_held(path: Path) -> bool:
+    with _locked(path) as locked:
+        return not locked
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
     finally:
         os.close(fd)
 

@@ -6,7 +6,8 @@ commit is pending. It frees all others, and gives descriptors to trainers of thi
 restore. The store decides which attempt that is, and its manifest which bytes are right: the answer names the digest of
 each chunk's stored bytes, and that of the bytes before encoding, taken before they were encoded.
 
-Peers meet at a Unix socket in the folder of the locks, which only this user can reach. Each checks the other's user.
+Trainers connect to a Unix socket in the folder of the locks, which only this user can reach. Each end checks the
+other's user.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ Answer = HeldSnapshot | Refused | Freed
 class SlotContents:
     """What the slots of the arena hold. For any thread."""
 
-    def __init__(self, of_use: bool = True) -> None:
-        """of_use: otherwise nothing is noted."""
-        self.of_use = of_use
+    def __init__(self, enabled: bool = True) -> None:
+        """enabled: otherwise nothing is recorded."""
+        self.enabled = enabled
         self._lock = threading.Lock()
         self._held: dict[int, tuple[int, HeldSnapshot]] = {}
         """By slot: number of the job, and its snapshot."""
@@ -117,18 +118,18 @@ class SlotContents:
             with self._lock:
                 self._held.pop(job.slot, None)
 
-    def noting(self, job: SaveJob, encode: Encode) -> Encode:
-        """Encode the chunks of a job, and note the digests of their bytes before encoding."""
-        if not self.of_use or job.slot is None or job.streamed:
+    def recording(self, job: SaveJob, encode: Encode) -> Encode:
+        """Encode the chunks of a job, and record the digests of their bytes before encoding."""
+        if not self.enabled or job.slot is None or job.streamed:
             return encode
         digests = self._digests[job.number] = {}
 
-        def noting(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+        def encode_and_record(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
             chunk = encode(raw, span)
             digests[span.at] = chunk.raw_digest
             return chunk
 
-        return noting
+        return encode_and_record
 
     def uploaded(
         self, job: SaveJob, attempt: Attempt, shard: Shard | None, chunks: Sequence[tuple[ChunkSpan, bytes]]
@@ -165,10 +166,10 @@ class SlotContents:
 
 
 class Lingering:
-    """Gives the memory to other trainers, in threads of its own, until it is freed."""
+    """Serves the memory to other trainers, in threads of its own, until it is freed."""
 
     def __init__(self, setup: Setup, contents: SlotContents, segments: dict[int, Segment]) -> None:
-        """Frees all segments that hold nothing of use. segments: by slot; emptied when the memory is freed.
+        """Frees all segments that hold nothing a trainer may need. segments: by slot; emptied when the memory is freed.
 
         Raises OSError, or InvalidRequest as SaverLock does.
         """
@@ -178,7 +179,7 @@ class Lingering:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         """Guards the descriptors of the segments."""
-        self._drop_useless()
+        self._free_unneeded()
         self._socket, self._path = _listen(setup.home, setup.run)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._watch)]
         for thread in self._threads:
@@ -203,7 +204,7 @@ class Lingering:
     def _wait_for_end(self) -> None:
         deadline = time.monotonic() + self._setup.linger_s
         while not self._ended.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-            self._drop_useless()
+            self._free_unneeded()
             held = sum(segment.num_bytes for segment in self._segments.values())
             available = available_bytes(environ={})
             if not held or time.monotonic() >= deadline or (available is not None and available * _RESERVE < held):
@@ -235,7 +236,7 @@ class Lingering:
         if (question.store, question.run) != (setup.home, setup.run):
             channel.send(Refused(f"this saver has saved run {setup.run!r} in {setup.home}"))
         elif isinstance(question, Attach):
-            self._give(question.attempt, channel)
+            self._send_held(question.attempt, channel)
         elif question.rank != setup.rank:
             channel.send(Refused(f"this is the memory of rank {setup.rank}"))
         else:
@@ -243,7 +244,7 @@ class Lingering:
             self._threads[1].join()
             channel.send(Freed())
 
-    def _give(self, attempt: str, channel: Channel) -> None:
+    def _send_held(self, attempt: str, channel: Channel) -> None:
         for slot, held in self._contents.slots().items():
             if held.attempt == attempt:
                 with self._lock:
@@ -256,10 +257,10 @@ class Lingering:
                     return
         channel.send(Refused(f"attempt {attempt} is not in memory here"))
 
-    def _drop_useless(self) -> None:
-        useful = self._contents.slots()
+    def _free_unneeded(self) -> None:
+        needed = self._contents.slots()
         with self._lock:
-            for slot in [slot for slot in self._segments if slot not in useful]:
+            for slot in [slot for slot in self._segments if slot not in needed]:
                 self._segments.pop(slot).close()
 
     def _free(self) -> None:
@@ -269,7 +270,7 @@ class Lingering:
 
 
 def linger(setup: Setup, contents: SlotContents | None, segments: dict[int, Segment]) -> Lingering | None:
-    """Keep the memory that is of use to the next trainer, and free the rest. None: nothing is kept."""
+    """Keep the memory that the next trainer may need, and free the rest. None: nothing is kept."""
     if contents is not None and contents.slots() and sys.platform == "linux":
         try:
             return Lingering(setup, contents, segments)
@@ -283,7 +284,7 @@ def linger(setup: Setup, contents: SlotContents | None, segments: dict[int, Segm
 def ask(store: str, run: str, question: Question) -> Iterator[tuple[Answer, Channel]]:
     """The answers of all savers of a run on this host that keep memory; with the channel of each, until the next one.
 
-    Never raises: a saver that does not answer is as good as none.
+    Never raises: a saver that does not answer is left out.
     """
     try:
         paths = sorted(host_folder().glob(f"{host_path(store, run, '').name}*{_SUFFIX}"))

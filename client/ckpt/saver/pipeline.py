@@ -124,9 +124,9 @@ class SavePipeline:
         cpu_budget = setup.cpu_budget if own_process else None
         self._throttle = CpuThrottle(cpu_budget)
         self._encoder = Encoder(self._throttle, setup.encoded_bytes or BUDGET_BYTES)
-        self._contents = contents or SlotContents(of_use=False)
+        self._contents = contents or SlotContents(enabled=False)
         threads = min(THREADS, cpu_budget or THREADS)
-        self._codings = codings_for(setup.compress, store.url, threads, self._contents.of_use)
+        self._codings = codings_for(setup.compress, store.url, threads, self._contents.enabled)
         self._lock = threading.Lock()
         self._leases: set[str] = set()
         self._noted = self._warned = False
@@ -176,7 +176,7 @@ class SavePipeline:
             chunks = incremental.changed_in(reader.chunks(spans), reader.decided)
         else:
             chunks = incremental.changed(raw)
-        encoding = self._encoder.begin(chunks, self._contents.noting(job, encode))
+        encoding = self._encoder.begin(chunks, self._contents.recording(job, encode))
         running = _RunningJob(job, placed, derived, incremental, codings, encoding, survey, reader, received_at)
         with self._lock:
             self._waiting[job.number] = running
@@ -214,7 +214,7 @@ class SavePipeline:
         have not begun.
         """
         self._throttle.lift()
-        self._codings = codings_for("off", self._store.url, THREADS, self._contents.of_use)
+        self._codings = codings_for("off", self._store.url, THREADS, self._contents.enabled)
         with self._lock:
             queued = sum(one.job.slot is not None for one in self._waiting.values())
         for _ in range(queued):

@@ -1,7 +1,7 @@
 """Room: what to do when the near store is full, with its disk or with the bytes that a run may have there.
 
 `on_busy` decides: a save waits until the carrier has made room, or it is skipped. What is committed near is never
-dropped for it.
+deleted to make room.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LOOK_S = 0.2
 _IDLE_S = 10.0
-"""How long nothing has to be carried before a wait is without hope: the carrier deletes just after it has carried."""
+"""How long nothing has to be carried before a wait is hopeless: the carrier deletes just after it has carried."""
 
 
 class Room:
@@ -42,7 +42,7 @@ class Room:
     def fit(self, num_bytes: int, write: Callable[[], _T], repeatable: bool) -> _T:
         """The result of writing this many bytes, when there is room. repeatable: a write that failed is tried again.
 
-        Raises SaveSkipped, or StoreFull if waiting is not asked for, or without hope; and the errors of `write`.
+        Raises SaveSkipped, or StoreFull if waiting is not asked for, or is hopeless; and the errors of `write`.
         """
         idle_since: float | None = None
         warned = False

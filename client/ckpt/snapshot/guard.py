@@ -112,7 +112,7 @@ def sample(tensor: torch.Tensor) -> Sample:
     """
     base, num_bytes = tensor.untyped_storage().data_ptr(), tensor.nbytes
     if not tensor.is_cpu or not num_bytes:
-        return Sample(base, bytes)
+        return unread(tensor)
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     span_bytes = tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in strides))
     memory = memoryview(memory_at(tensor.data_ptr(), span_bytes)).cast("B")
@@ -126,7 +126,7 @@ def sample(tensor: torch.Tensor) -> Sample:
 
 
 def unread(tensor: torch.Tensor) -> Sample:
-    """No samples: the memory of a device is not read by the CPU."""
+    """No samples: the CPU does not read memory of a device, and an empty tensor has none."""
     return Sample(tensor.untyped_storage().data_ptr(), bytes)
 
 

@@ -1,8 +1,8 @@
 """Carrying: commits the checkpoints of a near store in the far one, oldest first, under the same names.
 
 A copy has the same bytes as the original, object for object, and is committed by the same protocol: it exists as a
-whole or not at all, and an interrupted one continues where it stopped. The backlog are the checkpoints that are pinned
-as `far` in the near store: no prune removes them before they are carried, and it outlives every process.
+whole or not at all, and an interrupted one continues where it stopped. The backlog is the set of checkpoints that are
+pinned as `far` in the near store: no prune removes them before they are carried, and it outlives every process.
 
 Generations have the same numbers in both stores, so the far one sees the lineage that the near one has. If another
 trainer began a generation in the far store that the near one's trainers had not seen, it has continued the run: then
@@ -42,10 +42,10 @@ from ckptstore.retention.tombstones import hide, sweep
 from ckptstore.run import Run
 from ckptstore.tiers.copying import copy_labels, copy_shard
 
-FAR = "far"
-"""The pin of checkpoints that are to be carried."""
+QUEUED = "far"
+"""The pin of the backlog."""
 STRANDED = "stranded"
-"""The pin of checkpoints that were to be carried when another trainer had continued the run in the far store."""
+"""The pin of checkpoints that cannot be carried any more: another trainer has continued the run in the far store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class Backlog:
 
 def enqueue(near: Run, attempt: Attempt) -> None:
     """A checkpoint of the near store is to be carried; durable on return. Idempotent. Raises Unavailable."""
-    _hold(near, attempt, FAR)
+    _hold(near, attempt, QUEUED)
 
 
 def queued(near: Run) -> list[Attempt]:
     """The attempts to be carried, oldest first."""
-    return sorted(attempt for attempt, held in pinned(near).items() if FAR in held)
+    return sorted(attempt for attempt, held in pinned(near).items() if QUEUED in held)
 
 
 def backlog(near: Run) -> Backlog:
@@ -235,4 +235,4 @@ def _hold(near: Run, attempt: Attempt, name: str) -> None:
 
 
 def _release(near: Run, attempt: Attempt) -> None:
-    near.store.delete_many([near.keys.pin(attempt, FAR)])
+    near.store.delete_many([near.keys.pin(attempt, QUEUED)])

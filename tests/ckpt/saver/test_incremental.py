@@ -193,7 +193,7 @@ def test_what_thaws_is_stored_and_what_freezes_is_referenced(checkpointer: Check
     check_all(tmp_path)
 
 
-def test_a_layout_that_changed_is_stored_anew(checkpointer: Checkpointer, tmp_path: Path) -> None:
+def test_a_layout_that_changed_is_stored_whole(checkpointer: Checkpointer, tmp_path: Path) -> None:
     training = Training()
     first = training.save(checkpointer)
     training.model.base = nn.Linear(512, 1025).requires_grad_(False)

@@ -21,7 +21,7 @@ from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.tiers.carrying import FAR, STRANDED, backlog, carry, enqueue, queued, strand, trim
+from ckptstore.tiers.carrying import QUEUED, STRANDED, backlog, carry, enqueue, queued, strand, trim
 from ckptstore.tiers.source import TieredSource
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving
@@ -235,7 +235,7 @@ def test_damage_is_not_carried(tiers: Tiers) -> None:
     with pytest.raises(CorruptObject):
         tiers.carry_all()
     assert listed(tiers.far) == []
-    assert pinned(tiers.near)[one.attempt] == [FAR]
+    assert pinned(tiers.near)[one.attempt] == [QUEUED]
 
 
 def test_the_near_store_keeps_the_newest_and_the_backlog(tiers: Tiers) -> None:
