@@ -6,7 +6,7 @@ ARG BASE=python:${PYTHON}-slim
 
 FROM ${BASE} AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY client client
 COPY ckptd ckptd
 RUN pip install --no-cache-dir --prefix=/install -c constraints.txt '.[server,s3,postgresql,otel]'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -72,6 +74,15 @@ def test_without_extras_there_is_what_a_trainer_needs(programs: Path) -> None:
         refused = subprocess.run([programs / program, "serve"], capture_output=True, text=True)
         assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
         assert f"pip install 'ckptd[{extra}]'" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_loops_of_float_split_are_compiled_where_there_is_a_compiler(programs: Path, tmp_path: Path) -> None:
+    asked = "from ckptstore.format.fused import IS_BUILT; print(IS_BUILT)"
+    assert run(programs / "python", "-c", asked).strip() == str(shutil.which("cc") is not None)
+    pip = ["pip", "wheel", "--quiet", "--retries", "10", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run([sys.executable, "-m", *pip], env={**os.environ, "CC": "/without/compiler"}, check=True)
+    assert [path.name.split("-", 2)[2] for path in tmp_path.iterdir()] == ["py3-none-any.whl"]
 
 
 @pytest.mark.slow

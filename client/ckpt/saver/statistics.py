@@ -20,8 +20,9 @@ from ckptstore.format.codecs import FLOAT_SPLIT
 from ckptstore.format.columns import Column
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.extremes import BlockExtremes
-from ckptstore.format.float_split import BLOCK_BYTES, GROUP
+from ckptstore.format.float_split import GROUP
 from ckptstore.format.number_types import FLOATS, FloatLayout, Numbers, Words, decode_words, layout_of, words_of
+from ckptstore.format.passes import BLOCK_BYTES
 from ckptstore.format.statistics import Table
 
 WHOLE = 1024

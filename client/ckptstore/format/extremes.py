@@ -50,11 +50,7 @@ class BlockExtremes:
 
     def add(self, words: Words, high: Words, highest: int) -> None:
         """Add the next block. high: the upper 16 bits of its words, in any order. highest: the largest of these."""
-        places = self._places[self._blocks]
-        if places is not None:
-            self.taken.append(words.take(places))
-        self._blocks += 1
-        self.added += len(words)
+        self._next_block(words)
         negative = highest > _LARGEST_POSITIVE
         top = int(_largest_of(high.view(np.int16))) if negative else highest
         if words.itemsize == 2:
@@ -69,15 +65,29 @@ class BlockExtremes:
         if not negative and self._smallest and int(high.min()) <= self._smallest >> below:
             self._smallest = min(self._smallest, int(words.min()))
 
+    def add_found(self, words: Words, unsigned: int, signed: int, smallest: int | None) -> None:
+        """Add the next block, whose extremes are known. smallest: as unsigned number; None: a word is negative."""
+        self._next_block(words)
+        self.unsigned, self.signed = max(self.unsigned, unsigned), max(self.signed, signed)
+        if smallest is not None:
+            self._smallest = min(self._smallest, smallest)
+
     def add_rest(self, words: Words) -> None:
         """Add the words after the last block."""
-        places = self._places[-1]
-        if places is not None:
-            self.taken.append(words.take(places))
-        self.added += len(words)
+        self._take(words, self._places[-1])
         self.unsigned = max(self.unsigned, int(words.max()))
         self.signed = max(self.signed, int(words.view(f"i{words.itemsize}").max()))
         self._smallest = min(self._smallest, int(words.min()))
+
+    def _next_block(self, words: Words) -> None:
+        self._take(words, self._places[self._blocks])
+        self._blocks += 1
+
+    def _take(self, words: Words, places: Words | None) -> None:
+        """Count the words and keep the sampled ones."""
+        if places is not None:
+            self.taken.append(words.take(places))
+        self.added += len(words)
 
     @property
     def bounds(self) -> tuple[int, int, int]:

@@ -1,0 +1,321 @@
+/* The loops of float-split, compiled: each reads and writes every word of a block once. passes.py has the same loops in
+ * numpy, and explains what they do; docs/explanation/format.md has the layout. No function allocates memory, calls
+ * another library or checks sizes: fused.py does. The compiler vectorizes the loops, for several generations of
+ * processors where it can.
+ */
+#include <stddef.h>
+#include <stdint.h>
+
+typedef uint16_t u16 __attribute__((aligned(1), may_alias)); /* chunks begin anywhere in a shard */
+typedef uint32_t u32 __attribute__((aligned(1), may_alias));
+typedef int16_t i16 __attribute__((aligned(1), may_alias));
+typedef int32_t i32 __attribute__((aligned(1), may_alias));
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
+#define LOOP __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define LOOP
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+enum { TILE = 1024 };  /* words of 32 bits whose upper halves stay in the L1 cache between two loops */
+enum { STRETCH = 128 }; /* words that are searched for escapes at once */
+enum { GROUP = 4 };    /* lanes of each half in which one escape counts as much as all */
+enum { WINDOW = 16 };  /* codes that fit into half a byte */
+enum { SAMPLE = 64 };  /* one word in so many is looked at */
+
+/* How 16 bits are divided: _Fields in passes.py. */
+struct fields { unsigned shift, rest, outside; };
+static const struct fields EXPONENT = {7, 0x807F, 0xF0 << 7}, TOP_BYTE = {8, 0x00FF, 0xF0 << 8};
+
+struct found { /* what a block is like */
+    uint32_t most;             /* the largest word, as unsigned number */
+    int32_t top;               /* and as signed number */
+    uint32_t least, any;       /* the smallest, as unsigned number; whether an exponent is outside of the window */
+    uint32_t top_bytes, base, pairs;
+    uint32_t equal_low, equal_rest; /* sampled lanes that equal the next one */
+};
+
+INLINE uint16_t swapped(uint16_t lane) { return (uint16_t)(lane << 8 | lane >> 8); }
+
+/* Lanes of two halves of a block: 8 bits of each go to `rest`; the others to `codes`, two in a byte if `pairs`. */
+INLINE void split_lanes(const u16 *restrict first, const u16 *restrict second, size_t lanes, struct fields in,
+                        unsigned base, int pairs, u16 *restrict rest, uint8_t *restrict codes) {
+    const uint16_t origin = (uint16_t)(base << in.shift);
+    u16 *restrict wide = (u16 *)codes;
+    for (size_t i = 0; i < lanes; i++)
+        rest[i] = (uint16_t)((first[i] & in.rest) | swapped(second[i] & in.rest));
+    if (pairs)
+        for (size_t i = 0; i < lanes; i++) {
+            uint16_t a = (uint16_t)(first[i] - origin), b = (uint16_t)(second[i] - origin);
+            codes[i] = (uint8_t)((a >> in.shift & 0x0F) | (b >> (in.shift - 4) & 0xF0));
+        }
+    else
+        for (size_t i = 0; i < lanes; i++)
+            wide[i] = (uint16_t)((first[i] >> in.shift & 0xFF) | (second[i] << (8 - in.shift) & 0xFF00));
+}
+
+INLINE void join_lanes(const u16 *restrict rest, const uint8_t *restrict codes, size_t lanes, struct fields in,
+                       unsigned base, int pairs, u16 *restrict first, u16 *restrict second) {
+    const u16 *restrict wide = (const u16 *)codes;
+    const uint16_t field = (uint16_t)(0xFF << in.shift), origin = (uint16_t)(base << in.shift);
+    if (pairs)
+        for (size_t i = 0; i < lanes; i++) {
+            uint16_t both = codes[i], r = rest[i];
+            first[i] = (uint16_t)((uint16_t)(((both & 0x0F) << in.shift) + origin) | (r & in.rest));
+            second[i] = (uint16_t)((((both >> 4 << in.shift) + origin) & field) | (swapped(r) & in.rest));
+        }
+    else
+        for (size_t i = 0; i < lanes; i++) {
+            uint16_t both = wide[i], r = rest[i];
+            first[i] = (uint16_t)((both << in.shift & field) | (r & in.rest));
+            second[i] = (uint16_t)((both >> (8 - in.shift) & field) | (swapped(r) & in.rest));
+        }
+}
+
+/* The extremes of a block; base: of the window. */
+LOOP static void survey_wide(const u32 *restrict words, size_t count, unsigned base, struct found *found) {
+    const uint32_t origin = base << 23, outside = EXPONENT.outside << 16;
+    uint32_t most = 0, least = UINT32_MAX, any = 0;
+    int32_t top = INT32_MIN;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t word = words[i];
+        most = word > most ? word : most;
+        least = word < least ? word : least;
+        top = (int32_t)word > top ? (int32_t)word : top;
+        any |= (word - origin) & outside;
+    }
+    found->most = most, found->top = top, found->least = least, found->any = any;
+}
+
+LOOP static void survey_narrow(const u16 *restrict words, size_t count, unsigned base, struct found *found) {
+    const uint16_t origin = (uint16_t)(base << 7);
+    uint16_t most = 0, least = UINT16_MAX, any = 0;
+    int16_t top = INT16_MIN;
+    for (size_t i = 0; i < count; i++) {
+        uint16_t word = words[i];
+        most = word > most ? word : most;
+        least = word < least ? word : least;
+        top = (int16_t)word > top ? (int16_t)word : top;
+        any |= (uint16_t)(word - origin) & (uint16_t)EXPONENT.outside;
+    }
+    found->most = most, found->top = top, found->least = least, found->any = any;
+}
+
+LOOP static void split_wide(const u32 *restrict words, size_t count, struct fields in, unsigned base, int pairs,
+                            u32 *restrict low, u16 *restrict rest, uint8_t *restrict codes) {
+    const size_t half = count / 2, quarter = count / 4;
+    uint32_t first[TILE], second[TILE];
+    for (size_t at = 0; at < quarter; at += TILE) {
+        const size_t lanes = MIN(TILE, quarter - at);
+        for (int part = 0; part < 2; part++) {
+            const u32 *restrict from = words + at + part * quarter;
+            u32 *restrict to = low + at + part * quarter;
+            uint32_t *restrict upper = part ? second : first;
+            for (size_t i = 0; i < lanes; i++) {
+                uint32_t a = from[i], b = from[half + i];
+                to[i] = a ^ b << 16;
+                upper[i] = a >> 16 | (b & 0xFFFF0000);
+            }
+        }
+        split_lanes((u16 *)first, (u16 *)second, 2 * lanes, in, base, pairs, rest + 2 * at,
+                    codes + (pairs ? 2 : 4) * at);
+    }
+}
+
+LOOP static void split_narrow(const u16 *restrict words, size_t count, struct fields in, unsigned base, int pairs,
+                              u16 *restrict rest, uint8_t *restrict codes) {
+    split_lanes(words, words + count / 2, count / 2, in, base, pairs, rest, codes);
+}
+
+LOOP static void join_wide(u32 *restrict words, size_t count, struct fields in, unsigned base, int pairs,
+                           const u32 *restrict low, int mixed, const u16 *restrict rest,
+                           const uint8_t *restrict codes) {
+    const size_t half = count / 2, quarter = count / 4;
+    const uint32_t mask = mixed ? 0xFFFF : 0;
+    uint32_t first[TILE], second[TILE];
+    for (size_t at = 0; at < quarter; at += TILE) {
+        const size_t lanes = MIN(TILE, quarter - at);
+        join_lanes(rest + 2 * at, codes + (pairs ? 2 : 4) * at, 2 * lanes, in, base, pairs, (u16 *)first,
+                   (u16 *)second);
+        for (int part = 0; part < 2; part++) {
+            const u32 *restrict from = low + at + part * quarter;
+            u32 *restrict to = words + at + part * quarter;
+            const uint32_t *restrict upper = part ? second : first;
+            for (size_t i = 0; i < lanes; i++) {
+                uint32_t both = upper[i], lower = from[i];
+                to[i] = both << 16 | (lower & 0xFFFF);
+                to[half + i] = (both & 0xFFFF0000) | (lower >> 16 ^ (both & mask));
+            }
+        }
+    }
+}
+
+LOOP static void join_narrow(u16 *restrict words, size_t count, struct fields in, unsigned base, int pairs,
+                             const u16 *restrict rest, const uint8_t *restrict codes) {
+    join_lanes(rest, codes, count / 2, in, base, pairs, words, words + count / 2);
+}
+
+/* The 16 bits that are divided of a word, by their place: those of 32-bit words alternate between the halves. */
+INLINE uint16_t high_at(const void *words, int wide, size_t count, size_t place) {
+    if (!wide)
+        return ((const u16 *)words)[place];
+    return (uint16_t)(((const u32 *)words)[place / 2 + (place % 2 ? count / 2 : 0)] >> 16);
+}
+
+/* Lists the words whose codes are outside of the window; returns their number, or a larger one than `most`. */
+INLINE size_t list_outside(const void *words, int wide, size_t count, struct fields in, unsigned base, size_t most,
+                           uint32_t *restrict places, uint16_t *restrict values) {
+    const uint16_t origin = (uint16_t)(base << in.shift);
+    size_t found = 0;
+    for (size_t at = 0; at < count && found <= most; at += STRETCH) {
+        const size_t number = MIN(STRETCH, count - at);
+        unsigned any = 0;
+        if (wide) {
+            const u32 *restrict first = (const u32 *)words + at / 2, *restrict second = first + count / 2;
+            uint32_t all = 0;
+            for (size_t i = 0; i < number / 2; i++)
+                all |= ((first[i] >> 16) - origin) | ((second[i] >> 16) - origin);
+            any = all;
+        } else {
+            const u16 *restrict from = (const u16 *)words + at;
+            uint16_t all = 0;
+            for (size_t i = 0; i < number; i++)
+                all |= (uint16_t)(from[i] - origin);
+            any = all;
+        }
+        if (any & in.outside)
+            for (size_t place = at; place < at + number; place++) {
+                const uint16_t high = high_at(words, wide, count, place);
+                places[found] = (uint32_t)place, values[found] = high;
+                found += ((uint16_t)(high - origin) & in.outside) != 0;
+            }
+    }
+    return found;
+}
+
+LOOP static size_t list_wide(const u32 *words, size_t count, struct fields in, unsigned base, size_t most,
+                             uint32_t *places, uint16_t *values) {
+    return list_outside(words, 1, count, in, base, most, places, values);
+}
+
+LOOP static size_t list_narrow(const u16 *words, size_t count, struct fields in, unsigned base, size_t most,
+                               uint32_t *places, uint16_t *values) {
+    return list_outside(words, 0, count, in, base, most, places, values);
+}
+
+/* Lists the escapes; returns their number, or -1 if they are more than one word in `limit`. They count in groups: four
+ * lanes of the block's first half and those of its second. */
+static long list_escapes(const void *words, int wide, size_t count, struct fields in, unsigned base, size_t limit,
+                         uint32_t *places, uint16_t *values) {
+    const size_t half = count / 2, most = 2 * GROUP * (count / limit);
+    const size_t found = wide ? list_wide(words, count, in, base, most, places, values)
+                              : list_narrow(words, count, in, base, most, places, values);
+    if (found > most)
+        return -1;
+    size_t first = 0, second = 0, groups = 0;
+    while (second < found && places[second] < half)
+        second++;
+    for (const size_t middle = second; first < middle || second < found; groups++) {
+        const size_t a = first < middle ? places[first] / GROUP : count;
+        const size_t b = second < found ? (places[second] - half) / GROUP : count, group = MIN(a, b);
+        while (first < middle && places[first] / GROUP == group)
+            first++;
+        while (second < found && (places[second] - half) / GROUP == group)
+            second++;
+    }
+    return groups * limit > count ? -1 : (long)found;
+}
+
+/* The begin of the window that contains most codes of a sample. */
+static unsigned densest(const void *words, int wide, size_t count, struct fields in) {
+    uint32_t seen[256] = {0}, inside = 0, most;
+    unsigned best = 0;
+    for (size_t place = 0; place < count; place += SAMPLE)
+        seen[high_at(words, wide, count, place) >> in.shift & 0xFF]++;
+    for (unsigned code = 0; code < WINDOW; code++)
+        inside += seen[code];
+    most = inside;
+    for (unsigned begin = 1; begin + WINDOW <= 256; begin++) {
+        inside += seen[begin + WINDOW - 1] - seen[begin - 1];
+        if (inside > most)
+            most = inside, best = begin;
+    }
+    return best;
+}
+
+/* How many of a sample of lanes equal the next: of the lower halves in pairs, and of a plane. */
+static uint32_t equal_low(const u32 *words, size_t half) {
+    uint32_t equal = 0;
+    for (size_t i = 0; i + 1 < half; i += SAMPLE)
+        equal += (((words[i] ^ words[i + 1]) | (words[half + i] ^ words[half + i + 1])) & 0xFFFF) == 0;
+    return equal;
+}
+
+static uint32_t equal_lanes(const u16 *lanes, size_t count) {
+    uint32_t equal = 0;
+    for (size_t i = 0; i + 1 < count; i += SAMPLE)
+        equal += lanes[i] == lanes[i + 1];
+    return equal;
+}
+
+/* Split a block; returns the number of escapes. base: that of the block before. limits: one word in so many may be
+ * outside of its window, or else of the block's own. */
+long ckpt_split(const void *words, int wide, size_t count, int half_precision, unsigned base, const size_t limits[2],
+                void *low, void *rest, uint8_t *codes, uint32_t *places, uint16_t *values, struct found *found) {
+    if (wide)
+        survey_wide(words, count, base, found);
+    else
+        survey_narrow(words, count, base, found);
+    const unsigned below = wide ? 16 : 0, highest = found->most >> below;
+    const int top_bytes = half_precision || highest < 0x8000;
+    const struct fields in = top_bytes ? TOP_BYTE : EXPONENT;
+    int any = found->any != 0;
+    if (top_bytes)
+        any = found->least >> below >> in.shift < base || highest >> in.shift >= base + WINDOW;
+    long escapes = 0;
+    if (!half_precision && any) {
+        escapes = list_escapes(words, wide, count, in, base, limits[0], places, values);
+        if (escapes < 0) {
+            base = densest(words, wide, count, in);
+            escapes = list_escapes(words, wide, count, in, base, limits[1], places, values);
+        }
+    }
+    const int pairs = !half_precision && escapes >= 0;
+    if (wide)
+        split_wide(words, count, in, base, pairs, low, rest, codes);
+    else
+        split_narrow(words, count, in, base, pairs, rest, codes);
+    for (long i = 0; i < escapes; i++)
+        codes[places[i] % (count / 2)] &= places[i] < count / 2 ? 0xF0 : 0x0F;
+    found->top_bytes = top_bytes, found->base = base, found->pairs = pairs;
+    found->equal_low = wide ? equal_low(words, count / 2) : 0, found->equal_rest = equal_lanes(rest, count / 2);
+    return pairs ? escapes : 0;
+}
+
+/* Join a block. Returns 0, or -1 if an escape is outside of the block. */
+int ckpt_join(void *words, int wide, size_t count, int top_bytes, unsigned base, int pairs, const void *low, int mixed,
+              const void *rest, const uint8_t *codes, const u32 *places, const u16 *values, size_t escapes) {
+    const struct fields in = top_bytes ? TOP_BYTE : EXPONENT;
+    const size_t half = count / 2;
+    if (wide)
+        join_wide(words, count, in, base, pairs, low, mixed, rest, codes);
+    else
+        join_narrow(words, count, in, base, pairs, rest, codes);
+    for (size_t i = 0; i < escapes; i++) {
+        size_t place = places[i];
+        uint32_t value = values[i];
+        if (place >= count)
+            return -1;
+        if (!wide) {
+            ((u16 *)words)[place] = (uint16_t)value;
+            continue;
+        }
+        u32 *word = (u32 *)words + place / 2 + (place % 2 ? half : 0);
+        if (mixed && place % 2 == 0)
+            word[half] ^= *word >> 16 ^ value; /* its lower half was mixed with this one */
+        *word = value << 16 | (*word & 0xFFFF);
+    }
+    return 0;
+}

@@ -1,0 +1,116 @@
+"""The loops of float-split over one block, compiled: fused.c, called through ctypes, which releases the GIL.
+
+It is built with the distribution where there is a C compiler (hatch_build.py), and needs nothing of Python's or numpy's
+headers. Without it passes.py does the same, with the same results bit by bit. Sizes are checked here and in
+float_split.py: the compiled code trusts its arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptstore.format.extremes import BlockExtremes
+from ckptstore.format.passes import BLOCK_BYTES, LIMITS, Codes, Plane
+
+LIBRARY = Path(__file__).with_name("libfused.so.1")  # Python imports no module of this name
+SOURCE = LIBRARY.with_name("fused.c")
+NEEDS_ALIGNED = False
+
+_GROUP_WORDS, _STRETCH = 8, 128
+"""Words that count as one escape, and words that are searched at once: they bound the number of places written."""
+
+
+def load(path: Path) -> ctypes.CDLL | None:
+    """The library; None if it was not built, is older than a source beside it, or cannot be loaded on this machine."""
+    if sys.byteorder != "little":
+        return None
+    try:
+        source = path.with_name(SOURCE.name)
+        if source.exists() and path.stat().st_mtime < source.stat().st_mtime:
+            return None
+        library = ctypes.CDLL(os.fspath(path))
+    except OSError:
+        return None
+    address: Any
+    address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    block: list[Any] = [address, number, size, number, ctypes.c_uint]
+    library.ckpt_split.argtypes = [*block, *[address] * 7]
+    library.ckpt_split.restype = ctypes.c_long
+    library.ckpt_join.argtypes = [*block, number, address, number, *[address] * 4, size]
+    return library
+
+
+_library = load(LIBRARY)
+IS_BUILT = _library is not None
+"""Whether the loops can be used."""
+
+
+class _Found(ctypes.Structure):
+    """What a block is like."""
+
+    _fields_ = (
+        ("unsigned", ctypes.c_uint32), ("signed", ctypes.c_int32), ("least", ctypes.c_uint32), ("any", ctypes.c_uint32),
+        ("top_bytes", ctypes.c_uint32), ("base", ctypes.c_uint32), ("pairs", ctypes.c_uint32),
+        ("equal_low", ctypes.c_uint32), ("equal_rest", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+class _Scratch(threading.local):
+    """Reusable planes of one block, per thread."""
+
+    def __init__(self) -> None:
+        most = BLOCK_BYTES // 2
+        self.codes = np.empty(most, np.uint8)
+        self.places = np.empty(_GROUP_WORDS * most // min(LIMITS) + _STRETCH, np.uint32)
+        self.values = np.empty(len(self.places), np.uint16)
+        self.found = _Found()
+        planes = (self.codes, self.places, self.values)
+        self.addresses = (*(_address(plane) for plane in planes), ctypes.addressof(self.found))
+
+
+def _address(plane: Plane) -> int:
+    return int(plane.__array_interface__["data"][0])
+
+
+_scratch = _Scratch()
+_limits = (ctypes.c_size_t * len(LIMITS))(*LIMITS)
+
+
+def split(
+    words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: BlockExtremes | None
+) -> Codes:
+    """As in passes.py."""
+    assert _library is not None
+    scratch, count, wide = _scratch, len(words), words.itemsize == 4
+    escapes = _library.ckpt_split(
+        _address(words), wide, count, half_precision, base, _limits, _address(low), _address(rest), *scratch.addresses
+    )
+    found = scratch.found
+    if extremes is not None:
+        is_positive = found.unsigned < 1 << (8 * words.itemsize - 1)
+        extremes.add_found(words, found.unsigned, found.signed, found.least if is_positive else None)
+    pairs = found.pairs
+    return Codes(
+        bool(found.top_bytes), found.base, scratch.codes[: count // 2 if pairs else count],
+        scratch.places[:escapes] if pairs else None, scratch.values[:escapes], found.equal_low, found.equal_rest,
+    )  # fmt: skip
+
+
+def join(words: Plane, block: Codes, low: Plane, is_mixed: bool, rest: Plane) -> None:
+    """As in passes.py."""
+    assert _library is not None
+    pairs, places, escapes = False, None, 0
+    if block.places is not None:
+        pairs, places, escapes = True, _address(block.places), len(block.places)
+    if _library.ckpt_join(
+        _address(words), words.itemsize == 4, len(words), block.top_bytes, block.base, pairs, _address(low), is_mixed,
+        _address(rest), _address(block.codes), places, _address(block.values), escapes,
+    ):  # fmt: skip
+        raise IndexError("an escape is outside of its block")

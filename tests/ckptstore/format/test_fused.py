@@ -1,0 +1,140 @@
+"""The compiled loops of float-split and those of numpy: the same bytes from both, and both read them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.errors import CorruptObject
+from ckptstore.format import float_split, fused, passes
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.extremes import BlockExtremes
+from ckptstore.format.float_split import Loops
+from tests.ckptstore.format.test_codecs import numbers
+
+LOOPS: dict[str, Loops] = {"compiled": fused, "numpy": passes}
+every_type = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The library of this source: the installed one, or one that is built here."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not fused.IS_BUILT:
+            if (compiler := shutil.which("cc")) is None:
+                pytest.skip("needs a C compiler")
+            library = tmp_path_factory.mktemp("built") / "libfused.so.1"
+            subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, fused.SOURCE], check=True)
+            patch.setattr(fused, "_library", fused.load(library))
+        yield
+
+
+def both(dtype: str, raw: memoryview, level: int = 1) -> bytes:
+    """What both encode it to, after both have decoded it, and found the same extremes."""
+    found: dict[str, tuple[bytes, Any]] = {}
+    for name, loops in LOOPS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(float_split, "loops", loops)
+            extremes = BlockExtremes(len(raw) // ITEM_BYTES[dtype], [None] * (len(raw) // passes.BLOCK_BYTES + 2))
+            stored = bytes(float_split.encode(dtype, raw, level, extremes))
+            is_negative = bool(extremes.unsigned > extremes.signed)
+            found[name] = stored, (extremes.added, extremes.bounds[:2] if is_negative else extremes.bounds)
+            for other in (stored, b"x" + stored):  # at any address
+                into = bytearray(len(raw) + 2)
+                float_split.decode(dtype, memoryview(other)[len(other) - len(stored) :], memoryview(into)[1:-1])
+                assert into[1:-1] == raw
+    assert found["compiled"] == found["numpy"]
+    return found["compiled"][0]
+
+
+def as_bytes(dtype: str, values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    with np.errstate(over="ignore"):
+        return values.astype(dtype).tobytes()
+
+
+KINDS = ("one scale", "many scales", "no signs", "outliers", "untouched", "casts", "zeros", "one number")
+
+
+@every_type
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_training_leaves(dtype: str, kind: str) -> None:
+    raw = as_bytes(dtype, numbers(kind)[:150_008])
+    both(dtype, memoryview(raw))
+    both(dtype, memoryview(raw)[: 40_000 * ITEM_BYTES[dtype]], level=9)
+
+
+@every_type
+def test_every_block_has_its_own_window(dtype: str) -> None:
+    both(dtype, memoryview(as_bytes(dtype, np.concatenate([numbers(kind) for kind in KINDS]))))
+
+
+@every_type
+@given(
+    exponents=st.lists(st.integers(-120, 120), min_size=1, max_size=4),
+    words=st.integers(1, 700),
+    escapes=st.lists(st.tuples(st.integers(0, 699), st.integers(0, (1 << 32) - 1)), max_size=6),
+    signed=st.booleans(),
+)
+def test_any_window_and_escapes(
+    dtype: str, exponents: list[int], words: int, escapes: list[tuple[int, int]], signed: bool
+) -> None:
+    """Blocks around the limits of escapes: 8 in 512 words of two halves, wherever they are."""
+    random = np.random.default_rng(words)
+    scale = np.exp2(np.resize(np.array(exponents, np.float32), 8 * words))
+    values = (random.standard_normal(8 * words) * scale).astype(np.float32)
+    bits = (values if signed else abs(values)).view(np.uint32)
+    for place, word in escapes:
+        bits[place * 8 * words // 700] = word
+    both(dtype, memoryview(as_bytes(dtype, bits.view(np.float32))))
+
+
+@pytest.mark.parametrize("escapes", [1, 127, 128, 129, 255, 256, 257, 4095])
+@pytest.mark.parametrize("apart", [1, 4, 8, 33, 511])
+def test_as_many_escapes_as_fit(escapes: int, apart: int) -> None:
+    bits = (numbers("one scale").view(np.uint32) >> 16).astype(np.uint16)[: 1 << 17]
+    bits[np.arange(escapes) * apart % len(bits)] = 7
+    both("bfloat16", memoryview(bits.tobytes()))
+
+
+@pytest.mark.parametrize("loops", LOOPS)
+@given(data=st.data())
+def test_damaged_blocks_write_nothing_outside(loops: str, data: st.DataObject) -> None:
+    raw = as_bytes("float32", numbers("outliers")[:20_000])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float_split, "loops", LOOPS[loops])
+        stored = bytearray(float_split.encode("float32", memoryview(raw), 1))
+        for _ in range(data.draw(st.integers(1, 4))):
+            # Headers and escapes are where damage matters.
+            at = data.draw(st.integers(0, 40) | st.integers(6 * 10_000, len(stored) - 1))
+            stored[at] ^= data.draw(st.integers(1, 255))
+        guarded = bytearray(b"\xa5" * (len(raw) + 128))
+        try:
+            float_split.decode("float32", memoryview(stored), memoryview(guarded)[64:-64])
+        except CorruptObject:
+            pass
+        assert guarded[:64] == guarded[-64:] == b"\xa5" * 64
+
+
+def test_a_library_that_is_absent_or_broken_is_not_used(tmp_path: Path) -> None:
+    assert fused.load(tmp_path / "libfused.so.1") is None
+    (tmp_path / "libfused.so.1").write_bytes(b"not a library")
+    assert fused.load(tmp_path / "libfused.so.1") is None
+
+
+def test_a_library_older_than_its_source_is_not_used(tmp_path: Path) -> None:
+    if fused.LIBRARY.exists():
+        copy = Path(shutil.copy(fused.LIBRARY, tmp_path))
+        (tmp_path / "fused.c").write_text("")
+        os.utime(copy, (0, 0))
+        assert fused.load(copy) is None
