@@ -42,7 +42,7 @@ from ckptd.index import (
     TokenIndex,
 )
 from ckptd.metrics import Metrics
-from ckptd.pages import routes as pages
+from ckptd.pages import checkpoint_routes, routes, run_routes
 from ckptd.pages.sessions import PageSessions
 from ckptd.services import (
     Accounts,
@@ -260,7 +260,7 @@ def _assemble(
     for module in (checkpoints, changes, decisions, restores, retention, events, jobs, tokens):
         _include(app, module.router, [Depends(openapi.only_known)])
     # Monitoring and links add parameters of their own.
-    for module in (probes, pages):
+    for module in (probes, routes, run_routes, checkpoint_routes):
         _include(app, module.router, [])
     # The last one added is the outermost.
     known = context.services.tokens if auth else None

@@ -120,6 +120,7 @@ def _body(view: RestoreView, with_ranks: bool = True) -> bodies.RestoreBody:
         done_bytes=int(restore.done_bytes),
         total_bytes=int(restore.total_bytes),
         problem=restore.problem,
+        host=restore.host,
         progress=view.progress,
         stragglers=list(view.stragglers),
         slowest=_rank(view.slowest) if view.slowest is not None else None,

@@ -41,6 +41,8 @@ class Restore:
     num_restored: int = 0
     done_bytes: float = 0.0
     total_bytes: float = 0.0
+    host: str = ""
+    """The host of rank 0, or of the rank that joined first until rank 0 does."""
 
     @property
     def live(self) -> bool:
@@ -207,7 +209,7 @@ def _one(connection: Connection, *conditions: Any, lock: bool = False) -> Restor
 
 _PLAIN = (
     "id", "run", "key", "world_size", "ttl_s", "created_at", "lease", "lease_until", "ended_at", "problem",
-    "num_joined", "num_restored", "done_bytes", "total_bytes",
+    "num_joined", "num_restored", "done_bytes", "total_bytes", "host",
 )  # fmt: skip
 
 

@@ -168,6 +168,7 @@ restores = Table(
     Column("num_restored", BigInteger, nullable=False),
     Column("done_bytes", Double, nullable=False, comment="Floating point: a sum that cannot overflow"),
     Column("total_bytes", Double, nullable=False),
+    Column("host", String(255), nullable=False),
     UniqueConstraint("run", "key", name="restores_one_per_key"),
 )
 

@@ -6,11 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import floor, isfinite, log10
 
+from ckptstore import human
+
 _SUFFIXES = ("", "k", "M", "G", "T", "P", "E")
 _MAX_MARKS = 300
 _EDGE = 4.0
 _RIGHT = 20
 _FARTHEST = 1e300
+_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
+_AGES = (
+    *(_MINUTE * n for n in (1, 5, 10, 30)),
+    *(_HOUR * n for n in (1, 2, 3, 6, 12)),
+    *(_DAY * n for n in (1, 2, 7, 14, 30, 91, 182, 365)),
+)
+"""Distances between the ticks of an axis of ages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,8 @@ class Point:
     title: str
     kind: str = ""
     """Selects the color."""
+    link: str = ""
+    """The page about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +51,31 @@ class ChartMark:
     y: float
     title: str
     kind: str
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line with a dot at each value."""
+
+    points: str
+    """The points of the polyline."""
+    area: str
+    """The polygon between the line and the axis; empty without a line."""
+    marks: tuple[ChartMark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spark:
+    """A small line without axes."""
+
+    points: str
+    area: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A line with dots and two axes."""
+    """Lines with two axes."""
 
     width: int
     height: int
@@ -53,11 +84,7 @@ class Plot:
     top: int
     bottom: int
     """The last four: edges of the plot area."""
-    line: str
-    """The points of the polyline."""
-    more: tuple[str, ...]
-    """Further polylines."""
-    marks: tuple[ChartMark, ...]
+    lines: tuple[Line, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
 
@@ -111,37 +138,41 @@ def compact(number: float) -> str:
     return f"{number / 1000**power:.4g}{_SUFFIXES[power]}"
 
 
-def sparkline(values: Iterable[float], width: int = 120, height: int = 24) -> str:
-    """Points of a polyline; empty if there are fewer than two finite values."""
+def sparkline(values: Iterable[float], width: int = 120, height: int = 24) -> Spark | None:
+    """A line of the finite values; None if there are fewer than two."""
     known = [value for value in values if isfinite(value)]
     if len(known) < 2:
-        return ""
+        return None
     low, high = min(known), max(known)
     step = (width - 4) / (len(known) - 1)
-    return " ".join(
-        f"{2 + i * step:.1f},{height - 2 - (height - 4) * _share(value, low, high):.1f}"
+    places = [
+        (round(2 + i * step, 1), round(height - 2 - (height - 4) * _share(value, low, high), 1))
         for i, value in enumerate(known)
-    )
+    ]
+    return Spark(_polyline(places), _area(places, height))
 
 
 def plot(
-    points: Sequence[Point],
+    lines: Sequence[Sequence[Point]],
     write: Callable[[float], str] = compact,
-    width: int = 860,
-    height: int = 260,
-    more: Sequence[Sequence[Point]] = (),
+    width: int = 1088,
+    height: int = 300,
     log: bool = False,
+    ages: bool = False,
+    from_zero: bool = False,
 ) -> Plot:
     """A plot of the finite points, by ascending x. Very many points are thinned out evenly; the first and last stay.
 
-    write: formats a y value for its axis. more: further lines, without marks. log: a logarithmic y axis; values that
-    are not positive are left out.
+    write: formats a y value for its axis. log: a logarithmic y axis; values that are not positive are left out. ages: x
+    is in seconds before now, as a negative number. from_zero: the y axis begins at 0 at the latest.
     """
-    known, *others = [_known(line, log) for line in (points, *more)]
-    together = [point for line in (known, *others) for point in line]
+    known = [_known(line, log) for line in lines]
+    xs, ys = [p.x for line in known for p in line], [p.y for line in known for p in line]
+    if from_zero and ys:
+        ys.append(0.0)
     left, right, top, bottom = 74, width - 16, 12, height - 30
-    x_low, x_high = _limits([p.x for p in together])
-    y_low, y_high = _limits([p.y for p in together])
+    x_low, x_high = _limits(xs)
+    y_low, y_high = _limits(ys)
     written = (lambda value: write(10.0**value)) if log else write
 
     def across(value: float) -> float:
@@ -150,8 +181,10 @@ def plot(
     def up(value: float) -> float:
         return round(bottom - _EDGE - (bottom - top - 2 * _EDGE) * _share(value, y_low, y_high), 1)
 
-    def line(found: Sequence[Point]) -> str:
-        return " ".join(f"{across(p.x)},{up(p.y)}" for p in found)
+    def line(found: Sequence[Point]) -> Line:
+        marks = tuple(ChartMark(across(p.x), up(p.y), p.title, p.kind, p.link) for p in found)
+        places = [(mark.x, mark.y) for mark in marks]
+        return Line(_polyline(places), _area(places, bottom), marks)
 
     return Plot(
         width=width,
@@ -160,14 +193,33 @@ def plot(
         right=right,
         top=top,
         bottom=bottom,
-        line=line(known),
-        more=tuple(line(found) for found in others),
-        marks=tuple(ChartMark(across(p.x), up(p.y), p.title, p.kind) for p in known),
-        x_ticks=tuple(Tick(across(value), compact(value)) for value in _ticks([p.x for p in together], 6)),
-        y_ticks=tuple(
-            Tick(up(value), written(value)) for value in (_log_ticks if log else _ticks)([p.y for p in together], 4)
+        lines=tuple(line(found) for found in known),
+        x_ticks=tuple(
+            Tick(across(value), _age(value) if ages else compact(value))
+            for value in (_age_ticks if ages else _ticks)(xs, 6)
         ),
+        y_ticks=tuple(Tick(up(value), written(value)) for value in (_log_ticks if log else _ticks)(ys, 4)),
     )
+
+
+def step_axis(steps: Sequence[int], left: float, right: float) -> tuple[Callable[[float], float], tuple[Tick, ...]]:
+    """The place of a step between two edges, and the ticks."""
+    low, high = _limits(steps)
+
+    def across(step: float) -> float:
+        return round(left + _EDGE + (right - left - 2 * _EDGE) * _share(step, low, high), 1)
+
+    return across, tuple(Tick(across(value), compact(value)) for value in _ticks(steps, 6))
+
+
+def _polyline(places: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x},{y}" for x, y in places)
+
+
+def _area(places: Sequence[tuple[float, float]], bottom: float) -> str:
+    if not places:
+        return ""
+    return _polyline([(places[0][0], bottom), *places, (places[-1][0], bottom)])
 
 
 def _known(points: Iterable[Point], log: bool) -> list[Point]:
@@ -248,6 +300,21 @@ def _log_ticks(exponents: Sequence[float], count: int) -> list[float]:
         if 2 <= len(found) <= 2 * count:
             return found
     return found[:: -(-len(found) // (2 * count))] if len(found) > 1 else [low, high]
+
+
+def _age_ticks(values: Sequence[float], count: int) -> list[float]:
+    """The ticks for an axis of seconds before now: whole minutes, hours or days."""
+    if not values or min(values) == max(values):
+        return list(values[:1])
+    low, high = min(values), max(values)
+    step = next((step for step in _AGES if (high - low) / step <= count), (high - low) / count)
+    first = -(-low // step)
+    return [at * step for at in range(int(first), int(high // step) + 1)] or [low, high]
+
+
+def _age(seconds: float) -> str:
+    whole = human.age(-seconds).removesuffix(" 00m").removesuffix(" 00h")
+    return f"{whole} ago" if seconds else "now"
 
 
 def _round_numbers(low: float, high: float, count: int) -> list[float]:

@@ -24,6 +24,9 @@ class ItemRow:
     raw_bytes: int
     kind: int | None
     """Its color in the treemap."""
+    x: float
+    """The left edge of its part of a bar, in per cent of the bar."""
+    width: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +75,8 @@ def _items(entries: Sequence[EntryBody], kinds: Mapping[str, int]) -> tuple[Item
         name = entry.name.partition("/")[0]
         count, size = totals.get(name, (0, 0))
         totals[name] = (count + 1, size + entry.raw_bytes)
-    rows = (ItemRow(name, count, size, kinds.get(name)) for name, (count, size) in totals.items())
-    return tuple(sorted(rows, key=lambda row: (-row.raw_bytes, row.name))[:_SHARDS_SHOWN])
+    whole, x, rows = sum(size for _, size in totals.values()) or 1, 0.0, []
+    for name, (count, size) in sorted(totals.items(), key=lambda item: (-item[1][1], item[0]))[:_SHARDS_SHOWN]:
+        rows.append(ItemRow(name, count, size, kinds.get(name), round(x, 3), round(100 * size / whole, 3)))
+        x += 100 * size / whole
+    return tuple(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import islice
 from urllib.parse import urlencode
 
 import msgspec
@@ -13,6 +14,9 @@ from ckptstore.commits.catalog import State
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy
 from ckptstore.names import MAX_STEP
+
+MOST_LINES = 5
+"""Maximum number of lines of one run in its plot."""
 
 
 class RunOrder(StrEnum):
@@ -29,8 +33,8 @@ class RunPageQuery:
     """The query of a run's page."""
 
     metric: str = ""
-    also: str = ""
-    """A second metric in the plot."""
+    also: tuple[str, ...] = ()
+    """Further metrics in the plot."""
     other: str = ""
     """Another run whose metric is in the plot."""
     log: bool = False
@@ -49,6 +53,8 @@ class RunPageQuery:
     """Days for which abandoned checkpoints are kept; None: the default of a policy."""
     healthy: bool = False
     """Keep the newest checkpoint without NaN and Inf, too."""
+    plan: bool = False
+    """Preview what the policy in force would delete, which may be blocked."""
 
     @property
     def policy(self) -> Policy | None:
@@ -63,25 +69,47 @@ class RunPageQuery:
             return policy
         return msgspec.structs.replace(policy, keep_abandoned_s=self.abandoned * 24 * 3600.0)
 
+    @property
+    def plotted(self) -> tuple[str, ...]:
+        """The metrics in the plot."""
+        return (self.metric, *self.also)
+
+    def toggled(self, metric: str) -> str:
+        """A query string like this one, with a metric added to the plot or removed; the last one stays."""
+        others = tuple(name for name in self.plotted if name != metric)
+        if metric not in self.plotted:
+            others = (*others[: MOST_LINES - 1], metric)
+        return self.link(metric=others[0], also=others[1:]) if others else self.link()
+
+    def values(self, name: str) -> list[str]:
+        """The values of a parameter, as in a query string."""
+        value = self._parameters()[name]
+        several = value if isinstance(value, tuple) else (value,)
+        return [str(one) for one in several if one not in (None, "")]
+
     def link(self, **changed: object) -> str:
         """A query string like this one, with some values changed."""
         query = replace(self, **changed)  # type: ignore[arg-type]
-        chosen = {
-            "metric": query.metric,
-            "also": query.also,
-            "other": query.other,
-            "log": 1 if query.log else None,
-            "state": query.state,
-            "min_step": query.min_step,
-            "max_step": query.max_step,
-            "page": query.page if query.page > 1 else None,
-            "keep": query.keep,
-            "every": query.every,
-            "best": query.best,
-            "abandoned": query.abandoned,
-            "healthy": 1 if query.healthy else None,
+        wanted = {name: value for name, value in query._parameters().items() if value not in (None, "", ())}
+        return "?" + urlencode(wanted, doseq=True)
+
+    def _parameters(self) -> dict[str, object]:
+        return {
+            "metric": self.metric,
+            "also": self.also,
+            "other": self.other,
+            "log": 1 if self.log else None,
+            "state": self.state,
+            "min_step": self.min_step,
+            "max_step": self.max_step,
+            "page": self.page if self.page > 1 else None,
+            "keep": self.keep,
+            "every": self.every,
+            "best": self.best,
+            "abandoned": self.abandoned,
+            "healthy": 1 if self.healthy else None,
+            "plan": 1 if self.plan else None,
         }
-        return "?" + urlencode({name: value for name, value in chosen.items() if value not in (None, "")})
 
 
 def page_query(request: Request) -> RunPageQuery:
@@ -91,7 +119,7 @@ def page_query(request: Request) -> RunPageQuery:
         raise InvalidRequest(f"{state[:40]!r} is not a state of a checkpoint", f"Use one of {', '.join(State)}")
     return RunPageQuery(
         metric=request.query_params.get("metric", "")[:400],
-        also=request.query_params.get("also", "")[:400],
+        also=_several(request, "also"),
         other=request.query_params.get("other", "")[:128],
         log=bool(number(request, "log")),
         state=State(state) if state else None,
@@ -103,7 +131,14 @@ def page_query(request: Request) -> RunPageQuery:
         best=request.query_params.get("best", "")[:400],
         abandoned=number(request, "abandoned"),
         healthy=bool(number(request, "healthy")),
+        plan=bool(number(request, "plan")),
     )
+
+
+def _several(request: Request, name: str) -> tuple[str, ...]:
+    """The values of a parameter that may be repeated: the first ones, each once."""
+    given = (text[:400] for text in request.query_params.getlist(name) if text)
+    return tuple(islice(dict.fromkeys(given), MOST_LINES - 1))
 
 
 def search(request: Request) -> tuple[str, RunOrder]:

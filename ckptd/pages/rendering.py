@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from ckptd.pages.charts import compact
@@ -39,6 +41,7 @@ def _environment() -> Environment:
         "size": lambda count: human.size(int(count)),
     }
     found.globals["version"] = version("ckptd")
+    found.globals["mark"] = Markup((files("ckptd.pages") / "static" / "icon.svg").read_text().strip())
     return found
 
 

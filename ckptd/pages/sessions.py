@@ -232,6 +232,7 @@ class Sessions:
 
 PREFIX = "/static/"
 _MEDIA = {
+    "charts.js": "text/javascript",
     "ckptd.css": "text/css",
     "live.js": "text/javascript",
     "page.js": "text/javascript",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log10
+from urllib.parse import quote
 
 from ckptd.pages.charts import Plot, Point, plot
 from ckptd.services.state_history import Development
@@ -88,12 +89,13 @@ def run_state_view(run: str, found: Development, chosen: str) -> RunStateView:
             log10(row.tensor.rms),
             f"step {row.step}: rms {row.tensor.rms:.4g}, {row.tensor.nan} NaN, {row.tensor.inf} Inf",
             "" if row.tensor.is_finite else "corrupt",
+            f"/checkpoints/{quote(row.id)}/state",
         )
         for row in rows
         if row.tensor.rms
     ]
     options = names[:_SOLE_CURVE] if chosen in names[:_SOLE_CURVE] or not chosen else (chosen, *names[:_SOLE_CURVE])
-    chart = plot(points, lambda power: f"{10**power:.2g}") if points else None
+    chart = plot([points], lambda power: f"{10**power:.2g}") if points else None
     return RunStateView(run, found.finding, options, chosen, chart, tuple(reversed(rows)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptapi.bodies import RankReport, RestoreRequest, RestoreState
 from ckptd.index import RankProgress, Restore, RestoreIndex
@@ -168,6 +168,7 @@ class Restores:
                 created_at=now,
                 lease=lease,
                 lease_until=until,
+                host=_host(request),
             )
         raise self._not_found(_reference(request))
 
@@ -200,9 +201,13 @@ class Restores:
     def _join(self, restore: Restore, request: RestoreRequest) -> Restore:
         _check_same(restore, request)
         now = self._clock()
-        joined = self._index.change(
-            restore.id, request.rank, lambda current, before: progress.join(current, before, request.rank, now)
-        )
+        host = _host(request)
+
+        def rule(restore: Restore, before: RankProgress | None) -> tuple[Restore, RankProgress | None]:
+            joined, rank = progress.join(restore, before, request.rank, now)
+            return (replace(joined, host=host) if host and not request.rank and joined.live else joined), rank
+
+        joined = self._index.change(restore.id, request.rank, rule)
         joined = self._known(restore.id, joined)
         if not joined.live:
             problem = f": {joined.problem}" if joined.problem else ""
@@ -257,6 +262,10 @@ def _check(request: RestoreRequest) -> None:
         raise InvalidRequest(
             f"{request.checkpoint} is not a checkpoint of run {request.run!r}", "Name a checkpoint of that run"
         )
+
+
+def _host(request: RestoreRequest) -> str:
+    return request.host.replace("\0", "?")  # PostgreSQL stores no NUL
 
 
 def _check_rank(rank: int, world_size: int) -> None:

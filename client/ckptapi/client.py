@@ -165,15 +165,17 @@ class DaemonClient(Operations):
         rank: int,
         checkpoint: str | None = None,
         ttl_s: float = bodies.SILENCE_S,
+        host: str = "",
     ) -> bodies.RestoreBody:
         """Join the restore that a job names `key`; all ranks get the same checkpoint, held by a lease until the end.
 
         A rank that needs the checkpoint for longer takes its own lease before it reports that it is restored.
         checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for this time ends the session.
-        Raises NoCheckpoint, RestoreEnded, or RestoreMismatch if the requests of the ranks differ.
+        host: of this rank, for display. Raises NoCheckpoint, RestoreEnded, or RestoreMismatch if the requests of the
+        ranks differ.
         """
         request = bodies.RestoreRequest(
-            run=run, key=key, world_size=world_size, rank=rank, checkpoint=checkpoint, ttl_s=ttl_s
+            run=run, key=key, world_size=world_size, rank=rank, checkpoint=checkpoint, ttl_s=ttl_s, host=host
         )
         return self._json("POST", bodies.RESTORES, bodies.RestoreBody, body=request)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 from dataclasses import dataclass, field
 
 from ckptstore.clock import Clock, system_clock
+from ckptstore.format.records import Origin
 from ckptstore.names import Attempt, RunKeys, checkpoint_id
 from ckptstore.stores import Store
 
@@ -14,6 +16,26 @@ from ckptstore.stores import Store
 def identity() -> str:
     """The identity of this process in documents: host and process id."""
     return f"{socket.gethostname()}:{os.getpid()}"
+
+
+_JOBS = {
+    "SLURM_JOB_ID": "slurm",
+    "PBS_JOBID": "pbs",
+    "LSB_JOBID": "lsf",
+    "TORCHELASTIC_RUN_ID": "torchrun",
+}
+"""Variables in which schedulers name a job, the most specific ones first."""
+_NO_JOB = ("", "none")
+
+
+def origin() -> Origin:
+    """The person or service account of this process, its host, and the job that it belongs to."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = "unknown"
+    jobs = (f"{kind} {os.environ[name]}" for name, kind in _JOBS.items() if os.environ.get(name, "") not in _NO_JOB)
+    return Origin(user=user, host=socket.gethostname(), job=next(jobs, ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from ckpt.saver.messages import SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
@@ -15,8 +16,9 @@ from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import NewAttempt, Session
+from ckptstore.format.documents import FORMAT, Generation
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import Policy, PolicySet
+from ckptstore.format.records import ORIGIN, Ended, Heartbeat, Policy, PolicySet
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
@@ -53,6 +55,7 @@ def fill(store: Store) -> Shown:
         if i == 10:
             pin(Run(store, "gpt", by="tests"), written.attempt, "paper")
     write_checkpoint(store, LONG, 7, SMALL, clock=_always(now - 3 * 86400))
+    _running(store, "gpt", now)
     change_policies(
         store, PolicySet(default=Policy(keep_last=5, keep_best=("val_loss:min:3",))), 0, "tests", system_clock
     )
@@ -72,7 +75,7 @@ def begin_restore(client: DaemonClient, run: str, key: str, fractions: list[floa
     for rank, fraction in enumerate(fractions):
         if fraction is None:
             continue
-        id = client.join_restore(run, key, len(fractions), rank).id
+        id = client.join_restore(run, key, len(fractions), rank, host=f"node-{rank + 7:02}").id
         report(client, id, rank, fraction)
     return id
 
@@ -124,6 +127,21 @@ def _sharded(store: Store, clock: Clock) -> Checkpoint:
     return checkpoint
 
 
+def _running(store: Store, name: str, now: float) -> None:
+    """A heartbeat of a moment ago."""
+    run, id = Run(store, name, by="tests"), new_ulid(now - NUM_STEPS * 900)
+    heartbeat = Heartbeat(
+        format=FORMAT, kind="heartbeat", run=name, id=id, by="tests", began_at=now - NUM_STEPS * 900 - 60,
+        trains_at=now - NUM_STEPS * 900, restored_s=0.0, parent=None, generation=0, at=[now], step=[NUM_STEPS * 500],
+        stalled_s=[40.0], slowed_s=[0.0], ended=Ended.NOT, ended_at=now, extensions=_origin("ada", "node-07", 48213),
+    )  # fmt: skip
+    store.put(run.keys.heartbeat(id), seal(heartbeat))
+
+
+def _origin(user: str, host: str, job: int) -> dict[str, object]:
+    return {ORIGIN: {"user": user, "host": host, "job": f"slurm {job}"}}
+
+
 def _always(moment: float) -> Clock:
     return lambda: moment
 
@@ -132,8 +150,16 @@ def _with_history(store: Store, began_at: float) -> None:
     """A run of six attempts, with its heartbeats and some of its checkpoints."""
     run, history = Run(store, "sim", by="tests"), History(3, began_at=began_at)
     for heartbeat in history.heartbeats(run):
-        store.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
+        store.put(
+            run.keys.heartbeat(heartbeat.id), seal(replace(heartbeat, extensions=_origin("bo", "node-11", 48007)))
+        )
     for life in history.lives:
+        parent = str(life.parent.attempt) if life.parent is not None else None
+        begun = Generation(
+            format=FORMAT, kind="generation", run="sim", number=life.number, session=new_ulid(life.began_at),
+            parent=parent, by="tests", at=life.began_at,
+        )  # fmt: skip
+        store.put(run.keys.generation(life.number), seal(begun))
         for save in life.saves[::4]:
             write_checkpoint(
                 store, "sim", save.attempt.step, SMALL, clock=_always(save.captured_at), generation=life.number

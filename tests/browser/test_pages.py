@@ -15,10 +15,12 @@ from tests.browser.webdriver import Browser
 from tests.support.checkpoints import write_rank
 from tests.support.waiting import wait_until
 
-_TAB, _ENTER = "\ue004", "\ue007"
+_TAB, _ENTER, _ESCAPE = "\ue004", "\ue007", "\ue00c"
+_LEFT, _RIGHT = "\ue012", "\ue014"
 PAGES = {
     "overview": ("/", "60"),
     "run": ("/runs/gpt", "last-1"),
+    "branches": ("/runs/sim", "Branches"),
     "found": ("/?q=uns&sort=last+commit", "unstable"),
     "overlay": ("/runs/gpt?metric=loss&also=val_loss&other=fsdp&log=1", "loss of fsdp"),
     "docs": ("/docs", "no_checkpoint"),
@@ -59,9 +61,9 @@ def test_a_page_is_complete_quiet_and_fits(
     name: str,
 ) -> None:
     path, expected = PAGES[name]
+    browser.open(open_to_all.daemon.url + path.format(**ids))
     for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")):
         browser.look(width, scheme)
-        browser.open(open_to_all.daemon.url + path.format(**ids))
         assert expected in browser.text()
         assert browser.run("return document.documentElement.scrollWidth") <= width
         assert _is_dark(browser) == (scheme == "dark")
@@ -81,7 +83,7 @@ def test_no_colour_of_text_is_too_close_to_what_lies_behind_it(browser: Browser,
 
 def test_names_are_text_and_never_markup(browser: Browser, open_to_all: Dashboard) -> None:
     browser.open(f"{open_to_all.daemon.url}/runs/gpt")
-    assert SCRIPT in browser.text("select")
+    assert SCRIPT in browser.text(".chips")
     assert browser.count("script:not([src])") == 0
     browser.open(f"{open_to_all.daemon.url}/checkpoints/fsdp@9000")
     assert "<img src=x" in browser.run("return document.querySelector('svg.treemap').textContent")
@@ -105,12 +107,34 @@ def test_the_content_policy_stops_what_is_not_ours(browser: Browser, open_to_all
 def test_charts_have_titles_and_follow_the_choice_of_a_metric(browser: Browser, open_to_all: Dashboard) -> None:
     browser.open(f"{open_to_all.daemon.url}/runs/gpt")
     assert browser.text("#chart-title") == "loss by step"
-    browser.run("document.querySelector('select[name=metric]').value = 'size'")
-    browser.follow("form.filter button")
+    browser.follow(".chips a[href*='also=val_loss']")
+    assert browser.text("#chart-title") == "loss, val_loss by step"
+    browser.follow(".chips a[href^='?metric=val_loss']")
+    browser.follow(".chips a[href*='also=size']")
+    browser.follow(".chips a[href^='?metric=size']")
     assert browser.text("#chart-title") == "size by step"
-    assert browser.count("circle") == dashboard.NUM_STEPS
-    title = browser.run("return document.querySelector('circle title').textContent")
-    assert re.fullmatch(r"step 0: [0-9.]+ (KiB|B) \(committed\)", title)
+    assert browser.count("#chart-title ~ .plot circle") == dashboard.NUM_STEPS
+
+
+def test_a_cross_hair_marks_one_checkpoint_in_all_plots(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(f"{open_to_all.daemon.url}/runs/gpt?metric=loss&also=val_loss")
+    assert browser.count(".plot") == 3
+    browser.run("document.querySelector('.plot [tabindex]').focus()")
+    for key in (_LEFT, _LEFT, _LEFT, _RIGHT):
+        browser.press(key)
+    first, stored, saves = browser.run("return [...document.querySelectorAll('.readout')].map((one) => one.innerText)")
+    assert re.fullmatch(r"step 29,000\s+loss 0\.\d+ \(committed\)\s+val_loss 0\.\d+ \(committed\)", first)
+    assert re.fullmatch(r"step 29,000\s+[0-9.]+ KiB \(committed\)", stored)
+    assert saves.startswith("step 29,000")
+    assert (browser.count(".cross"), browser.count(".mark.picked")) == (3, 4)
+    browser.run(_POINT_AT, 0.0)
+    assert browser.text(".readout").startswith("step 0\n")
+    browser.press(_ESCAPE)
+    assert browser.count(".readout:not([hidden])") == 0
+    browser.run(_POINT_AT, 1.0)
+    browser.press(_ENTER)
+    wait_until(lambda: browser.path.startswith("/checkpoints/gpt%4029500"), "the page of the checkpoint")
+    assert browser.complaints() == []
 
 
 def test_pages_work_by_keyboard(browser: Browser, open_to_all: Dashboard) -> None:
@@ -155,12 +179,16 @@ def test_snippets_are_copied(browser: Browser, open_to_all: Dashboard) -> None:
 
 def test_runs_are_found_and_a_blocked_policy_is_shown(browser: Browser, open_to_all: Dashboard) -> None:
     browser.open(open_to_all.daemon.url)
-    browser.type("input[name=q]", "uns")
-    browser.follow("form[role=search] button")
-    assert browser.count("tbody tr") == 1
+    for key in ("/", "u", "n", "s", _ENTER):
+        browser.press(key)
+    wait_until(lambda: browser.count("tbody tr") == 1, "the runs that match")
     browser.open(f"{open_to_all.daemon.url}/runs/gpt")
+    assert "ada@node-07 · slurm 48213" in browser.text(".origin")
     assert "The policy is blocked, and deletes nothing: the prune would delete" in browser.text()
     assert "nothing: it goes" not in browser.text()
+    browser.follow("a[href*='plan=1']")
+    assert "The policy would remove 54 checkpoints" in browser.text()
+    assert browser.count("tr.removed") == 44, "of the 50 rows of the first page"
 
 
 def test_a_restore_is_shown_live(browser: Browser, open_to_all: Dashboard) -> None:
@@ -213,6 +241,10 @@ def _is_dark(browser: Browser) -> bool:
     return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128
 
 
+_POINT_AT = """
+const svg = document.querySelector(".plot svg"), edges = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", { clientX: edges.left + arguments[0] * edges.width }));
+"""
 _CONTRAST = """
 function channels(text) { return text.match(/[\\d.]+/g).map(Number); }
 function light(colour) {

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from ckpt import Checkpointer
+from ckptstore.commits.audit import operator
 from ckptstore.commits.goodput import EndOf
 from ckptstore.commits.heartbeats import read_account, read_heartbeats
 from ckptstore.format.records import Ended
-from ckptstore.run import Run
+from ckptstore.run import Run, origin
 from ckptstore.stores import open_store
 from tests.support.trainers import is_alive, trainer_on
 from tests.support.waiting import wait_until
@@ -41,7 +43,8 @@ def test_a_killed_trainer_and_the_one_that_resumes(tmp_path: Path) -> None:
     assert second.seconds["restore"] > 0
 
 
-def test_a_rewind_in_place_is_another_attempt(tmp_path: Path) -> None:
+def test_a_rewind_in_place_is_another_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
     model = nn.Linear(64, 64)
     optim = torch.optim.AdamW(model.parameters())
     run = _run(tmp_path, "r")
@@ -63,6 +66,11 @@ def test_a_rewind_in_place_is_another_attempt(tmp_path: Path) -> None:
     assert [one.lost_steps for one in found.attempts] == [10, 0]
     assert found.seconds["stall"] > 0, "saves that are waited for"
     assert found.step == 13
+    assert {one.origin for one in found.attempts} == {origin()}
+    assert str(origin()) == f"{operator()} · slurm 4711"
+    store = run.store
+    store.delete_many([info.key for info in store.list(run.keys.heartbeats)])
+    assert {one.origin for one in read_account(run).attempts} == {origin()}, "known by the generations"
 
 
 def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:

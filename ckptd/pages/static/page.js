@@ -1,4 +1,4 @@
-// The choice of light or dark, and buttons that copy. Pages are complete without it.
+// The choice of light or dark, buttons that copy, and keys. Pages are complete without it.
 "use strict";
 
 const THEME = "ckptd-theme";
@@ -26,7 +26,10 @@ if (["light", "dark"].includes(stored())) {
 
 function offerThemes() {
   const button = document.getElementById("theme");
-  const label = () => { button.textContent = isDark() ? "Light" : "Dark"; };
+  const label = () => {
+    button.querySelector("span").textContent = isDark() ? "Light" : "Dark";
+    button.title = isDark() ? "Light colors" : "Dark colors";
+  };
   button.addEventListener("click", () => {
     const wanted = isDark() ? "light" : "dark";
     document.documentElement.dataset.theme = wanted;
@@ -65,7 +68,27 @@ function offerCopies() {
   }
 }
 
+const KEYS = { "/": "input[name=q]", n: "a[rel=next]", p: "a[rel=prev]" };
+
+function offerKeys() {
+  document.addEventListener("keydown", (event) => {
+    const elsewhere = event.target.closest("input, select, textarea") || event.altKey || event.ctrlKey || event.metaKey;
+    const found = elsewhere ? null : document.querySelector(KEYS[event.key] ?? "#none");
+    if (found === null) {
+      return;
+    }
+    event.preventDefault();
+    if (found.tagName === "A") {
+      found.click();
+    } else {
+      found.focus();
+      found.select();
+    }
+  });
+}
+
 document.addEventListener("DOMContentLoaded", () => {
+  offerKeys();
   offerThemes();
   offerCopies();
 });

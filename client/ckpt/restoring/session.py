@@ -6,6 +6,7 @@ A session is informational: the ranks themselves agree on the checkpoint, and on
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 
@@ -46,7 +47,7 @@ class RestoreSession:
         try:
             body = client.join_restore(
                 checkpoint.run, key, self._world_size, self._rank,
-                checkpoint=checkpoint.id, ttl_s=max(1.0, self._config.peer_timeout_s),
+                checkpoint=checkpoint.id, ttl_s=max(1.0, self._config.peer_timeout_s), host=socket.gethostname(),
             )  # fmt: skip
         except CkptError as error:
             logger.warning("restoring without a session at the daemon: %s", error)

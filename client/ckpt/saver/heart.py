@@ -11,13 +11,15 @@ import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from ckpt.saver.messages import Began
 from ckpt.saver.pulse import Ending, Pulse, Reading
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import Ended, Heartbeat
-from ckptstore.run import Run
+from ckptstore.format.records import ORIGIN, Ended, Heartbeat
+from ckptstore.run import Run, origin
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class Life:
             trains_at=began.trains_at, restored_s=began.restored_s, parent=began.parent, generation=self.generation,
             at=[beat.at for beat in beats], step=[beat.step for beat in beats],
             stalled_s=[beat.stalled_s for beat in beats], slowed_s=[beat.slowed_s for beat in beats],
-            ended=ended, ended_at=at,
+            ended=ended, ended_at=at, extensions={ORIGIN: msgspec.to_builtins(origin())},
         )  # fmt: skip
 
 

@@ -56,6 +56,8 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An id; None for the newest usable one."""
     ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SILENCE_S)] = SILENCE_S
     """A rank that is silent for this time ends the session. The first request sets it."""
+    host: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    """The host of the rank, for display."""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +113,8 @@ class RestoreBody(msgspec.Struct, frozen=True, kw_only=True):
     """Sum over the ranks that know their total."""
     problem: str
     """Why it failed or expired, with the ranks that caused it."""
+    host: str = ""
+    """The host of rank 0, or of the rank that joined first until rank 0 does. Empty if it is not known."""
     progress: float | None = None
     """From 0 to 1, the mean over all ranks. This and the next two are set only if ranks were read: not for a join."""
     stragglers: list[int] = []

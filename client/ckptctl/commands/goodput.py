@@ -88,6 +88,7 @@ def _blocks(found: Account) -> Iterator[Block]:
             TableColumn("TOOK", right=True, drop=1),
             TableColumn("STALL", right=True, drop=2),
             TableColumn("ENDED"),
+            TableColumn("WHERE", drop=4),
         ),
         [Row(_cells(number, one), _STYLES.get(one.ended, "")) for number, one in enumerate(found.attempts, start=1)],
     )
@@ -106,6 +107,7 @@ def _cells(number: int, one: AttemptAccount) -> tuple[str, ...]:
         human.duration(one.ended_at - one.began_at),
         human.duration(one.seconds[Spent.STALL]),
         one.ended,
+        str(one.origin or "-"),
     )
 
 

@@ -93,6 +93,7 @@ def _list_blocks(restores: Sequence[RestoreBody], now: float) -> Iterator[Block]
         TableColumn("RANKS", right=True),
         TableColumn("DONE", right=True, drop=2),
         TableColumn("AGE", right=True, drop=1),
+        TableColumn("HOST", drop=3),
         TableColumn("SLOWEST, OR PROBLEM"),
     )
     if restores:
@@ -107,6 +108,7 @@ def _cells(restore: RestoreBody, now: float) -> tuple[str, ...]:
         f"{restore.num_restored}/{restore.world_size}",
         _done(restore),
         human.age(now - restore.created_at),
+        restore.host or "-",
         restore.problem or _slowest(restore),
     )
 
@@ -130,6 +132,8 @@ def _restore_blocks(restore: RestoreBody, now: float) -> Iterator[Block]:
         ("bytes", f"{human.size(restore.done_bytes)} of {human.size(restore.total_bytes)}"),
         ("began", f"{human.moment(restore.created_at)}, {human.age(now - restore.created_at)} ago"),
     ]
+    if restore.host:
+        pairs.append(("host", restore.host))
     if restore.ended_at is not None:
         pairs.append(("took", human.duration(restore.ended_at - restore.created_at)))
     if restore.expires_at is not None:

@@ -6,8 +6,6 @@ carried out, but no action is missing from it.
 
 from __future__ import annotations
 
-import getpass
-import socket
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -19,7 +17,7 @@ from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, AuditRecord
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.run import Run
+from ckptstore.run import Run, origin
 
 KEPT_S = 365 * 24 * 3600.0
 
@@ -43,11 +41,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 def operator() -> str:
     """The person or service account of this process, for the log: user@host."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"
+    here = origin()
+    return f"{here.user}@{here.host}"
 
 
 def record(run: Run, action: Action, attempts: Iterable[Attempt], reason: str) -> None:

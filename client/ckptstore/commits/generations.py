@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from ckptstore import names
 from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUnavailable
-from ckptstore.format.documents import FORMAT, Generation, Outcome
+from ckptstore.format.documents import FORMAT, JSON, Generation, Outcome
 from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.records import ORIGIN
 from ckptstore.names import Attempt
 from ckptstore.retry import retry
-from ckptstore.run import Run
+from ckptstore.run import Run, origin
 from ckptstore.stores import ObjectInfo
 from ckptstore.stores.retrying import pauses_without
 
@@ -83,7 +86,7 @@ def begin_generation(run: Run, session: Session) -> Begun:
         proposal = Generation(
             format=FORMAT, kind="generation", run=run.name, number=number, session=session.id,
             parent=str(session.parent) if session.parent is not None else None, by=run.by, at=run.clock(),
-            extensions={SEEN: session.seen} if session.seen else {},
+            extensions=_extensions(session),
         )  # fmt: skip
         if (created := create_generation(run, proposal)) is not None:
             return Begun(number, created)
@@ -288,6 +291,11 @@ def _refuse_old_readers(run: Run) -> None:
         committed=None, nonce=barrier.ulid, by="generations need format 2", at=run.clock(),
     )  # fmt: skip
     run.store.put(run.keys.outcome(barrier), seal(document))
+
+
+def _extensions(session: Session) -> dict[str, JSON]:
+    here: dict[str, JSON] = {ORIGIN: msgspec.to_builtins(origin())}
+    return here | {SEEN: session.seen} if session.seen else here
 
 
 def _create(run: Run, proposal: Generation) -> bool | None:

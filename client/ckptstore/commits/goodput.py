@@ -15,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from ckptstore.format.records import Ended
+from ckptstore.format.records import Ended, Origin
 from ckptstore.names import Attempt
 
 
@@ -93,6 +93,7 @@ class Life:
     ended_at: float
     measured: bool = True
     """False: it left no heartbeat, and is known by its checkpoints only."""
+    origin: Origin | None = None
 
     def with_captures(self, captures: Iterable[tuple[float, int]]) -> Life:
         """The life with the moments and steps of its checkpoints as further beats."""
@@ -129,6 +130,8 @@ class AttemptAccount(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
     """By category."""
     measured: bool
+    origin: Origin | None = None
+    """Who ran it, and where; None if an older client did."""
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,7 +229,7 @@ def _attempt(life: Life, kept_step: float, after: Life | None, now: float, silen
         ended_at=ended_at, ended=_end(life, after, now, silent_s),
         resumed_from=life.parent.step if life.parent is not None else None, first_step=series.first.step,
         last_step=last.step, lost_steps=max(0, last.step - cut.step), seconds={k.value: s for k, s in seconds.items()},
-        measured=life.measured,
+        measured=life.measured, origin=life.origin,
     )  # fmt: skip
 
 

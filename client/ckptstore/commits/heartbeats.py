@@ -16,7 +16,7 @@ from ckptstore.commits.goodput import Account, Beat, Life, account
 from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import Generation
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.format.records import Ended, Heartbeat
+from ckptstore.format.records import Ended, Heartbeat, origin_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 
@@ -96,7 +96,7 @@ def _of_heartbeat(found: Heartbeat) -> Life:
         restored_s=max(0.0, found.restored_s), generation=found.generation,
         parent=Attempt.parse(found.parent) if found.parent is not None else None,
         beats=sorted((Beat(*beat) for beat in beats), key=lambda beat: beat.at), ended=found.ended,
-        ended_at=max(found.ended_at, found.began_at),
+        ended_at=max(found.ended_at, found.began_at), origin=origin_of(found),
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def _of_generation(number: int, document: Generation | None, captures: Sequence[
         id=document.session if document is not None else f"generation {number}", began_at=began_at, trains_at=began_at,
         restored_s=0.0, parent=Attempt.parse(document.parent) if document is not None and document.parent else None,
         generation=number, beats=[Beat(at, step) for at, step in captures], ended=Ended.NOT, ended_at=ended_at,
-        measured=False,
+        measured=False, origin=origin_of(document) if document is not None else None,
     )  # fmt: skip
 
 

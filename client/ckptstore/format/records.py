@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+import msgspec
+
 from ckptstore.errors import InvalidPolicy
 from ckptstore.format.documents import Document, StoredDocument
 
@@ -132,6 +134,30 @@ class Ended(StrEnum):
     DIED = "died"
     REWOUND = "rewound"
     """It restored in place."""
+
+
+ORIGIN = "origin"
+"""The extension of generations and heartbeats with an Origin."""
+
+
+class Origin(Document, frozen=True, omit_defaults=True):
+    """Who runs a trainer, and where. Empty: not known."""
+
+    user: str = ""
+    host: str = ""
+    job: str = ""
+    """The scheduler and its name for the job: slurm 4711."""
+
+    def __str__(self) -> str:
+        return " · ".join(part for part in (f"{self.user}@{self.host}".strip("@"), self.job) if part)
+
+
+def origin_of(document: StoredDocument) -> Origin | None:
+    """The origin of a generation or heartbeat; None if it has none, or one that cannot be read."""
+    try:
+        return msgspec.convert(document.extensions.get(ORIGIN), Origin)
+    except msgspec.ValidationError:
+        return None
 
 
 class Heartbeat(StoredDocument, frozen=True):

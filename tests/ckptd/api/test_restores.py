@@ -123,6 +123,13 @@ def test_all_ranks_get_the_same_checkpoint_and_one_lease(store: Store, daemon: D
     assert [rank.rank for rank in session.ranks] == list(range(24))
 
 
+def test_a_session_has_the_host_of_its_first_rank(store: Store, client: DaemonClient, run: str) -> None:
+    _write(store, run, 1)
+    hosts = [client.join_restore(run, "k", 3, rank, host=f"node-{rank}").host for rank in (2, 1, 0, 1)]
+    assert hosts == ["node-2", "node-2", "node-0", "node-0"]
+    assert client.join_restore(run, "old-client", 1, 0).host == ""
+
+
 def test_a_join_that_is_repeated_changes_nothing(store: Store, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
     first = client.join_restore(run, "k", 2, 0)

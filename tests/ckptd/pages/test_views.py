@@ -13,16 +13,20 @@ from hypothesis import strategies as st
 
 from ckptapi.bodies import EntryBody, Phase, ShardBody
 from ckptd.index import RankProgress, Restore, RunSummary
+from ckptd.pages.branches import branches
 from ckptd.pages.charts import Point, bars, compact, plot, sparkline
 from ckptd.pages.contents import contents_view
+from ckptd.pages.curves import SIZE
+from ckptd.pages.overview import chosen_runs, progress, run_row
 from ckptd.pages.queries import RunOrder, RunPageQuery
 from ckptd.pages.restores import session_view
-from ckptd.pages.runs import PAGE_ROWS, SIZE, chosen_runs, run_row, run_view
+from ckptd.pages.runs import PAGE_ROWS, run_view
 from ckptd.pages.sessions import LIFETIME_S, Sessions
 from ckptd.pages.treemap import Area, squarified, treemap
 from ckptd.services.restores import RestoreView
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.format.records import Policy
+from ckptstore.commits.goodput import Beat, Life, account
+from ckptstore.format.records import Ended, Origin, Policy
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import evaluate
 
@@ -35,47 +39,48 @@ def _checkpoint(step: int, state: State = State.COMMITTED, **metrics: float) -> 
     return Checkpoint("gpt", Attempt(step, _ULID), state, committed_at=step, stored_bytes=10, metrics=metrics)
 
 
-@given(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=40))
-def test_whatever_is_plotted_stays_on_the_plane(values: list[tuple[float, float]]) -> None:
-    drawn = plot([Point(x, y, "") for x, y in values])
-    assert len(drawn.marks) == sum(math.isfinite(x) and math.isfinite(y) for x, y in values)
-    for mark in drawn.marks:
-        assert drawn.left <= mark.x <= drawn.right
-        assert drawn.top <= mark.y <= drawn.bottom
+@given(st.lists(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=20), min_size=1, max_size=3), st.data())
+def test_whatever_is_plotted_stays_on_the_plane(lines: list[list[tuple[float, float]]], data: st.DataObject) -> None:
+    log, ages, from_zero = (data.draw(st.booleans()) for _ in range(3))
+    points = [[Point(x, y, "") for x, y in line] for line in lines]
+    drawn = plot(points, log=log, ages=ages, from_zero=from_zero and not log)
+    for line, values in zip(drawn.lines, lines, strict=True):
+        assert len(line.marks) == sum(math.isfinite(x) and math.isfinite(y) and (y > 0 or not log) for x, y in values)
+        assert line.points.split() == [f"{mark.x},{mark.y}" for mark in line.marks]
+        assert len(line.area.split()) == len(line.marks) + 2 * bool(line.marks)
+        for mark in line.marks:
+            assert drawn.left <= mark.x <= drawn.right
+            assert drawn.top <= mark.y <= drawn.bottom
     for tick in drawn.y_ticks:
         assert drawn.top <= tick.at <= drawn.bottom
-    assert "nan" not in drawn.line
-    assert "inf" not in drawn.line
-
-
-@given(st.lists(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=20), min_size=1, max_size=3), st.booleans())
-def test_all_lines_share_one_plane(lines: list[list[tuple[float, float]]], log: bool) -> None:
-    first, *more = [[Point(x, y, "") for x, y in line] for line in lines]
-    drawn = plot(first, more=more, log=log)
-    for line, points in zip((drawn.line, *drawn.more), lines, strict=True):
-        places = [tuple(map(float, place.split(","))) for place in line.split()]
-        assert len(places) == sum(math.isfinite(x) and math.isfinite(y) and (y > 0 or not log) for x, y in points)
-        assert all(drawn.left <= x <= drawn.right and drawn.top <= y <= drawn.bottom for x, y in places)
+    assert len(drawn.x_ticks) < 20
+    assert all(drawn.left <= tick.at <= drawn.right for tick in drawn.x_ticks)
 
 
 def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios() -> None:
-    drawn = plot([Point(step, 10.0**-step, "") for step in range(5)], log=True)
-    heights = [mark.y for mark in drawn.marks]
+    drawn = plot([[Point(step, 10.0**-step, "") for step in range(5)]], log=True)
+    heights = [mark.y for mark in drawn.lines[0].marks]
     assert len({round(after - before, 0) for before, after in itertools.pairwise(heights)}) == 1
     assert [tick.label for tick in drawn.y_ticks] == ["0.0001", "0.001", "0.01", "0.1", "1"]
 
 
+def test_an_axis_of_ages_has_round_ages_and_one_of_sizes_begins_at_zero() -> None:
+    drawn = plot([[Point(-3600.0 * hours, 5.0 + hours, "") for hours in range(15)]], ages=True, from_zero=True)
+    assert [tick.label for tick in drawn.x_ticks] == ["12h ago", "9h ago", "6h ago", "3h ago", "now"]
+    assert drawn.y_ticks[0].label == "0"
+
+
 @pytest.mark.parametrize("values", [[sys.float_info.max], [1e308, sys.float_info.max], [5e-324, sys.float_info.max]])
 def test_a_logarithmic_axis_has_labels_up_to_the_largest_number(values: list[float]) -> None:
-    drawn = plot([Point(step, value, "") for step, value in enumerate(values)], log=True)
+    drawn = plot([[Point(step, value, "") for step, value in enumerate(values)]], log=True)
     assert drawn.y_ticks
-    assert len(drawn.marks) == len(values)
+    assert len(drawn.lines[0].marks) == len(values)
 
 
 def test_a_long_line_is_thinned_but_keeps_its_ends() -> None:
-    drawn = plot([Point(step, -step, str(step)) for step in range(5000)])
-    assert len(drawn.marks) == 300
-    assert (drawn.marks[0].title, drawn.marks[-1].title) == ("0", "4999")
+    marks = plot([[Point(step, -step, str(step)) for step in range(5000)]]).lines[0].marks
+    assert len(marks) == 300
+    assert (marks[0].title, marks[-1].title) == ("0", "4999")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_a_long_line_is_thinned_but_keeps_its_ends() -> None:
     [((0, 1000), ["0", "200", "400", "600", "800", "1k"]), ((7,), ["7"]), ((1, 3), ["1", "2", "3"])],
 )
 def test_axes_have_round_numbers(steps: tuple[int, ...], expected: list[str]) -> None:
-    assert [tick.label for tick in plot([Point(step, 0, "") for step in steps]).x_ticks] == expected
+    assert [tick.label for tick in plot([[Point(step, 0, "") for step in steps]]).x_ticks] == expected
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,8 @@ def test_numbers_are_compact(number: float, text: str) -> None:
 
 @given(st.lists(ANY_FLOAT, max_size=20))
 def test_a_sparkline_stays_in_its_box(values: list[float]) -> None:
-    points = [tuple(map(float, point.split(","))) for point in sparkline(values).split()]
+    spark = sparkline(values)
+    points = [tuple(map(float, point.split(","))) for point in (spark.points if spark else "").split()]
     assert len(points) in (0, sum(map(math.isfinite, values)))
     assert all(2 <= x <= 118 and 2 <= y <= 22 for x, y in points)
 
@@ -179,7 +185,7 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     assert [(row.checkpoint.step, row.reasons) for row in only.rows] == [(117, ("corrupt",))]
     assert only.query.link(page=2) == "?metric=size&state=corrupt&page=2"
     none = run_view("gpt", checkpoints, None, None, RunPageQuery(min_step=500), 1000.0)
-    assert (none.rows, none.chart) == ((), None)
+    assert (none.rows, none.curves.chart) == ((), None)
 
 
 def test_contents_of_many_ranks_are_summed_by_rank_and_item() -> None:
@@ -263,15 +269,27 @@ def _commits(*times: float) -> list[Checkpoint]:
 )
 def test_a_run_whose_next_commit_is_overdue_is_stalled(now: float, uploads: int, stalled: bool) -> None:
     recent = _commits(100, 200, 300, 400, 500)
-    row = run_row(RunSummary("gpt", 5, 50, recent[0]), recent, uploads, 0, now)
-    assert bool(row.stalled) == stalled
+    going = progress(recent, uploads, None, now)
+    assert bool(going.stalled) == stalled
     if stalled:
-        assert row.stalled == "no commit for 13m; the usual gap is 1m 40s"
+        assert going.stalled == "no commit for 13m; the usual gap is 1m 40s"
 
 
 def test_two_commits_have_no_usual_gap() -> None:
     recent = _commits(100, 200)
-    assert run_row(RunSummary("gpt", 2, 20, recent[0]), recent, 0, 0, 9000.0).stalled == ""
+    assert progress(recent, 0, None, 9000.0).stalled == ""
+
+
+def test_a_run_has_the_end_and_the_origin_of_its_last_attempt() -> None:
+    lives = [
+        Life(str(at), at, at, 0.0, None, 0, [Beat(at + 1, 7)], Ended.DIED, at + 2, origin=Origin(user="ada", host=host))
+        for at, host in ((100.0, "node-1"), (200.0, "node-2"))
+    ]
+    recent = _commits(100, 200, 300, 400, 500)
+    going = progress(recent, 0, account("gpt", lives, 9000.0, 300.0), 9000.0)
+    assert (going.origin, going.ended, going.stalled) == ("ada@node-2", "died", "")
+    row = run_row(RunSummary("gpt", 5, 50, recent[0]), recent, 0, 0, None, 600.0)
+    assert (row.progress.origin, row.progress.ended, row.age_s) == ("", "", 100.0)
 
 
 def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
@@ -282,23 +300,79 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
     runs = [summary("bert", 3, 100, owner="Ann"), summary("gpt-a", 1, 300, paper=""), summary("gpt-b", 2, 200)]
 
     def names(text: str = "", order: RunOrder = RunOrder.NAME) -> list[str]:
-        return [found.run for found in chosen_runs(runs, text, order)]
+        return [found.run for found in chosen_runs(runs, text, order, {"bert": bert})]
 
+    life = Life(
+        "a", 1.0, 1.0, 0.0, None, 0, [], Ended.NOT, 1.0, origin=Origin(user="ada", host="node-3", job="slurm 7")
+    )
+    bert = account("bert", [life], 2.0, 300.0)
     assert names("GPT") == ["gpt-a", "gpt-b"]
     assert names("owner=ann") == ["bert"]
     assert names("paper") == ["gpt-a"]
     assert names("none") == []
+    assert names("ADA@node") == names("slurm 7") == ["bert"]
     assert names(order=RunOrder.NEWEST) == ["gpt-a", "gpt-b", "bert"]
     assert names(order=RunOrder.LARGEST) == names(order=RunOrder.MOST) == ["bert", "gpt-b", "gpt-a"]
 
 
-def test_a_plot_has_another_metric_and_another_run() -> None:
+def test_a_plot_has_other_metrics_and_another_run() -> None:
     own = [_checkpoint(step, loss=1.0 / step, val=2.0 / step) for step in (3, 2, 1)]
     other = [_checkpoint(step, loss=3.0 / step) for step in (2, 1)]
-    query = RunPageQuery(metric="loss", also="val", other="gpt-b", log=True)
+    query = RunPageQuery(metric="loss", also=("val", "none", "loss"), other="gpt-b", log=True)
     view = run_view("gpt", own, None, None, query, 10.0, other)
-    assert view.chart is not None
-    assert [len(line.split()) for line in (view.chart.line, *view.chart.more)] == [3, 3, 2]
-    assert view.legend == (("line-a", "loss of gpt"), ("line-b", "val"), ("line-c", "loss of gpt-b"))
+    assert view.curves.chart is not None
+    assert [len(line.marks) for line in view.curves.chart.lines] == [3, 3, 2]
+    assert view.curves.names == ("loss", "val", "loss of gpt-b")
     assert "also=val&other=gpt-b&log=1" in view.query.link(page=2)
-    assert run_view("gpt", own, None, None, RunPageQuery(metric="loss"), 10.0).legend == ()
+    assert view.chips == ("loss", "val", "save seconds", "size")
+
+
+def test_a_metric_is_added_to_the_plot_and_removed_again() -> None:
+    query = RunPageQuery(metric="a")
+    assert query.toggled("a") == "?metric=a"
+    assert query.toggled("b") == "?metric=a&also=b"
+    query = RunPageQuery(metric="a", also=("b", "c", "d", "e"), other="run")
+    assert query.toggled("a") == "?metric=b&also=c&also=d&also=e&other=run"
+    assert query.toggled("f") == "?metric=a&also=b&also=c&also=d&also=f&other=run"
+    assert (query.values("also"), query.values("other"), query.values("state")) == (["b", "c", "d", "e"], ["run"], [])
+
+
+def test_stored_bytes_add_up_over_time() -> None:
+    view = run_view("gpt", [_checkpoint(step) for step in (30, 20, 10)], None, None, RunPageQuery(), 40.0)
+    stored, saves = (curves.chart.lines[0].marks for curves in view.over_time if curves.chart is not None)
+    totals = [mark.title.partition(": ")[2] for mark in stored]
+    assert totals == [f"{total} B (committed)" for total in (10, 20, 30)]
+    assert [mark.link for mark in saves] == [mark.link for mark in stored]
+    assert run_view("gpt", [_checkpoint(1)], None, None, RunPageQuery(), 40.0).over_time == ()
+
+
+def test_branches_begin_at_the_checkpoint_that_they_continue_from() -> None:
+    first = [Checkpoint("gpt", Attempt(step, _ULID), State.COMMITTED) for step in (0, 100, 200)]
+    first[2] = replace(first[2], state=State.ABANDONED)
+    second = [
+        Checkpoint("gpt", Attempt(step, _ULID, generation=4), State.COMMITTED, parent=first[1].attempt)
+        for step in (150, 250)
+    ]
+    drawn = run_view("gpt", [*second[::-1], *first[::-1]], None, None, RunPageQuery(), 10.0).branches
+    assert drawn is not None
+    old, new = drawn.rows
+    assert (old.number, new.number, drawn.num_hidden) == (0, 4, 0)
+    fork = old.marks[1]
+    assert new.line.startswith(f"M{fork.x},{fork.y}C")
+    assert new.line.endswith(f"H{new.marks[-1].x}")
+    assert [mark.kind for mark in old.marks] == ["committed", "committed", "abandoned"]
+    assert run_view("gpt", first, None, None, RunPageQuery(), 10.0).branches is None
+
+
+@given(st.dictionaries(st.integers(0, 40), st.lists(st.integers(0, 10**9), min_size=1, max_size=200), min_size=2))
+def test_branches_of_any_run_lie_within_the_drawing(steps: dict[int, list[int]]) -> None:
+    checkpoints = [
+        Checkpoint("gpt", Attempt(step, _ULID, generation=number), State.COMMITTED)
+        for number, own in steps.items()
+        for step in own
+    ]
+    drawn = branches(checkpoints)
+    assert len(drawn.rows) + drawn.num_hidden == len(steps)
+    for row in drawn.rows:
+        assert 1 <= len(row.marks) <= 120
+        assert all(drawn.left <= mark.x <= drawn.right and 0 <= mark.y <= drawn.bottom for mark in row.marks)

@@ -118,6 +118,7 @@ def _create_restores() -> None:
         sa.Column("num_restored", sa.BigInteger, nullable=False),
         sa.Column("done_bytes", sa.Double, nullable=False),
         sa.Column("total_bytes", sa.Double, nullable=False),
+        sa.Column("host", sa.String(255), nullable=False),
         sa.UniqueConstraint("run", "key", name="restores_one_per_key"),
     )
     op.create_table(

@@ -1,0 +1,106 @@
+"""The plots of a run: metrics by step, also beside another run; stored bytes and saves over time. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isfinite
+from urllib.parse import quote
+
+from ckptd.pages.charts import Plot, Point, compact, plot
+from ckptd.pages.queries import RunPageQuery
+from ckptstore import human
+from ckptstore.commits.catalog import Checkpoint, State
+
+SAVE_SECONDS = "save seconds"
+SIZE = "size"
+WRITERS: Mapping[str, Callable[[float], str]] = {
+    SAVE_SECONDS: human.duration,
+    SIZE: lambda value: human.size(int(value)),
+}
+"""The figures of a checkpoint that can be plotted as well, and how their values are written."""
+_METRICS_SHOWN = 40
+_SMALL = (560, 210)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """A plot, and the names of its lines, in order."""
+
+    title: str
+    axis: str
+    chart: Plot | None
+    names: tuple[str, ...]
+
+
+def metric_names(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
+    """The choices of the plot: metrics, most frequent first if there are many, then sizes and durations."""
+    counts = Counter(name for c in checkpoints for name in c.metrics if name not in WRITERS)
+    names = sorted(name for name, _ in counts.most_common(_METRICS_SHOWN))
+    return (*names, SAVE_SECONDS, SIZE)
+
+
+def main_metric(checkpoints: Sequence[Checkpoint]) -> str:
+    """The metric that most checkpoints have; without metrics, the duration of saves."""
+    counts = Counter(name for c in checkpoints for name in c.metrics)
+    return min(counts, key=lambda name: (-counts[name], "loss" not in name, name), default=SAVE_SECONDS)
+
+
+def value_of(checkpoint: Checkpoint, metric: str) -> float:
+    """A metric of a checkpoint, or its size or duration; NaN if it has none."""
+    figures = {SAVE_SECONDS: checkpoint.save_seconds, SIZE: float(checkpoint.stored_bytes)}
+    return figures.get(metric, checkpoint.metrics.get(metric, float("nan")))
+
+
+def metric_curves(checkpoints: Sequence[Checkpoint], query: RunPageQuery, other: Sequence[Checkpoint]) -> Curves:
+    """The chosen metrics by step; the first one also of another run. Lines but the first are of live checkpoints."""
+    live = [c for c in checkpoints if c.state is State.COMMITTED]
+    lines = {query.metric: _by_step(checkpoints, query.metric)}
+    lines |= {name: _by_step(live, name) for name in query.also}
+    if query.other:
+        name = f"{query.metric} of {query.other}"
+        lines[name] = _by_step([c for c in other if c.state is State.COMMITTED], query.metric, query.other)
+    names = tuple(name if points else f"{name}: no values" for name, points in lines.items())
+    title = ", ".join((query.metric, *query.also))
+    if not any(lines.values()):
+        return Curves(title, "step", None, names)
+    drawn = plot(list(lines.values()), WRITERS.get(query.metric, compact), log=query.log)
+    return Curves(title, "step", drawn, names)
+
+
+def time_curves(checkpoints: Sequence[Checkpoint], now: float) -> tuple[Curves, ...]:
+    """Stored bytes and the duration of saves over time; empty with fewer than two checkpoints."""
+    known = sorted((c for c in checkpoints if c.committed_at), key=lambda c: c.committed_at)
+    if len(known) < 2:
+        return ()
+    totals = accumulate(c.stored_bytes for c in known)
+    stored = [_point(c, c.committed_at - now, total, human.size(total)) for c, total in zip(known, totals, strict=True)]
+    saves = [_point(c, c.committed_at - now, c.save_seconds, human.duration(c.save_seconds)) for c in known]
+    width, height = _SMALL
+    return tuple(
+        Curves(title, "age", plot([points], write, width, height, ages=True, from_zero=True), (title,))
+        for title, points, write in (
+            ("stored bytes", stored, WRITERS[SIZE]),
+            ("duration of saves", saves, WRITERS[SAVE_SECONDS]),
+        )
+    )
+
+
+def _by_step(checkpoints: Sequence[Checkpoint], metric: str, run: str = "") -> list[Point]:
+    return [
+        _point(c, c.step, value, f"{_written(value, metric)}{f' in {run}' if run else ''}")
+        for c in checkpoints
+        if isfinite(value := value_of(c, metric))
+    ]
+
+
+def _point(checkpoint: Checkpoint, x: float, y: float, text: str) -> Point:
+    title = f"step {checkpoint.step:,}: {text} ({checkpoint.state})"
+    return Point(x, y, title, checkpoint.state, f"/checkpoints/{quote(checkpoint.id)}")
+
+
+def _written(value: float, metric: str) -> str:
+    write = WRITERS.get(metric)
+    return write(value) if write else f"{metric} {value:.5g}"
