@@ -1,7 +1,7 @@
 """A layout's checkpoint restores in other layouts: all bits of the whole state, and the losses go on.
 
 Of the core layouts, CKPTD_LAYOUTS=all restores each in each. By default each is restored in itself, in one process, and
-in the next and the third one after it, and what one process has saved is restored in each.
+in the next one, and what one process has saved is restored in each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _core() -> Pairs:
     every = list(product(CORE, CORE))
     if os.environ.get("CKPTD_LAYOUTS") == "all":
         return every
-    near = {(one, (*CORE, *CORE)[at + ahead]) for at, one in enumerate(CORE) for ahead in (0, 1, 3)}
+    near = {(one, (*CORE, *CORE)[at + ahead]) for at, one in enumerate(CORE) for ahead in (0, 1)}
     return [pair for pair in every if "single" in pair or pair in near]
 
 

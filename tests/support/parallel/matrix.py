@@ -30,7 +30,8 @@ STEPS_AFTER = 2
 SAVE = f"{__name__}:save"
 RESTORE = f"{__name__}:restore"
 Work = dict[str, Any]
-"""What a group of ranks saves or restores, as JSON: the grid with its folder and setup, and the saved layout."""
+"""One save or restore of a group of ranks, as JSON: its layout, the grid with its folder and setup, and, of a restore,
+the layout that saved."""
 
 
 def save(built: Built, step: int, folder: Path) -> None:
@@ -75,30 +76,31 @@ def run_matrices(
 ) -> dict[str, Matrix]:
     """Of each pair of each grid, save in the first layout and restore in the second.
 
-    One group of ranks saves all that a layout saves, and one restores all that it restores: starting a group costs more
-    than a restore.
+    One group of ranks does all the saves of its size, and one all the restores: starting a group, and the first use of
+    a layout's modules, cost more than a restore.
     """
-    saves: dict[str, list[Work]] = {}
-    restores: dict[str, list[Work]] = {}
+    saves: dict[int, list[Work]] = {}
+    restores: dict[int, list[Work]] = {}
     for name, grid in grids.items():
-        own = {"grid": name, "folder": str(folder / name), "setup": asdict(grid.setup)}
+        own: Work = {"grid": name, "folder": str(folder / name), "setup": asdict(grid.setup)}
         for source in dict.fromkeys(source for source, _ in grid.pairs):
             (folder / name / source).mkdir(parents=True)
-            saves.setdefault(source, []).append({**own, "source": source})
+            saves.setdefault(LAYOUTS[source].world_size, []).append({**own, "layout": source})
         for source, target in grid.pairs:
-            restores.setdefault(target, []).append({**own, "source": source})
-    scenarios = [_scenario("save_in", layout, works, save) for layout, works in saves.items()]
-    scenarios += [_scenario("restore_in", layout, works, restore) for layout, works in restores.items()]
+            work = {**own, "layout": target, "source": source}
+            restores.setdefault(LAYOUTS[target].world_size, []).append(work)
+    scenarios = [_scenario("save_in", world_size, works, save) for world_size, works in saves.items()]
+    scenarios += [_scenario("restore_in", world_size, works, restore) for world_size, works in restores.items()]
     ranks = folder / "ranks"
     ranks.mkdir()
     outcomes = iter(run_scenarios(scenarios, ranks))
     found = {name: Matrix(folder / name, {}, {}) for name in grids}
-    for layout, works in saves.items():
+    for works in saves.values():
         for work, outcome in zip(works, _each(next(outcomes), len(works)), strict=True):
-            found[work["grid"]].saved[layout] = outcome
-    for layout, works in restores.items():
+            found[work["grid"]].saved[work["layout"]] = outcome
+    for works in restores.values():
         for work, outcome in zip(works, _each(next(outcomes), len(works)), strict=True):
-            found[work["grid"]].restored[work["source"], layout] = outcome
+            found[work["grid"]].restored[work["source"], work["layout"]] = outcome
     return found
 
 
@@ -116,10 +118,11 @@ def check_restored(matrix: Matrix, saved: str, restored: str) -> None:
     assert ranks[0]["losses"] == exactly
 
 
-def save_in(layout: str, works: list[Work], hook: str) -> list[list[float]]:
+def save_in(works: list[Work], hook: str) -> list[list[float]]:
     """In a rank: train, save, and go on; returns, of each work, the losses of the steps after the save."""
     found = []
     for work in works:
+        layout = work["layout"]
         print(f"{layout} saves {work['grid']}", flush=True)
         built = _build(layout, _setup(work["setup"]))
         for step in range(SAVED_AT):
@@ -133,10 +136,11 @@ def save_in(layout: str, works: list[Work], hook: str) -> list[list[float]]:
     return found
 
 
-def restore_in(layout: str, works: list[Work], hook: str) -> list[dict[str, Any]]:
+def restore_in(works: list[Work], hook: str) -> list[dict[str, Any]]:
     """In a rank: restore each work's source into another model, compare with what was saved, and go on."""
     found = []
     for number, work in enumerate(works):
+        layout = work["layout"]
         print(f"{layout} restores {work['grid']} from {work['source']}", flush=True)
         setup = work["setup"]
         built = _build(layout, _setup({**setup, "seed": setup["seed"] + 1 + number}))
@@ -150,9 +154,8 @@ def restore_in(layout: str, works: list[Work], hook: str) -> list[dict[str, Any]
     return found
 
 
-def _scenario(function: str, layout: str, works: list[Work], hook: str) -> Scenario:
-    arguments = {"layout": layout, "works": works, "hook": hook}
-    world_size = LAYOUTS[layout].world_size
+def _scenario(function: str, world_size: int, works: list[Work], hook: str) -> Scenario:
+    arguments = {"works": works, "hook": hook}
     return Scenario(f"{__name__}:{function}", world_size, arguments, timeout_s=60.0 * len(works))
 
 
