@@ -18,10 +18,10 @@ from ckpt.restoring.gpu_copy import LANES, Arrival, Landing, Lane, is_direct
 from ckpt.restoring.host_destinations import HostDestinations
 from ckptstore.errors import UnsupportedFormat
 from ckptstore.format.boxes import Box, sizes
-from ckptstore.format.documents import Content
+from ckptstore.format.documents import JSON, Content
 from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead
-from ckptstore.format.trees import TAG
+from ckptstore.format.trees import TAG, decode_tree, value_leaves
 from ckptstore.reading.fetch import Buffers
 
 _Key = tuple[str, Box, torch.device | None]
@@ -87,6 +87,41 @@ class Destinations(HostDestinations):
             target = torch.empty(shape, dtype=dtype, device=parameter.device)
         self.fill(name, part_of(name, target, flat))
         return target
+
+    def refill(self, tree: JSON, path: str, template: Any) -> tuple[Any, list[str]]:
+        """A tensor of the template fits if a new one would have its type, shape and device, and if nothing else is in
+        its memory. It is in the value that is returned; new ones take the places of all others."""
+        live = {at: leaf for at, leaf in value_leaves(template, path) if isinstance(leaf, torch.Tensor)}
+        if not live:
+            return self.decode(tree, path), []
+        used = {_memory(tensor): name for (name, *_), tensors in self._targets.items() for tensor in tensors}
+        filled: list[str] = []
+
+        def unleaf(at: str, leaf: dict[str, Any]) -> Any:
+            target, source = live.get(at), leaf.get("name", at)
+            fits = target is not None and self._fits(target, at, leaf)
+            if target is None or not fits or used.setdefault(_memory(target), source) != source:
+                return self._unleaf(at, leaf, None)
+            if "name" in leaf:
+                self.fill(source, part_of(source, target))
+            else:
+                self._copies.append((inline_tensor(at, leaf), [target]))
+            filled.append(at)
+            return target
+
+        return decode_tree(tree, path, unleaf), filled
+
+    def _fits(self, target: torch.Tensor, at: str, leaf: dict[str, Any]) -> bool:
+        """Whether a tensor can take the place of the new one for a leaf."""
+        if leaf[TAG] != "tensor" or not _owns_memory(target):
+            return False
+        if "name" in leaf:
+            dtype, shape = self.describe(leaf["name"])
+        else:
+            small = inline_tensor(at, leaf)
+            dtype, shape = small.dtype, tuple(small.shape)
+        device = _current(leaf["device"]) if "device" in leaf else torch.device("cpu")
+        return (target.dtype, tuple(target.shape), target.device) == (dtype, shape, device)
 
     def load(self, name: str) -> torch.Tensor:
         """A new tensor on the CPU."""
@@ -158,6 +193,18 @@ def _current(kind: str) -> torch.device:
     if accelerator is None or accelerator.type != kind or not torch.accelerator.is_available():
         return torch.device("cpu")
     return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _owns_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the whole of its memory for itself, in row-major order, and no history."""
+    plain = is_plain_type(tensor) and not isinstance(tensor, DTensor) and tensor.layout is torch.strided
+    plain = plain and tensor.is_leaf and not tensor.is_inference() and is_direct(tensor, tensor.dtype)
+    return plain and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The address of the memory that a plain tensor is in, which others may be in too."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _lane_of(tensor: torch.Tensor) -> torch.device | None:

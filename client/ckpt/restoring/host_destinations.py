@@ -54,6 +54,10 @@ class HostDestinations:
         """The value of a tree; its arrays are filled by `place`. device: where tensors of GPUs go."""
         return decode_tree(tree, path, lambda at, leaf: self._unleaf(at, leaf, device))
 
+    def refill(self, tree: JSON, path: str, template: Any) -> tuple[Any, list[str]]:
+        """The value of a tree, with those tensors of `template` that fit filled in place; and the paths of these."""
+        return self.decode(tree, path), []
+
     def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
         return self.array_of(at, leaf) if leaf[TAG] in ("tensor", "array") else self.small(at, leaf)
 

@@ -5,10 +5,7 @@ Loaded only in processes that have loaded JAX. Its arrays cannot be filled in pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,21 +16,21 @@ from ckpt.restoring.plan import RestorePlan
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import TAG, decode_tree, in_types_of
+from ckptstore.format.trees import TAG, children, decode_tree, in_types_of, value_leaves
 
 
-@dataclass(eq=False, slots=True)
 class _Coming:
-    """Stands for an array in a value until its elements are here."""
+    """Stands for an array in a value until its elements are here. No dataclass, which would be a container."""
 
-    path: str
-    leaf: dict[str, Any]
-    made: Any = None
+    def __init__(self, path: str, leaf: dict[str, Any]) -> None:
+        self.path = path
+        self.leaf = leaf
+        self.made: Any = None
 
 
 def has_templates(value: Any) -> bool:
     """Whether a value holds arrays of JAX, or descriptions of them."""
-    return loaded_jax() is not None and any(is_template(leaf) for _, leaf in _leaves(value, ""))
+    return loaded_jax() is not None and any(is_template(leaf) for _, leaf in value_leaves(value, ""))
 
 
 def plan_arrays(plan: RestorePlan, item: str, template: Any, tree: JSON) -> None:
@@ -50,8 +47,8 @@ def plan_arrays(plan: RestorePlan, item: str, template: Any, tree: JSON) -> None
         return coming[-1]
 
     decoded = in_types_of(template, decode_tree(tree, item, unleaf))
-    found = {path: leaf for path, leaf in _leaves(decoded, item) if isinstance(leaf, _Coming)}
-    wanted = {path: leaf for path, leaf in _leaves(template, item) if is_template(leaf) or is_array(leaf)}
+    found = {path: leaf for path, leaf in value_leaves(decoded, item) if isinstance(leaf, _Coming)}
+    wanted = {path: leaf for path, leaf in value_leaves(template, item) if is_template(leaf) or is_array(leaf)}
     plan.missing += [path for path in wanted if path not in found]
     for path, one in found.items():
         if path not in wanted:
@@ -117,37 +114,14 @@ def _assemble(
     return array if key is None else jax.random.wrap_key_data(array, impl=key)
 
 
-def _children(value: Any) -> list[tuple[object, Any]] | None:
-    """What a container holds, by key; None for a leaf."""
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
-    if isinstance(value, SimpleNamespace):
-        return list(vars(value).items())
-    if is_dataclass(value) and not isinstance(value, (type, _Coming)):
-        return [(one.name, getattr(value, one.name)) for one in fields(value)]
-    return None
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    children = _children(value)
-    if children is None:
-        yield path, value
-    for key, child in children or ():
-        yield from _leaves(child, f"{path}/{key}")
-
-
 def _finished(value: Any) -> Any:
     """The value with its arrays in place of what stands for them."""
     if isinstance(value, _Coming):
         return value.made() if isinstance(value.made, partial) else value.made
-    children = _children(value)
-    if children is None:
+    within = children(value)
+    if within is None:
         return value
-    made = [(key, _finished(child)) for key, child in children]
+    made = [(key, _finished(child)) for key, child in within]
     if isinstance(value, dict):
         value.update(made)
         return value

@@ -51,10 +51,12 @@ def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
     if not isinstance(value, Stateful) and has_templates(value):
         plan_arrays(plan, item, value, tree)
         return
+    if not isinstance(value, Stateful):
+        decoded, filled = plan.destinations.refill(tree, item, value)
+        plan.overwritten.update(filled)
+        plan.values[item] = in_types_of(value, decoded)
+        return
     decoded = plan.destinations.decode(tree, item)
     if isinstance(value, Resumable):
         value.check_state_dicts([decoded])
-    if isinstance(value, Stateful):
-        plan.finish.append(partial(value.load_state_dict, decoded))
-    else:
-        plan.values[item] = in_types_of(value, decoded)
+    plan.finish.append(partial(value.load_state_dict, decoded))

@@ -244,6 +244,24 @@ def _field_names(value: Any) -> list[str] | None:
     return [one.name for one in fields(value)] if is_dataclass(value) and not isinstance(value, type) else None
 
 
+def children(value: Any) -> list[tuple[object, Any]] | None:
+    """What a container holds, by key, index or field; None for a leaf."""
+    if (names := _field_names(value)) is not None:
+        return [(name, getattr(value, name)) for name in names]
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else None
+
+
+def value_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of everything in a value that is no container; the paths are those of `decode_tree`."""
+    within = children(value)
+    if within is None:
+        yield path, value
+    for key, child in within or ():
+        yield from value_leaves(child, f"{path}/{key}")
+
+
 def _record(tag: str, name: str, values: dict[str, Any]) -> Any:
     if tag == "dataclass":
         return SimpleNamespace(**values)

@@ -1,0 +1,123 @@
+"""Tensors of plain values are filled in place where the caller gives one that fits, and are new everywhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import Checkpointer
+from ckptstore.errors import CorruptObject
+from ckptstore.names import RunKeys, shard_name
+
+LARGE = 70_000
+"""Elements of a tensor that is an entry; a small one of this rank lies in a receipt."""
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: list[torch.Tensor]
+
+
+def value() -> dict[str, Any]:
+    return {"large": torch.rand(LARGE), "small": torch.rand(3), "pair": Pair(torch.rand(2, LARGE), [torch.rand(4)])}
+
+
+def tensors(found: dict[str, Any]) -> list[torch.Tensor]:
+    return [found["large"], found["small"], found["pair"].first, *found["pair"].second]
+
+
+def zeros() -> dict[str, Any]:
+    return {
+        "large": torch.zeros(LARGE),
+        "small": torch.zeros(3),
+        "pair": Pair(torch.zeros(2, LARGE), [torch.zeros(4)]),
+    }
+
+
+def open_run(folder: Path) -> Checkpointer:
+    return Checkpointer(str(folder), run="r", writer="thread")
+
+
+def test_tensors_of_shared_and_own_values_are_filled_in_place(tmp_path: Path) -> None:
+    own, shared, mine, ours = value(), value(), zeros(), zeros()
+    before = [tensor.data_ptr() for tensor in (*tensors(mine), *tensors(ours))]
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, own=own, shared={"all": shared})
+        restored = checkpointer.restore(own=mine, shared={"all": ours})
+    assert restored is not None
+    for saved, given, name in ((own, mine, "own"), (shared, ours, "all")):
+        for wanted, live, found in zip(tensors(saved), tensors(given), tensors(restored.values[name]), strict=True):
+            assert found is live
+            assert torch.equal(live, wanted)
+        assert type(restored.values[name]["pair"]) is Pair
+    assert [tensor.data_ptr() for tensor in (*tensors(mine), *tensors(ours))] == before
+
+
+def _part() -> torch.Tensor:
+    return torch.zeros(2, LARGE)[0]
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        torch.zeros(LARGE, dtype=torch.float64),
+        torch.zeros(LARGE + 1),
+        torch.zeros(1, LARGE),
+        torch.zeros(1).expand(LARGE),
+        _part(),
+        torch.zeros(LARGE, requires_grad=True) * 1,
+    ],
+    ids=["type", "size", "shape", "expanded", "part", "computed"],
+)
+def test_what_does_not_fit_is_left_alone_and_a_new_tensor_comes_back(live: torch.Tensor, tmp_path: Path) -> None:
+    saved, before = torch.rand(LARGE), live.detach().clone()
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, own={"x": saved})
+        restored = checkpointer.restore(own={"x": live})
+    assert restored is not None
+    assert torch.equal(restored.values["own"]["x"], saved)
+    assert restored.values["own"]["x"] is not live
+    assert torch.equal(live, before)
+
+
+def test_memory_that_two_saved_tensors_would_fill_takes_one_of_them(tmp_path: Path) -> None:
+    first, second, live, model = torch.rand(LARGE), torch.rand(LARGE), torch.zeros(LARGE), nn.Linear(300, 300)
+    weight = model.weight.detach().clone()
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(model, None, 1, own=[first, second, torch.rand(300, 300)])
+        restored = checkpointer.restore(model, own=[live, live, model.weight.detach()])
+    assert restored is not None
+    found = restored.values["own"]
+    assert found[0] is live
+    assert torch.equal(live, first)
+    assert torch.equal(found[1], second)
+    assert found[1] is not live
+    assert torch.equal(model.weight, weight)  # and not the other tensor of its shape
+    assert found[2].data_ptr() != model.weight.data_ptr()
+
+
+def test_tied_tensors_fill_each_given_one(tmp_path: Path) -> None:
+    tied, live, other = torch.rand(LARGE), torch.zeros(LARGE), torch.zeros(LARGE)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, own=[tied, tied, tied])
+        restored = checkpointer.restore(own=[live, live, other])
+    assert restored is not None
+    assert [found.data_ptr() for found in restored.values["own"]] == [t.data_ptr() for t in (live, live, other)]
+    assert torch.equal(live, tied)
+    assert torch.equal(other, tied)
+
+
+def test_a_given_tensor_that_the_next_checkpoint_does_not_refill_is_a_mixture(tmp_path: Path) -> None:
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, own={"y": torch.rand(LARGE)})
+        newest = checkpointer.save(None, None, 2, own={"x": torch.rand(LARGE)})
+        shard = tmp_path / RunKeys("r").shard(newest.attempt, shard_name(0))
+        data = bytearray(shard.read_bytes())
+        data[100] ^= 4
+        shard.write_bytes(data)
+        with pytest.raises(CorruptObject, match=r"cannot be read to the end, and .* does not have own/x"):
+            checkpointer.restore(own={"x": torch.zeros(LARGE)})
