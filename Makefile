@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup arrays browser demo docs test coverage check fmt bench bench-full bench-gpu clean
+.PHONY: setup arrays browser demo docs pictures test coverage check fmt bench bench-full bench-gpu clean
 
 setup: .venv/.ready
 
@@ -43,6 +43,10 @@ demo: setup
 # Into build/site, which needs no network and no server: open build/site/index.html.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+# Of the dashboard, for README.md and docs/.
+pictures: setup browser
+	$(BIN)/python -m tests.browser.pictures
 
 # Tests wait more than they compute: two workers keep two cores busy for two thirds of the time, four all of it.
 PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder

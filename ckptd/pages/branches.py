@@ -52,14 +52,19 @@ def branches(checkpoints: Sequence[Checkpoint]) -> Branches:
     steps = [c.step for number in shown for c in by_generation[number]]
     across, ticks = step_axis(steps, _LEFT, _RIGHT)
     bottom = _TOP + (len(shown) - 1) * _ROW + 16
+    ends = {number: max(c.step for c in by_generation[number]) for number in shown}
+    for parent in (by_generation[number][0].parent for number in shown):
+        if parent is not None and parent.generation in ends:  # the parent itself may be deleted
+            ends[parent.generation] = min(max(steps), max(ends[parent.generation], parent.step))
     rows = []
     for number in shown:
         own, y = sorted(by_generation[number], key=lambda c: c.step), heights[number]
         parent = own[0].parent
         start = across(max(min(steps), parent.step)) if parent is not None else across(own[0].step)
         above = heights.get(parent.generation, y) if parent is not None else y
-        fork = f"M{start},{above}C{start},{y} {start},{y} {min(start + _ROW, across(own[-1].step))},{y}"
-        line = f"{fork}H{across(own[-1].step)}" if above != y else f"M{start},{y}H{across(own[-1].step)}"
+        end = across(ends[number])
+        bend = f"C{start},{y} {start},{y} {min(start + _ROW, end)},{y}" if above != y else ""
+        line = f"M{start},{above}{bend}H{end}"
         rows.append(Branch(number, y, line, any(c.state is State.COMMITTED for c in own), _marks(own, across, y)))
     return Branches(_WIDTH, bottom + _AXIS, _LEFT, _RIGHT, bottom, tuple(rows), ticks, len(by_generation) - len(shown))
 

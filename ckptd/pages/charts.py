@@ -33,6 +33,8 @@ class Point:
     """Selects the color."""
     link: str = ""
     """The page about it."""
+    on_line: bool = True
+    """Whether the line goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ def plot(
     known = [_known(line, log) for line in lines]
     xs, ys = [p.x for line in known for p in line], [p.y for line in known for p in line]
     if from_zero and ys:
-        ys.append(0.0)
+        ys += [0.0] if any(ys) else [0.0, 1.0]
     left, right, top, bottom = 74, width - 16, 12, height - 30
     x_low, x_high = _limits(xs)
     y_low, y_high = _limits(ys)
@@ -183,7 +185,7 @@ def plot(
 
     def line(found: Sequence[Point]) -> Line:
         marks = tuple(ChartMark(across(p.x), up(p.y), p.title, p.kind, p.link) for p in found)
-        places = [(mark.x, mark.y) for mark in marks]
+        places = [(mark.x, mark.y) for mark, p in zip(marks, found, strict=True) if p.on_line]
         return Line(_polyline(places), _area(places, bottom), marks)
 
     return Plot(
@@ -234,7 +236,7 @@ def _drawable(value: float) -> float:
     return max(-_FARTHEST, min(_FARTHEST, value))
 
 
-def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: int = 860, height: int = 180) -> Bars:
+def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: int = 1088, height: int = 200) -> Bars:
     """A bar for each value, or for groups of adjacent values, so that there are at most 128 bars.
 
     name: of the item that a value belongs to; items are numbered from 0. write: formats a value.

@@ -35,6 +35,7 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
         "checkpoint.html",
         **frame(request, visitor),
         checkpoint=found,
+        branch=found.branch_state.removeprefix(str(found.attempt.generation)).lstrip(",; "),
         older=older,
         newer=newer,
         base=str(request.base_url).rstrip("/"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import isfinite
 from urllib.parse import quote
@@ -22,6 +22,7 @@ WRITERS: Mapping[str, Callable[[float], str]] = {
 }
 """The figures of a checkpoint that can be plotted as well, and how their values are written."""
 _METRICS_SHOWN = 40
+_LEFT_BEHIND = (State.SUPERSEDED, State.ABANDONED)
 _SMALL = (560, 210)
 
 
@@ -55,9 +56,13 @@ def value_of(checkpoint: Checkpoint, metric: str) -> float:
 
 
 def metric_curves(checkpoints: Sequence[Checkpoint], query: RunPageQuery, other: Sequence[Checkpoint]) -> Curves:
-    """The chosen metrics by step; the first one also of another run. Lines but the first are of live checkpoints."""
+    """The chosen metrics by step; the first one also of another run.
+
+    Lines go through live checkpoints. The other ones are marks of the first metric.
+    """
     live = [c for c in checkpoints if c.state is State.COMMITTED]
-    lines = {query.metric: _by_step(checkpoints, query.metric)}
+    own = _by_step(checkpoints, query.metric)
+    lines = {query.metric: [replace(p, on_line=p.kind not in _LEFT_BEHIND) for p in own]}
     lines |= {name: _by_step(live, name) for name in query.also}
     if query.other:
         name = f"{query.metric} of {query.other}"

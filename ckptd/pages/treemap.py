@@ -12,7 +12,8 @@ from itertools import islice
 
 _PARTS = re.compile(r"[^/.]+")
 _DIGITS = re.compile(r"([0-9]+)")
-_MIN_AREA = 500.0
+WIDTH, HEIGHT = 1088.0, 480.0
+_MIN_AREA = 600.0
 """Smaller boxes are folded."""
 _GROUP_AREA = 9_000.0
 """A box of at least this area shows its children."""
@@ -62,7 +63,7 @@ class _TreeNode:
     children: dict[str, _TreeNode] = field(default_factory=dict)
 
 
-def treemap(sizes: Mapping[str, int], width: float = 860, height: float = 420) -> list[Rect]:
+def treemap(sizes: Mapping[str, int], width: float = WIDTH, height: float = HEIGHT) -> list[Rect]:
     """Boxes for entries of these sizes. Entries without bytes are not drawn."""
     root = _tree(sizes)
     boxes: list[Rect] = []

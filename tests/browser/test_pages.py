@@ -11,7 +11,7 @@ from ckptstore.names import Attempt, new_ulid
 from tests.browser import dashboard
 from tests.browser.conftest import Dashboard
 from tests.browser.dashboard import LONG, SCRIPT, SMALL
-from tests.browser.webdriver import Browser
+from tests.browser.webdriver import POINT_AT, Browser
 from tests.support.checkpoints import write_rank
 from tests.support.waiting import wait_until
 
@@ -21,19 +21,17 @@ PAGES = {
     "overview": ("/", "60"),
     "run": ("/runs/gpt", "last-1"),
     "branches": ("/runs/sim", "Branches"),
-    "found": ("/?q=uns&sort=last+commit", "unstable"),
     "overlay": ("/runs/gpt?metric=loss&also=val_loss&other=fsdp&log=1", "loss of fsdp"),
     "docs": ("/docs", "no_checkpoint"),
     "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
     "goodput": ("/runs/sim/goodput", "lost"),
-    "empty": ("/runs/gpt?min_step=999999", "No checkpoint of this run matches the filter"),
-    "long": (f"/runs/{LONG}", LONG),
+    "long": (f"/runs/{LONG}?min_step=999999", "No checkpoint of this run matches the filter"),
     "checkpoint": ("/checkpoints/fsdp@9000", "48 ranks of 48 wrote 48 shards"),
     "run-state": ("/runs/unstable/state", "The first checkpoint that went wrong is step 40"),
     "checkpoint-state": ("/checkpoints/unstable@40/state", "1 tensor with NaN or Inf"),
     "attempts": ("/attempts", "ranks 1, 3"),
-    "restores": ("/restores", "seen"),
-    "restore": ("/restores/{restore}", "behind"),
+    "restores": ("/restores", "node-07"),
+    "restore": ("/restores/{restore}", "vit on node-07"),
     "jobs": ("/jobs", "verify"),
     "job": ("/jobs/{job}", "ok"),
     "store": ("/store", "file://"),
@@ -127,11 +125,11 @@ def test_a_cross_hair_marks_one_checkpoint_in_all_plots(browser: Browser, open_t
     assert re.fullmatch(r"step 29,000\s+[0-9.]+ KiB \(committed\)", stored)
     assert saves.startswith("step 29,000")
     assert (browser.count(".cross"), browser.count(".mark.picked")) == (3, 4)
-    browser.run(_POINT_AT, 0.0)
+    browser.run(POINT_AT, 0.0)
     assert browser.text(".readout").startswith("step 0\n")
     browser.press(_ESCAPE)
     assert browser.count(".readout:not([hidden])") == 0
-    browser.run(_POINT_AT, 1.0)
+    browser.run(POINT_AT, 1.0)
     browser.press(_ENTER)
     wait_until(lambda: browser.path.startswith("/checkpoints/gpt%4029500"), "the page of the checkpoint")
     assert browser.complaints() == []
@@ -241,10 +239,6 @@ def _is_dark(browser: Browser) -> bool:
     return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128
 
 
-_POINT_AT = """
-const svg = document.querySelector(".plot svg"), edges = svg.getBoundingClientRect();
-svg.dispatchEvent(new PointerEvent("pointermove", { clientX: edges.left + arguments[0] * edges.width }));
-"""
 _CONTRAST = """
 function channels(text) { return text.match(/[\\d.]+/g).map(Number); }
 function light(colour) {

@@ -26,6 +26,11 @@ _ARGUMENTS = (
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+POINT_AT = """
+const svg = document.querySelector(".plot svg"), edges = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", { clientX: edges.left + arguments[0] * edges.width }));
+"""
+"""Points at a part of the width of the first plot."""
 _STARTED = "started successfully on port "
 
 
@@ -113,16 +118,11 @@ class Browser:
         """The page as markup; works without scripts."""
         return str(self._get("/source"))
 
-    def picture(self, path: Path) -> None:
-        """Write all of the page to a PNG file, up to 3000 pixels of height."""
-        width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
-        self._command(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=min(3000, height),
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+    def picture(self, path: Path, whole: bool = True) -> None:
+        """Write the page to a PNG file: all of it, up to 3000 pixels of height, or what is in the window."""
+        if whole:
+            width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
+            self._resize(width, min(3000, height))
         path.write_bytes(base64.b64decode(self._get("/screenshot")))
 
     def close(self) -> None:

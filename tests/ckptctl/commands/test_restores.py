@@ -47,7 +47,7 @@ def client(daemon: Daemon) -> Iterator[DaemonClient]:
 @pytest.fixture
 def job(client: DaemonClient, run: str) -> str:
     """A restore by four ranks: one is done, one behind, one is yet to join."""
-    id = client.join_restore(run, "job-7", 4, 0, ttl_s=3600).id
+    id = client.join_restore(run, "job-7", 4, 0, ttl_s=3600, host="node-7").id
     client.report_restore(id, 0, Phase.RESTORED, 2048, 2048)
     client.report_restore(id, 1, Phase.FETCHING, 205, 2048)
     client.report_restore(id, 2, Phase.FETCHING, 1638, 2048)
@@ -58,10 +58,12 @@ def test_a_list_shows_how_far_they_are(daemon: Daemon, client: DaemonClient, job
     failed = client.join_restore(run, "job-8", 2, 0).id
     client.report_restore(failed, 0, Phase.FAILED, problem="no space left\n\x1b[2J")
     lines = invoke("restores", run, "--url", daemon.url).stdout.splitlines()
-    assert lines[0].split() == ["RESTORE", "CHECKPOINT", "STATE", "RANKS", "DONE", "AGE", "SLOWEST,", "OR", "PROBLEM"]
+    columns = ["RESTORE", "CHECKPOINT", "STATE", "RANKS", "DONE", "AGE", "HOST", "SLOWEST,", "OR", "PROBLEM"]
+    assert lines[0].split() == columns
     assert lines[1].split()[:4] == [failed, f"{run}@40", "failed", "0/2"]
     assert lines[1].endswith(r"rank 0 failed: no space left\n\x1b[2J")
     assert lines[2].split()[:5] == [job, f"{run}@40", "restoring", "1/4", "47%"]
+    assert " node-7 " in lines[2]
     assert lines[2].endswith("rank 1 (fetching, 10%); 1 rank still to join")
     assert invoke("restores", run, "--url", daemon.url, "-o", "id").stdout.split() == [failed, job]
     assert invoke("restores", "--limit", 1, "--url", daemon.url, "-o", "id").stdout.split() == [failed]

@@ -141,8 +141,8 @@ def test_the_page_of_a_run_shows_its_branches(served: Served) -> None:
     wait_until(
         lambda: all(text in served.daemon.get("/runs/forked").text for text in seen), "the branch's way into the index"
     )
-    assert "1, from step 300; live" in served.daemon.get("/checkpoints/forked@310").text
-    assert "0; abandoned" in served.daemon.get("/checkpoints/forked@400").text
+    assert "<small>from step 300; live</small>" in served.daemon.get("/checkpoints/forked@310").text
+    assert "<small>abandoned</small>" in served.daemon.get("/checkpoints/forked@400").text
     outline = _Outline(served.daemon.get("/runs/forked?keep=1&abandoned=3").text)
     assert (outline.open, outline.wrong) == ([], [])
 

@@ -349,6 +349,7 @@ def test_stored_bytes_add_up_over_time() -> None:
 def test_branches_begin_at_the_checkpoint_that_they_continue_from() -> None:
     first = [Checkpoint("gpt", Attempt(step, _ULID), State.COMMITTED) for step in (0, 100, 200)]
     first[2] = replace(first[2], state=State.ABANDONED)
+    gone = Attempt(220, _ULID)
     second = [
         Checkpoint("gpt", Attempt(step, _ULID, generation=4), State.COMMITTED, parent=first[1].attempt)
         for step in (150, 250)
@@ -360,7 +361,11 @@ def test_branches_begin_at_the_checkpoint_that_they_continue_from() -> None:
     fork = old.marks[1]
     assert new.line.startswith(f"M{fork.x},{fork.y}C")
     assert new.line.endswith(f"H{new.marks[-1].x}")
+    assert old.line.endswith(f"H{old.marks[-1].x}")
     assert [mark.kind for mark in old.marks] == ["committed", "committed", "abandoned"]
+    drawn = branches([*(replace(c, parent=gone) for c in second), *first])
+    old, new = drawn.rows
+    assert old.marks[-1].x < float(old.line.rpartition("H")[2]) == float(new.line[1:].partition(",")[0])
     assert run_view("gpt", first, None, None, RunPageQuery(), 10.0).branches is None
 
 
