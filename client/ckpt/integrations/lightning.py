@@ -120,7 +120,7 @@ class CkptdCheckpoint(ModelCheckpoint):
             self._keeper = Keeper(self._checkpointer.config, self._policy)
         self._step = trainer.global_step
         if self._newest is not None and self._step < self._newest.step:
-            self._begin_anew()
+            self._reopen()
         if self._loading is not None:
             self._loading.finish()
 
@@ -175,7 +175,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         """Return when every save is durable and pruned."""
         self._checkpointer.close()
         if self._newest is None:
-            self._begin_anew()  # closed, it could still save, but not read from a daemon
+            self._reopen()  # closed, it could still save, but not read from a daemon
         self._begin()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
@@ -184,10 +184,10 @@ class CkptdCheckpoint(ModelCheckpoint):
     def _opened(self, fitting: bool) -> Checkpointer:
         """The Checkpointer to restore from, in a fit that continues from what it restores."""
         if fitting:
-            self._begin_anew()
+            self._reopen()
         return self._checkpointer
 
-    def _begin_anew(self) -> None:
+    def _reopen(self) -> None:
         """What is saved next does not continue from what was saved."""
         self._checkpointer.close()
         self._checkpointer, self._newest = self._open(), None

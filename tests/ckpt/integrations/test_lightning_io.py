@@ -32,7 +32,7 @@ def test_what_lightning_saves_is_loaded_and_removed_by_its_paths(tmp_path: Path,
     assert (tmp_path / "foreign").read_text() == "a file of Lightning's own"
 
 
-def test_fits_of_one_process_continue_each_other_or_begin_anew(tmp_path: Path) -> None:
+def test_fits_of_one_process_continue_each_other_or_start_over(tmp_path: Path) -> None:
     """With the callback, and with the CheckpointIO and its paths. Entries: step, generation, state."""
     code, output, errors = run(LIGHTNING.imports, "tests.ckpt.integrations.fits_lightning", [str(tmp_path)])
     assert code == 0, errors
